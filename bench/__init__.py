@@ -1,0 +1,1 @@
+"""Measurement: workloads, load generation, metrics, quality, reports and comparison."""

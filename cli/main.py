@@ -1,0 +1,87 @@
+"""The entry point: the commands, and the one place where an error becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+import typer
+
+app = typer.Typer(
+    name="llmopt",
+    help="Quantize a language model, prove the checkpoint, serve it and benchmark it, on one machine.",
+    epilog="Exit codes: 0 done or pass, 1 regression or failed verification, 2 bad input, "
+    "3 no verdict. Every command takes --debug, which shows the traceback of an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+COMMANDS = {
+    "quantize": "quantize",
+    "verify": "verify",
+    "bench": "bench",
+    "compare": "compare",
+    "serve-local": "serve_local",
+    "kv-plan": "kv_plan",
+    "run": "run",
+    "doctor": "doctor",
+}
+
+
+def _register() -> None:
+    for name, function in COMMANDS.items():
+        module = import_module(f".{function}", __package__)
+        command: Callable[..., None] = getattr(module, function)
+        app.command(name)(command)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; never returns."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments or bool(os.environ.get("LLMOPT_DEBUG"))
+    arguments = [word for word in arguments if word != "--debug"]
+    _register()
+    sys.exit(run_guarded(lambda: app(arguments, standalone_mode=False), debug=debug))
+
+
+def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
+    """Run `call`; turn what it raises into a line on stderr and an exit code."""
+    import click
+
+    from ..quant.errors import BadInput
+
+    try:
+        code = call()
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BadInput as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # Whoever read our output has gone; there is nobody left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        where = f" {error.filename}" if error.filename else ""
+        print(f"error: cannot write{where}: {error.strerror}", file=sys.stderr)
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    main()

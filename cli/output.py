@@ -1,0 +1,95 @@
+"""Where words go: results on stdout, everything for people on stderr when `--json` is given."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+
+people = Console(stderr=True, highlight=False)
+stdout = Console(highlight=False)
+
+
+def emit_json(result: Any) -> None:
+    """Print one JSON document, and nothing else, on stdout."""
+    json.dump(result, sys.stdout, indent=2, allow_nan=False, default=str)
+    sys.stdout.write("\n")
+
+
+def result_console(as_json: bool) -> Console:
+    """Where the human form of a result goes: stdout, unless stdout belongs to the JSON."""
+    return people if as_json else stdout
+
+
+class TerminalProgress:
+    """A `quant.progress.Progress`: a rich bar on a terminal, a plain line every few seconds otherwise."""
+
+    PLAIN_EVERY_SECONDS = 5.0
+
+    def __init__(self) -> None:
+        self._bar: RichProgress | None = None
+        self._description = ""
+        self._unit = ""
+        self._total = 0
+        self._done = 0
+        self._began = self._said = 0.0
+
+    def start(self, description: str, total: int, unit: str) -> None:
+        self.finish()
+        self._description, self._total, self._unit, self._done = description, total, unit, 0
+        self._began = self._said = time.monotonic()
+        if people.is_terminal:
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn(unit),
+                TaskProgressColumn(show_speed=True),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=people,
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(description, total=total)
+
+    def advance(self, count: int = 1) -> None:
+        self._done += count
+        if self._bar is not None:
+            self._bar.advance(self._task, count)
+            return
+        now = time.monotonic()
+        if now - self._said >= self.PLAIN_EVERY_SECONDS:
+            self._said = now
+            self._say(now)
+
+    def note(self, message: str) -> None:
+        people.print(message)
+
+    def finish(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        elif self._description and self._done:
+            self._say(time.monotonic())
+        self._description = ""
+
+    def _say(self, now: float) -> None:
+        rate = self._done / max(now - self._began, 1e-9)
+        left = (self._total - self._done) / rate if rate else 0.0
+        people.print(
+            f"{self._description}: {self._done}/{self._total} {self._unit}, "
+            f"{rate:.1f} {self._unit}/s, {left:.0f} s left"
+        )

@@ -1,0 +1,24 @@
+"""The inference engine: policy (no torch), step plan, execution; its server and its planner.
+
+`LLM` and `SamplingParams` are the library's front door. They load on first use, so that the planner
+beside them stays free of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .llm import LLM
+    from .sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+
+_HOME = {"LLM": ".llm", "SamplingParams": ".sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name], __package__), name)

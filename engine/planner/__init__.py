@@ -1,0 +1,1 @@
+"""The arithmetic of serving: model shapes, bytes, device facts, roofline. Plain Python, no torch."""
