@@ -1,0 +1,110 @@
+"""The GEMM format of AutoAWQ (`quant_method: awq`), read by vLLM, transformers and this engine.
+
+Per linear `P`, with groups of `g` input channels:
+
+    P.qweight  int32    [in, out/8]     nibble i of word c holds output channel 8c + ORDER[i]
+    P.qzeros   int32    [in/g, out/8]   zero codes in the same order, stored as they are
+    P.scales   float16  [in/g, out]
+
+The matrix lies transposed to torch's `[out, in]`, and the order interleaves even and odd channels so
+that a GPU turns one word into four pairs of halves with few instructions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import BadInput
+from ..scheme import QuantScheme
+from ..tensor import QuantizedTensor
+from .base import GetTensor, check_groups, expect_shape, pack_words, unpack_words
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_UNDO = tuple(ORDER.index(position) for position in range(8))
+_BITS = 4
+_PER_WORD = 8
+
+
+def _reorder(codes: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    return codes.unflatten(-1, (-1, _PER_WORD))[..., list(order)].flatten(-2)
+
+
+class AwqFormat:
+    """AWQ GEMM: 4 bits, asymmetric, float16 scales."""
+
+    name = "awq"
+    suffixes = (".qweight", ".qzeros", ".scales")
+
+    def check_scheme(self, scheme: QuantScheme) -> None:
+        if scheme.bits != _BITS:
+            raise BadInput(
+                f"format awq holds 4-bit weights only, not {scheme.bits}-bit: "
+                "use --format compressed-tensors"
+            )
+        if scheme.symmetric:
+            raise BadInput(
+                "format awq has no symmetric form: leave --symmetric out, "
+                "or use --format compressed-tensors"
+            )
+
+    def check(self, module: str, out_features: int, in_features: int, scheme: QuantScheme) -> None:
+        if out_features % _PER_WORD:
+            raise BadInput(
+                f"format awq cannot pack {module}: its {out_features} outputs are no multiple of "
+                f"{_PER_WORD}; leave it out with --ignore, or use 8 bits with "
+                "--format compressed-tensors"
+            )
+        check_groups(module, in_features, scheme)
+
+    def scale_dtype(self, weights: torch.dtype) -> torch.dtype:
+        return torch.float16
+
+    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        return {
+            f"{module}.qweight": pack_words(_reorder(tensor.codes.t(), ORDER), _BITS),
+            f"{module}.qzeros": pack_words(_reorder(tensor.zeros.t(), ORDER), _BITS),
+            f"{module}.scales": tensor.scales.t().contiguous(),
+        }
+
+    def unpack(self, module: str, get: GetTensor, scheme: QuantScheme) -> QuantizedTensor:
+        qweight = get(f"{module}.qweight")
+        in_features, out_features = qweight.shape[0], qweight.shape[1] * _PER_WORD
+        check_groups(module, in_features, scheme)
+        groups = scheme.num_groups(in_features)
+        qzeros = expect_shape(
+            f"{module}.qzeros", get(f"{module}.qzeros"), (groups, out_features // _PER_WORD)
+        )
+        scales = expect_shape(f"{module}.scales", get(f"{module}.scales"), (groups, out_features))
+        return QuantizedTensor(
+            codes=_reorder(unpack_words(qweight, _BITS), _UNDO).t().contiguous(),
+            scales=scales.t().contiguous(),
+            zeros=_reorder(unpack_words(qzeros, _BITS), _UNDO).t().contiguous(),
+            scheme=scheme,
+        )
+
+    def config(self, scheme: QuantScheme, ignore: list[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "awq",
+            "bits": scheme.bits,
+            "group_size": scheme.group_size,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ignore,
+        }
+
+    def scheme(self, config: dict[str, Any]) -> QuantScheme:
+        # transformers 5 calls the layout `format`, AutoAWQ called it `version`.
+        layout = str(config.get("format") or config.get("version") or "gemm").lower()
+        if layout != "gemm":
+            raise BadInput(
+                f"quant_method awq with the {layout!r} layout is not supported: only gemm"
+            )
+        bits = config.get("bits", config.get("w_bit", _BITS))
+        if bits != _BITS:
+            raise BadInput(f"quant_method awq with {bits} bits is not supported: only 4")
+        if not config.get("zero_point", True):
+            raise BadInput("quant_method awq without zero points is not supported")
+        group_size = config.get("group_size", config.get("q_group_size", 128))
+        return QuantScheme(bits=_BITS, group_size=int(group_size), symmetric=False)
