@@ -35,7 +35,7 @@ class AwqFormat:
     """AWQ GEMM: 4 bits, asymmetric, float16 scales."""
 
     name = "awq"
-    suffixes = (".qweight", ".qzeros", ".scales")
+    suffixes: tuple[str, ...] = (".qweight", ".qzeros", ".scales")
 
     def check_scheme(self, scheme: QuantScheme) -> None:
         if scheme.bits != _BITS:

@@ -33,7 +33,12 @@ class CompressedTensorsFormat:
     """compressed-tensors `pack-quantized`: int4 or int8 weights, 16-bit activations."""
 
     name = "compressed-tensors"
-    suffixes = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape")
+    suffixes: tuple[str, ...] = (
+        ".weight_packed",
+        ".weight_scale",
+        ".weight_zero_point",
+        ".weight_shape",
+    )
 
     def check_scheme(self, scheme: QuantScheme) -> None:
         """Holds every scheme there is here."""

@@ -7,6 +7,7 @@ import torch
 from ..errors import BadInput
 from ..scheme import QuantScheme
 from ..tensor import QuantizedTensor
+from .base import LayerProblem, LayerResult, ModuleReport
 
 
 def group_ranges(
@@ -69,3 +70,21 @@ def round_to_nearest(
         zeros=zeros,
         scheme=scheme,
     )
+
+
+class RoundToNearest:
+    """The method `rtn`; what every other method is measured against."""
+
+    name = "rtn"
+
+    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
+        weights: dict[str, QuantizedTensor] = {}
+        reports: list[ModuleReport] = []
+        for linear, weight in problem.weights.items():
+            module = f"{problem.prefix}.{linear}"
+            weights[linear] = round_to_nearest(
+                weight, problem.scheme, problem.scale_dtype, name=module
+            )
+            error = problem.error(linear, weights[linear].dequantize())
+            reports.append(ModuleReport(module=module, error=error, rtn_error=error))
+        return LayerResult(weights=weights, norms={}, reports=reports)

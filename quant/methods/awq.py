@@ -1,0 +1,231 @@
+"""AWQ: scale the input channels that matter, fold the scales away, clip the ranges, then round.
+
+Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration",
+MLSys 2024 (arXiv:2306.00978).
+
+A channel `j` of a linear's input may be divided by `s_j` where the operation before it is divided by the
+same, and column `j` of the weight multiplied: the float model does not change, but the column now takes
+a larger part of its group's range and so is rounded more finely. `s` is searched on a grid of one
+exponent per pair. Nothing is accepted that makes any linear worse than plain rounding does: the identity
+is a candidate, and both the scales and the clipping are held against it on the calibration data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import BadInput
+from ..families import Fold
+from ..scheme import QuantScheme
+from ..tensor import QuantizedTensor
+from .awq_clip import clip_groups
+from .base import LayerProblem, LayerResult, ModuleReport
+from .rtn import round_to_nearest
+
+GRID = 20
+
+
+@dataclass(slots=True)
+class _Linear:
+    """A linear on its way: `weight * columns / rows` is what gets rounded.
+
+    `columns` answers for an input that arrives divided by it, `rows` divides the output for a linear
+    that comes after.
+    """
+
+    columns: torch.Tensor
+    rows: torch.Tensor
+    ratio: float | None = None
+    error: float = 0.0
+    rtn_error: float = 0.0
+
+
+@dataclass(slots=True)
+class _State:
+    problem: LayerProblem
+    linears: dict[str, _Linear] = field(default_factory=dict)
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def quantize(
+        self, name: str, columns: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[QuantizedTensor, torch.Tensor]:
+        """Codes of a linear under the given scales, and the weight that they amount to."""
+        weight = self.problem.weights[name] * columns / rows[:, None]
+        codes = self._round(name, weight)
+        return codes, self.effective(codes, columns, rows)
+
+    def _round(self, name: str, weight: torch.Tensor) -> QuantizedTensor:
+        module = f"{self.problem.prefix}.{name}"
+        return round_to_nearest(weight, self.problem.scheme, self.problem.scale_dtype, name=module)
+
+    def clip(self, name: str) -> tuple[QuantizedTensor, torch.Tensor, float]:
+        """Codes of a linear after clipping, its weight, and the share of groups that were clipped."""
+        linear = self.linears[name]
+        weight = self.problem.weights[name] * linear.columns / linear.rows[:, None]
+        clipped = clip_groups(
+            weight,
+            self.problem.statistics[name].gram,
+            linear.columns,
+            self.problem.scheme,
+            self.problem.scale_dtype,
+        )
+        codes = self._round(name, clipped.weight)
+        return codes, self.effective(codes, linear.columns, linear.rows), clipped.share
+
+    @staticmethod
+    def effective(
+        codes: QuantizedTensor, columns: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """The weight, in the terms of the unscaled layer, that quantized codes amount to."""
+        return codes.dequantize() * rows[:, None] / columns
+
+    def error(self, name: str, columns: torch.Tensor, rows: torch.Tensor) -> float:
+        """Relative output error of a linear under the given scales."""
+        return self.problem.error(name, self.quantize(name, columns, rows)[1])
+
+    def candidate_error(self, name: str, columns: torch.Tensor, rows: torch.Tensor) -> float:
+        """The same for scales that are only tried: infinite where the stored dtype cannot hold them."""
+        try:
+            return self.error(name, columns, rows)
+        except BadInput:
+            return math.inf
+
+
+class Awq:
+    """The method `awq`."""
+
+    name = "awq"
+
+    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
+        state = _State(problem)
+        for name, weight in problem.weights.items():
+            linear = _Linear(torch.ones(weight.shape[1]), torch.ones(weight.shape[0]))
+            linear.error = linear.rtn_error = state.error(name, linear.columns, linear.rows)
+            state.linears[name] = linear
+        for fold in problem.family.folds:
+            if _can_fold(fold, problem):
+                _search_fold(fold, state)
+        weights: dict[str, QuantizedTensor] = {}
+        reports: list[ModuleReport] = []
+        for name in problem.weights:
+            weights[name], report = _finish(name, state)
+            reports.append(report)
+        return LayerResult(weights=weights, norms=state.norms, reports=reports)
+
+
+def _can_fold(fold: Fold, problem: LayerProblem) -> bool:
+    """Whether the pair is there to be scaled.
+
+    A target that stays unquantized would have to be stored rounded again, and so would a bias of the
+    source; neither is worth a worse float weight. A grouped value head feeds several query heads, so its
+    rows do not match the columns of the output projection.
+    """
+    if any(target not in problem.weights for target in fold.targets):
+        return False
+    if fold.source in problem.norms:
+        return True
+    if fold.source not in problem.weights or fold.source in problem.with_bias:
+        return False
+    return problem.weights[fold.source].shape[0] == problem.weights[fold.targets[0]].shape[1]
+
+
+def _search_fold(fold: Fold, state: _State) -> None:
+    """Try every scale of the grid for one pair and keep the best that makes no linear worse than RTN."""
+    problem = state.problem
+    best = sum(state.linears[target].error for target in fold.targets)
+    chosen: tuple[float, torch.Tensor, torch.Tensor | None, dict[str, float]] | None = None
+    for ratio, wanted in scale_candidates(
+        problem.statistics[fold.targets[0]].mean_abs,
+        torch.cat([problem.weights[target] for target in fold.targets]),
+        problem.scheme,
+    ):
+        if fold.source in problem.norms:
+            norm, scales = fold_into_norm(problem.norms[fold.source], wanted)
+        else:
+            norm, scales = None, wanted
+        errors = {
+            target: state.candidate_error(target, scales, state.linears[target].rows)
+            for target in fold.targets
+        }
+        if norm is None:
+            columns = state.linears[fold.source].columns
+            errors[fold.source] = state.candidate_error(fold.source, columns, scales)
+        worse = any(not error <= state.linears[name].rtn_error for name, error in errors.items())
+        total = sum(errors[target] for target in fold.targets)
+        if not worse and math.isfinite(total) and total < best:
+            best, chosen = total, (ratio, scales, norm, errors)
+    if chosen is None:
+        return
+    ratio, scales, norm, errors = chosen
+    for target in fold.targets:
+        state.linears[target].columns = scales
+        state.linears[target].ratio = ratio
+    if norm is None:
+        state.linears[fold.source].rows = scales
+    else:
+        state.norms[fold.source] = norm
+    for name, error in errors.items():
+        state.linears[name].error = error
+
+
+def _finish(name: str, state: _State) -> tuple[QuantizedTensor, ModuleReport]:
+    """Clip and round a linear under its final scales; the clipping stays only where it does not hurt."""
+    linear = state.linears[name]
+    codes, _ = state.quantize(name, linear.columns, linear.rows)
+    error, share = linear.error, 0.0
+    if name not in state.problem.family.unclipped:
+        clipped, effective, clipped_share = state.clip(name)
+        clipped_error = state.problem.error(name, effective)
+        if clipped_error < error:
+            codes, error, share = clipped, clipped_error, clipped_share
+    return codes, ModuleReport(
+        module=f"{state.problem.prefix}.{name}",
+        error=error,
+        rtn_error=linear.rtn_error,
+        ratio=linear.ratio,
+        clipped=share,
+    )
+
+
+def scale_candidates(
+    mean_abs: torch.Tensor, weight: torch.Tensor, scheme: QuantScheme
+) -> Iterator[tuple[float, torch.Tensor]]:
+    """The grid of input scales: `s = x^a / (w^(1-a) + 1e-4)` for 20 exponents `a`, centred around 1.
+
+    Args:
+        mean_abs: mean magnitude of each input channel `[in]`.
+        weight: the linears that share the input, stacked `[out, in]`.
+
+    Yields:
+        The exponent, and positive finite scales `[in]`.
+    """
+    grouped = weight.abs().view(weight.shape[0], scheme.num_groups(weight.shape[1]), -1)
+    largest = grouped.amax(dim=-1, keepdim=True)
+    relative = (grouped / torch.where(largest > 0, largest, 1.0)).view(weight.shape)
+    mean_weight = relative.mean(dim=0)
+    for step in range(GRID):
+        ratio = step / GRID
+        scales = mean_abs.pow(ratio) / (mean_weight.pow(1 - ratio) + 1e-4)
+        scales = scales.clamp(min=1e-4)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        yield ratio, torch.where(torch.isfinite(scales) & (scales > 0), scales, 1.0)
+
+
+def fold_into_norm(norm: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide a norm's weight by scales, and say which scales were really divided out.
+
+    The result is stored in the norm's own dtype, often bfloat16. Taking the scales from what is stored
+    keeps the fold exact: the linears make good precisely what the norm lost, its rounding included.
+
+    Returns:
+        The new norm weight `[in]` in its dtype, and the float32 scales `[in]`.
+    """
+    before = norm.to(torch.float32)
+    stored = (before / scales).to(norm.dtype)
+    exact = before / stored.to(torch.float32)
+    usable = torch.isfinite(exact) & (exact > 0)
+    return torch.where(usable, stored, norm), torch.where(usable, exact, 1.0)
