@@ -1,0 +1,35 @@
+"""When requests are due: at once, or at a rate, with the burstiness that vLLM defines."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..quant.errors import BadInput
+
+
+def arrival_offsets(
+    count: int, request_rate: float, *, burstiness: float = 1.0, seed: int = 0
+) -> np.ndarray:
+    """Seconds from the start of the run at which each of `count` requests is due, ascending.
+
+    Gaps are drawn from Gamma(shape = burstiness, scale = 1/(rate·burstiness)): 1 is Poisson, less is
+    burstier, infinity is one request every 1/rate seconds. As in vLLM the sum is then rescaled so
+    that the last request is due at exactly `count / rate`: the rate is the one asked for, and the
+    process is a Poisson process conditioned on its end.
+
+    Raises:
+        BadInput: a rate or burstiness that is not above zero.
+    """
+    if not request_rate > 0:
+        raise BadInput(f"--request-rate is {request_rate}: it must be above 0, or inf")
+    if not burstiness > 0:
+        raise BadInput(f"--burstiness is {burstiness}: it must be above 0")
+    if math.isinf(request_rate):
+        return np.zeros(count)
+    if math.isinf(burstiness):
+        return np.arange(1, count + 1) / request_rate
+    rng = np.random.default_rng(seed)
+    due = np.cumsum(rng.gamma(shape=burstiness, scale=1 / (request_rate * burstiness), size=count))
+    return due * (count / request_rate / due[-1])

@@ -1,0 +1,146 @@
+"""The machine and the software that a number was measured with. No host name, no user, no address."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import resource
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("llmopt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+WHOLE_HASH_BYTES = 2 << 30
+SAMPLE_BYTES, NUM_SAMPLES = 1 << 20, 64
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Everything about this machine that can explain a number, as plain JSON values."""
+    import torch
+
+    found: dict[str, Any] = {
+        "machine": machine_name(device),
+        "cpu_model": cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "cpu_usable": usable_cpus(),
+        "cgroup_cpu_max": read_line(Path("/sys/fs/cgroup/cpu.max")),
+        "cgroup_memory_max": read_line(Path("/sys/fs/cgroup/memory.max")),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": list(os.getloadavg()),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "libraries": {name: library_version(name) for name in LIBRARIES},
+        "torch_threads": torch.get_num_threads(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": commit(),
+    }
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def machine_name(device: str) -> str:
+    """What two runs must share to be compared: the processor, how much of it, and the GPU."""
+    name = f"{cpu_model()}, {usable_cpus()} CPUs"
+    if device.startswith("cuda"):
+        import torch
+
+        name += f", {torch.cuda.get_device_name(device)}"
+    return name
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "Hardware", "cpu model")):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def read_line(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def library_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of the working folder's repository, with `-dirty` when it differs from it."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """Identity of a checkpoint: a hash of its config and weights.
+
+    Up to 2 GiB every byte counts; beyond, sizes and 64 samples of each shard, and the prefix says so.
+    """
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    whole = sum(path.stat().st_size for path in files) <= WHOLE_HASH_BYTES
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as handle:
+            if whole:
+                while block := handle.read(SAMPLE_BYTES):
+                    digest.update(block)
+            else:
+                for number in range(NUM_SAMPLES):
+                    handle.seek(number * max(size - SAMPLE_BYTES, 0) // (NUM_SAMPLES - 1))
+                    digest.update(handle.read(SAMPLE_BYTES))
+    return f"{'sha256' if whole else 'sha256-sampled'}:{digest.hexdigest()}"
+
+
+def restart_peak_memory() -> None:
+    """Make the peak of `peak_memory_bytes` start from now, where the system can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return  # the peak since the start of the process is still true, only wider
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size of this process since `restart_peak_memory`."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,127 @@
+"""Everything that a benchmark can be told, validated in one place for the command line and recipes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..quant.errors import BadInput
+from .metrics import METRICS, parse_goodput
+
+DEFAULT_CONCURRENCY = 8
+Model = TypeVar("Model", bound=BaseModel)
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class BenchOptions(BaseModel):
+    """Options of one benchmark. Names are those of `vllm bench serve` where it has them.
+
+    With neither `request_rate` nor `max_concurrency` the load is a closed loop of 8 users. With a rate
+    and no limit it is an open loop; a rate of infinity then sends everything at once.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    dataset: str = "sharegpt"
+    dataset_path: Path | None = None
+    num_prompts: PositiveInt = 48
+    output_len: PositiveInt | None = None
+    random_input_len: PositiveInt | None = None
+    random_output_len: PositiveInt | None = None
+    random_prefix_len: Annotated[int, Field(ge=0)] = 0
+    random_range_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    disable_shuffle: bool = False
+    no_oversample: bool = False
+
+    request_rate: Annotated[float, Field(gt=0)] | None = None
+    burstiness: Annotated[float, Field(gt=0)] = 1.0
+    max_concurrency: PositiveInt | None = None
+    num_warmups: Annotated[int, Field(ge=0)] | None = None
+    num_runs: PositiveInt = 3
+    seed: int = 0
+    ignore_eos: bool = True
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    slowdown: Annotated[float, Field(ge=1)] = 1.0
+
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: PositiveInt | None = None
+    max_model_len: PositiveInt | None = None
+    max_num_seqs: PositiveInt | None = None
+    max_num_batched_tokens: PositiveInt | None = None
+    block_size: PositiveInt | None = None
+    kv_cache_memory_bytes: PositiveInt | None = None
+    enable_prefix_caching: bool = True
+
+    percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
+    metric_percentiles: tuple[Annotated[float, Field(ge=0, le=100)], ...] = (99.0,)
+    goodput: tuple[str, ...] = ()
+
+    quality: bool = True
+    quality_tokens: Annotated[int, Field(ge=2)] = 4096
+    quality_text: Path | None = None
+    reference: str | None = None
+
+    label: str | None = None
+    name: str | None = None
+    metadata: dict[str, str] = {}
+    save_detailed: bool = False
+
+    @field_validator("percentile_metrics", "metric_percentiles", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("percentile_metrics")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in METRICS:
+                raise ValueError(f"{name!r} is none of {', '.join(METRICS)}")
+        return names
+
+    @field_validator("goodput")
+    @classmethod
+    def _limits(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        parse_goodput(words)
+        return words
+
+    @property
+    def rate(self) -> float:
+        """Requests a second; infinity when none was asked for."""
+        return math.inf if self.request_rate is None else self.request_rate
+
+    @property
+    def concurrency(self) -> int | None:
+        """Most requests in flight, or None for no limit."""
+        if self.max_concurrency is None and self.request_rate is None:
+            return DEFAULT_CONCURRENCY
+        return self.max_concurrency
+
+    @property
+    def warmups(self) -> int:
+        """Requests before the clock starts; by default one round of the measured concurrency."""
+        if self.num_warmups is not None:
+            return self.num_warmups
+        return min(self.concurrency or DEFAULT_CONCURRENCY, self.num_prompts)
+
+
+def checked(model: type[Model], values: dict[str, Any], where: str) -> Model:
+    """`model` built from `values`.
+
+    Raises:
+        BadInput: naming `where`, the key and what is wrong with it; an unknown key is such a wrong.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise BadInput(f"{where}: unknown key {key!r}") from error
+        reason = first["msg"].removeprefix("Value error, ")
+        raise BadInput(f"{where}: {key}: {reason} (given: {first.get('input')!r})") from error

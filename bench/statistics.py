@@ -1,0 +1,157 @@
+"""How sure a number is, and whether two numbers differ: bootstrap, Student's t, detectable change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+CONFIDENCE = 0.95
+RESAMPLES = 1000
+# With one run an arm its run-to-run spread cannot be seen; this is what identical runs on a quiet
+# machine commonly show, and it keeps a single lucky run from proving a small change.
+ASSUMED_RUN_CV = 0.05
+
+
+def student_cdf(t: float, df: int) -> float:
+    """P(T <= t) of Student's t with a whole number of degrees of freedom, by its finite sum.
+
+    Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    theta = math.atan2(t, math.sqrt(df))
+    cosine, sine = math.cos(theta), math.sin(theta)
+    term, total = 1.0, 0.0
+    if df % 2:
+        if df > 1:
+            term, total = cosine, cosine
+            for k in range(2, df - 1, 2):
+                term *= cosine * cosine * k / (k + 1)
+                total += term
+        within = 2 / math.pi * (theta + sine * total)
+    else:
+        total = 1.0
+        for k in range(1, df - 2, 2):
+            term *= cosine * cosine * k / (k + 1)
+            total += term
+        within = sine * total
+    return 0.5 + within / 2
+
+
+def student_quantile(probability: float, df: float) -> float:
+    """The t below which `probability` lies. `df` is floored; infinity is the normal distribution."""
+    if math.isinf(df) or df > 300:
+        return NormalDist().inv_cdf(probability)
+    if probability < 0.5:
+        return -student_quantile(1 - probability, df)
+    low, high = 0.0, 1.0
+    whole = max(int(df), 1)
+    while student_cdf(high, whole) < probability:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, whole) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def bootstrap_interval(
+    groups: Sequence[np.ndarray],
+    statistic: Callable[[np.ndarray], float],
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    confidence: float = CONFIDENCE,
+) -> tuple[float, float] | None:
+    """Percentile interval of `statistic` of the pooled values, resampling whole groups.
+
+    A group is what one request gave (one value, or all its gaps), so that values which belong
+    together stay together. None with fewer than two groups.
+    """
+    if len(groups) < 2:
+        return None
+    rng = np.random.default_rng(seed)
+    draws = rng.integers(0, len(groups), size=(resamples, len(groups)))
+    if all(len(group) == 1 for group in groups):
+        values = np.concatenate(groups)
+        found = [statistic(values[draw]) for draw in draws]
+    else:
+        found = [statistic(np.concatenate([groups[i] for i in draw])) for draw in draws]
+    tail = (1 - confidence) / 2 * 100
+    low, high = np.percentile(found, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def smallest_visible_change(run_cv: float, num_runs: int, *, power: float = 0.8) -> float:
+    """The relative change that two arms of `num_runs` runs each would notice with `power`, in a
+    one-sided test at 5 %: (t₀.₉₅ + t_power) · CV · √(2/k), with 2k − 2 degrees of freedom.
+
+    With one run the spread is taken as known, so the normal quantiles serve.
+    """
+    df = 2 * num_runs - 2 if num_runs > 1 else math.inf
+    reach = student_quantile(0.95, df) + student_quantile(power, df)
+    return reach * run_cv * math.sqrt(2 / num_runs)
+
+
+def run_cv(values: Sequence[float]) -> float:
+    """Coefficient of variation over repeated runs (n − 1), or the assumed one for a single run."""
+    if len(values) < 2:
+        return ASSUMED_RUN_CV
+    return float(np.std(values, ddof=1) / np.mean(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A relative difference between two arms, as a logarithm: log(new / base).
+
+    Attributes:
+        log_ratio: the estimate.
+        standard_error: of `log_ratio`.
+        degrees: of freedom behind `standard_error`; infinity where it is taken as known.
+    """
+
+    log_ratio: float
+    standard_error: float
+    degrees: float
+
+    @property
+    def relative(self) -> float:
+        """new / base − 1."""
+        return math.expm1(self.log_ratio)
+
+    def half_width(self, one_sided: float) -> float:
+        """Distance on the log scale to a bound that holds with probability `one_sided`."""
+        return student_quantile(one_sided, self.degrees) * self.standard_error
+
+
+def effect_of_runs(
+    base: Sequence[float], new: Sequence[float], paired_error: float = 0.0
+) -> Effect:
+    """The change between repeated runs of two arms, with the larger of two uncertainties.
+
+    One is the spread between runs (pooled over both arms on the log scale; assumed where each arm has
+    a single run); the other, `paired_error`, is the spread of the change from request to request.
+    """
+    logs_base, logs_new = np.log(base), np.log(new)
+    estimate = float(logs_new.mean() - logs_base.mean())
+    degrees: float = len(base) + len(new) - 2
+    if degrees:
+        squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in (logs_base, logs_new))
+        spread = math.sqrt(squares / degrees)
+    else:
+        spread, degrees = ASSUMED_RUN_CV, math.inf
+    between = Effect(estimate, spread * math.sqrt(1 / len(base) + 1 / len(new)), degrees)
+    within = Effect(estimate, paired_error, math.inf)
+    return max(between, within, key=lambda effect: effect.half_width(CONFIDENCE))
+
+
+def paired_log_ratio_error(base: np.ndarray, new: np.ndarray) -> float:
+    """Standard error of log(mean(new) / mean(base)) over pairs, by the delta method.
+
+    The pairs are the same requests in both arms, so that what differs between prompts cancels.
+    """
+    if len(base) < 2:
+        return 0.0
+    residuals = new / new.mean() - base / base.mean()
+    return float(residuals.std(ddof=1) / math.sqrt(len(base)))
