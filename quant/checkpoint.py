@@ -117,6 +117,10 @@ class Checkpoint:
         """Shape of a tensor, from the header alone."""
         return tuple(self._open(self.shard_of[name]).get_slice(name).get_shape())
 
+    def dtype_name(self, name: str) -> str:
+        """Dtype of a tensor as safetensors spells it (`BF16`), from the header alone."""
+        return self._open(self.shard_of[name]).get_slice(name).get_dtype()
+
     def tensors(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor whose name starts with `prefix`, in name order."""
         for name in self.names:

@@ -61,6 +61,9 @@ class AwqFormat:
     def scale_dtype(self, weights: torch.dtype) -> torch.dtype:
         return torch.float16
 
+    def loads_in(self, scheme: QuantScheme) -> str:
+        return "llmopt, vLLM, transformers (with gptqmodel and accelerate)"
+
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         return {
             f"{module}.qweight": pack_words(_reorder(tensor.codes.t(), ORDER), _BITS),

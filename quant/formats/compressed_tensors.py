@@ -59,6 +59,14 @@ class CompressedTensorsFormat:
     def scale_dtype(self, weights: torch.dtype) -> torch.dtype:
         return weights
 
+    def loads_in(self, scheme: QuantScheme) -> str:
+        if scheme.symmetric:
+            return "llmopt, vLLM, transformers (with compressed-tensors)"
+        return (
+            "llmopt, vLLM, transformers (with compressed-tensors, and only when asked with "
+            "CompressedTensorsConfig(dequantize=True))"
+        )
+
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         bits = tensor.scheme.bits
         packed = {
