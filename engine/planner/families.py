@@ -160,7 +160,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qk_norm=True,
         ),
         "gemma2": Family(
-            {**_GEMMA, "max_position_embeddings": 8192, "vocab_size": 256000, "sliding_window": 4096},
+            {
+                **_GEMMA,
+                "max_position_embeddings": 8192,
+                "vocab_size": 256000,
+                "sliding_window": 4096,
+            },
             _full_every(2, "sliding_window", "sliding_window_pattern"),
             qkv_bias="attention_bias",
             output_bias="attention_bias",

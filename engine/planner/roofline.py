@@ -86,7 +86,9 @@ def prefill_flops(shape: ModelShape, num_tokens: int, num_cached: int = 0) -> fl
     per_pair = 2 * shape.num_heads * (shape.head_dim + value_dim)
     end = num_cached + num_tokens
     pairs = sum(_pairs(end, w) - _pairs(num_cached, w) for w in shape.windows)
-    return 2 * _matmul_parameters(shape) * num_tokens + per_pair * pairs + 2 * _head_parameters(shape)
+    return (
+        2 * _matmul_parameters(shape) * num_tokens + per_pair * pairs + 2 * _head_parameters(shape)
+    )
 
 
 def _pairs(num_tokens: int, window: int | None) -> int:

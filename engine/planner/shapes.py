@@ -117,7 +117,9 @@ class ModelShape:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadInput(f"the config gives {name} = {value!r}: a positive number was expected")
+                raise BadInput(
+                    f"the config gives {name} = {value!r}: a positive number was expected"
+                )
         if self.num_heads % self.num_kv_heads:
             raise BadInput(
                 f"{self.num_heads} attention heads do not divide into {self.num_kv_heads} KV heads"
@@ -216,7 +218,8 @@ class ModelShape:
     def kv_bytes(self, num_tokens: int, bytes_per_element: float, block_size: int = 1) -> int:
         """Bytes of one sequence's cache: each layer holds min(tokens, window), in whole blocks."""
         held = sum(
-            ceil(min(num_tokens, num_tokens if window is None else window) / block_size) * block_size
+            ceil(min(num_tokens, num_tokens if window is None else window) / block_size)
+            * block_size
             for window in self.windows
         )
         return ceil(held * self.cached_elements * bytes_per_element)
@@ -261,7 +264,12 @@ class ModelShape:
 
     def _latent_attention(self) -> Iterator[Tensor]:
         assert self.latent is not None
-        latent, hidden, layers, heads = self.latent, self.hidden_size, self.num_layers, self.num_heads
+        latent, hidden, layers, heads = (
+            self.latent,
+            self.hidden_size,
+            self.num_layers,
+            self.num_heads,
+        )
         if latent.query_rank is None:
             yield Tensor("linear", heads * latent.query_dim, hidden, layers, layers)
         else:
@@ -298,7 +306,9 @@ def _number(config: Config, key: str, model_type: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         state = "is missing" if value is None else f"is {value!r}"
-        raise BadInput(f"{key} {state} in the {model_type} config: a positive whole number is needed")
+        raise BadInput(
+            f"{key} {state} in the {model_type} config: a positive whole number is needed"
+        )
     return value
 
 

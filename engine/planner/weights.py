@@ -135,6 +135,4 @@ def weight_bytes_per_rank(shape: ModelShape, recipe: WeightRecipe, ranks: int) -
     on every rank.
     """
     parts = {"ranks": ranks, "kv_heads": min(ranks, shape.num_kv_heads), "whole": 1}
-    return ceil(
-        sum(recipe.tensor_bytes(t) * t.count / parts[t.shard] for t in shape.tensors())
-    )
+    return ceil(sum(recipe.tensor_bytes(t) * t.count / parts[t.shard] for t in shape.tensors()))

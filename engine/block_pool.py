@@ -1,0 +1,148 @@
+"""The blocks of the KV cache: who holds them, and in which order they are given out again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+NULL_BLOCK = 0
+"""A block that belongs to nobody. Padding reads and writes it, so padding needs no branch."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One fixed-size piece of the KV cache, and its place in the free list while nobody holds it."""
+
+    block_id: int
+    num_holders: int = 0
+    is_cached: bool = False
+    previous: Block | None = None
+    next: Block | None = None
+
+
+class FreeList:
+    """A doubly linked list through the blocks themselves: O(1) at both ends and in the middle.
+
+    The middle matters: a prefix hit takes a block out from wherever it waits.
+    """
+
+    def __init__(self) -> None:
+        self._head = Block(-1)
+        self._tail = Block(-2)
+        self._head.next, self._tail.previous = self._tail, self._head
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._head.next
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next
+
+    def push_front(self, block: Block) -> None:
+        assert self._head.next is not None
+        self._link(self._head, block, self._head.next)
+
+    def push_back(self, block: Block) -> None:
+        assert self._tail.previous is not None
+        self._link(self._tail.previous, block, self._tail)
+
+    def pop_front(self) -> Block:
+        block = self._head.next
+        assert block is not None and block is not self._tail, "the free list is empty"
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        assert block.previous is not None and block.next is not None
+        block.previous.next, block.next.previous = block.next, block.previous
+        block.previous = block.next = None
+        self._length -= 1
+
+    def _link(self, left: Block, block: Block, right: Block) -> None:
+        left.next, block.previous, block.next, right.previous = block, left, right, block
+        self._length += 1
+
+
+class BlockPool:
+    """`num_blocks` blocks with reference counts. Block 0 is the null block and is never given out.
+
+    A freed block keeps its content until it is given out again, so that the prefix cache can revive it.
+    Blocks without cached content are reused first; cached ones leave in the order of their last use.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"{num_blocks = }: a pool needs the null block and one more")
+        self._blocks = [Block(i) for i in range(num_blocks)]
+        self._free = FreeList()
+        for block in self._blocks[1:]:
+            self._free.push_back(block)
+        self.on_reuse: Callable[[int], None] = lambda block_id: None
+        """Called with the id of a cached block just before its content is given up."""
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that requests can hold: all but the null block."""
+        return len(self._blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def num_holders(self, block_id: int) -> int:
+        return self._blocks[block_id].num_holders
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks with no content, each held once. The caller has checked `num_free`."""
+        taken = []
+        for _ in range(count):
+            block = self._free.pop_front()
+            if block.is_cached:
+                self.on_reuse(block.block_id)
+                block.is_cached = False
+            block.num_holders = 1
+            taken.append(block.block_id)
+        return taken
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Hold blocks once more, reviving those that wait in the free list."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.num_holders == 0:
+                self._free.remove(block)
+            block.num_holders += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Let go of a sequence's blocks, given in sequence order.
+
+        The tail goes first: it is the least likely to be a prefix of something else.
+        """
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            assert block.num_holders > 0, f"block {block_id} is freed twice"
+            block.num_holders -= 1
+            if block.num_holders == 0:
+                if block.is_cached:
+                    self._free.push_back(block)
+                else:
+                    self._free.push_front(block)
+
+    def set_cached(self, block_id: int, is_cached: bool) -> None:
+        """Mark whether the content of a block is known to the prefix cache."""
+        self._blocks[block_id].is_cached = is_cached
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert that every block is held exactly as often as `tables` say, or is free, never both."""
+        held = Counter(block_id for table in tables for block_id in table)
+        free = [block.block_id for block in self._free]
+        assert len(free) == len(self._free) == len(set(free)), "the free list is tangled"
+        assert NULL_BLOCK not in held and NULL_BLOCK not in free, "the null block is in use"
+        for block in self._blocks[1:]:
+            assert block.num_holders == held[block.block_id], (
+                f"block {block.block_id}: {block.num_holders} holders, {held[block.block_id]} in tables"
+            )
+        assert len(free) + len(held) == self.num_usable, "blocks are lost"

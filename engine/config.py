@@ -1,0 +1,92 @@
+"""What the user chose, and what follows from it on this machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..quant.errors import BadInput
+
+DTYPES = ("auto", "bfloat16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of an engine. None means: derive it from the model and the machine.
+
+    Attributes:
+        model: a folder, a bundled model's name, or a hub id.
+        dtype: of weights that are not quantized, activations and KV cache. "auto" takes bfloat16 where
+            the device computes in it, float32 elsewhere.
+        device: "auto" takes CUDA where there is one.
+        block_size: tokens in a KV block.
+        kv_cache_memory_bytes, num_blocks: size of the KV cache, in one of the two ways.
+        max_model_len: tokens in a sequence, at most the model's own context length.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens in one step.
+        prefill_chunk_size: tokens of one sequence in one step.
+        seed: of the requests that bring none.
+        num_threads: of the CPU; by default the cores that this process may use.
+    """
+
+    model: str | Path | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    prefill_chunk_size: int | None = None
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise BadInput(f"dtype {self.dtype!r}: choose {', '.join(DTYPES)}")
+        if self.device.split(":")[0] not in DEVICES:
+            raise BadInput(f"device {self.device!r}: choose {', '.join(DEVICES)} or cuda:N")
+        if self.kv_cache_memory_bytes is not None and self.num_blocks is not None:
+            raise BadInput("give kv_cache_memory_bytes or num_blocks, not both")
+        for name in (
+            "block_size",
+            "kv_cache_memory_bytes",
+            "num_blocks",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prefill_chunk_size",
+            "num_threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadInput(f"{name} = {value}: need 1 or more")
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: its affinity, cut by the control group's quota."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def available_memory_bytes() -> int:
+    """Memory that a process can still take without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,337 @@
+"""The engine: one loop, `step()`, that the offline API, the server and the benchmark all drive."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..quant.checkpoint import Checkpoint, read_json
+from ..quant.errors import BadInput
+from ..quant.models import resolve_model
+from .block_pool import BlockPool
+from .config import EngineConfig, usable_cores
+from .detokenizer import IncrementalDetokenizer
+from .kv_cache import DEFAULT_BLOCK_SIZE, KvCache, choose_num_blocks
+from .model.decoder import Decoder
+from .model.loader import load_weights
+from .model.spec import ModelSpec
+from .model_runner import ModelRunner, StepResult
+from .outputs import EngineStats, RequestOutput, TokenLogprobs
+from .prefix_cache import PrefixCache
+from .request import Request, RequestTimes
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler, SchedulerConfig, Token
+from .step_plan import StepPlan
+from .stop import StopStrings
+
+DEFAULT_MAX_NUM_SEQS = {"cpu": 16, "cuda": 256}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes that the engine holds, and bytes of weights that one step reads."""
+
+    weight_bytes: int
+    kv_cache_bytes: int
+    weight_bytes_per_step: int
+
+
+@dataclass(slots=True)
+class _Text:
+    """The text side of a sequence: what has been decoded, and what is held back."""
+
+    detokenizer: IncrementalDetokenizer
+    stop: StopStrings
+
+
+class Engine:
+    """A model, its KV cache, and the requests that share them. Not thread-safe: one thread drives it.
+
+    Raises:
+        BadInput: the checkpoint is missing, broken or of a kind that is not supported, or the options
+            contradict the model or the machine.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.folder: Path = resolve_model(None if config.model is None else str(config.model))
+        self.device = _choose_device(config.device)
+        if self.device.type == "cpu":
+            torch.set_num_threads(config.num_threads or usable_cores())
+        checkpoint = Checkpoint(self.folder)
+        self.spec = ModelSpec.from_config(checkpoint.config)
+        self.dtype = _choose_dtype(config.dtype, self.device)
+        self.tokenizer = _load_tokenizer(self.folder)
+        self.eos_token_ids = _eos_token_ids(self.folder, checkpoint.config, self.tokenizer)
+        self.max_model_len = _choose_max_model_len(config.max_model_len, self.spec.max_model_len)
+
+        kind = self.device.type
+        max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
+        block_size = config.block_size or DEFAULT_BLOCK_SIZE[kind]
+        weights = load_weights(checkpoint, self.spec, self.device, self.dtype)
+        num_blocks = choose_num_blocks(
+            config, self.spec, block_size, self.max_model_len, max_num_seqs, self.device, self.dtype
+        )
+        cache = KvCache(self.spec, num_blocks, block_size, self.device, self.dtype)
+        decoder = Decoder(self.spec, weights, self.max_model_len, self.dtype)
+        self.runner = ModelRunner(decoder, cache, self.device, self.dtype, self.eos_token_ids)
+        self.memory = EngineMemory(
+            weight_bytes=weights.bytes_per_step + weights.embedding.nbytes,
+            kv_cache_bytes=cache.num_bytes,
+            weight_bytes_per_step=weights.bytes_per_step,
+        )
+        pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_batched_tokens=config.max_num_batched_tokens
+                or max(DEFAULT_MAX_NUM_BATCHED_TOKENS[kind], max_num_seqs),
+                max_num_seqs=max_num_seqs,
+                block_size=block_size,
+                max_model_len=self.max_model_len,
+                prefill_chunk_size=config.prefill_chunk_size,
+            ),
+            pool,
+            PrefixCache(pool, block_size, enabled=config.enable_prefix_caching),
+        )
+        self._texts: dict[str, _Text] = {}
+        self._prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
+        self._random = random.Random(config.seed)
+        self._next_order = 0
+        self._num_steps = self._num_computed = self._num_generated = 0
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        arrival_seconds: float | None = None,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> None:
+        """Queue a prompt, as text or as token ids.
+
+        `arrival_seconds` is on the clock of `time.perf_counter`, now by default. A smaller `priority`
+        is served first.
+
+        Raises:
+            BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, or a request
+                that can never fit.
+        """
+        if any(r.request_id == request_id for r in self.scheduler.requests()):
+            raise BadInput(f"request id {request_id!r} is in use")
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_tokens(token_ids, params)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self.max_model_len - len(token_ids))
+        request = Request(
+            sequence_id=f"{request_id}/0",
+            request_id=request_id,
+            index=0,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            max_tokens=max_tokens,
+            params=params,
+            seed=self._random.getrandbits(62) if params.seed is None else params.seed,
+            order=self._next_order,
+            times=RequestTimes(time.perf_counter() if arrival_seconds is None else arrival_seconds),
+            priority=priority,
+            num_completions=params.n,
+            cache_salt=cache_salt,
+        )
+        self.scheduler.add(request)
+        self._next_order += params.n
+
+    def abort(self, request_id: str) -> bool:
+        """End every sequence of a request and free its blocks now; False if there is none."""
+        members = [r for r in self.scheduler.requests() if r.request_id == request_id]
+        for request in members:
+            self.scheduler.abort(request.sequence_id)
+            self._texts.pop(request.sequence_id, None)
+            self._prompt_logprobs.pop(request.sequence_id, None)
+        return bool(members)
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, compute, sample; returns what came out of it, possibly nothing."""
+        plan = self.scheduler.schedule(time.perf_counter())
+        if not plan.rows:
+            return []
+        result = self.runner.execute(plan)
+        self._keep_prompt_logprobs(plan, result)
+        tokens = self.scheduler.update(plan, result.tokens, self.eos_token_ids, time.perf_counter())
+        self._num_steps += 1
+        self._num_computed += plan.num_tokens
+        self._num_generated += len(tokens)
+        return [self._output(plan, result, token) for token in tokens]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds."""
+        return list(self.tokenizer(text).input_ids)
+
+    def prompt_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Scores after each token, float32 [tokens, vocab], through the paged path.
+
+        Raises:
+            BadInput: no tokens, tokens outside the vocabulary, or more than fit in the free cache.
+        """
+        self._check_tokens(token_ids, SamplingParams())
+        size, pool = self.scheduler.config.block_size, self.scheduler.pool
+        needed = -(-len(token_ids) // size)
+        if len(token_ids) > self.max_model_len or needed > pool.num_free:
+            raise BadInput(
+                f"{len(token_ids)} tokens to score exceed the context of {self.max_model_len} tokens "
+                f"or the {pool.num_free * size} free tokens of the KV cache"
+            )
+        blocks = pool.allocate(needed)
+        try:
+            return self.runner.prompt_logits(
+                token_ids, blocks, self.scheduler.config.max_num_batched_tokens
+            )
+        finally:
+            pool.free(blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes and their counters, as a benchmark does between runs."""
+        self.scheduler.cache.reset()
+
+    @property
+    def stats(self) -> EngineStats:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed,
+            num_generated_tokens=self._num_generated,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=scheduler.cache.num_queried_tokens,
+            prefix_cache_hits=scheduler.cache.num_hit_tokens,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            kv_blocks_total=pool.num_usable,
+            kv_blocks_used=pool.num_usable - pool.num_free,
+        )
+
+    def _check_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise BadInput("the prompt is empty: it needs at least one token")
+        vocab = self.spec.vocab_size
+        named = [*params.stop_token_ids, *(params.logit_bias or {})]
+        for token in (*token_ids, *named):
+            if not 0 <= token < vocab:
+                raise BadInput(f"token id {token} is outside the vocabulary of {vocab}")
+
+    def _keep_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+        for row in plan.rows:
+            if row.params.prompt_logprobs is not None:
+                kept = self._prompt_logprobs.setdefault(row.sequence_id, {})
+                kept.update(result.prompt_logprobs.get(row.sequence_id, []))
+
+    def _output(self, plan: StepPlan, result: StepResult, token: Token) -> RequestOutput:
+        request = token.request
+        text = self._advance_text(request, token.token_id)
+        logprobs = result.logprobs[plan.rows[token.row].sequence_id][token.sample]
+        prompt_logprobs = None
+        if (kept := self._prompt_logprobs.pop(request.sequence_id, None)) is not None:
+            prompt_logprobs = tuple(kept.get(i) for i in range(request.num_prompt_tokens))
+        if request.finish_reason is not None:
+            self._texts.pop(request.sequence_id, None)
+        return RequestOutput(
+            request_id=request.request_id,
+            index=request.index,
+            new_token_ids=(token.token_id,),
+            new_text=text,
+            logprobs=None if logprobs is None else (logprobs,),
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=request.num_output_tokens,
+            times=request.times,
+        )
+
+    def _advance_text(self, request: Request, token_id: int) -> str:
+        """Text that a token completes; ends the request where it meets a stop string."""
+        params = request.params
+        text = self._texts.get(request.sequence_id)
+        if text is None:
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            text = self._texts[request.sequence_id] = _Text(
+                IncrementalDetokenizer(
+                    self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
+                ),
+                StopStrings(params.stop, include=params.include_stop_str_in_output),
+            )
+        piece = text.detokenizer.feed([token_id])
+        if request.num_output_tokens < params.min_tokens:
+            return piece
+        ended = request.finish_reason is not None
+        if ended:
+            piece += text.detokenizer.flush()
+        shown, met = text.stop.feed(piece)
+        if met is not None:
+            # A token limit reached by the same token yields to the stop string, which ends the text.
+            self.scheduler.finish(request, "stop", met)
+            request.finish_reason, request.stop_reason = "stop", met
+        elif ended:
+            shown += text.stop.flush()
+        return shown
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput(f"device {name!r}: this torch ({torch.__version__}) sees no CUDA device")
+    return device
+
+
+def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    # Without bf16 instructions a CPU emulates it, tens of times slower than float32.
+    has_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def _choose_max_model_len(asked: int | None, own: int) -> int:
+    if asked is not None and asked > own:
+        raise BadInput(f"max_model_len = {asked} exceeds the model's context of {own} tokens")
+    return asked or own
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises whatever the broken file led to
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{folder}: the tokenizer does not load: {reason}") from error
+    # Our own check says how long is too long; the tokenizer's warning would only add noise.
+    tokenizer.model_max_length = int(1e30)
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
+
+
+def _eos_token_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a sequence: the generation config's, else the model's, and the tokenizer's."""
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else {}
+    listed = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = set(listed) if isinstance(listed, list) else {listed}
+    ids.add(tokenizer.eos_token_id)
+    return frozenset(token for token in ids if token is not None)

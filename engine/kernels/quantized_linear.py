@@ -1,0 +1,152 @@
+"""A linear layer whose weight stays packed: `y = x @ ((codes - zeros) * scales).T`.
+
+The weight is repacked once at load, into the layout that the kernel reads. No kernel keeps a
+floating-point copy of it: the fallback makes a tile of floats at a time and drops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from ...quant.scheme import PER_CHANNEL, QuantScheme
+from ...quant.tensor import QuantizedTensor
+from .dispatch import Candidate, Operation
+from .linear import LinearKernel
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinearSituation:
+    """What a candidate may look at. `dtype` is the activations'."""
+
+    device: str
+    dtype: torch.dtype
+    out_features: int
+    in_features: int
+    scheme: QuantScheme
+
+
+class TiledDequantLinear:
+    """The reference: floats for `TILE_ROWS` output channels at a time, then torch's own linear.
+
+    It serves every scheme on every device, in the activations' dtype; 4-bit codes lie two to a byte.
+    """
+
+    TILE_ROWS = 1024
+
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        self._scheme = weight.scheme
+        self._scales = weight.scales.float()
+        self._zeros = weight.zeros
+        self._dtype = dtype
+        codes = weight.codes
+        if weight.scheme.bits == 4:
+            codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        self._packed = codes.contiguous()
+        self._is_packed_in_pairs = weight.scheme.bits == 4
+        self.weight_bytes = self._packed.nbytes + self._scales.nbytes + self._zeros.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        tiles = [
+            functional.linear(x, self._tile(slice(begin, begin + self.TILE_ROWS)))
+            for begin in range(0, self._packed.shape[0], self.TILE_ROWS)
+        ]
+        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
+
+    def _tile(self, rows: slice) -> torch.Tensor:
+        """Weights of some output channels, [rows, in]."""
+        codes = self._packed[rows]
+        if self._is_packed_in_pairs:
+            codes = torch.stack([codes & 15, codes >> 4], dim=-1)
+        return QuantizedTensor(
+            codes.flatten(1), self._scales[rows], self._zeros[rows], self._scheme
+        ).dequantize(self._dtype)
+
+
+class Int4PackLinear:
+    """torch's CPU kernel for 4-bit weights and bf16 activations.
+
+    It computes `(code - 8) * scale + offset`, so a zero point z becomes the offset (8 - z) * scale.
+    """
+
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        group = weight.scheme.group_size
+        self._group = weight.in_features if group == PER_CHANNEL else group
+        self._packed = torch._convert_weight_to_int4pack_for_cpu(weight.codes.to(torch.int32), 1)
+        scales = weight.scales.float()
+        offsets = (8.0 - weight.zeros.float()) * scales
+        self._scales_and_offsets = (
+            torch.stack([scales, offsets], dim=-1).transpose(0, 1).contiguous().to(dtype)
+        )
+        self.weight_bytes = self._packed.nbytes + self._scales_and_offsets.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._weight_int4pack_mm_for_cpu(
+            x, self._packed, self._group, self._scales_and_offsets
+        )
+
+
+class Int8PackLinear:
+    """torch's CPU kernel for signed 8-bit weights with one scale per output channel."""
+
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        self._codes = (weight.codes.to(torch.int16) - 128).to(torch.int8)
+        self._scales = weight.scales.flatten().to(dtype)
+        self.weight_bytes = self._codes.nbytes + self._scales.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._weight_int8pack_mm(x, self._codes, self._scales)
+
+
+def _refuses_cpu_bf16(situation: QuantizedLinearSituation) -> str | None:
+    if situation.device != "cpu":
+        return "it is a CPU kernel"
+    if situation.dtype is not torch.bfloat16:
+        return f"it is fast with bfloat16 activations only, not {situation.dtype}"
+    return None
+
+
+def _refuses_int4pack(situation: QuantizedLinearSituation) -> str | None:
+    scheme = situation.scheme
+    if (reason := _refuses_cpu_bf16(situation)) is not None:
+        return reason
+    if scheme.bits != 4:
+        return f"it is for 4-bit weights, not {scheme.bits}"
+    group = situation.in_features if scheme.group_size == PER_CHANNEL else scheme.group_size
+    if group not in (32, 64, 128, 256):
+        return f"it has no group size {group} (32, 64, 128, 256)"
+    if situation.out_features % 16 or situation.in_features % 64:
+        return f"it needs out % 16 = 0 and in % 64 = 0, not {situation.out_features} × {situation.in_features}"
+    return None
+
+
+def _refuses_int8pack(situation: QuantizedLinearSituation) -> str | None:
+    if (reason := _refuses_cpu_bf16(situation)) is not None:
+        return reason
+    scheme = situation.scheme
+    if scheme.bits != 8 or not scheme.symmetric or scheme.group_size != PER_CHANNEL:
+        return f"it is for symmetric int8 with one scale per channel, not {scheme.label}"
+    return None
+
+
+QUANTIZED_LINEAR: Operation[
+    QuantizedLinearSituation, Callable[[QuantizedTensor, torch.dtype], LinearKernel]
+] = Operation(
+    "quantized linear",
+    [
+        Candidate("torch-int4pack", _refuses_int4pack, Int4PackLinear),
+        Candidate("torch-int8pack", _refuses_int8pack, Int8PackLinear),
+        Candidate("tiled-dequant", lambda situation: None, TiledDequantLinear),
+    ],
+)
+
+
+def prepare_quantized_linear(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    """Repack `weight` for the best kernel that takes activations of `dtype`."""
+    situation = QuantizedLinearSituation(
+        weight.codes.device.type, dtype, weight.out_features, weight.in_features, weight.scheme
+    )
+    return QUANTIZED_LINEAR.select(situation).run(weight, dtype)

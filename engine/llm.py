@@ -1,0 +1,99 @@
+"""The offline front door: prompts in, results out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..quant.errors import BadInput
+from .config import EngineConfig
+from .engine import Engine
+from .outputs import Completion, GenerationResult, RequestOutput
+from .sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model that generates. `options` are the fields of `EngineConfig`.
+
+    >>> llm = LLM("stories3M", dtype="float32")
+    >>> llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0].text
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        self.engine = Engine(EngineConfig(model=model, **options))
+        self._next_id = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[GenerationResult]:
+        """Complete prompts (text or token ids) together; results come in the prompts' order.
+
+        `params` is one for all, or one for each prompt.
+
+        Raises:
+            BadInput: a prompt that can never fit; none of the prompts is left in the engine then.
+        """
+        batch = _as_batch(prompts)
+        each = _as_params(params, len(batch))
+        results: dict[str, GenerationResult] = {}
+        try:
+            for prompt, own in zip(batch, each, strict=True):
+                result = self._add(prompt, own)
+                results[result.request_id] = result
+            while self.engine.has_unfinished():
+                for piece in self.engine.step():
+                    result = results[piece.request_id]
+                    result.completions[piece.index].extend(piece)
+                    if piece.prompt_logprobs is not None:
+                        result.prompt_logprobs = piece.prompt_logprobs
+        finally:
+            for request_id in results:
+                self.engine.abort(request_id)
+        return list(results.values())
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding what each step adds; leaving the loop aborts the request."""
+        request_id = self._add(prompt, params or SamplingParams()).request_id
+        try:
+            while self.engine.has_unfinished():
+                for piece in self.engine.step():
+                    if piece.request_id == request_id:
+                        yield piece
+        finally:
+            self.engine.abort(request_id)
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> GenerationResult:
+        request_id = f"llm-{self._next_id}"
+        self._next_id += 1
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.engine.add_request(request_id, token_ids, params, arrival_seconds=time.perf_counter())
+        completions = [Completion(index) for index in range(params.n)]
+        return GenerationResult(request_id, text, token_ids, completions)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]
+    return items
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise BadInput(f"{len(params)} sampling params for {count} prompts: give one, or one each")
+    return list(params)

@@ -1,0 +1,57 @@
+"""The one seam for linear layers: plain or quantized, single or several that share their input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...quant.tensor import QuantizedTensor
+from ..kernels.linear import LinearKernel, prepare_linear
+from ..kernels.quantized_linear import prepare_quantized_linear
+
+
+class Projection:
+    """`y [tokens, out] = x [tokens, in] @ W.T + bias`, where W stacks one or more weights along `out`.
+
+    Weights of one kind (all plain, or all of one quantization scheme) become one matrix and one kernel
+    call; a mixed stack runs a call for each run of equals.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor | QuantizedTensor],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self._kernels: list[LinearKernel] = []
+        run: list[torch.Tensor | QuantizedTensor] = []
+        for weight in weights:
+            if run and _kind(weight) != _kind(run[0]):
+                self._kernels.append(_prepare(run, dtype))
+                run = []
+            run.append(weight)
+        self._kernels.append(_prepare(run, dtype))
+        self._bias = bias
+        self.weight_bytes = sum(kernel.weight_bytes for kernel in self._kernels)
+        if bias is not None:
+            self.weight_bytes += bias.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self._kernels) == 1:
+            y = self._kernels[0](x)
+        else:
+            y = torch.cat([kernel(x) for kernel in self._kernels], dim=-1)
+        return y if self._bias is None else y + self._bias
+
+
+def _kind(weight: torch.Tensor | QuantizedTensor) -> object:
+    return weight.scheme if isinstance(weight, QuantizedTensor) else None
+
+
+def _prepare(run: list[torch.Tensor | QuantizedTensor], dtype: torch.dtype) -> LinearKernel:
+    quantized = [weight for weight in run if isinstance(weight, QuantizedTensor)]
+    if quantized:
+        return prepare_quantized_linear(QuantizedTensor.concat(quantized), dtype)
+    plain = [weight for weight in run if isinstance(weight, torch.Tensor)]
+    return prepare_linear(plain[0] if len(plain) == 1 else torch.cat(plain))

@@ -1,0 +1,112 @@
+"""What the engine hands out: pieces while it runs, whole results at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .request import RequestTimes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probability of one token, its rank (1 is the likeliest), and the likeliest others.
+
+    They come from the model's own distribution, before penalties, bias and temperature.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to one completion of a request.
+
+    Attributes:
+        new_text: text that became complete; shorter than the tokens' text while a character or a
+            possible stop string is unfinished.
+        logprobs: one entry per new token, where they were asked for.
+        prompt_logprobs: with the first output only; None for the first token, which nothing predicts.
+        finish_reason: "stop", "length" or "abort" with the last output, else None.
+        stop_reason: the token id or string that stopped it; None for an end-of-sequence token.
+        times: monotonic seconds (`time.perf_counter`).
+    """
+
+    request_id: str
+    index: int
+    new_token_ids: tuple[int, ...]
+    new_text: str
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    times: RequestTimes
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished continuation of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def extend(self, piece: RequestOutput) -> None:
+        """Add what a step brought."""
+        self.text += piece.new_text
+        self.token_ids.extend(piece.new_token_ids)
+        if piece.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *piece.logprobs]
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """A prompt and its finished completions; the properties speak of the first one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.completions[0].logprobs
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.completions[0].finish_reason
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine started, and gauges of this moment."""
+
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0

@@ -1,0 +1,121 @@
+"""Which blocks already hold the keys and values of a prompt's beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from .block_pool import BlockPool
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """The content of a cached block: its tokens, and the hash of everything before them."""
+
+    block_id: int
+    parent_hash: bytes
+    token_ids: tuple[int, ...]
+
+
+def hash_block(parent_hash: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
+    """The name of a full block: a cryptographic hash of its tokens, its past, and the salt.
+
+    The salt keeps apart what must not be shared: adapters, tenants.
+    """
+    digest = blake2b(parent_hash, digest_size=16, key=salt[:64])
+    digest.update(b"".join(token.to_bytes(4, "little") for token in token_ids))
+    return digest.digest()
+
+
+class PrefixCache:
+    """An index from the hash chain of a sequence's full blocks to blocks of the pool.
+
+    Only blocks whose tokens have been computed enter, and a hit compares the tokens themselves, so a
+    hash collision costs a miss and never a wrong answer. When the same content was computed twice, the
+    second block stays outside: tables of running sequences never change.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._enabled = enabled
+        self._by_hash: dict[bytes, CachedBlock] = {}
+        self._hash_of: dict[int, bytes] = {}
+        pool.on_reuse = self._forget
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def match(self, request: Request) -> list[int]:
+        """Blocks that hold the beginning of `request`; changes nothing.
+
+        At least one token is always left to compute, because a step must have a row to sample from.
+        Prompt logprobs need every row, so such a request never hits.
+        """
+        hits: list[int] = []
+        if not self._enabled or request.params.prompt_logprobs is not None:
+            return hits
+        self._extend_chain(request, request.num_tokens)
+        parent = b""
+        for index in range((request.num_tokens - 1) // self._block_size):
+            name = request.block_hashes[index]
+            cached = self._by_hash.get(name)
+            tokens = self._tokens(request, index)
+            if cached is None or cached.token_ids != tokens or cached.parent_hash != parent:
+                break
+            hits.append(cached.block_id)
+            parent = name
+        return hits
+
+    def count(self, request: Request, num_hit_blocks: int) -> None:
+        """Record a query, once a request is admitted with `num_hit_blocks` hits."""
+        if self._enabled:
+            self.num_queried_tokens += request.num_tokens
+            self.num_hit_tokens += num_hit_blocks * self._block_size
+
+    def insert(self, request: Request, num_computed_before: int) -> None:
+        """Offer the blocks of `request` that its last step filled to those that come after it."""
+        if not self._enabled:
+            return
+        self._extend_chain(request, request.num_computed_tokens)
+        first = num_computed_before // self._block_size
+        for index in range(first, request.num_computed_tokens // self._block_size):
+            name, block_id = request.block_hashes[index], request.block_ids[index]
+            if name in self._by_hash or block_id in self._hash_of:
+                continue
+            parent = request.block_hashes[index - 1] if index else b""
+            self._by_hash[name] = CachedBlock(block_id, parent, self._tokens(request, index))
+            self._hash_of[block_id] = name
+            self._pool.set_cached(block_id, True)
+
+    def reset(self) -> None:
+        """Forget everything; running sequences keep their blocks."""
+        for block_id in self._hash_of:
+            self._pool.set_cached(block_id, False)
+        self._by_hash.clear()
+        self._hash_of.clear()
+        self.num_queried_tokens = self.num_hit_tokens = 0
+
+    def check_integrity(self) -> None:
+        """Assert that the two directions of the index agree."""
+        assert len(self._by_hash) == len(self._hash_of)
+        for name, cached in self._by_hash.items():
+            assert self._hash_of[cached.block_id] == name
+            assert len(cached.token_ids) == self._block_size
+
+    def _forget(self, block_id: int) -> None:
+        del self._by_hash[self._hash_of.pop(block_id)]
+
+    def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
+        return tuple(request.token_ids[index * self._block_size : (index + 1) * self._block_size])
+
+    def _extend_chain(self, request: Request, num_tokens: int) -> None:
+        """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
+        chain = request.block_hashes
+        for index in range(len(chain), num_tokens // self._block_size):
+            parent = chain[-1] if chain else b""
+            chain.append(hash_block(parent, self._tokens(request, index), request.cache_salt))

@@ -1,0 +1,75 @@
+"""A sequence on its way through the engine, and everything that the policy knows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a sequence is. Preemption sends it back to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Monotonic seconds of the events of a sequence; None until they happened."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence: a prompt and what has been generated after it.
+
+    There is no phase. `token_ids` is what is known, `num_computed_tokens` of them have their keys and
+    values in the blocks of `block_ids`, and each step computes some of the difference. When it is gone,
+    the step samples the next token.
+
+    A request for n > 1 completions is one sequence until its prompt is computed; then
+    `num_completions - 1` sequences fork from it.
+    """
+
+    sequence_id: str
+    request_id: str
+    index: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens: int
+    params: SamplingParams
+    seed: int
+    order: int
+    times: RequestTimes
+    priority: int = 0
+    num_completions: int = 1
+    cache_salt: bytes = b""
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sort key: a smaller rank is served first and preempted last."""
+        return (self.priority, self.order)

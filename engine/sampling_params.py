@@ -1,0 +1,89 @@
+"""What a request asks of the sampler, and when it wants to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..quant.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Names and meanings follow vLLM's.
+
+    `temperature` 0 is greedy. `top_k` 0 (or -1) and `top_p` 1 and `min_p` 0 are off. Penalties look at
+    output tokens only, but for `repetition_penalty`, which looks at the prompt too. `logprobs` = k asks
+    for the chosen token and the k likeliest; they come from the model's own distribution, before
+    penalties and temperature. `max_tokens` None runs to the model's context length.
+
+    Raises:
+        BadInput: a value outside its range.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise BadInput(f"stop must be a tuple of strings, not the string {self.stop!r}")
+        checks: list[tuple[bool, str]] = [
+            (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens = {self.max_tokens}: need 1 or more"),
+            (self.min_tokens >= 0, f"min_tokens = {self.min_tokens}: need 0 or more"),
+            (
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}",
+            ),
+            (0.0 <= self.temperature < math.inf, f"temperature = {self.temperature}: need 0 or more"),
+            (self.top_k >= -1, f"top_k = {self.top_k}: need -1 or 0 (off), or 1 or more"),
+            (0.0 < self.top_p <= 1.0, f"top_p = {self.top_p}: need a value in (0, 1]"),
+            (0.0 <= self.min_p <= 1.0, f"min_p = {self.min_p}: need a value in [0, 1]"),
+            (0.0 < self.repetition_penalty < math.inf, f"repetition_penalty = {self.repetition_penalty}: need > 0"),
+            (abs(self.presence_penalty) <= 2.0, f"presence_penalty = {self.presence_penalty}: need [-2, 2]"),
+            (abs(self.frequency_penalty) <= 2.0, f"frequency_penalty = {self.frequency_penalty}: need [-2, 2]"),
+            (self.n >= 1, f"n = {self.n}: need 1 or more"),
+            (all(self.stop), "a stop string is empty"),
+            (self.logprobs is None or 0 <= self.logprobs <= 100, f"logprobs = {self.logprobs}: need 0 to 100"),
+            (
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100,
+                f"prompt_logprobs = {self.prompt_logprobs}: need 0 to 100",
+            ),
+        ]  # fmt: skip
+        for holds, complaint in checks:
+            if not holds:
+                raise BadInput(complaint)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether any of top-k, top-p and min-p narrows the choice."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )

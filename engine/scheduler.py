@@ -1,0 +1,359 @@
+"""Who computes how many tokens in the next step."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..quant.errors import BadInput
+from .block_pool import BlockPool
+from .prefix_cache import PrefixCache
+from .request import Request, RequestStatus, RequestTimes
+from .step_plan import ScheduledRow, StepPlan
+from .stop import stop_token_reason
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of a step.
+
+    Attributes:
+        max_num_batched_tokens: tokens in one step.
+        max_num_seqs: sequences in one step.
+        block_size: tokens in a KV block.
+        max_model_len: tokens in a sequence.
+        prefill_chunk_size: tokens of one sequence in one step; None leaves it to the budget.
+        watermark: share of the blocks that admission leaves free, so that the sequences which run can
+            grow a while before one of them must be preempted.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    max_model_len: int
+    prefill_chunk_size: int | None = None
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1 or self.block_size < 1 or self.max_model_len < 1:
+            raise BadInput(f"{self}: every limit needs to be 1 or more")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise BadInput(
+                f"max_num_batched_tokens = {self.max_num_batched_tokens} is less than max_num_seqs = "
+                f"{self.max_num_seqs}: every running sequence needs a token in every step"
+            )
+        if self.prefill_chunk_size is not None and self.prefill_chunk_size < 1:
+            raise BadInput(f"prefill_chunk_size = {self.prefill_chunk_size}: need 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token that a step gave to a sequence, and whether it was the last."""
+
+    request: Request
+    token_id: int
+    row: int
+    sample: int
+
+
+class Scheduler:
+    """Phase-free continuous batching with recompute preemption.
+
+    A sequence has `num_tokens` and `num_computed_tokens`; a step gives it some of the difference.
+    Chunked prefill, prefix hits, decode and the recomputation after a preemption are this one rule.
+
+    * Running sequences come first, each with at least one token; waiting ones share what is left, in
+      the order of (priority, arrival), and the head of the queue is never overtaken.
+    * A waiting sequence is admitted only if blocks for all its known tokens are free now, and it takes
+      them all, so that it is not preempted half-way through its prompt by its own next chunk.
+    * When a running sequence cannot grow, the last in rank is preempted: it frees its blocks, keeps its
+      tokens and its place in the queue, and is computed again later.
+    * What could never fit, not even alone, is refused by `add`.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, cache: PrefixCache) -> None:
+        self.config = config
+        self.pool = pool
+        self.cache = cache
+        self.running: list[Request] = []
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._requests: dict[str, Request] = {}
+        self._copies: dict[int, int] = {}  # destination block → source block
+        self._watermark_blocks = int(config.watermark * pool.num_usable)
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def requests(self) -> Iterable[Request]:
+        """Every unfinished sequence."""
+        return self._requests.values()
+
+    def add(self, request: Request) -> None:
+        """Queue a sequence.
+
+        Raises:
+            BadInput: it is longer than the model's context, or than the whole KV cache.
+        """
+        longest = request.num_prompt_tokens + request.max_tokens
+        if longest > self.config.max_model_len:
+            raise BadInput(
+                f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones exceed the "
+                f"context length of {self.config.max_model_len} tokens"
+            )
+        # The last token of a sequence is never computed, so it needs no slot.
+        if self._num_blocks(longest - 1) > self.pool.num_usable:
+            capacity = self.pool.num_usable * self.config.block_size
+            raise BadInput(
+                f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones can never "
+                f"fit in the KV cache of {capacity} tokens: shorten the request or give the cache more memory"
+            )
+        self._requests[request.sequence_id] = request
+        self._wait(request)
+
+    def abort(self, sequence_id: str, reason: str = "abort") -> Request | None:
+        """End a sequence now. An unknown or finished id is no error: the client may be late."""
+        request = self._requests.get(sequence_id)
+        if request is not None:
+            self._finish(request, reason)
+        return request
+
+    def schedule(self, now: float = 0.0) -> StepPlan:
+        """Decide the next step and take the blocks that it writes."""
+        budget = self.config.max_num_batched_tokens
+        scheduled: dict[str, tuple[Request, int]] = {}
+        preempted = False
+
+        num_after = len(self.running)
+        for request in list(self.running):
+            num_after -= 1
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted for the sake of one before it
+            num_new = self._chunk(request, budget - num_after)
+            while not self._grow(request, num_new):
+                victim = max(self.running, key=lambda candidate: candidate.rank)
+                budget += scheduled.pop(victim.sequence_id, (victim, 0))[1]
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            else:
+                scheduled[request.sequence_id] = (request, num_new)
+                budget -= num_new
+
+        while (
+            self._waiting
+            and budget > 0
+            and not preempted
+            and len(self.running) < self.config.max_num_seqs
+        ):
+            request = self._waiting[0][1]
+            if not self._admit(request, now):
+                break
+            heapq.heappop(self._waiting)
+            num_new = self._chunk(request, budget)
+            scheduled[request.sequence_id] = (request, num_new)
+            budget -= num_new
+
+        copies = tuple((source, destination) for destination, source in self._copies.items())
+        self._copies.clear()
+        return StepPlan(tuple(self._row(request, n) for request, n in scheduled.values()), copies)
+
+    def update(
+        self,
+        plan: StepPlan,
+        sampled: Mapping[str, Sequence[int]],
+        eos: frozenset[int],
+        now: float = 0.0,
+    ) -> list[Token]:
+        """Take the tokens that a step drew, `num_samples` for each row that asked for some.
+
+        Sequences that were aborted meanwhile are passed over. Returns the tokens in row order; a
+        sequence whose token was its last is finished and has let go of its blocks.
+        """
+        tokens: list[Token] = []
+        for index, row in enumerate(plan.rows):
+            request = self._requests.get(row.sequence_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            before, request.num_computed_tokens = request.num_computed_tokens, row.end
+            self.cache.insert(request, before)
+            if not row.num_samples:
+                continue
+            drawn = sampled[row.sequence_id]
+            family = [request, *self._fork(request, len(drawn) - 1)]
+            for sample, (member, token_id) in enumerate(zip(family, drawn, strict=True)):
+                tokens.append(Token(member, token_id, index, sample))
+                self._append(member, token_id, eos, now)
+        return tokens
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence for a reason that the scheduler cannot see, such as a stop string."""
+        if request.status is not RequestStatus.FINISHED:
+            self._finish(request, reason, stop_reason)
+
+    def check_integrity(self) -> None:
+        """Assert that blocks, queues and requests agree with each other."""
+        waiting = [request for _, request in self._waiting]
+        assert {id(r) for r in self._requests.values()} == {
+            id(r) for r in [*self.running, *waiting]
+        }
+        assert len(self._requests) == len(self.running) + len(waiting)
+        assert len(self.running) <= self.config.max_num_seqs
+        for request in waiting:
+            assert request.status is RequestStatus.WAITING
+            assert not request.block_ids and request.num_computed_tokens == 0
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING
+            assert request.num_computed_tokens <= request.num_tokens
+            assert len(request.block_ids) >= self._num_blocks(request.num_computed_tokens)
+        self.pool.check_integrity(request.block_ids for request in self.running)
+        self.cache.check_integrity()
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """Tokens that `request` may compute now, at least one."""
+        limit = self.config.prefill_chunk_size or budget
+        return max(1, min(request.num_tokens - request.num_computed_tokens, budget, limit))
+
+    def _grow(self, request: Request, num_new: int) -> bool:
+        """Give `request` the blocks for `num_new` more tokens, if they are free."""
+        needed = self._num_blocks(request.num_computed_tokens + num_new) - len(request.block_ids)
+        if needed > self.pool.num_free:
+            return False
+        if needed > 0:
+            request.block_ids.extend(self.pool.allocate(needed))
+        return True
+
+    def _admit(self, request: Request, now: float) -> bool:
+        """Move a waiting sequence to the running ones, if blocks for all its tokens are free."""
+        hits = self.cache.match(request)
+        revived = sum(1 for block_id in hits if self.pool.num_holders(block_id) == 0)
+        needed = self._num_blocks(request.num_tokens) - len(hits)
+        reserve = self._watermark_blocks if self.running else 0
+        if needed + revived + reserve > self.pool.num_free:
+            return False
+        self.pool.share(hits)
+        request.block_ids = [*hits, *self.pool.allocate(needed)]
+        request.num_computed_tokens = len(hits) * self.config.block_size
+        self.cache.count(request, len(hits))
+        if request.times.first_scheduled is None:
+            request.times.first_scheduled = now
+            request.num_cached_tokens = request.num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        return True
+
+    def _row(self, request: Request, num_new: int) -> ScheduledRow:
+        start = request.num_computed_tokens
+        end = start + num_new
+        return ScheduledRow(
+            sequence_id=request.sequence_id,
+            start=start,
+            token_ids=request.token_ids[start:end],
+            block_ids=request.block_ids,
+            num_samples=request.num_completions if end == request.num_tokens else 0,
+            history=request.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            params=request.params,
+            seed=request.seed,
+        )
+
+    def _wait(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        heapq.heappush(self._waiting, (request.rank, request))
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running sequence's blocks; it keeps its tokens and its rank, and is computed again."""
+        self._release(request)
+        self.running.remove(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._wait(request)
+
+    def _append(self, request: Request, token_id: int, eos: frozenset[int], now: float) -> None:
+        request.token_ids.append(token_id)
+        request.times.last_token = now
+        if request.times.first_token is None:
+            request.times.first_token = now
+        stop_reason = stop_token_reason(request, token_id, eos)
+        if stop_reason is not None:
+            self._finish(request, "stop", stop_reason if token_id not in eos else None)
+        elif request.num_output_tokens >= request.max_tokens:
+            self._finish(request, "length")
+
+    def _fork(self, parent: Request, count: int) -> list[Request]:
+        """Split `count` sequences off one whose prompt has just been computed.
+
+        They share its full blocks and copy the partial one, which both go on writing. Where there is no
+        room for a copy, the child waits and computes its prompt again, most of it a prefix hit.
+        """
+        parent.num_completions = 1
+        return [
+            self._child(parent, index)
+            for index in range(parent.index + 1, parent.index + 1 + count)
+        ]
+
+    def _child(self, parent: Request, index: int) -> Request:
+        # An order just behind the parent's: children were asked for when the parent was.
+        child = Request(
+            sequence_id=f"{parent.request_id}/{index}",
+            request_id=parent.request_id,
+            index=index,
+            token_ids=list(parent.token_ids),
+            num_prompt_tokens=parent.num_prompt_tokens,
+            max_tokens=parent.max_tokens,
+            params=parent.params,
+            seed=parent.seed + index,
+            order=parent.order + index,
+            times=RequestTimes(parent.times.arrival, parent.times.first_scheduled),
+            priority=parent.priority,
+            cache_salt=parent.cache_salt,
+            num_cached_tokens=parent.num_cached_tokens,
+            block_hashes=list(parent.block_hashes),
+        )
+        self._requests[child.sequence_id] = child
+        num_full, partial = divmod(parent.num_computed_tokens, self.config.block_size)
+        has_room = len(self.running) < self.config.max_num_seqs and self.pool.num_free >= bool(
+            partial
+        )
+        if not has_room:
+            self._wait(child)
+            return child
+        shared = parent.block_ids[:num_full]
+        self.pool.share(shared)
+        child.block_ids = list(shared)
+        if partial:
+            copy = self.pool.allocate(1)
+            self._copies[copy[0]] = parent.block_ids[num_full]
+            child.block_ids += copy
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.status = RequestStatus.RUNNING
+        self.running.append(child)
+        return child
+
+    def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._release(request)
+            self.running.remove(request)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
+        del self._requests[request.sequence_id]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+
+    def _release(self, request: Request) -> None:
+        """The one place where a sequence lets go of its blocks."""
+        for block_id in request.block_ids:
+            self._copies.pop(block_id, None)  # a copy into a block that nobody reads any more
+        self.pool.free(request.block_ids)
+        request.block_ids = []
