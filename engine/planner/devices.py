@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -64,6 +64,21 @@ def find_device(name: str) -> Device:
         )
         raise BadInput(f"no GPU {name!r} in the table ({hint}); --gpu-memory 80GiB works for any")
     return next(device for device in devices() if device.name == named[wanted])
+
+
+def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Device]:
+    """The devices of these names (`all`: the whole table) and one that is known by its memory alone;
+    without either, the most asked for.
+
+    Raises:
+        BadInput: a name that is not in the table.
+    """
+    chosen = (
+        [] if memory_bytes is None else [Device(f"{memory_bytes / 2**30:.4g} GiB", memory_bytes)]
+    )
+    for name in names:
+        chosen += devices() if name.lower() == "all" else [find_device(name)]
+    return chosen or [find_device(name) for name in DEFAULT_DEVICES]
 
 
 @cache

@@ -47,6 +47,7 @@ class DevicePlan:
     """
 
     gpu: str
+    sequences: int
     memory_bytes: int
     memory_is_estimated: bool
     ranks: int
@@ -69,9 +70,7 @@ class DevicePlan:
     @property
     def tokens_per_second(self) -> float | None:
         """Output tokens per second of the whole workload, while all its sequences decode."""
-        return None if self.decode is None else self._sequences / self.decode.seconds
-
-    _sequences: int
+        return None if self.decode is None else self.sequences / self.decode.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +197,7 @@ def _on_device(
 
     return DevicePlan(
         gpu=device.name,
+        sequences=workload.sequences,
         memory_bytes=device.memory_bytes,
         memory_is_estimated=device.memory_is_estimated,
         ranks=chosen,
@@ -222,7 +222,6 @@ def _on_device(
         decode_bound=decode(DATA_SHEET),
         prefill=prefill(efficiency),
         prefill_bound=prefill(DATA_SHEET),
-        _sequences=workload.sequences,
     )
 
 
