@@ -168,7 +168,7 @@ class Engine:
         if not plan.rows:
             return []
         result = self.runner.execute(plan)
-        self._keep_prompt_logprobs(plan, result)
+        self._keep_prompt_logprobs(result)
         tokens = self.scheduler.update(plan, result.tokens, self.eos_token_ids, time.perf_counter())
         self._num_steps += 1
         self._num_computed += plan.num_tokens
@@ -230,18 +230,18 @@ class Engine:
             if not 0 <= token < vocab:
                 raise BadInput(f"token id {token} is outside the vocabulary of {vocab}")
 
-    def _keep_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
-        for row in plan.rows:
-            if row.params.prompt_logprobs is not None:
-                kept = self._prompt_logprobs.setdefault(row.sequence_id, {})
-                kept.update(result.prompt_logprobs.get(row.sequence_id, []))
+    def _keep_prompt_logprobs(self, result: StepResult) -> None:
+        for sequence_id, scored in result.prompt_logprobs.items():
+            self._prompt_logprobs.setdefault(sequence_id, {}).update(scored)
 
     def _output(self, plan: StepPlan, result: StepResult, token: Token) -> RequestOutput:
         request = token.request
         text = self._advance_text(request, token.token_id)
         logprobs = result.logprobs[plan.rows[token.row].sequence_id][token.sample]
         prompt_logprobs = None
-        if (kept := self._prompt_logprobs.pop(request.sequence_id, None)) is not None:
+        is_first = request.index == 0 and request.num_output_tokens == 1
+        if is_first and request.params.prompt_logprobs is not None:
+            kept = self._prompt_logprobs.pop(request.sequence_id, {})
             prompt_logprobs = tuple(kept.get(i) for i in range(request.num_prompt_tokens))
         if request.finish_reason is not None:
             self._texts.pop(request.sequence_id, None)

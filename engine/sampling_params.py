@@ -45,31 +45,33 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             raise BadInput(f"stop must be a tuple of strings, not the string {self.stop!r}")
-        checks: list[tuple[bool, str]] = [
-            (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens = {self.max_tokens}: need 1 or more"),
-            (self.min_tokens >= 0, f"min_tokens = {self.min_tokens}: need 0 or more"),
-            (
-                self.max_tokens is None or self.min_tokens <= self.max_tokens,
-                f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}",
-            ),
-            (0.0 <= self.temperature < math.inf, f"temperature = {self.temperature}: need 0 or more"),
-            (self.top_k >= -1, f"top_k = {self.top_k}: need -1 or 0 (off), or 1 or more"),
-            (0.0 < self.top_p <= 1.0, f"top_p = {self.top_p}: need a value in (0, 1]"),
-            (0.0 <= self.min_p <= 1.0, f"min_p = {self.min_p}: need a value in [0, 1]"),
-            (0.0 < self.repetition_penalty < math.inf, f"repetition_penalty = {self.repetition_penalty}: need > 0"),
-            (abs(self.presence_penalty) <= 2.0, f"presence_penalty = {self.presence_penalty}: need [-2, 2]"),
-            (abs(self.frequency_penalty) <= 2.0, f"frequency_penalty = {self.frequency_penalty}: need [-2, 2]"),
-            (self.n >= 1, f"n = {self.n}: need 1 or more"),
-            (all(self.stop), "a stop string is empty"),
-            (self.logprobs is None or 0 <= self.logprobs <= 100, f"logprobs = {self.logprobs}: need 0 to 100"),
-            (
-                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100,
-                f"prompt_logprobs = {self.prompt_logprobs}: need 0 to 100",
-            ),
-        ]  # fmt: skip
-        for holds, complaint in checks:
+        for name, holds, need in self._limits():
             if not holds:
-                raise BadInput(complaint)
+                raise BadInput(f"{name} = {getattr(self, name)}: need {need}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadInput(f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}")
+        if not all(self.stop):
+            raise BadInput("a stop string is empty")
+
+    def _limits(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
+            ("min_tokens", self.min_tokens >= 0, "0 or more"),
+            ("temperature", 0.0 <= self.temperature < math.inf, "0 or more"),
+            ("top_k", self.top_k >= -1, "-1 or 0 (off), or 1 or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "a value above 0, up to 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "more than 0"),
+            ("presence_penalty", abs(self.presence_penalty) <= 2.0, "-2 to 2"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2.0, "-2 to 2"),
+            ("n", self.n >= 1, "1 or more"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "0 to 100"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100,
+                "0 to 100",
+            ),
+        ]
 
     @property
     def is_greedy(self) -> bool:

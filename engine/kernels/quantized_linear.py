@@ -75,7 +75,9 @@ class Int4PackLinear:
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
         group = weight.scheme.group_size
         self._group = weight.in_features if group == PER_CHANNEL else group
-        self._packed = torch._convert_weight_to_int4pack_for_cpu(weight.codes.to(torch.int32), 1)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+            weight.codes.to(torch.int32), 1
+        )
         scales = weight.scales.float()
         offsets = (8.0 - weight.zeros.float()) * scales
         self._scales_and_offsets = (
@@ -84,7 +86,7 @@ class Int4PackLinear:
         self.weight_bytes = self._packed.nbytes + self._scales_and_offsets.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch._weight_int4pack_mm_for_cpu(
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(
             x, self._packed, self._group, self._scales_and_offsets
         )
 
@@ -98,7 +100,7 @@ class Int8PackLinear:
         self.weight_bytes = self._codes.nbytes + self._scales.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch._weight_int8pack_mm(x, self._codes, self._scales)
+        return torch.ops.aten._weight_int8pack_mm(x, self._codes, self._scales)
 
 
 def _refuses_cpu_bf16(situation: QuantizedLinearSituation) -> str | None:
@@ -119,7 +121,8 @@ def _refuses_int4pack(situation: QuantizedLinearSituation) -> str | None:
     if group not in (32, 64, 128, 256):
         return f"it has no group size {group} (32, 64, 128, 256)"
     if situation.out_features % 16 or situation.in_features % 64:
-        return f"it needs out % 16 = 0 and in % 64 = 0, not {situation.out_features} × {situation.in_features}"
+        shape = f"{situation.out_features} × {situation.in_features}"
+        return f"it needs out % 16 = 0 and in % 64 = 0, not {shape}"
     return None
 
 
