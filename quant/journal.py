@@ -33,6 +33,12 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def sha256_of_file(path: Path) -> str:
+    """Hex digest of a file of any size."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def work_folder(output: Path) -> Path:
     """Where the unfinished work for `output` lies."""
     return output.with_name(output.name + ".partial")
@@ -76,7 +82,6 @@ class Journal:
             )
         self.threads = int(records[0]["threads"])
         self.layers = records[1:]
-        self.checkpoint.mkdir(exist_ok=True)
 
     def _read(self) -> list[dict[str, Any]]:
         """The whole lines; half a line that a kill left at the end is cut off."""

@@ -36,6 +36,8 @@ class LayerStream:
         self._family = family
         self._model = _meta_model(checkpoint)
         self.num_layers = len(self._model.layers)
+        self.vocab_size = int(self._model.config.vocab_size)
+        self.hidden_size = int(self._model.config.hidden_size)
         self._arguments: list[dict[str, Any]] = []
 
     def prefix(self, index: int) -> str:
@@ -100,9 +102,7 @@ class LayerStream:
         self._model.layers[index].to("meta")
 
     @torch.inference_mode()
-    def run(
-        self, index: int, hidden: torch.Tensor, done: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
+    def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Outputs `[samples, length, hidden]` of a loaded layer."""
         layer = self._model.layers[index]
         outputs = torch.empty_like(hidden)
@@ -111,13 +111,9 @@ class LayerStream:
             rows = slice(start, start + batch)
             result = layer(hidden[rows], **self._arguments[index])
             outputs[rows] = result[0] if isinstance(result, tuple) else result
-            if done is not None:
-                done(outputs[rows].shape[0])
         return outputs
 
-    def measure(
-        self, index: int, hidden: torch.Tensor, done: Callable[[int], None] | None = None
-    ) -> dict[str, InputStatistics]:
+    def measure(self, index: int, hidden: torch.Tensor) -> dict[str, InputStatistics]:
         """Run a loaded layer and gather what each linear sees; those with one input share one record."""
         layer = self._model.layers[index]
         statistics: dict[str, InputStatistics] = {}
@@ -129,7 +125,7 @@ class LayerStream:
             statistics |= dict.fromkeys(group, record)
             handles.append(linear.register_forward_pre_hook(_recording(record)))
         try:
-            self.run(index, hidden, done)
+            self.run(index, hidden)
         finally:
             for handle in handles:
                 handle.remove()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from .checkpoint import Checkpoint
 from .errors import BadInput
@@ -17,6 +19,7 @@ from .scheme import PER_CHANNEL, QuantScheme
 
 DEFAULT_GROUP_SIZES = (128, 64, 32, 16)
 DEFAULT_SEQ_LEN = 256
+_Entry = TypeVar("_Entry")
 _BYTES_OF = {"F16": 2, "BF16": 2, "F32": 4}
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -35,6 +38,7 @@ class QuantizeRequest:
         seq_len: tokens in a sample; None is 256 or the model's context, whichever is less.
         ignore: regular expressions searched in module names; what matches stays as it is.
         restart: throw away the unfinished work of an earlier run.
+        model_name: how the records call the model; empty: the name of its folder.
     """
 
     model: Path
@@ -50,6 +54,7 @@ class QuantizeRequest:
     ignore: tuple[str, ...] = ()
     seed: int = 0
     restart: bool = False
+    model_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
     )
 
 
-def _known[T](table: dict[str, T], name: str, kind: str) -> T:
+def _known(table: Mapping[str, _Entry], name: str, kind: str) -> _Entry:
     if name not in table:
         raise BadInput(f"unknown {kind} {name!r}: choose one of {', '.join(sorted(table))}")
     return table[name]
@@ -159,7 +164,9 @@ def _default_format(request: QuantizeRequest) -> str:
 
 
 def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
-    context = int(checkpoint.config.get("max_position_embeddings") or DEFAULT_SEQ_LEN)
+    context = checkpoint.config.get("max_position_embeddings", DEFAULT_SEQ_LEN)
+    if not isinstance(context, int) or context < 1:
+        raise BadInput(f"{checkpoint.folder}/config.json has no usable max_position_embeddings")
     if request.seq_len is None:
         return min(DEFAULT_SEQ_LEN, context)
     if request.seq_len > context:

@@ -1,0 +1,34 @@
+"""`llmopt verify`: prove that a quantized checkpoint holds what was computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(help="The folder of a quantized checkpoint.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")
+    ] = False,
+) -> None:
+    """Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was computed."""
+    from dataclasses import asdict
+
+    from ..quant.verify import verify as run
+    from .output import TerminalProgress, emit_json, result_console
+
+    report = run(folder, TerminalProgress())
+    console = result_console(as_json)
+    if as_json:
+        emit_json(asdict(report) | {"ok": report.ok})
+    console.print(f"{report.folder}: {report.quant_method} {report.scheme}", soft_wrap=True)
+    for line in report.passed:
+        console.print(f"  ok    {line}", soft_wrap=True)
+    for line in report.failures:
+        console.print(f"  FAIL  {line}", style="red", soft_wrap=True)
+    console.print(report.status, style="green" if report.ok else "red", soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)

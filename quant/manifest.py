@@ -1,0 +1,155 @@
+"""What a finished checkpoint says about itself: the manifest that `verify` proves, and the model card."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .calibration import Calibration
+from .journal import sha256_of, sha256_of_file
+from .methods.base import ModuleReport
+from .plan import Plan
+from .tensor import QuantizedTensor
+
+MANIFEST_NAME = "llmopt_quantization.json"
+CARD_NAME = "README.md"
+ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens, X from the float layer"
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor in row order, as they lie on disk."""
+    flat = tensor.contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, Any]:
+    """One module for the manifest, with the digests of what was computed, before any packing."""
+    return asdict(report) | {
+        "out_features": tensor.out_features,
+        "in_features": tensor.in_features,
+        "sha256": {
+            "codes": sha256_of(tensor_bytes(tensor.codes)),
+            "scales": sha256_of(tensor_bytes(tensor.scales)),
+            "zeros": sha256_of(tensor_bytes(tensor.zeros)),
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of a whole checkpoint, drawn from its modules.
+
+    Attributes:
+        error, rtn_error: means of the relative output errors over the quantized linears.
+        source_bytes, checkpoint_bytes: all weight files before and after.
+        bits_per_weight: of the quantized linears with their scales and zeros.
+    """
+
+    num_modules: int
+    error: float
+    rtn_error: float
+    source_bytes: int
+    checkpoint_bytes: int
+    bits_per_weight: float
+
+
+def summarise(
+    plan: Plan, modules: list[dict[str, Any]], *, checkpoint_bytes: int, quantized_bytes: int
+) -> Summary:
+    """Figures over all `modules` records; `quantized_bytes` are those of the quantized linears alone."""
+    num_weights = sum(out * inner for out, inner in plan.modules.values())
+    return Summary(
+        num_modules=len(modules),
+        error=sum(module["error"] for module in modules) / len(modules),
+        rtn_error=sum(module["rtn_error"] for module in modules) / len(modules),
+        source_bytes=plan.checkpoint.weight_bytes,
+        checkpoint_bytes=checkpoint_bytes,
+        bits_per_weight=quantized_bytes * 8 / num_weights,
+    )
+
+
+def build_manifest(
+    plan: Plan,
+    calibration: Calibration,
+    *,
+    model_name: str,
+    seed: int,
+    source_hashes: dict[str, str],
+    modules: list[dict[str, Any]],
+    files: dict[str, dict[str, Any]],
+    summary: Summary,
+) -> dict[str, Any]:
+    """The manifest. It holds no time and no path, so that equal runs write equal bytes."""
+    samples, length = calibration.token_ids.shape
+    return {
+        "llmopt": version("llmopt"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "model": model_name,
+        "source_sha256": source_hashes,
+        "method": plan.method.name,
+        "format": plan.format.name,
+        "scheme": asdict(plan.scheme),
+        "ignored": list(plan.ignored),
+        "calibration": {
+            "source": calibration.source,
+            "samples": samples,
+            "tokens_per_sample": length,
+            "chat_template": calibration.chat_template,
+            "seed": seed,
+            "sha256": calibration.sha256,
+        },
+        "error": ERROR_FORMULA,
+        "summary": asdict(summary),
+        "modules": modules,
+        "files": files,
+    }
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Bytes and digest of every file that the manifest vouches for: all but itself and the card."""
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+        for path in sorted(folder.iterdir())
+        if path.name not in (MANIFEST_NAME, CARD_NAME)
+    }
+
+
+def to_json(value: dict[str, Any]) -> bytes:
+    """JSON for a file: indented, and refusing NaN."""
+    return json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
+
+
+def model_card(plan: Plan, manifest: dict[str, Any]) -> bytes:
+    """A short README, made from the manifest and nothing else."""
+    summary, calibration = manifest["summary"], manifest["calibration"]
+    worst = max(manifest["modules"], key=lambda module: module["error"])
+    lines = [
+        f"# {manifest['model']}, {plan.scheme.label}",
+        "",
+        f"Weights of `{manifest['model']}` quantized with the method `{manifest['method']}` of llmopt "
+        f"{manifest['llmopt']} and stored in the format `{manifest['format']}`.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| quantized linears | {summary['num_modules']} |",
+        f"| left as they were | {', '.join(plan.ignored) or 'none'} (embeddings, norms and lm_head always) |",
+        f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",
+        f"| bytes of all weights | {summary['checkpoint_bytes']:,}, from {summary['source_bytes']:,} |",
+        f"| mean relative output error | {summary['error']:.3e} "
+        f"(plain rounding: {summary['rtn_error']:.3e}) |",
+        f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
+        f"| calibration | {calibration['samples']} × {calibration['tokens_per_sample']} tokens, "
+        f"{calibration['source']} |",
+        f"| loads in | {plan.format.loads_in(plan.scheme)} |",
+        "",
+        f"The error is {ERROR_FORMULA}. All figures by module, and digests of the computed codes, are in "
+        f"`{MANIFEST_NAME}`; `llmopt verify` holds the files against them.",
+        "",
+    ]
+    return "\n".join(lines).encode()
