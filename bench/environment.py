@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..engine.config import usable_cores
+
 LIBRARIES = ("llmopt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 WHOLE_HASH_BYTES = 2 << 30
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 20, 64
@@ -25,7 +27,7 @@ def describe(device: str) -> dict[str, Any]:
         "machine": machine_name(device),
         "cpu_model": cpu_model(),
         "cpu_count": os.cpu_count(),
-        "cpu_usable": usable_cpus(),
+        "cpu_usable": usable_cores(),
         "cgroup_cpu_max": read_line(Path("/sys/fs/cgroup/cpu.max")),
         "cgroup_memory_max": read_line(Path("/sys/fs/cgroup/memory.max")),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -50,7 +52,7 @@ def describe(device: str) -> dict[str, Any]:
 
 def machine_name(device: str) -> str:
     """What two runs must share to be compared: the processor, how much of it, and the GPU."""
-    name = f"{cpu_model()}, {usable_cpus()} CPUs"
+    name = f"{cpu_model()}, {usable_cores()} CPUs"
     if device.startswith("cuda"):
         import torch
 
@@ -67,13 +69,6 @@ def cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def read_line(path: Path) -> str | None:

@@ -117,6 +117,8 @@ class InProcessTarget:
             StepRecord(
                 start,
                 end,
+                num_sequences=len(in_step),
+                num_first=sum(flights[name].num_tokens == 0 for name in in_step),
                 new_tokens=sum(len(output.new_token_ids) for output in outputs),
                 decode_only=decode_only,
                 context_tokens=sum(flights[n].prompt_len + flights[n].num_tokens for n in in_step),

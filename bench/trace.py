@@ -71,6 +71,8 @@ class StepRecord:
     """One step of an engine that runs in this process. Times are seconds from the start of the pass.
 
     Attributes:
+        num_sequences: sequences that got a token.
+        num_first: of these, the ones that got their first.
         new_tokens: tokens that came out of the step.
         decode_only: every running sequence got exactly its next token, so no prompt was computed.
         context_tokens: tokens in the KV cache that a decode-only step read, over its sequences.
@@ -79,6 +81,8 @@ class StepRecord:
 
     start: float
     end: float
+    num_sequences: int
+    num_first: int
     new_tokens: int
     decode_only: bool
     context_tokens: int = 0

@@ -1,0 +1,75 @@
+"""How figures look, and how they become SVG text that stands inside a page."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK, MUTED, GRID = "#1c2733", "#64748b", "#e2e8f0"
+BASE, NEW = "#2563eb", "#ea7317"
+SERIES = (BASE, NEW, "#0d9488", "#9333ea", "#be123c", "#475569")
+GOOD, BAD, UNSURE = "#15803d", "#b91c1c", "#a16207"
+WAIT, PREFILL, DECODE = "#cbd5e1", "#f59e0b", BASE
+
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Helvetica", "Arial", "Liberation Sans", "DejaVu Sans"],
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "figure.constrained_layout.use": True,
+}
+
+
+def canvas(
+    columns: int = 1, rows: int = 1, *, width: float = 9.0, height: float = 3.0, **options: Any
+) -> tuple[Figure, Sequence[Axes]]:
+    """A figure in the house style and its axes as a flat list."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height))
+        axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, list(axes.flat)
+
+
+def to_svg(figure: Figure, alt: str) -> str:
+    """The figure as an `<svg>` element with no prologue, scalable to its container.
+
+    `alt` is what a screen reader says. Ids are made from it, so that figures of one page do not take
+    each other's clip paths.
+    """
+    salt = hashlib.sha256(alt.encode()).hexdigest()[:12]
+    buffer = io.StringIO()
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": salt}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    head = f'<svg role="img" aria-label="{alt}" '
+    return re.sub(r"^<svg ", head, svg, count=1)

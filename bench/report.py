@@ -1,0 +1,350 @@
+"""The report of one run: what it found first, then the pictures, then how every number came about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import metrics, quality, roofline
+from .page import Card, Figure, Page, Section, Table, Verdict, to_html, to_markdown
+from .plots import SHORT, run_figures
+from .text import interval, number, per_second, percent, size
+from .trace import LoadPass
+
+CAPTIONS = {
+    "distributions": "How many of the values lie at or below a latency. ITL pools the gaps of all "
+    "requests; the other three have one value per request.",
+    "timeline": "First pass. Requests that wait for a place under the concurrency limit are grey.",
+    "roofline": "Points are model bytes and model FLOP over measured time. The roofs were measured on "
+    "this machine just after the run, with the same threads.",
+}
+
+
+def write_report(result: Mapping[str, Any], passes: Sequence[LoadPass], folder: Path) -> None:
+    """`report.html`, `report.md` and one SVG file per figure, into an existing folder."""
+    figures = run_figures(result, passes)
+    write_page(run_page(result, figures), folder)
+
+
+def write_page(page: Page, folder: Path) -> None:
+    """The files of a page."""
+    for section in page.sections:
+        for figure in section.figures:
+            (folder / f"{figure.name}.svg").write_text(standalone(figure.svg), encoding="utf-8")
+    (folder / "report.html").write_text(to_html(page), encoding="utf-8")
+    (folder / "report.md").write_text(to_markdown(page), encoding="utf-8")
+
+
+def standalone(svg: str) -> str:
+    """The SVG as a file of its own."""
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg
+
+
+def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
+    """The page of one run from its record and its figures."""
+    ours = result["llmopt"]
+    found = [Figure(name, svg, CAPTIONS[name]) for name, svg in figures.items()]
+    latency = [f for f in found if f.name == "distributions"]
+    timeline = [f for f in found if f.name == "timeline"]
+    roof = [f for f in found if f.name == "roofline"]
+    sections = [
+        Section("Latency", (), latency, (latency_table(ours), spread_table(ours))),
+        Section("Timeline", (phase_sentence(ours),), timeline),
+    ]
+    if roof:
+        sections.append(
+            Section(
+                "Roofline",
+                [point["explanation"] for point in ours["roofline"]["points"]],
+                roof,
+                (roofline_table({ours["name"]: ours["roofline"]}),),
+            )
+        )
+    sections += [
+        Section("Quality and memory", (), (), quality_and_memory({ours["name"]: result})),
+        Section("What was run", (), (), (identity_table(result),)),
+        Section("How each number is made", (), (), (formula_table(),)),
+        Section("Environment", (), (), (environment_table(ours["environment"]),), folded=True),
+    ]
+    return Page(
+        title=f"Benchmark of {ours['name']}",
+        subtitle=subtitle(result),
+        verdict=run_verdict(result),
+        cards=cards(result),
+        sections=sections,
+        warnings=warnings(result),
+    )
+
+
+def subtitle(result: Mapping[str, Any]) -> str:
+    """Model, precision, load and machine in one line."""
+    identity = result["llmopt"]["identity"]
+    precision = identity["quantization"] or identity["dtype"]
+    return (
+        f"{identity['model']} ({precision}) · {identity['workload']} · {load_words(identity['load'])} · "
+        f"{identity['device']} · {identity['machine']} · {result['date']}"
+    )
+
+
+def load_words(load: Mapping[str, Any]) -> str:
+    """`closed loop of 8`, `5 requests/s`."""
+    limit = load["max_concurrency"]
+    if load["request_rate"] == "inf":
+        return f"closed loop of {limit}" if limit else "all requests at once"
+    shape = "Poisson" if load["burstiness"] == 1 else f"gamma, burstiness {load['burstiness']}"
+    rate = f"{load['request_rate']:g} requests/s ({shape})"
+    return f"{rate}, at most {limit} in flight" if limit else rate
+
+
+def run_verdict(result: Mapping[str, Any]) -> Verdict:
+    """What this run says, in one breath."""
+    if result["completed"] == 0:
+        return Verdict("bad", "No request succeeded.", "There is nothing to measure.")
+    said = [f"Mean first token after {number(result['llmopt']['metrics']['ttft']['mean'], 1)} ms"]
+    tpot = result["llmopt"]["metrics"]["tpot"]["mean"]
+    if tpot is not None:
+        said.append(f"then one token every {number(tpot, 2)} ms")
+    headline = (
+        f"{number(result['output_throughput'], 0)} output tokens/s under a "
+        f"{load_words(result['llmopt']['identity']['load'])}"
+    )
+    if result["llmopt"]["interrupted"]:
+        return Verdict("unsure", "Interrupted: " + headline, "Only what finished is counted.")
+    if result["failed"]:
+        share = result["failed"] / (result["failed"] + result["completed"])
+        said.append(f"but {result['failed']} requests failed ({percent(share)})")
+        return Verdict("bad", headline, ", ".join(said) + ".")
+    return Verdict("plain", headline, ", ".join(said) + "; no request failed.")
+
+
+def cards(result: Mapping[str, Any]) -> list[Card]:
+    """The key numbers of a run."""
+    ours = result["llmopt"]
+    found = [
+        Card("Output throughput", number(result["output_throughput"], 0), "tokens/s"),
+        Card("Request throughput", number(result["request_throughput"], 2), "requests/s"),
+    ]
+    for metric in ("ttft", "tpot"):
+        one = ours["metrics"][metric]
+        found.append(
+            Card(
+                f"Median {SHORT[metric]}",
+                number(one["median"], 2),
+                "ms",
+                f"p99 {number(one['p99'], 2)} ms",
+            )
+        )
+    if result["request_goodput"] is not None:
+        found.append(Card("Goodput", number(result["request_goodput"], 2), "requests/s"))
+    if ours["quality"]:
+        scored = ours["quality"]
+        note = ""
+        if scored["kl_nats"] is not None:
+            note = f"KL {scored['kl_nats']:.4f} nats, top-1 {percent(scored['top1_agreement'])}"
+        found.append(Card("Perplexity", number(scored["perplexity"], 3), "", note))
+    memory = ours["memory"]
+    found.append(
+        Card("Weights", size(memory["weight_bytes"]), "", f"KV cache {size(memory['kv_cache_bytes'])}")
+    )
+    return found
+
+
+def warnings(result: Mapping[str, Any]) -> list[str]:
+    """What a reader must know before believing a number."""
+    ours = result["llmopt"]
+    found = []
+    if ours["slowdown"] != 1.0:
+        found.append(
+            f"Every step was made {ours['slowdown']:g} times as long on purpose (--slowdown)."
+        )
+    found += [f"{note[0].upper()}{note[1:]}." for note in ours["workload"]["notes"]]
+    metric_count = ours["metrics"]["ttft"]["count"]
+    if 0 < metric_count < 300:
+        found.append(
+            f"p99 of {metric_count} requests is close to their maximum: read it as such, and use "
+            "more prompts to learn about the tail."
+        )
+    if ours["preemptions"]:
+        found.append(f"{ours['preemptions']} sequences were preempted: the KV cache was too small.")
+    return found
+
+
+def latency_table(ours: Mapping[str, Any]) -> Table:
+    """Every metric with its percentiles and the interval of its mean."""
+    names = {
+        "ttft": "TTFT",
+        "tpot": "TPOT",
+        "itl": "ITL, per chunk",
+        "token_gap": "ITL, per token",
+        "e2el": "End to end",
+        "client_queue_time": "Client queue",
+        "ttft_from_schedule": "TTFT from schedule",
+        "e2el_including_client_queue": "End to end from schedule",
+    }
+    rows = []
+    for metric, name in names.items():
+        one = ours["metrics"][metric]
+        rows.append(
+            [
+                name,
+                *(number(one[key]) for key in ("mean", "median", "p90", "p95", "p99", "std")),
+                interval(one["interval_95"]["mean"]),
+                f"{one['count']:,}",
+            ]
+        )
+    header = ["ms", "mean", "median", "p90", "p95", "p99", "std", "95 % interval of the mean", "n"]
+    return Table(header, rows)
+
+
+def spread_table(ours: Mapping[str, Any]) -> Table:
+    """Spread between the passes, and what a comparison could see."""
+    names = {
+        "output_throughput": "Output throughput",
+        "mean_ttft_ms": "Mean TTFT",
+        "mean_tpot_ms": "Mean TPOT",
+        "mean_e2el_ms": "Mean end to end",
+    }
+    rows = []
+    for key, name in names.items():
+        if key not in ours["spread"]:
+            continue
+        one = ours["spread"][key]
+        values = ", ".join(number(run[key]) for run in ours["runs"])
+        cv = percent(one["run_cv"]) + (" (assumed)" if one["run_cv_is_assumed"] else "")
+        rows.append([name, values, cv, percent(one["smallest_visible_change"])])
+    return Table(
+        ["per pass", "values", "coefficient of variation", "smallest visible change"],
+        rows,
+        caption="Smallest visible change: what a comparison with an equal run would notice in four of "
+        "five cases, (t₀.₉₅ + t₀.₈) · CV · √(2 / passes).",
+    )
+
+
+def phase_sentence(ours: Mapping[str, Any]) -> str:
+    """Where the time went."""
+    phases = ours["phases"]
+    return (
+        f"Over all passes {number(phases['prefill_seconds'])} s went to steps that compute prompts, "
+        f"{number(phases['decode_seconds'])} s to steps that only decode, and "
+        f"{number(phases['between_steps_seconds'])} s to the client between {phases['num_steps']:,} "
+        f"steps. The prefix cache gave {percent(ours['prefix_cache_hit_rate'])} of the prompt tokens. "
+        f"At most {ours['peaks']['requests_in_flight']:.0f} requests were in flight, and at most "
+        f"{ours['peaks']['output_tokens_in_one_second']:,.0f} tokens came within one second."
+    )
+
+
+def roofline_table(series: Mapping[str, Mapping[str, Any] | None]) -> Table:
+    """Points of one or several runs, as numbers."""
+    rows = []
+    for name, one in series.items():
+        for point in one["points"] if one else ():
+            rows.append(
+                [
+                    f"{point['phase']}, {name}" if len(series) > 1 else point["phase"],
+                    size(point["bytes_per_step"]),
+                    per_second(point["achieved_bandwidth"], "B"),
+                    percent(point["mbu"]),
+                    per_second(point["achieved_flops"], "FLOP"),
+                    percent(point["mfu"]),
+                    number(point["intensity"], 1),
+                    point["bound"],
+                ]
+            )
+    header = ["phase", "bytes/step", "bandwidth", "MBU", "arithmetic", "MFU", "FLOP/byte", "limited by"]
+    return Table(header, rows)
+
+
+def quality_and_memory(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """Quality and memory of one or several runs."""
+    memory_rows, quality_rows = [], []
+    for name, result in results.items():
+        memory = result["llmopt"]["memory"]
+        memory_rows.append(
+            [
+                name,
+                size(memory["weight_bytes"]),
+                size(memory["checkpoint_bytes"]),
+                size(memory["kv_cache_bytes"]),
+                size(memory["peak_resident_bytes"]),
+            ]
+        )
+        scored = result["llmopt"]["quality"]
+        if scored:
+            quality_rows.append(
+                [
+                    name,
+                    number(scored["perplexity"], 4),
+                    number(scored["kl_nats"], 5),
+                    percent(scored["top1_agreement"], 2),
+                    f"{scored['num_tokens']:,}",
+                    scored["reference"] or "none",
+                ]
+            )
+    tables = []
+    if quality_rows:
+        scored = next(r["llmopt"]["quality"] for r in results.values() if r["llmopt"]["quality"])
+        tables.append(
+            Table(
+                ["model", "perplexity", "KL (nats)", "top-1 agreement", "tokens", "reference"],
+                quality_rows,
+                caption=f"On {scored['source']}: {scored['protocol']}; tokens {scored['token_sha256'][:12]}.",
+            )
+        )
+    header = ["model", "weights held", "checkpoint on disk", "KV cache", "peak resident"]
+    return [*tables, Table(header, memory_rows)]
+
+
+def identity_table(result: Mapping[str, Any]) -> Table:
+    """What decides whether another run may be compared with this one."""
+    ours = result["llmopt"]
+    identity, workload = ours["identity"], ours["workload"]
+    engine = ", ".join(f"{k} {v}" for k, v in identity["engine"].items() if v is not None)
+    rows = [
+        ["Model", f"{identity['model']}, {identity['model_hash'][:30]}"],
+        ["Precision", f"{identity['dtype']}, quantization {identity['quantization'] or 'none'}"],
+        [
+            "Workload",
+            f"{workload['source']}: {workload['num_requests']} requests, "
+            f"{workload['prompt_tokens']:,} prompt and {workload['output_tokens']:,} output tokens, "
+            f"sha256 {identity['workload_sha256'][:16]}",
+        ],
+        ["Load", f"{load_words(identity['load'])}; {ours['num_warmups']} warm-up requests before"],
+        [
+            "Outputs",
+            f"{'fixed lengths (end tokens ignored)' if identity['load']['ignore_eos'] else 'free lengths'}, "
+            f"temperature {identity['load']['temperature']:g}, seed {identity['load']['seed']}",
+        ],
+        ["Passes", f"{ours['num_runs']}, prefix cache emptied before each"],
+        ["Engine", f"{identity['target']}, {engine}"],
+        ["Machine", f"{identity['machine']}, device {identity['device']}"],
+    ]
+    return Table(["", ""], rows, is_prose=True)
+
+
+def formula_table() -> Table:
+    """The formula of every metric that a report shows."""
+    return Table(
+        ["metric", "formula"],
+        [[name, text] for name, text in formulas().items()],
+        is_prose=True,
+        caption="Latency and throughput definitions are those of vllm bench serve.",
+    )
+
+
+def formulas() -> dict[str, str]:
+    """{metric: formula}, all of them."""
+    return {**metrics.FORMULAS, **quality.FORMULAS, **roofline.FORMULAS}
+
+
+def environment_table(environment: Mapping[str, Any]) -> Table:
+    """Everything about the machine, flattened."""
+    rows = []
+    for key, value in environment.items():
+        if isinstance(value, Mapping):
+            rows += [[f"{key}: {inner}", str(v)] for inner, v in value.items()]
+        elif isinstance(value, list):
+            rows.append([key, " ".join(map(str, value))])
+        else:
+            rows.append([key, str(value)])
+    return Table(["", ""], rows, is_prose=True)
