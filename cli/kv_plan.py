@@ -162,7 +162,7 @@ def _kv_line(shape: ModelShape, element: float) -> str:
 
 
 def _devices(plan: Plan, wide: bool) -> Table:
-    """One line a device; a wide terminal also gets the data sheet's bounds and what stands in the way."""
+    """One line a device; a wide terminal also gets throughput, bounds and the binding constraint."""
     from rich import box
     from rich.table import Table
 
@@ -172,9 +172,10 @@ def _devices(plan: Plan, wide: bool) -> Table:
     table.add_column("GPU", no_wrap=True)
     for name in ("memory\nGiB", "GPUs", "weights\nGiB", "KV room\nGiB", "seqs", "longest\ntokens"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("TTFT\ns", "TPOT\nms", "out\ntok/s"):
+    for name in ("TTFT\ns", "TPOT\nms"):
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
+        table.add_column("output\ntok/s", justify="right")
         table.add_column("TTFT\n>= s", justify="right")
         table.add_column("TPOT\n>= ms", justify="right")
         table.add_column("one more\nneeds")
@@ -182,18 +183,19 @@ def _devices(plan: Plan, wide: bool) -> Table:
         estimated = "~" if device.memory_is_estimated else ""
         cells = [
             device.gpu,
-            f"{estimated}{device.memory_bytes / 2**30:.2f}",
+            f"{estimated}{device.memory_bytes / 2**30:.1f}",
             str(device.ranks) if device.fits else f"> {device.ranks}",
-            f"{device.weight_bytes / 2**30:.2f}",
-            f"{device.kv_budget_bytes / 2**30:.2f}",
+            f"{device.weight_bytes / 2**30:.1f}",
+            f"{device.kv_budget_bytes / 2**30:.1f}",
             str(device.max_concurrent_sequences),
             format_tokens(device.max_context),
             _seconds(device.prefill, 1),
             _seconds(device.decode, 1e3),
-            "-" if device.tokens_per_second is None else f"{device.tokens_per_second:,.0f}",
         ]
         if wide:
+            speed = device.tokens_per_second
             cells += [
+                "-" if speed is None else f"{speed:,.0f}",
                 _seconds(device.prefill_bound, 1),
                 _seconds(device.decode_bound, 1e3),
                 device.binding_constraint.replace("_", " "),
@@ -203,4 +205,7 @@ def _devices(plan: Plan, wide: bool) -> Table:
 
 
 def _seconds(time: StepTime | None, scale: float) -> str:
-    return "-" if time is None else f"{scale * time.seconds:,.3g}"
+    if time is None:
+        return "-"
+    value = scale * time.seconds
+    return "<0.01" if value < 0.01 else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -1,0 +1,29 @@
+# Python 3.11 or newer and pip are all that a machine needs. `make PYTHON=python3.12 test` chooses another.
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/installed
+OMP_NUM_THREADS ?= 2
+export OMP_NUM_THREADS
+
+.PHONY: demo test lint install clean
+
+# Bench, quantize, verify and compare the bundled model; writes a report under runs/.
+demo: $(INSTALLED)
+	$(VENV)/bin/llmopt run recipes/quickstart.yaml
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyright
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt tools/install.py
+	$(PYTHON) tools/install.py $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,101 @@
+"""The wheel, built and installed without a network, and used outside the checkout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that neither leftovers in the checkout nor this test change the result."""
+    copy = tmp_path_factory.mktemp("source") / "llmopt"
+    skipped = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=skipped)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
+    run = subprocess.run([*command, "-w", str(out), str(copy)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of a new environment with the wheel, and with this one's third-party packages.
+
+    A path in a .pth file is searched, but the .pth files that lie there are not read: so the editable
+    install of this environment does not show through.
+    """
+    folder = tmp_path_factory.mktemp("elsewhere") / "env"
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    packages = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})["purelib"]
+    unseen = "import importlib.util as u; assert u.find_spec('llmopt') is None"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
+    run = subprocess.run(
+        [*install, "--no-index", "--no-compile", str(wheel)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    installed = Path(packages) / "llmopt"
+    hidden = installed.rename(installed.with_name("hidden"))
+    (Path(packages) / "third_party.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    subprocess.run([python, "-c", unseen], cwd=folder, check=True)
+    hidden.rename(installed)
+    return folder / "bin"
+
+
+def run_llmopt(bin_folder: Path, where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    run = subprocess.run(
+        [bin_folder / "llmopt", *arguments], cwd=where, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+def test_wheel_holds_nothing_outside_its_package(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {
+        "llmopt",
+        next(name for name in names if ".dist-info/" in name).split("/")[0],
+    }
+
+
+def test_wheel_holds_what_ships(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "llmopt/recipes/models/stories3M/model.safetensors" in names
+    assert "llmopt/recipes/models/stories3M/LICENSE" in names
+    assert "llmopt/recipes/data/sharegpt_stand_in.json" in names
+    assert "llmopt/engine/planner/models.json" in names
+    assert not [name for name in names if "/tests/" in name or name.endswith(".pyc")]
+
+
+def test_help_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
+    assert "kv-plan" in run_llmopt(elsewhere, tmp_path, "--help").stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_kv_plan_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
+    run = run_llmopt(
+        elsewhere, tmp_path, "kv-plan", "--model", "llama-70b", "--ctx", "128k", "--json"
+    )
+    assert json.loads(run.stdout)["kv_bytes_total"] == 40 * 2**30
+    assert not list(tmp_path.iterdir())
