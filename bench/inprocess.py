@@ -71,9 +71,7 @@ class InProcessTarget:
             self._engine.add_request(item.request_id, item.prompt_token_ids, params)
         except BadInput as refusal:
             now = time.perf_counter()
-            self._refused.append(
-                Chunk(item.request_id, now, 0, finished=True, error=str(refusal))
-            )
+            self._refused.append(Chunk(item.request_id, now, 0, finished=True, error=str(refusal)))
             return
         self._flights[item.request_id] = _Flight(len(item.prompt_token_ids))
 

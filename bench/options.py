@@ -41,7 +41,7 @@ class BenchOptions(BaseModel):
     burstiness: Annotated[float, Field(gt=0)] = 1.0
     max_concurrency: PositiveInt | None = None
     num_warmups: Annotated[int, Field(ge=0)] | None = None
-    num_runs: PositiveInt = 3
+    num_runs: PositiveInt = 5
     seed: int = 0
     ignore_eos: bool = True
     temperature: Annotated[float, Field(ge=0)] = 0.0

@@ -101,8 +101,9 @@ def run_verdict(result: Mapping[str, Any]) -> Verdict:
     """What this run says, in one breath."""
     if result["completed"] == 0:
         return Verdict("bad", "No request succeeded.", "There is nothing to measure.")
-    said = [f"Mean first token after {number(result['llmopt']['metrics']['ttft']['mean'], 1)} ms"]
-    tpot = result["llmopt"]["metrics"]["tpot"]["mean"]
+    seen = result["llmopt"]["metrics"]
+    said = [f"Median request: first token after {number(seen['ttft']['median'], 1)} ms"]
+    tpot = seen["tpot"]["median"]
     if tpot is not None:
         said.append(f"then one token every {number(tpot, 2)} ms")
     headline = (
@@ -145,7 +146,12 @@ def cards(result: Mapping[str, Any]) -> list[Card]:
         found.append(Card("Perplexity", number(scored["perplexity"], 3), "", note))
     memory = ours["memory"]
     found.append(
-        Card("Weights", size(memory["weight_bytes"]), "", f"KV cache {size(memory['kv_cache_bytes'])}")
+        Card(
+            "Weights",
+            size(memory["weight_bytes"]),
+            "",
+            f"KV cache {size(memory['kv_cache_bytes'])}",
+        )
     )
     return found
 
@@ -201,9 +207,9 @@ def spread_table(ours: Mapping[str, Any]) -> Table:
     """Spread between the passes, and what a comparison could see."""
     names = {
         "output_throughput": "Output throughput",
-        "mean_ttft_ms": "Mean TTFT",
-        "mean_tpot_ms": "Mean TPOT",
-        "mean_e2el_ms": "Mean end to end",
+        "median_ttft_ms": "Median TTFT",
+        "median_tpot_ms": "Median TPOT",
+        "median_e2el_ms": "Median end to end",
     }
     rows = []
     for key, name in names.items():
@@ -251,7 +257,16 @@ def roofline_table(series: Mapping[str, Mapping[str, Any] | None]) -> Table:
                     point["bound"],
                 ]
             )
-    header = ["phase", "bytes/step", "bandwidth", "MBU", "arithmetic", "MFU", "FLOP/byte", "limited by"]
+    header = [
+        "phase",
+        "bytes/step",
+        "bandwidth",
+        "MBU",
+        "arithmetic",
+        "MFU",
+        "FLOP/byte",
+        "limited by",
+    ]
     return Table(header, rows)
 
 

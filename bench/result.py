@@ -21,6 +21,8 @@ SCHEMA_VERSION = 1
 PERCENTILES = (50, 90, 95, 99)
 RESULT_NAME = "result.json"
 REQUESTS_NAME = "requests.parquet"
+# What a comparison decides on. Medians, because one stall of a shared machine must not carry a mean.
+HEADLINES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
 RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -101,7 +103,7 @@ def spread(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Per headline metric: coefficient of variation over the runs, and the smallest change that a
     comparison with an equal run could see."""
     found: dict[str, Any] = {}
-    for key in ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms"):
+    for key in HEADLINES:
         values = [run[key] for run in runs if run[key]]
         if not values:
             continue

@@ -42,9 +42,7 @@ def load_conversations(path: Path) -> list[dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise BadInput(f"dataset {path} is not UTF-8 text: {error.reason}") from error
     if not isinstance(data, list):
-        raise BadInput(
-            f"dataset {path} holds a {type(data).__name__}, not a list of conversations"
-        )
+        raise BadInput(f"dataset {path} holds a {type(data).__name__}, not a list of conversations")
     kept = [entry for entry in data if _has_two_turns(entry)]
     if not kept:
         raise BadInput(f"dataset {path} has no entry with two conversation turns")

@@ -144,14 +144,3 @@ def effect_of_runs(
     between = Effect(estimate, spread * math.sqrt(1 / len(base) + 1 / len(new)), degrees)
     within = Effect(estimate, paired_error, math.inf)
     return max(between, within, key=lambda effect: effect.half_width(CONFIDENCE))
-
-
-def paired_log_ratio_error(base: np.ndarray, new: np.ndarray) -> float:
-    """Standard error of log(mean(new) / mean(base)) over pairs, by the delta method.
-
-    The pairs are the same requests in both arms, so that what differs between prompts cancels.
-    """
-    if len(base) < 2:
-        return 0.0
-    residuals = new / new.mean() - base / base.mean()
-    return float(residuals.std(ddof=1) / math.sqrt(len(base)))

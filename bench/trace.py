@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ class RequestTrace:
     def itls(self) -> list[float]:
         """Gaps between chunks, in seconds."""
         times = self.chunk_times
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(times)]
 
     @property
     def token_gaps(self) -> list[float]:

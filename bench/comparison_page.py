@@ -1,0 +1,280 @@
+"""A comparison as a page: the verdict, the changes with their intervals, quality and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .compare import Comparison, Delta, Outcome, RunData
+from .page import Card, Figure, Page, Section, Table, Tone, Verdict
+from .plot_style import BAD, GOOD, GRID, INK, MUTED, SERIES, UNSURE, canvas, to_svg
+from .plots import distributions_svg, roofline_svg
+from .report import (
+    CAPTIONS,
+    environment_table,
+    formula_table,
+    identity_table,
+    quality_and_memory,
+    roofline_table,
+    subtitle,
+    warnings,
+)
+from .text import number, percent, size
+
+TONES: dict[Outcome, Tone] = {
+    Outcome.PASS: "good",
+    Outcome.REGRESSION: "bad",
+    Outcome.NO_VERDICT: "unsure",
+}
+HEADLINES = {
+    Outcome.PASS: "Pass",
+    Outcome.REGRESSION: "Regression",
+    Outcome.NO_VERDICT: "No verdict",
+}
+RULES = {
+    "regression": "a metric is worse by more than the threshold, and its 99 % bound excludes no change",
+    "pass": "no metric is, and the 95 % bound of each lies within the threshold, or is no wider",
+    "no verdict": "everything else: too noisy, different work, failed requests on both sides",
+    "change": "mean over the passes of ln(new) − mean of ln(base), as a share",
+    "uncertainty": "the larger of two: the spread between passes (pooled, Student's t), and the spread "
+    "between requests (bootstrap over pairs of the same request)",
+}
+
+
+def changes_svg(deltas: Sequence[Delta], threshold: float) -> str:
+    """Slowdown of every gated metric with its 90 % interval; right is worse."""
+    figure, (axis,) = canvas(width=11, height=0.9 + 0.5 * len(deltas))
+    colours = {Outcome.PASS: GOOD, Outcome.REGRESSION: BAD, Outcome.NO_VERDICT: UNSURE}
+    for row, delta in enumerate(deltas):
+        low, high = slowdown_bounds(delta)
+        colour = colours[delta.outcome]
+        axis.plot([low * 100, high * 100], [row, row], color=colour, linewidth=3, alpha=0.45)
+        axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
+    axis.axvline(0, color=INK, linewidth=1)
+    axis.axvline(threshold * 100, color=BAD, linewidth=1, linestyle="--")
+    axis.annotate(
+        f"allowed {threshold:.0%}",
+        (threshold * 100, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, 2),
+        textcoords="offset points",
+        fontsize=8.5,
+        color=BAD,
+    )
+    axis.set_yticks(range(len(deltas)), [delta.label for delta in deltas])
+    axis.set_ylim(len(deltas) - 0.5, -0.5)
+    axis.grid(visible=False, axis="y")
+    axis.set_xlabel("% slower than the base (left of 0: faster)")
+    return to_svg(figure, "Change of every gated metric with its interval")
+
+
+def slowdown_bounds(delta: Delta) -> tuple[float, float]:
+    """The interval of `change`, turned so that positive is worse."""
+    if (delta.change > 0) == (delta.worse > 0):
+        return delta.low, delta.high
+    return 1 / (1 + delta.high) - 1, 1 / (1 + delta.low) - 1
+
+
+def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Speed, quality and memory of several runs, side by side."""
+    panels: list[tuple[str, str, list[float | None]]] = [
+        ("Output throughput", "tokens/s", [r["output_throughput"] for r in results.values()]),
+        (
+            "Median TPOT",
+            "ms",
+            [r["llmopt"]["metrics"]["tpot"]["median"] for r in results.values()],
+        ),
+        (
+            "Perplexity",
+            "lower is better",
+            [(r["llmopt"]["quality"] or {}).get("perplexity") for r in results.values()],
+        ),
+        (
+            "Weights held",
+            "MiB",
+            [r["llmopt"]["memory"]["weight_bytes"] / 2**20 for r in results.values()],
+        ),
+    ]
+    figure, axes = canvas(len(panels), width=11, height=2.9)
+    for axis, (title, unit, values) in zip(axes, panels, strict=True):
+        heights = [value or 0.0 for value in values]
+        bars = axis.bar(range(len(values)), heights, color=SERIES[: len(values)], width=0.62)
+        labels = ["n/a" if value is None else f"{value:,.4g}" for value in values]
+        axis.bar_label(bars, labels=labels, padding=2, fontsize=9, color=INK)
+        axis.set_xticks(range(len(values)), list(results))
+        axis.set_title(f"{title} ({unit})")
+        axis.grid(visible=False, axis="x")
+        axis.margins(y=0.16)
+        axis.spines["left"].set_visible(False)
+        axis.set_yticks([])
+        axis.spines["bottom"].set_color(GRID)
+        axis.tick_params(axis="x", colors=MUTED)
+    return to_svg(figure, "Speed, quality and memory side by side")
+
+
+def deltas_table(deltas: Sequence[Delta]) -> Table:
+    """The gated metrics with change, interval and answer."""
+    rows, tones = [], {}
+    for row, delta in enumerate(deltas):
+        rows.append(
+            [
+                f"{delta.label} ({delta.unit})",
+                number(delta.base),
+                number(delta.new),
+                percent(delta.change, signed=True),
+                f"{percent(delta.low, signed=True)} to {percent(delta.high, signed=True)}",
+                delta.outcome.value,
+            ]
+        )
+        tones[row] = TONES[delta.outcome]
+    header = ["metric", "base", "new", "change", "90 % interval", "verdict"]
+    return Table(header, rows, tones=tones)
+
+
+def memory_rows(comparison: Comparison) -> list[list[str]]:
+    """What is held in memory, before and after."""
+    names = {
+        "weight_bytes": "Weights held",
+        "checkpoint_bytes": "Checkpoint on disk",
+        "kv_cache_bytes": "KV cache",
+        "peak_resident_bytes": "Peak resident",
+    }
+    return [
+        [names[key], size(base), size(new), percent(new / base - 1, signed=True)]
+        for key, (base, new) in comparison.memory.items()
+    ]
+
+
+def quality_rows(comparison: Comparison) -> list[list[str]]:
+    """Perplexity before and after, and the distance from the reference."""
+    scored = comparison.quality
+    if not scored:
+        return []
+    base, new = scored["perplexity"]
+    return [
+        [
+            "Perplexity",
+            number(base, 4),
+            number(new, 4),
+            percent(scored["perplexity_change"], 2, signed=True),
+        ],
+        ["KL from the reference (nats)", "", number(scored["kl_nats"], 5), ""],
+        ["Top-1 agreement with the reference", "", percent(scored["top1_agreement"], 2), ""],
+    ]
+
+
+def verdict_of(comparison: Comparison) -> Verdict:
+    """The answer in words."""
+    headline = f"{HEADLINES[comparison.outcome]}: {comparison.new} against {comparison.base}"
+    return Verdict(TONES[comparison.outcome], headline, "; ".join(comparison.reasons) + ".")
+
+
+def latency_samples(data: RunData) -> dict[str, np.ndarray]:
+    """The columns of a run's requests as samples for the distribution figure."""
+    table = data.requests or {}
+    found = {
+        metric: np.array([v for v in table.get(f"{metric}_ms", []) if v is not None])
+        for metric in ("ttft", "tpot", "e2el")
+    }
+    gaps = [np.diff(times) * 1000 for times in table.get("chunk_times_s", [])]
+    found["itl"] = np.concatenate(gaps) if gaps else np.array([])
+    return found
+
+
+def comparison_figures(base: RunData, new: RunData, comparison: Comparison) -> dict[str, str]:
+    """{file stem: svg} of a comparison."""
+    results = {base.name: base.result, label_of(base, new): new.result}
+    figures = {"side-by-side": bars_svg(results)}
+    if comparison.deltas:
+        figures["changes"] = changes_svg(comparison.deltas, comparison.threshold)
+    if base.requests and new.requests:
+        figures["distributions"] = distributions_svg(
+            {base.name: latency_samples(base), label_of(base, new): latency_samples(new)}
+        )
+    roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
+    if all(roof and roof["points"] for roof in roofs.values()):
+        figures["roofline"] = roofline_svg(roofs)
+    return figures
+
+
+def label_of(base: RunData, new: RunData) -> str:
+    """The new run's name, told apart from the base's when they are the same."""
+    return new.name if new.name != base.name else f"{new.name} (new)"
+
+
+def comparison_page(base: RunData, new: RunData, comparison: Comparison) -> Page:
+    """The page of two runs."""
+    captions = {
+        "side-by-side": "Speed over all passes, quality on fixed tokens, and what the engine holds.",
+        "changes": "Dots are estimates, bars 90 % intervals.",
+        **CAPTIONS,
+    }
+    svgs = comparison_figures(base, new, comparison)
+    figures = {name: Figure(name, svg, captions[name]) for name, svg in svgs.items()}
+    rules = Table(["", ""], [[name, text] for name, text in RULES.items()], is_prose=True)
+    tables = [deltas_table(comparison.deltas)] if comparison.deltas else []
+    other = [*quality_rows(comparison), *memory_rows(comparison)]
+    if other:
+        tables.append(Table(["", "base", "new", "change"], other))
+    results = {base.name: base.result, label_of(base, new): new.result}
+    roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
+    return Page(
+        title=f"{new.name} against {base.name}",
+        subtitle=subtitle(new.result),
+        verdict=verdict_of(comparison),
+        cards=delta_cards(comparison),
+        sections=[
+            Section(
+                "Changes",
+                [note[0].upper() + note[1:] + "." for note in comparison.notes],
+                [figures[n] for n in ("changes", "side-by-side") if n in figures],
+                tables,
+            ),
+            Section("Latency", (), [figures[n] for n in ("distributions",) if n in figures]),
+            Section(
+                "Roofline",
+                (),
+                [figures[n] for n in ("roofline",) if n in figures],
+                [roofline_table(roofs)],
+            ),
+            Section("Quality and memory", (), (), quality_and_memory(results)),
+            Section("How the verdict is made", (), (), (rules,)),
+            Section("How each number is made", (), (), (formula_table(),)),
+            Section("What was run: base", (), (), (identity_table(base.result),), folded=True),
+            Section("What was run: new", (), (), (identity_table(new.result),), folded=True),
+            Section(
+                "Environment",
+                (),
+                (),
+                (environment_table(new.result["llmopt"]["environment"]),),
+                folded=True,
+            ),
+        ],
+        warnings=[*dict.fromkeys([*warnings(base.result), *warnings(new.result)])],
+    )
+
+
+def delta_cards(comparison: Comparison) -> list[Card]:
+    """The changes as key numbers."""
+    found = [
+        Card(
+            delta.label,
+            percent(delta.change, signed=True),
+            "",
+            f"{number(delta.base)} → {number(delta.new)} {delta.unit}",
+        )
+        for delta in comparison.deltas
+    ]
+    scored = comparison.quality
+    if scored and scored["perplexity_change"] is not None:
+        base, new = scored["perplexity"]
+        change = percent(scored["perplexity_change"], 2, signed=True)
+        found.append(Card("Perplexity", change, "", f"{base:.3f} → {new:.3f}"))
+    if comparison.memory:
+        base, new = comparison.memory["weight_bytes"]
+        found.append(
+            Card("Weights", percent(new / base - 1, signed=True), "", f"{size(base)} → {size(new)}")
+        )
+    return found
