@@ -1,0 +1,124 @@
+"""What the user may call a model or a device, and sizes as people write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.devices import DEFAULT_DEVICES, choose_devices, devices, find_device
+from llmopt.engine.planner.units import format_gib, format_tokens, parse_bytes, parse_tokens
+from llmopt.quant.errors import BadInput
+from llmopt.recipes import MODELS
+
+
+def test_an_alias_says_what_it_means() -> None:
+    model = find_model("llama-70b")
+    assert model.name == "llama-3.1-70b"
+    assert model.note is not None
+    assert "4,096" in model.note
+    assert find_model("llama-3.1-70b").note is None
+
+
+def test_a_folder_a_file_and_a_bundled_name_are_the_same_model(tmp_path: Path) -> None:
+    folder = MODELS / "stories3M"
+    bare = tmp_path / "tiny.json"
+    bare.write_text((folder / "config.json").read_text())
+    shapes = [find_model(str(name)).shape for name in (folder, folder / "config.json", bare)]
+    assert [find_model("stories3M").shape] * 3 == shapes
+    assert find_model(str(bare)).name == "tiny"
+    assert find_model(str(folder / "config.json")).name == "stories3M"
+
+
+def test_an_unknown_name_suggests_near_ones() -> None:
+    with pytest.raises(BadInput, match=r"close: .*llama-70b"):
+        find_model("lama-70b")
+    with pytest.raises(BadInput, match=r"close: .*qwen3-8b"):
+        find_model("Qwen/Qwen3-8B-Base")
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"config\.json is missing"):
+        find_model(str(tmp_path))
+    with pytest.raises(BadInput, match=r"no model at \./nowhere"):
+        find_model("./nowhere")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BadInput, match="not valid JSON"):
+        find_model(str(tmp_path))
+
+
+def test_every_model_of_the_table_has_a_source() -> None:
+    table = json.loads((Path(find_model.__code__.co_filename).parent / "models.json").read_text())
+    assert all(entry["source"] for entry in table["models"].values())
+    assert {alias["means"] for alias in table["aliases"].values()} <= set(table["models"])
+
+
+def test_devices_are_found_whatever_the_spelling() -> None:
+    h100 = find_device("h100")
+    assert h100 == find_device("H100-SXM") == find_device("h100_sxm")
+    assert h100.memory_bytes == int(79.18 * 2**30)
+    assert h100.bandwidth == 3350e9
+    assert h100.link_bytes_per_second == 450e9  # one direction
+    with pytest.raises(BadInput, match="H100 SXM"):
+        find_device("h1000")
+
+
+def test_the_device_table_is_dense_and_consistent() -> None:
+    table = json.loads((Path(find_device.__code__.co_filename).parent / "devices.json").read_text())
+    for row in table:
+        peaks = row["peaks"]
+        assert all(
+            peak["dense"] and peak["source"] and peak["accumulate"] for peak in peaks.values()
+        )
+        assert row["bandwidth_gb_s"]["source"]
+        if "fp8" in peaks:  # half the width, twice the rate
+            assert peaks["fp8"]["value"] / peaks["bf16"]["value"] == pytest.approx(2, abs=0.03)
+    assert len({device.name for device in devices()}) == len(table)
+
+
+@pytest.mark.parametrize("device", devices(), ids=lambda device: device.name)
+def test_ridges_are_plausible(device) -> None:
+    """A wrong unit, or a sparse figure, leaves this range."""
+    peak = device.peak_flops(16, "bf16")
+    assert 70 < peak / device.bandwidth < 430
+
+
+def test_devices_can_be_named_all_or_left_out() -> None:
+    assert [device.name for device in choose_devices([], None)] == list(DEFAULT_DEVICES)
+    assert choose_devices(["all"], None) == list(devices())
+    own, h200 = choose_devices(["h200"], 96 * 2**30)
+    assert (own.name, own.bandwidth, h200.name) == ("96 GiB", None, "H200 SXM")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("4096", 4096), ("4k", 4096), ("128K", 131072), ("1M", 2**20), ("0.5k", 512)],
+)
+def test_tokens_are_read(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "0", "128kb", "1.3", "many"])
+def test_nonsense_tokens_are_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="number of tokens"):
+        parse_tokens(text)
+
+
+def test_bytes_need_their_unit() -> None:
+    assert parse_bytes("80GiB") == 80 * 2**30
+    assert parse_bytes("80 gb") == 80 * 10**9
+    assert parse_bytes("24564MiB") == 24564 * 2**20
+    for text in ("80", "0GiB", "GiB", "80G"):
+        with pytest.raises(BadInput, match="unit"):
+            parse_bytes(text)
+
+
+def test_sizes_are_written_in_binary_units() -> None:
+    assert format_gib(40 * 2**30) == "40.00 GiB"
+    assert format_gib(2560) == "2.5 KiB"
+    assert (format_tokens(131072), format_tokens(2**20), format_tokens(1000)) == (
+        "128k",
+        "1M",
+        "1,000",
+    )

@@ -1,0 +1,240 @@
+"""Memory and speed of whole deployments, and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from llmopt.cli.main import main
+from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.devices import Device, find_device
+from llmopt.engine.planner.memory import Deployment, Reserve, num_blocks_for
+from llmopt.engine.planner.plan import Plan, Workload, make_plan
+from llmopt.engine.planner.weights import BF16, recipe_for
+from llmopt.quant.errors import BadInput
+
+GIB = 2**30
+
+
+def plan_70b(
+    context: int = 131072, sequences: int = 1, kv: str = "bf16", ranks: int | None = None
+) -> Plan:
+    workload = Workload(context, sequences, kv)
+    return make_plan(find_model("llama-70b"), BF16, workload, [find_device("h100")], ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kv", "sequences"),
+    [(2, "bf16", 0), (4, "bf16", 3), (4, "fp8", 6), (8, "bf16", 9), (8, "fp8", 19)],
+)
+def test_llama_70b_at_128k_on_h100(ranks: int, kv: str, sequences: int) -> None:
+    (device,) = plan_70b(kv=kv, ranks=ranks).devices
+    assert device.max_concurrent_sequences == sequences
+    assert device.fits == (sequences > 0)
+
+
+def test_the_solver_takes_as_few_gpus_as_hold_it() -> None:
+    (one,) = plan_70b().devices
+    (four,) = plan_70b(sequences=4).devices
+    (many,) = plan_70b(sequences=100).devices
+    assert (one.ranks, one.gpus_needed, four.gpus_needed) == (4, 4, 8)
+    assert (many.ranks, many.gpus_needed, many.fits, many.decode) == (8, None, False, None)
+
+
+def test_sequences_and_context_agree() -> None:
+    """The longest context for n sequences holds n, and one block more does not."""
+    (device,) = plan_70b(sequences=9, ranks=8).devices
+    assert device.max_context == 131072
+    short = plan_70b(sequences=30, ranks=8).devices[0].max_context
+    assert plan_70b(short, 30, ranks=8).devices[0].max_concurrent_sequences == 30
+    assert plan_70b(short + 1, 30, ranks=8).devices[0].max_concurrent_sequences == 29
+
+
+def test_memory_adds_up() -> None:
+    (device,) = plan_70b().devices
+    parts = device.weight_bytes + device.activation_bytes + device.overhead_bytes
+    assert parts + device.kv_budget_bytes == int(0.9 * device.memory_bytes)
+    assert device.kv_bytes * device.max_concurrent_sequences <= device.kv_budget_bytes
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    plan = make_plan(find_model("llama-405b"), BF16, Workload(4096), [find_device("4090")])
+    assert plan.devices[0].binding_constraint == "weights"
+    assert plan.devices[0].max_context == 0
+
+
+def test_the_sampler_or_the_chunk_sets_the_activation_peak() -> None:
+    """Published start-ups: 4.75 GiB for a vocabulary of 128,256; 2.06 GiB for one step of 20,000."""
+    deployment = Deployment(find_model("llama-3.1-8b").shape, BF16)
+    assert deployment.activation_bytes(Reserve()) / GIB == pytest.approx(4.75, abs=0.01)
+    one_step = Reserve(chunk_tokens=20_000, max_num_seqs=1)
+    assert deployment.activation_bytes(one_step) / GIB == pytest.approx(2.06, abs=0.01)
+
+
+def test_blocks_span_all_layers() -> None:
+    shape = find_model("stories3M").shape
+    block = 16 * shape.kv_bytes_per_token(4)
+    assert num_blocks_for(10 * block, shape, 16, 4) == 10
+    assert num_blocks_for(10 * block - 1, shape, 16, 4) == 9
+
+
+def test_windows_are_not_credited_to_this_engine() -> None:
+    model = find_model("gemma-3-27b")
+    answer = make_plan(model, BF16, Workload(131072), [find_device("b200")]).as_dict()
+    assert answer["kv_bytes_total"] / GIB == pytest.approx(10.406, abs=1e-3)
+    assert answer["engines"]["llmopt"]["kv_bytes"] == answer["kv_bytes_total_no_window"] == 62 * GIB
+    assert answer["kv_bytes_per_rank"] * answer["tp"] == 62 * GIB
+
+
+def test_a_context_beyond_the_model_is_refused() -> None:
+    with pytest.raises(BadInput, match="4096 at most"):
+        make_plan(find_model("llama-2-7b"), BF16, Workload(8192), [find_device("h100")])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sequences": 0}, {"context": 0}, {"kv_dtype": "int3"}, {"block_size": 0}]
+)
+def test_nonsense_workloads_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(BadInput):
+        Workload(**{"context": 16, **changes})
+
+
+def test_speed_follows_bytes_and_bandwidth() -> None:
+    model = find_model("llama-3.1-8b")
+    h100 = find_device("h100")
+    (device,) = make_plan(model, BF16, Workload(4096), [h100], 1).devices
+    assert device.decode and device.decode_bound and device.prefill and device.prefill_bound
+    read = 2 * (8_030_261_248 - 128256 * 4096) + 4096 * 131_072
+    assert device.decode_bound.seconds == pytest.approx(read / 3350e9)
+    assert (device.decode.bound, device.prefill.bound) == ("bandwidth", "compute")
+    assert device.decode.seconds > device.decode_bound.seconds
+    faster = replace(h100, bandwidth=6700e9)
+    (halved,) = make_plan(model, BF16, Workload(4096), [faster], 1).devices
+    assert halved.decode_bound
+    assert halved.decode_bound.seconds == pytest.approx(device.decode_bound.seconds / 2)
+
+
+def test_four_bit_weights_speed_up_decode_but_not_prefill() -> None:
+    model, h100 = find_model("llama-3.1-8b"), find_device("h100")
+    plain = make_plan(model, BF16, Workload(4096), [h100], 1).devices[0]
+    packed = make_plan(model, recipe_for("int4", model.shape), Workload(4096), [h100], 1).devices[0]
+    assert plain.decode and packed.decode and plain.prefill and packed.prefill
+    assert packed.decode.seconds < plain.decode.seconds
+    assert packed.prefill.seconds == plain.prefill.seconds
+
+
+def test_two_gpus_are_less_than_twice_as_fast() -> None:
+    one, two = (
+        make_plan(find_model("llama-8b"), BF16, Workload(4096), [find_device("h100")], n).devices[0]
+        for n in (1, 2)
+    )
+    assert one.decode and two.decode
+    assert one.decode.seconds / 2 < two.decode.seconds
+
+
+def test_a_card_known_by_memory_alone_has_no_speed() -> None:
+    card = Device("own", 80 * GIB)
+    (device,) = make_plan(find_model("llama-8b"), BF16, Workload(4096), [card]).devices
+    assert device.fits
+    assert device.decode is None
+    assert device.tokens_per_second is None
+
+
+CONTRACT = [
+    "model",
+    "param_count",
+    "active_param_count",
+    "weight_bytes",
+    "kv_dtype",
+    "context",
+    "batch",
+    "tp",
+    "block_size",
+    "kv_bytes_per_token",
+    "kv_bytes_per_extra_token",
+    "kv_bytes_total",
+    "kv_bytes_total_no_window",
+    "kv_bytes_paged",
+    "kv_bytes_paged_no_window",
+    "kv_bytes_per_rank",
+    "kv_bytes_all_ranks",
+    "engines",
+    "fits",
+    "max_concurrent_sequences",
+    "max_context",
+    "gpus_needed",
+    "binding_constraint",
+    "ttft_ms",
+    "tpot_ms",
+    "throughput_tokens_per_s",
+]
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["kv-plan", *arguments])
+    return stop.value.code  # type: ignore[return-value]
+
+
+def test_command_prints_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--model", "llama-70b", "--ctx", "128k", "--json") == 0
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert [key for key in CONTRACT if key not in answer] == []
+    assert answer["model"] == "llama-3.1-70b"
+    assert answer["kv_bytes_total"] == 40 * GIB
+    assert answer["weight_bytes"] == 2 * 70_553_706_496
+    assert err == ""
+
+
+def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--model", "llama-70b", "--ctx", "128k") == 0
+    out, _ = capsys.readouterr()
+    for words in ("131.42 GiB", "40.00 GiB", "320 KiB", "Llama-2-70B stops at 4,096", "H100 SXM"):
+        assert words in " ".join(out.split())
+    assert "…" not in out  # nothing is cut off at 80 columns
+
+
+def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--weights int4 --group-size 64 --kv-dtype fp8 --tp 2 --concurrency 4 --block-size 32"
+    assert (
+        call("--model", "llama-8b", "--ctx", "1000", "--gpu", "l4", "--json", *options.split()) == 0
+    )
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["gpu"], answer["tp"], answer["batch"], answer["block_size"]) == ("L4", 2, 4, 32)
+    assert answer["weights"] == "int4 g64 asymmetric"
+    assert answer["kv_bytes_total"] == 4 * 1000 * 65536
+    assert answer["kv_bytes_paged"] == 4 * 1024 * 65536
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "lama-70b"], "close: llama-70b"),
+        (["--model", "llama-2-7b", "--ctx", "128k"], "4096 at most"),
+        (["--model", "llama-8b", "--gpu", "h101"], "no GPU 'h101'"),
+        (["--model", "llama-8b", "--ctx", "lots"], "number of tokens"),
+        (["--model", "llama-8b", "--gpu-memory", "80"], "unit"),
+        (["--model", "phi-4", "--tp", "4"], "do not divide"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_importing_the_planner_loads_no_torch() -> None:
+    script = (
+        "import sys, llmopt.engine.planner.plan, llmopt.engine.planner.roofline;"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
