@@ -1,0 +1,146 @@
+"""Each kernel against its reference, over shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from llmopt.engine.kernels import paged_attention as pa
+from llmopt.engine.kernels.dispatch import Candidate, NoKernel, Operation
+from llmopt.engine.kernels.linear import LINEAR, LinearSituation, TorchLinear
+from llmopt.engine.kernels.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
+from llmopt.engine.kernels.table import table
+from llmopt.engine.model.projection import Projection
+from llmopt.quant.methods.rtn import round_to_nearest
+from llmopt.quant.scheme import QuantScheme
+
+
+def attention_case(heads, kv_heads, head_dim, block_size, lengths, news, seed=0):
+    """Queries for `news[i]` last tokens of sequences of `lengths[i]`, over shuffled blocks."""
+    g = torch.Generator().manual_seed(seed)
+    widths = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(widths) + 1
+    keys = torch.randn(num_blocks, block_size, kv_heads, head_dim, generator=g)
+    values = torch.randn(num_blocks, block_size, kv_heads, head_dim, generator=g)
+    ids = iter((torch.randperm(num_blocks - 1, generator=g) + 1).tolist())
+    tables = [[next(ids) for _ in range(width)] for width in widths]
+    spans, single, begin = [], [], 0
+    for length, new, blocks in zip(lengths, news, tables, strict=True):
+        if new == 1:
+            single.append((begin, length, blocks))
+        else:
+            spans.append(pa.SequenceSpan(begin, begin + new, length, torch.tensor(blocks)))
+        begin += new
+    decode = None
+    if single:
+        width = max(len(blocks) for _, _, blocks in single)
+        decode = pa.DecodeGroup(
+            torch.tensor([row for row, _, _ in single]),
+            torch.tensor(
+                [b for _, _, blocks in single for b in blocks + [0] * (width - len(blocks))]
+            ),
+            torch.tensor([length for _, length, _ in single]),
+        )
+    queries = torch.randn(begin, heads, head_dim, generator=g)
+    return queries, keys, values, pa.AttentionBatch(spans, decode, block_size, queries.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(8, 4, 32, 4), (4, 4, 16, 1), (6, 2, 8, 5), (8, 1, 64, 16)],
+)
+def test_attention_agrees_with_its_definition(heads, kv_heads, head_dim, block_size, window):
+    case = attention_case(
+        heads, kv_heads, head_dim, block_size, [1, 7, 20, 9, 13, 5], [1, 7, 1, 4, 1, 2]
+    )
+    got = pa.attend_sdpa(*case, 0.3, window)
+    torch.testing.assert_close(got, pa.attend_reference(*case, 0.3, window), atol=1e-5, rtol=1e-5)
+
+
+def test_the_reference_is_plain_causal_attention():
+    queries, keys, values, batch = attention_case(4, 4, 16, 4, [11], [11])
+    k = keys[batch.spans[0].block_ids].flatten(0, 1)[:11].transpose(0, 1)
+    v = values[batch.spans[0].block_ids].flatten(0, 1)[:11].transpose(0, 1)
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=0.25
+    )
+    got = pa.attend_reference(queries, keys, values, batch, 0.25, None)
+    torch.testing.assert_close(got, plain[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_padding_reads_the_null_block_and_nothing_of_it_shows():
+    queries, keys, values, batch = attention_case(4, 2, 8, 4, [3, 17], [1, 1])
+    before = pa.attend_sdpa(queries, keys, values, batch, 0.3, None)
+    keys[0], values[0] = 1e4, -1e4
+    assert torch.equal(before, pa.attend_sdpa(queries, keys, values, batch, 0.3, None))
+
+
+LINEARS = [
+    (scheme, candidate)
+    for scheme in (
+        QuantScheme(4, 32, False), QuantScheme(4, 128, True), QuantScheme(4, -1, False),
+        QuantScheme(8, -1, True), QuantScheme(8, 64, False),
+    )
+    for candidate in QUANTIZED_LINEAR.candidates
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scheme", "candidate"), LINEARS, ids=lambda x: getattr(x, "label", getattr(x, "name", None))
+)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_quantized_linears_agree_with_dequantized_floats(scheme, candidate, tokens):
+    g = torch.Generator().manual_seed(0)
+    weight = round_to_nearest(torch.randn(96, 256, generator=g), scheme, torch.float32)
+    x = torch.randn(tokens, 256, generator=g)
+    exact = x @ weight.dequantize().T
+    served = 0
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1.5e-2)):
+        situation = QuantizedLinearSituation("cpu", dtype, 96, 256, scheme)
+        if candidate.refuses(situation) is None:
+            kernel = candidate.run(weight, dtype)
+            error = (kernel(x.to(dtype)).float() - exact).norm() / exact.norm()
+            assert error < tolerance
+            assert kernel.weight_bytes < 96 * 256 * (0.7 if scheme.bits == 4 else 1.3)
+            served += 1
+    if not served:
+        assert candidate.refuses(QuantizedLinearSituation("cpu", torch.bfloat16, 96, 256, scheme))
+
+
+def test_prepacked_bf16_is_bit_equal_to_torch():
+    situation = LinearSituation("cpu", torch.bfloat16, 96, 256)
+    chosen = LINEAR.select(situation)
+    weight, x = torch.randn(96, 256).bfloat16(), torch.randn(7, 256).bfloat16()
+    torch.testing.assert_close(chosen.run(weight)(x), TorchLinear(weight)(x), atol=0, rtol=8e-3)
+
+
+def test_a_projection_of_mixed_kinds_keeps_the_order():
+    g = torch.Generator().manual_seed(0)
+    plain = [torch.randn(16, 64, generator=g) for _ in range(3)]
+    quantized = round_to_nearest(plain[1], QuantScheme(8, -1, True), torch.float32)
+    x = torch.randn(3, 64, generator=g)
+    bias = torch.randn(48, generator=g)
+    got = Projection([plain[0], quantized, plain[2]], bias, torch.float32)(x)
+    want = torch.cat([x @ plain[0].T, x @ quantized.dequantize().T, x @ plain[2].T], -1) + bias
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_dispatch_takes_the_first_that_serves_and_explains_itself():
+    operation: Operation[int, int] = Operation(
+        "demo",
+        [
+            Candidate("big", lambda n: "too small" if n < 10 else None, 1),
+            Candidate("even", lambda n: "odd" if n % 2 else None, 2),
+        ],
+    )
+    assert operation.select(12).name == "big"
+    assert operation.select(4).name == "even"
+    with pytest.raises(NoKernel, match="no kernel for demo with 3: big: too small; even: odd"):
+        operation.select(3)
+    assert operation.explain(4).chosen == "even"
+    assert operation.explain(4).reasons == (("big", "too small"), ("even", None))
+
+
+def test_the_table_names_a_kernel_for_every_operation():
+    for choice in table(torch.device("cpu"), torch.bfloat16):
+        assert choice.chosen in dict(choice.reasons)

@@ -1,0 +1,121 @@
+"""A random walk over everything that can happen to a request, with every invariant checked each step."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from llmopt.quant.errors import BadInput
+from policy_world import World, foretell
+
+# Few distinct tokens, so that prompts share prefixes by chance as well as by design.
+PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=14)
+
+
+class SchedulerWalk(RuleBasedStateMachine):
+    """Requests come, fork, are preempted, aborted and finished in an order that hypothesis chooses."""
+
+    num_steps: ClassVar[int] = 0
+    num_preemptions: ClassVar[int] = 0
+    num_forks: ClassVar[int] = 0
+    num_hit_tokens: ClassVar[int] = 0
+
+    @initialize(
+        num_blocks=st.integers(6, 14),
+        block_size=st.integers(1, 5),
+        max_num_seqs=st.integers(1, 4),
+        spare=st.integers(0, 8),
+        chunk=st.sampled_from([None, 1, 3]),
+        caching=st.booleans(),
+    )
+    def build(self, num_blocks, block_size, max_num_seqs, spare, chunk, caching):
+        limits = {} if chunk is None else {"prefill_chunk_size": chunk}
+        self.world = World(
+            num_blocks,
+            block_size,
+            caching,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + spare,
+            **limits,
+        )
+        self.expected: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self.count = 0
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 10),
+        n=st.integers(1, 3),
+        priority=st.integers(0, 1),
+    )
+    def add(self, prompt, max_tokens, n, priority):
+        name = f"r{self.count}"
+        self.count += 1
+        try:
+            request = self.world.add(name, prompt, max_tokens, n=n, priority=priority)
+        except BadInput:
+            return
+        SchedulerWalk.num_forks += n - 1
+        for index in range(n):
+            self.expected[f"{name}/{index}"] = foretell(prompt, request.seed + index, max_tokens)
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times):
+        for _ in range(times):
+            self.world.step()
+            SchedulerWalk.num_steps += 1
+
+    @rule(data=st.data())
+    def abort(self, data):
+        names = sorted(request.sequence_id for request in self.world.scheduler.requests())
+        name = data.draw(st.sampled_from([*names, "nobody/0"]))
+        request = self.world.scheduler.abort(name)
+        if request is not None:
+            # What had not forked yet goes with the sequence that it would have forked from.
+            for index in range(request.num_completions):
+                self.aborted.add(f"{request.request_id}/{request.index + index}")
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.world.scheduler.cache.reset()
+
+    @invariant()
+    def holds_together(self):
+        if hasattr(self, "world"):
+            self.world.scheduler.check_integrity()
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        SchedulerWalk.num_hit_tokens += self.world.scheduler.cache.num_hit_tokens
+        self.world.drain()
+        SchedulerWalk.num_preemptions += self.world.scheduler.num_preemptions
+        for name, tokens in self.expected.items():
+            if name not in self.aborted:
+                request = self.world.finished[name]
+                assert request.token_ids[request.num_prompt_tokens :] == tokens
+
+
+def test_random_walk():
+    run_state_machine_as_test(
+        SchedulerWalk,
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+        ),
+    )
+    assert SchedulerWalk.num_steps >= 2000
+    # A walk that never met the hard cases would prove little.
+    assert SchedulerWalk.num_preemptions >= 20
+    assert SchedulerWalk.num_forks >= 20
+    assert SchedulerWalk.num_hit_tokens >= 20
