@@ -163,7 +163,7 @@ def _show(result: QuantizeResult, seconds: float, console: Console) -> None:
             f"{error:.3e}",
             f"{rtn:.3e}",
             f"{error / rtn:.3f}" if rtn else "-",
-            f"{worst['module'].split('.', 3)[3]} {worst['error']:.2e}",
+            f"{worst['module'].split('.')[-1]} {worst['error']:.2e}",
         )
     console.print(table)
     before, after = summary["source_bytes"], summary["checkpoint_bytes"]

@@ -49,6 +49,7 @@ class Journal:
 
     Attributes:
         folder: the work folder.
+        signature: digest of everything that the bytes of the result depend on.
         threads: the thread count of the run that began the work; sums depend on it in the last bit.
         layers: the records of the finished layers, in order.
     """
@@ -80,6 +81,7 @@ class Journal:
                 f"{folder} holds unfinished work of another run (other model, data, options or "
                 "version): --restart throws it away, --output chooses another place"
             )
+        self.signature = signature
         self.threads = int(records[0]["threads"])
         self.layers = records[1:]
 
@@ -100,13 +102,15 @@ class Journal:
 
     def append(self, record: dict[str, Any]) -> None:
         """Make a finished layer count."""
+        line = _line(record)
         try:
-            self._file.write(_line(record))
+            self._file.write(line)
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
             raise no_space_or(error, self.folder / _JOURNAL) from error
-        self.layers.append(record)
+        # As a resumed run reads it, so that both go on from the same record to the same bytes.
+        self.layers.append(json.loads(line))
 
     def hidden_path(self, index: int) -> Path:
         """The file of the hidden states that enter layer `index`."""
@@ -117,14 +121,8 @@ class Journal:
         self._file.close()
 
     def discard(self) -> None:
-        """Remove the work folder. The journal goes last: until then the folder explains itself."""
-        for path in self.folder.iterdir():
-            if path.name == _CHECKPOINT:
-                shutil.rmtree(path)
-            elif path.name != _JOURNAL:
-                path.unlink()
-        (self.folder / _JOURNAL).unlink()
-        self.folder.rmdir()
+        """Remove the work folder."""
+        remove_work(self.folder)
         self.close()
 
     def publish(self, output: Path) -> None:
@@ -135,17 +133,24 @@ class Journal:
         self.discard()
 
 
-def restart(output: Path) -> None:
-    """Throw away the unfinished work for `output`, if it is ours.
+def remove_work(folder: Path) -> None:
+    """Remove a work folder. The journal goes last: until then the folder explains itself.
 
     Raises:
         BadInput: the folder of that name holds something else.
     """
-    folder = work_folder(output)
-    if folder.exists():
-        if not (folder / _JOURNAL).exists():
-            _require_ours(folder)
-        shutil.rmtree(folder)
+    if not folder.exists():
+        return
+    journal = folder / _JOURNAL
+    if not journal.exists():
+        _require_ours(folder)
+    for path in folder.iterdir():
+        if path.name == _CHECKPOINT:
+            shutil.rmtree(path)
+        elif path != journal:
+            path.unlink()
+    journal.unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _require_ours(folder: Path) -> None:

@@ -44,7 +44,7 @@ class LayerStream:
         """Name of a layer in the checkpoint."""
         return f"model.layers.{index}"
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prepare(self, token_ids: torch.Tensor) -> None:
         """Learn what the model passes to each of its layers (mask, rotary angles) for samples of this length.
 
@@ -63,7 +63,7 @@ class LayerStream:
             self._model.layers = layers
         self._arguments = [recorder.arguments for recorder in recorders]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states `[samples, length, hidden]` that enter the first layer, float32."""
         return nn.functional.embedding(token_ids, self._embedding())
@@ -101,7 +101,7 @@ class LayerStream:
         """Free the weights of a layer."""
         self._model.layers[index].to("meta")
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Outputs `[samples, length, hidden]` of a loaded layer."""
         layer = self._model.layers[index]

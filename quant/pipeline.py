@@ -23,7 +23,7 @@ from .calibration import Calibration, load_calibration
 from .checkpoint import Checkpoint, read_json
 from .durable import write_durably
 from .errors import BadInput
-from .journal import Journal, restart, sha256_of, sha256_of_file, work_folder
+from .journal import Journal, remove_work, sha256_of, sha256_of_file, work_folder
 from .layer_stream import LayerStream
 from .manifest import MANIFEST_NAME, module_record
 from .methods.base import LayerProblem
@@ -81,29 +81,28 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
     if int(calibration.token_ids.max()) >= stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
     source_hashes = _source_hashes(plan.checkpoint)
-    if request.restart:
-        restart(output)
-    journal = Journal(
-        work_folder(output),
-        _signature(request, plan, calibration, source_hashes),
-        torch.get_num_threads(),
-    )
-    try:
+    signature = _signature(request, plan, calibration, source_hashes)
+    resumed = 0
+    if output.exists():
+        _require_same_work(output, signature)
+        remove_work(work_folder(output))
+    else:
+        if request.restart:
+            remove_work(work_folder(output))
+        journal = Journal(work_folder(output), signature, torch.get_num_threads())
         resumed = len(journal.layers)
-        if output.exists():
-            _finish_published(journal, plan, output)
-        else:
+        try:
             _check_space(plan, calibration.token_ids.numel() * stream.hidden_size, journal)
             with _threads(journal.threads):
                 _quantize_layers(stream, plan, calibration, journal, progress)
             write_final_files(journal, plan, calibration, request, source_hashes)
             journal.publish(output)
-    except BadInput:
-        if not journal.layers and not output.exists():
-            journal.discard()
-        raise
-    finally:
-        journal.close()
+        except BadInput:
+            if not journal.layers:
+                journal.discard()
+            raise
+        finally:
+            journal.close()
     return QuantizeResult(
         output=output,
         manifest=read_json(output / MANIFEST_NAME),
@@ -175,11 +174,11 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _finish_published(journal: Journal, plan: Plan, output: Path) -> None:
-    """A kill came between the last rename and the removal of the work folder: only that is left to do."""
-    if journal.checkpoint.exists() or len(journal.layers) != plan.num_layers:
+def _require_same_work(output: Path, signature: str) -> None:
+    """An output beside a work folder: fine where a kill came between the last rename and the tidying up."""
+    path = output / MANIFEST_NAME
+    if not path.is_file() or read_json(path).get("signature") != signature:
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
-    journal.discard()
 
 
 def _quantize_layers(
@@ -221,7 +220,7 @@ def _quantize_layer(
     statistics = stream.measure(index, hidden)
     linears = [name for name in plan.family.linears if f"{prefix}.{name}" in plan.modules]
     dtype = tensors[f"{plan.family.linears[0]}.weight"].dtype
-    with torch.inference_mode():
+    with torch.no_grad():
         result = plan.method.quantize_layer(
             LayerProblem(
                 prefix=prefix,

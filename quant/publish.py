@@ -8,7 +8,7 @@ from safetensors.torch import save
 
 from .calibration import Calibration
 from .checkpoint import INDEX_NAME
-from .durable import write_durably
+from .durable import TEMPORARY_SUFFIX, write_durably
 from .errors import BadInput
 from .journal import Journal, sha256_of_file
 from .manifest import (
@@ -53,6 +53,8 @@ def write_final_files(
         BadInput: a finished shard was changed since, or the disk is full.
     """
     folder = journal.checkpoint
+    for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):  # of a kill in the middle of a write
+        leftover.unlink()
     for record in journal.layers:
         shard = folder / record["shard"]
         if not shard.is_file() or sha256_of_file(shard) != record["sha256"]:
@@ -74,6 +76,7 @@ def write_final_files(
         plan,
         calibration,
         model_name=request.model_name or request.model.resolve().name,
+        signature=journal.signature,
         seed=request.seed,
         source_hashes=source_hashes,
         modules=modules,

@@ -103,8 +103,8 @@ def read_pack_quantized(entries: dict[str, Entry], module: str, config: dict[str
     def fields(words: Array, count: int) -> Bytes:
         bytes_of = np.ascontiguousarray(words).view(np.uint8)
         if bits == 4:
-            low, high = bytes_of & 15, bytes_of >> 4
-            bytes_of = np.stack([low, high], axis=-1).reshape(words.shape[0], -1)
+            halves = np.stack([bytes_of & 15, bytes_of >> 4], axis=-1)
+            bytes_of = halves.reshape(words.shape[0], -1).astype(np.uint8)
         return np.ascontiguousarray(bytes_of[:, :count])
 
     out_features, in_features = (int(n) for n in read_array(entries[f"{module}.weight_shape"]))

@@ -1,0 +1,73 @@
+"""Checkpoints that several tests look at, made once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from llmopt.quant.pipeline import QuantizeResult, quantize
+from llmopt.quant.plan import QuantizeRequest
+from llmopt.recipes import MODELS
+
+STORIES = MODELS / "stories3M"
+SAMPLES, LENGTH = 24, 128
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Subprocesses get one thread as well, so that their bytes can be compared."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., QuantizeResult]:
+    """Quantize stories3M in-process with the given options, once for each set of them."""
+    done: dict[tuple[tuple[str, object], ...], QuantizeResult] = {}
+
+    def make(**options: object) -> QuantizeResult:
+        key = tuple(sorted(options.items()))
+        if key not in done:
+            output = tmp_path_factory.mktemp("quantized") / "stories3M"
+            settings = {"num_samples": SAMPLES, "seq_len": LENGTH, "model_name": "stories3M"}
+            done[key] = quantize(QuantizeRequest(STORIES, output, **(settings | options)))  # pyright: ignore[reportArgumentType]
+        return done[key]
+
+    return make
+
+
+@pytest.fixture
+def model_copy(tmp_path: Path) -> Path:
+    """A copy of stories3M that a test may damage."""
+    return Path(shutil.copytree(STORIES, tmp_path / "model"))
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the real command line in `tmp_path`."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*llmopt_command(), *arguments],
+            cwd=tmp_path,
+            env=llmopt_environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+def llmopt_command() -> list[str]:
+    return [sys.executable, "-c", "from llmopt.cli.main import main; main()"]
+
+
+def llmopt_environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from llmopt.quant.errors import BadInput
+from llmopt.quant.families import FAMILIES, family_of
+from llmopt.quant.methods import awq
+from llmopt.quant.methods.awq import Awq, fold_into_norm, scale_candidates
+from llmopt.quant.methods.awq_clip import Clipped, clip_groups
+from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult
+from llmopt.quant.methods.rtn import RoundToNearest, round_to_nearest
+from llmopt.quant.scheme import QuantScheme
+
+FAMILY = FAMILIES["llama"]
+HIDDEN, FFN = 64, 96
+SCHEME = QuantScheme(4, 32, False)
+QKV = FAMILY.shared_inputs[0]
+
+
+def layer_problem(
+    *, kv_features: int = HIDDEN, scheme: QuantScheme = SCHEME, outliers: float = 20.0
+) -> LayerProblem:
+    """A random layer whose inputs have a few loud channels, which is what AWQ is for."""
+    generator = torch.Generator().manual_seed(11)
+    _, key, value = QKV
+    shapes = dict.fromkeys(FAMILY.linears, (HIDDEN, HIDDEN))
+    shapes |= {key: (kv_features, HIDDEN), value: (kv_features, HIDDEN)}
+    shapes |= {"mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN)}
+    shapes |= {"mlp.down_proj": (HIDDEN, FFN)}
+    statistics: dict[str, InputStatistics] = {}
+    for group in FAMILY.shared_inputs:
+        width = shapes[group[0]][1]
+        inputs = torch.randn(256, width, generator=generator)
+        inputs[:, ::16] *= outliers
+        record = InputStatistics(width)
+        record.add(inputs)
+        statistics |= dict.fromkeys(group, record)
+    return LayerProblem(
+        prefix="model.layers.0",
+        family=FAMILY,
+        scheme=scheme,
+        scale_dtype=torch.float16,
+        weights={
+            name: torch.randn(*shape, generator=generator) * 0.05 for name, shape in shapes.items()
+        },
+        statistics=statistics,
+        norms={
+            name: (torch.rand(HIDDEN, generator=generator) + 0.5).to(torch.bfloat16)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        },
+        with_bias=frozenset(),
+    )
+
+
+def same_codes(left: LayerResult, right: LayerResult) -> bool:
+    return all(
+        torch.equal(left.weights[name].codes, right.weights[name].codes)
+        and torch.equal(left.weights[name].scales, right.weights[name].scales)
+        for name in left.weights
+    )
+
+
+def test_error_from_the_gram_matrix_is_the_error_of_the_outputs() -> None:
+    inputs, weight, other = torch.randn(300, 16), torch.randn(8, 16), torch.randn(8, 16)
+    record = InputStatistics(16)
+    record.add(inputs[:100].view(4, 25, 16))
+    record.add(inputs[100:])
+    expected = ((inputs @ (weight - other).T) ** 2).sum(dim=0)
+    assert torch.allclose(record.row_errors(weight - other).float(), expected, rtol=1e-4)
+    assert record.num_tokens == 300
+    assert torch.allclose(record.mean_abs, inputs.abs().mean(dim=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kv_features", [HIDDEN, HIDDEN // 2])
+@pytest.mark.parametrize(
+    "scheme", [SCHEME, QuantScheme(4, -1, True), QuantScheme(8, 32, True)], ids=lambda s: s.label
+)
+def test_no_linear_is_worse_than_rounding(kv_features: int, scheme: QuantScheme) -> None:
+    problem = layer_problem(kv_features=kv_features, scheme=scheme)
+    plain = {
+        report.module: report.error for report in RoundToNearest().quantize_layer(problem).reports
+    }
+    reports = Awq().quantize_layer(problem).reports
+    assert {report.module: report.rtn_error for report in reports} == plain
+    assert all(report.error <= report.rtn_error for report in reports)
+    assert sum(report.error for report in reports) < 0.9 * sum(plain.values())
+
+
+def test_reported_error_is_that_of_the_codes_and_norms_that_are_returned() -> None:
+    """Recomputed from the outside: the norm feeds changed inputs into the dequantized codes."""
+    problem = layer_problem()
+    result = Awq().quantize_layer(problem)
+    norm = problem.norms["post_attention_layernorm"].float()
+    columns = norm / result.norms["post_attention_layernorm"].float()
+    effective = result.weights["mlp.gate_proj"].dequantize() / columns
+    report = next(r for r in result.reports if r.module.endswith("gate_proj"))
+    assert problem.error("mlp.gate_proj", effective) == pytest.approx(report.error, rel=1e-4)
+
+
+def test_identity_scales_without_clipping_are_plain_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = layer_problem()
+    monkeypatch.setattr(
+        awq, "scale_candidates", lambda mean, *_: iter([(0.0, torch.ones_like(mean))])
+    )
+    monkeypatch.setattr(awq, "clip_groups", lambda weight, *_: Clipped(weight, 0.0))
+    result = Awq().quantize_layer(problem)
+    assert same_codes(result, RoundToNearest().quantize_layer(problem))
+    assert result.norms == {}
+
+
+def test_losses_that_are_not_numbers_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layer_problem()
+    monkeypatch.setattr(
+        awq, "scale_candidates", lambda mean, *_: iter([(0.5, torch.full_like(mean, torch.nan))])
+    )
+    result = Awq().quantize_layer(problem)
+    assert all(report.ratio is None for report in result.reports)
+    assert all(bool(torch.isfinite(w.dequantize()).all()) for w in result.weights.values())
+
+
+def test_grouped_value_heads_are_not_folded_into_the_output() -> None:
+    reports = Awq().quantize_layer(layer_problem(kv_features=HIDDEN // 2)).reports
+    assert next(r for r in reports if r.module.endswith("o_proj")).ratio is None
+    reports = Awq().quantize_layer(layer_problem()).reports
+    assert next(r for r in reports if r.module.endswith("o_proj")).ratio is not None
+
+
+def test_query_and_key_are_never_clipped() -> None:
+    reports = Awq().quantize_layer(layer_problem()).reports
+    for report in reports:
+        if report.module.endswith(("q_proj", "k_proj")):
+            assert report.clipped == 0
+    assert any(report.clipped > 0 for report in reports)
+
+
+def test_scaling_keeps_the_float_layer() -> None:
+    """What a row of `up` loses, the column of `down` wins; only the rounding of 8 bits is between."""
+    problem = layer_problem(scheme=QuantScheme(8, 32, False))
+    result = Awq().quantize_layer(problem)
+    assert result.norms, "no scale was folded: the test shows nothing"
+    up_rows = result.weights["mlp.up_proj"].dequantize().norm(dim=1)
+    down_columns = result.weights["mlp.down_proj"].dequantize().norm(dim=0)
+    before = problem.weights["mlp.up_proj"].norm(dim=1) * problem.weights["mlp.down_proj"].norm(
+        dim=0
+    )
+    columns = problem.norms["post_attention_layernorm"].float() / (
+        result.norms["post_attention_layernorm"].float()
+    )
+    unscaled = (result.weights["mlp.up_proj"].dequantize() / columns).norm(dim=1)
+    assert torch.allclose(unscaled * down_columns, before, rtol=0.03)
+    assert not torch.allclose(up_rows, problem.weights["mlp.up_proj"].norm(dim=1), rtol=0.03)
+
+
+def test_what_the_norm_loses_by_rounding_the_scales_make_good() -> None:
+    norm = torch.tensor([1.0, 0.3, 0.0, -0.7]).to(torch.bfloat16)
+    stored, scales = fold_into_norm(norm, torch.tensor([1.37, 0.21, 3.0, 2.9]))
+    assert stored.dtype == torch.bfloat16
+    assert torch.allclose(stored.float() * scales, norm.float(), rtol=1e-6)
+    assert float(stored[2]) == 0 and float(scales[2]) == 1
+    assert bool(torch.isfinite(scales).all())
+
+
+def test_dead_inputs_give_finite_scales() -> None:
+    candidates = list(scale_candidates(torch.zeros(64), torch.zeros(8, 64), SCHEME))
+    assert len(candidates) == 20
+    for _, scales in candidates:
+        assert bool(torch.isfinite(scales).all()) and bool((scales > 0).all())
+
+
+def test_clipping_never_hurts_a_row() -> None:
+    problem = layer_problem()
+    weight, record = problem.weights["mlp.down_proj"].clone(), problem.statistics["mlp.down_proj"]
+    weight[:, 5] *= 6  # one loud weight per row on a quiet channel is worth clipping
+    clipped = clip_groups(weight, record.gram, torch.ones(FFN), SCHEME, torch.float16)
+
+    def errors(candidate: torch.Tensor) -> torch.Tensor:
+        rounded = round_to_nearest(candidate, SCHEME, torch.float16).dequantize()
+        return record.row_errors(weight - rounded)
+
+    assert bool((errors(clipped.weight) <= errors(weight)).all())
+    assert float(errors(clipped.weight).sum()) < float(errors(weight).sum())
+    assert clipped.share > 0
+
+
+def test_unknown_model_types_are_named() -> None:
+    with pytest.raises(BadInput, match=r"'gpt2'.*llama, mistral, qwen2, qwen3"):
+        family_of({"model_type": "gpt2"})
