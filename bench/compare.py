@@ -24,6 +24,8 @@ from .statistics import CONFIDENCE, effect_of_runs
 # The chance of a false alarm in one metric; four metrics that move together stay under 2 %.
 ALARM = 0.99
 RESAMPLES = 500
+# With so many passes the spread between them holds the requests' own: the prompts are the same in each.
+RUNS_THAT_SHOW_SPREAD = 3
 LENGTH_TOLERANCE = 0.10
 MIN_REQUESTS = 8
 
@@ -271,7 +273,8 @@ def judge(
     if not values_base or not values_new:
         return None
     paired = 0.0
-    if metric.column is not None and not same:
+    few = min(len(values_base), len(values_new)) < RUNS_THAT_SHOW_SPREAD
+    if metric.column is not None and few and not same:
         paired = paired_median_error(base.by_request(metric.column), new.by_request(metric.column))
     effect = effect_of_runs(values_base, values_new, paired)
     reach = 0.0 if same else effect.half_width(CONFIDENCE)
@@ -279,7 +282,8 @@ def judge(
     # On the log scale a slowdown of latency and of throughput are the same number.
     slower = -effect.log_ratio if metric.higher_is_better else effect.log_ratio
     limit = math.log1p(threshold)
-    said = f"{metric.label} is {abs(math.expm1(slower)):.1%} {'worse' if slower > 0 else 'better'}"
+    direction = "higher" if effect.relative > 0 else "lower"
+    said = f"{metric.label} is {abs(effect.relative):.1%} {direction}"
     if slower > limit and slower - alarm > 0:
         outcome, reason = Outcome.REGRESSION, f"{said}, more than the {threshold:.1%} allowed"
     elif slower + reach <= limit or (slower <= limit and reach <= limit):

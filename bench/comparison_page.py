@@ -9,7 +9,7 @@ import numpy as np
 
 from .compare import Comparison, Delta, Outcome, RunData
 from .page import Card, Figure, Page, Section, Table, Tone, Verdict
-from .plot_style import BAD, GOOD, GRID, INK, MUTED, SERIES, UNSURE, canvas, to_svg
+from .plot_style import BAD, GOOD, GRID, INK, MUTED, SERIES, UNSURE, canvas, title, to_svg
 from .plots import distributions_svg, roofline_svg
 from .report import (
     CAPTIONS,
@@ -38,8 +38,9 @@ RULES = {
     "pass": "no metric is, and the 95 % bound of each lies within the threshold, or is no wider",
     "no verdict": "everything else: too noisy, different work, failed requests on both sides",
     "change": "mean over the passes of ln(new) − mean of ln(base), as a share",
-    "uncertainty": "the larger of two: the spread between passes (pooled, Student's t), and the spread "
-    "between requests (bootstrap over pairs of the same request)",
+    "uncertainty": "the spread between passes, pooled over both runs, with Student's t; with fewer than "
+    "three passes an assumed spread of 5 %, or the spread between requests (bootstrap over pairs of the "
+    "same request) where that is larger",
 }
 
 
@@ -98,13 +99,13 @@ def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:
         ),
     ]
     figure, axes = canvas(len(panels), width=11, height=2.9)
-    for axis, (title, unit, values) in zip(axes, panels, strict=True):
+    for axis, (heading, unit, values) in zip(axes, panels, strict=True):
         heights = [value or 0.0 for value in values]
         bars = axis.bar(range(len(values)), heights, color=SERIES[: len(values)], width=0.62)
         labels = ["n/a" if value is None else f"{value:,.4g}" for value in values]
         axis.bar_label(bars, labels=labels, padding=2, fontsize=9, color=INK)
         axis.set_xticks(range(len(values)), list(results))
-        axis.set_title(f"{title} ({unit})")
+        title(axis, f"{heading} ({unit})")
         axis.grid(visible=False, axis="x")
         axis.margins(y=0.16)
         axis.spines["left"].set_visible(False)
@@ -204,14 +205,17 @@ def label_of(base: RunData, new: RunData) -> str:
     return new.name if new.name != base.name else f"{new.name} (new)"
 
 
-def comparison_page(base: RunData, new: RunData, comparison: Comparison) -> Page:
-    """The page of two runs."""
+def comparison_page(
+    base: RunData, new: RunData, comparison: Comparison, *, with_figures: bool = True
+) -> Page:
+    """The page of two runs; without figures for a Markdown file that stands alone."""
     captions = {
         "side-by-side": "Speed over all passes, quality on fixed tokens, and what the engine holds.",
-        "changes": "Dots are estimates, bars 90 % intervals.",
+        "changes": "Dots are estimates, bars 90 % intervals. Throughput is turned into time per token, "
+        "so that right is worse everywhere.",
         **CAPTIONS,
     }
-    svgs = comparison_figures(base, new, comparison)
+    svgs = comparison_figures(base, new, comparison) if with_figures else {}
     figures = {name: Figure(name, svg, captions[name]) for name, svg in svgs.items()}
     rules = Table(["", ""], [[name, text] for name, text in RULES.items()], is_prose=True)
     tables = [deltas_table(comparison.deltas)] if comparison.deltas else []

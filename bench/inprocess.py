@@ -36,7 +36,7 @@ class InProcessTarget:
             and `stats`.
         ignore_eos: pin every output to its exact length, so that two checkpoints do equal work.
         temperature: 0 is greedy.
-        slowdown: a step is made to last this many times as long, by sleeping after it. For proving
+        slowdown: a step is made to last this many times as long, by waiting after it. For proving
             that a comparison notices; the result records it.
     """
 
@@ -89,8 +89,10 @@ class InProcessTarget:
         end = time.perf_counter()
         computed = self._engine.stats.num_computed_tokens - computed
         if self._slowdown > 1.0:
-            time.sleep((end - start) * (self._slowdown - 1.0))
-            end = time.perf_counter()
+            # Spinning, not sleeping: a sleeping core wakes up slow and would slow the next step too.
+            until = start + (end - start) * self._slowdown
+            while (end := time.perf_counter()) < until:
+                pass
         self._note_step(start, end, outputs, computed)
         return [self._chunk(output, end) for output in outputs]
 

@@ -18,7 +18,7 @@ SERIES = (BASE, NEW, "#0d9488", "#9333ea", "#be123c", "#475569")
 GOOD, BAD, UNSURE = "#15803d", "#b91c1c", "#a16207"
 WAIT, PREFILL, DECODE = "#cbd5e1", "#f59e0b", BASE
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.sans-serif": ["Helvetica", "Arial", "Liberation Sans", "DejaVu Sans"],
@@ -26,10 +26,6 @@ _STYLE = {
     "text.color": INK,
     "axes.labelcolor": MUTED,
     "axes.edgecolor": GRID,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -42,8 +38,6 @@ _STYLE = {
     "ytick.major.size": 0,
     "xtick.minor.size": 0,
     "ytick.minor.size": 0,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
     "figure.constrained_layout.use": True,
 }
 
@@ -56,6 +50,11 @@ def canvas(
         figure = Figure(figsize=(width, height))
         axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(axes.flat)
+
+
+def title(axis: Axes, text: str) -> None:
+    """A heading flush with the left edge of the plot."""
+    axis.set_title(text, loc="left", fontsize=10.5, fontweight="bold", pad=8, color=INK)
 
 
 def to_svg(figure: Figure, alt: str) -> str:

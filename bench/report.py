@@ -9,6 +9,7 @@ from typing import Any
 from . import metrics, quality, roofline
 from .page import Card, Figure, Page, Section, Table, Verdict, to_html, to_markdown
 from .plots import SHORT, run_figures
+from .run_folder import write_whole
 from .text import interval, number, per_second, percent, size
 from .trace import LoadPass
 
@@ -28,12 +29,12 @@ def write_report(result: Mapping[str, Any], passes: Sequence[LoadPass], folder: 
 
 
 def write_page(page: Page, folder: Path) -> None:
-    """The files of a page."""
+    """The files of a page, the HTML last, so that it is there only when everything is."""
     for section in page.sections:
         for figure in section.figures:
-            (folder / f"{figure.name}.svg").write_text(standalone(figure.svg), encoding="utf-8")
-    (folder / "report.html").write_text(to_html(page), encoding="utf-8")
-    (folder / "report.md").write_text(to_markdown(page), encoding="utf-8")
+            write_whole(folder / f"{figure.name}.svg", standalone(figure.svg))
+    write_whole(folder / "report.md", to_markdown(page))
+    write_whole(folder / "report.html", to_html(page))
 
 
 def standalone(svg: str) -> str:

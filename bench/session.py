@@ -48,7 +48,7 @@ class BenchRun:
 
     @property
     def interrupted(self) -> bool:
-        return any(one.interrupted for one in self.passes)
+        return self.result["llmopt"]["interrupted"]
 
 
 def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchRun:
@@ -83,7 +83,10 @@ def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchR
 
     quality = None
     if options.quality and not interrupted:
-        quality = score_quality(options, engine, model, progress)
+        try:
+            quality = score_quality(options, engine, model, progress)
+        except KeyboardInterrupt:
+            interrupted = True
     found = record.vllm_part(
         options,
         passes,

@@ -130,17 +130,17 @@ def effect_of_runs(
 ) -> Effect:
     """The change between repeated runs of two arms, with the larger of two uncertainties.
 
-    One is the spread between runs (pooled over both arms on the log scale; assumed where each arm has
-    a single run); the other, `paired_error`, is the spread of the change from request to request.
+    One is the spread between runs: pooled over both arms on the log scale, or the assumed one where an
+    arm has a single run and the measured one is not larger. The other, `paired_error`, is the spread of
+    the change from request to request.
     """
     logs_base, logs_new = np.log(base), np.log(new)
     estimate = float(logs_new.mean() - logs_base.mean())
-    degrees: float = len(base) + len(new) - 2
-    if degrees:
+    reach = math.sqrt(1 / len(base) + 1 / len(new))
+    candidates = [Effect(estimate, paired_error, math.inf)]
+    if min(len(base), len(new)) == 1:
+        candidates.append(Effect(estimate, ASSUMED_RUN_CV * reach, math.inf))
+    if (degrees := len(base) + len(new) - 2) > 0:
         squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in (logs_base, logs_new))
-        spread = math.sqrt(squares / degrees)
-    else:
-        spread, degrees = ASSUMED_RUN_CV, math.inf
-    between = Effect(estimate, spread * math.sqrt(1 / len(base) + 1 / len(new)), degrees)
-    within = Effect(estimate, paired_error, math.inf)
-    return max(between, within, key=lambda effect: effect.half_width(CONFIDENCE))
+        candidates.append(Effect(estimate, math.sqrt(squares / degrees) * reach, degrees))
+    return max(candidates, key=lambda effect: effect.half_width(CONFIDENCE))

@@ -1,0 +1,130 @@
+"""Workflows as YAML: what a recipe may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ..quant.errors import BadInput
+from ..recipes import ROOT
+from .compare import QualityGate, parse_share
+from .options import BenchOptions, checked
+
+BASE_NAME = "original"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class QuantizeStep(_Strict):
+    """Options of `llmopt quantize`, by the same names."""
+
+    method: str = "awq"
+    bits: int = 4
+    group_size: int | None = None
+    symmetric: bool | None = None
+    format: str | None = None
+    calibration: str | None = None
+    num_samples: Annotated[int, Field(ge=1)] = 64
+    seq_len: Annotated[int, Field(ge=1)] | None = None
+    ignore: tuple[str, ...] = ()
+    seed: int = 0
+
+
+class Variant(_Strict):
+    """A checkpoint to make and to measure against the original."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    quantize: QuantizeStep = QuantizeStep()
+
+    @field_validator("name")
+    @classmethod
+    def _not_base(cls, name: str) -> str:
+        if name in (BASE_NAME, "checkpoints"):
+            raise ValueError(f"{name!r} is taken")
+        return name
+
+
+class CompareStep(_Strict):
+    """How the variants are judged. Without `gate` the verdicts inform and the exit code is 0."""
+
+    gate: bool = True
+    threshold: str | float = "5%"
+    max_ppl_increase: str | float | None = None
+    max_kl: float | None = None
+    min_top1: str | float | None = None
+
+    @property
+    def share(self) -> float:
+        return parse_share(str(self.threshold))
+
+    @property
+    def quality_gate(self) -> QualityGate:
+        def share(value: str | float | None) -> float | None:
+            return None if value is None else parse_share(str(value))
+
+        return QualityGate(share(self.max_ppl_increase), self.max_kl, share(self.min_top1))
+
+
+class Recipe(_Strict):
+    """Bench a model, quantize it in one or several ways, verify and bench each, compare, report."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str = ""
+    model: str | None = None
+    bench: BenchOptions = BenchOptions()
+    variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
+    compare: CompareStep = CompareStep()
+
+    @field_validator("bench")
+    @classmethod
+    def _own_keys(cls, options: BenchOptions) -> BenchOptions:
+        for key in ("model", "name", "reference"):
+            if key in options.model_fields_set:
+                raise ValueError(f"{key!r} is set by the recipe itself")
+        return options
+
+    @field_validator("variants")
+    @classmethod
+    def _distinct(cls, variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+        names = [variant.name for variant in variants]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two variants have the same name among {', '.join(names)}")
+        return variants
+
+
+def read_recipe(name: str) -> Recipe:
+    """A recipe from a YAML file, or the bundled one of that name.
+
+    Raises:
+        BadInput: no such recipe, YAML that does not parse (with the line), an unknown key or a value
+            that does not fit (naming the key and the file).
+    """
+    import yaml
+
+    path = Path(name).expanduser()
+    if not path.is_file():
+        bundled = {file.stem: file for file in ROOT.glob("*.yaml")}
+        if name not in bundled:
+            raise BadInput(
+                f"no recipe {name!r}: give a YAML file, or a bundled recipe ({', '.join(bundled)})"
+            )
+        path = bundled[name]
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise BadInput(f"{path}{line}: not YAML: {error.problem}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise BadInput(f"{path}: a recipe is a YAML mapping, not {type(values).__name__}")
+    recipe = checked(Recipe, values, str(path))
+    try:
+        _ = recipe.compare.share, recipe.compare.quality_gate
+    except BadInput as error:
+        raise BadInput(f"{path}: compare: {error}") from error
+    return recipe

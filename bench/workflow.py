@@ -1,0 +1,158 @@
+"""Carrying out a recipe: bench, quantize, verify, bench again, compare, and one report over it all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..quant.errors import BadInput
+from ..quant.models import resolve_model
+from ..quant.pipeline import QuantizeResult, quantize
+from ..quant.plan import QuantizeRequest
+from ..quant.progress import Progress, Silent
+from ..quant.verify import VerifyReport, verify
+from ..recipes import DEFAULT_MODEL
+from .compare import Comparison, Outcome, RunData, compare
+from .recipe import BASE_NAME, Recipe, Variant
+from .result import to_json
+from .run_folder import write_whole
+from .session import BenchRun, run_bench, write_run
+
+
+@dataclass(frozen=True, slots=True)
+class VariantRun:
+    """What became of one variant."""
+
+    variant: Variant
+    quantized: QuantizeResult
+    verified: VerifyReport
+    data: RunData
+    comparison: Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeRun:
+    """A finished recipe: the original's run, and every variant's."""
+
+    recipe: Recipe
+    folder: Path
+    base: RunData
+    variants: tuple[VariantRun, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 for a checkpoint that failed its verification; then, if the recipe gates, the worst
+        verdict: regression before no verdict before pass."""
+        if not all(one.verified.ok for one in self.variants):
+            return 1
+        if not self.recipe.compare.gate:
+            return 0
+        outcomes = {one.comparison.outcome for one in self.variants}
+        worst = [o for o in (Outcome.REGRESSION, Outcome.NO_VERDICT) if o in outcomes]
+        return worst[0].exit_code if worst else 0
+
+    def record(self) -> dict[str, Any]:
+        """The recipe's own `result.json`."""
+        return {
+            "recipe": self.recipe.model_dump(mode="json"),
+            "exit_code": self.exit_code,
+            "base": BASE_NAME,
+            "variants": {
+                one.variant.name: {
+                    "verified": {**asdict(one.verified), "folder": None, "ok": one.verified.ok},
+                    "comparison": one.comparison.as_dict(),
+                }
+                for one in self.variants
+            },
+        }
+
+
+def run_recipe(recipe: Recipe, folder: Path, progress: Progress | None = None) -> RecipeRun:
+    """Carry out `recipe` inside `folder`, which is made.
+
+    Each part is written whole when it is finished, so an interrupt leaves what was done.
+
+    Raises:
+        BadInput: a step cannot be done as the recipe asks.
+        KeyboardInterrupt: it was interrupted.
+    """
+    from .recipe_page import write_recipe_report
+
+    progress = progress or Silent()
+    model = recipe.model or DEFAULT_MODEL
+    resolve_model(model)
+    folder.mkdir(parents=True)
+    steps = 2 + 3 * len(recipe.variants)
+    done = 0
+
+    def say(what: str) -> None:
+        nonlocal done
+        done += 1
+        progress.note(f"[{done}/{steps}] {what}")
+
+    say(f"bench {model} as it is")
+    base = measure(recipe, model, BASE_NAME, folder, progress)
+    variants: list[VariantRun] = []
+    for variant in recipe.variants:
+        say(f"quantize: {variant.name}")
+        quantized = make_checkpoint(
+            recipe, variant, folder / "checkpoints" / variant.name, progress
+        )
+        say(f"verify {variant.name}")
+        verified = verify(quantized.output, progress)
+        progress.note(f"{variant.name}: {verified.status}")
+        say(f"bench {variant.name} against {model}")
+        data = measure(recipe, str(quantized.output), variant.name, folder, progress, model)
+        comparison = compare(
+            base, data, threshold=recipe.compare.share, gate=recipe.compare.quality_gate
+        )
+        variants.append(VariantRun(variant, quantized, verified, data, comparison))
+    say("compare and report")
+    run = RecipeRun(recipe, folder, base, tuple(variants))
+    write_whole(folder / "result.json", to_json(run.record()))
+    write_recipe_report(run)
+    return run
+
+
+def measure(
+    recipe: Recipe,
+    model: str,
+    name: str,
+    folder: Path,
+    progress: Progress,
+    reference: str | None = None,
+) -> RunData:
+    """Bench one model under the recipe's load into `folder/name`."""
+    options = recipe.bench.model_copy(update={"model": model, "name": name, "reference": reference})
+    run: BenchRun = run_bench(options, progress)
+    if not run.interrupted or run.passes[0].traces:
+        write_run(run, folder / name)
+    if run.interrupted:
+        raise KeyboardInterrupt
+    return RunData.of_run(run)
+
+
+def make_checkpoint(
+    recipe: Recipe, variant: Variant, output: Path, progress: Progress
+) -> QuantizeResult:
+    """Quantize the recipe's model as `variant` says."""
+    output.parent.mkdir(exist_ok=True)
+    step = variant.quantize.model_dump()
+    request = QuantizeRequest(
+        model=resolve_model(recipe.model),
+        output=output,
+        model_name=recipe.model or DEFAULT_MODEL,
+        **step,
+    )
+    try:
+        return quantize(request, progress)
+    except BadInput as error:
+        raise BadInput(f"variant {variant.name}: {error}") from error
+
+
+def all_results(run: RecipeRun) -> dict[str, dict[str, Any]]:
+    """{name: result} of the original and every variant, in order."""
+    named: Sequence[RunData] = [run.base, *(one.data for one in run.variants)]
+    return {data.name: data.result for data in named}

@@ -1,0 +1,310 @@
+"""`llmopt bench`: speed, quality and memory of a model under a load, as a run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..bench.options import BenchOptions
+    from ..bench.session import BenchRun
+
+DATA, LOAD, ENGINE, METRICS, QUALITY, OUTPUT = (
+    "Data",
+    "Load",
+    "Engine",
+    "Metrics",
+    "Quality",
+    "Output",
+)
+
+
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
+    ] = None,
+    model_option: Annotated[
+        str | None, typer.Option("--model", help="The same as the argument.")
+    ] = None,
+    dataset: Annotated[
+        str,
+        typer.Option(
+            "--dataset",
+            "--dataset-name",
+            help="sharegpt, random, custom, or a file. sharegpt without a path is a bundled stand-in.",
+            rich_help_panel=DATA,
+        ),
+    ] = "sharegpt",
+    dataset_path: Annotated[
+        Path | None, typer.Option(help="The file of the data set.", rich_help_panel=DATA)
+    ] = None,
+    num_prompts: Annotated[
+        int, typer.Option(help="Requests in a pass.", rich_help_panel=DATA)
+    ] = 48,
+    output_len: Annotated[
+        int | None,
+        typer.Option(
+            "--output-len",
+            "--sharegpt-output-len",
+            "--custom-output-len",
+            help="Tokens to generate. Default: as the data set says.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    random_input_len: Annotated[
+        int | None,
+        typer.Option(help="Prompt tokens of random. Default: 1024.", rich_help_panel=DATA),
+    ] = None,
+    random_output_len: Annotated[
+        int | None,
+        typer.Option(help="Output tokens of random. Default: 128.", rich_help_panel=DATA),
+    ] = None,
+    random_prefix_len: Annotated[
+        int, typer.Option(help="Common first tokens of random.", rich_help_panel=DATA)
+    ] = 0,
+    random_range_ratio: Annotated[
+        float, typer.Option(help="Lengths vary by ± this share.", rich_help_panel=DATA)
+    ] = 0.0,
+    disable_shuffle: Annotated[
+        bool, typer.Option("--disable-shuffle", help="Keep the file's order.", rich_help_panel=DATA)
+    ] = False,
+    no_oversample: Annotated[
+        bool,
+        typer.Option(
+            "--no-oversample", help="Do not repeat prompts of a short file.", rich_help_panel=DATA
+        ),
+    ] = False,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(
+            help="Most requests in flight. Default: 8; no limit with --request-rate.",
+            rich_help_panel=LOAD,
+        ),
+    ] = None,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Requests a second, Poisson; inf sends all at once. Default: closed loop.",
+            rich_help_panel=LOAD,
+        ),
+    ] = None,
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            help="Shape of the gamma gaps: 1 Poisson, less is burstier, inf constant.",
+            rich_help_panel=LOAD,
+        ),
+    ] = 1.0,
+    num_runs: Annotated[
+        int, typer.Option(help="Passes over the workload.", rich_help_panel=LOAD)
+    ] = 5,
+    num_warmups: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests before the clock starts. Default: the concurrency.", rich_help_panel=LOAD
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos",
+            help="Fixed output lengths, so that checkpoints do equal work.",
+            rich_help_panel=LOAD,
+        ),
+    ] = True,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=LOAD)] = 0.0,
+    seed: Annotated[
+        int, typer.Option(help="Of the prompts, their order and the gaps.", rich_help_panel=LOAD)
+    ] = 0,
+    slowdown: Annotated[
+        float,
+        typer.Option(
+            help="Make every step last this many times as long, to prove that a comparison notices. "
+            "The result records it.",
+            rich_help_panel=LOAD,
+        ),
+    ] = 1.0,
+    dtype: Annotated[
+        str, typer.Option(help="auto, bfloat16 or float32.", rich_help_panel=ENGINE)
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)
+    ] = "auto",
+    num_threads: Annotated[
+        int | None, typer.Option(help="CPU threads of a step.", rich_help_panel=ENGINE)
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence.", rich_help_panel=ENGINE)
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences in a step.", rich_help_panel=ENGINE)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in a step.", rich_help_panel=ENGINE)
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=ENGINE)
+    ] = None,
+    kv_cache_memory_bytes: Annotated[
+        int | None, typer.Option(help="Size of the KV cache.", rich_help_panel=ENGINE)
+    ] = None,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Reuse the KV blocks of equal prompt beginnings.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = True,
+    percentile_metrics: Annotated[
+        str, typer.Option(help="Metrics at the top level of the result.", rich_help_panel=METRICS)
+    ] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[
+        str, typer.Option(help="Percentiles, such as 50,99.", rich_help_panel=METRICS)
+    ] = "99",
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Limits in ms, such as "ttft:200 tpot:50"; repeatable.', rich_help_panel=METRICS
+        ),
+    ] = None,
+    quality: Annotated[
+        bool,
+        typer.Option(
+            "--quality/--no-quality", help="Score perplexity too.", rich_help_panel=QUALITY
+        ),
+    ] = True,
+    quality_tokens: Annotated[
+        int, typer.Option(help="Most tokens to score.", rich_help_panel=QUALITY)
+    ] = 4096,
+    quality_text: Annotated[
+        Path | None,
+        typer.Option(help="Text to score. Default: bundled stories.", rich_help_panel=QUALITY),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Model to measure the distance from (KL divergence, top-1 agreement).",
+            rich_help_panel=QUALITY,
+        ),
+    ] = None,
+    result_dir: Annotated[
+        Path, typer.Option(help="Where run folders are made.", rich_help_panel=OUTPUT)
+    ] = Path("runs"),
+    label: Annotated[
+        str | None, typer.Option("--label", help="A label in the result.", rich_help_panel=OUTPUT)
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the run and its folder. Default: label or model.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE for the result; repeatable.", rich_help_panel=OUTPUT),
+    ] = None,
+    save_detailed: Annotated[
+        bool,
+        typer.Option(
+            "--save-detailed", help="Per-request arrays in result.json.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print the result alone, as JSON, on stdout.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+) -> None:
+    """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
+    given = dict(locals())
+    from ..bench.options import BenchOptions, checked
+    from ..quant.errors import BadInput
+    from .output import TerminalProgress
+
+    if model is not None and model_option is not None and model != model_option:
+        raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")
+    for own in ("model_option", "result_dir", "as_json"):
+        del given[own]
+    given["enable_prefix_caching"] = given.pop("prefix_caching")
+    given |= {
+        "model": model or model_option,
+        "goodput": tuple(goodput or ()),
+        "metadata": _pairs(metadata or ()),
+    }
+    options = checked(BenchOptions, given, "option")
+
+    from ..bench.session import run_bench
+
+    progress = TerminalProgress()
+    try:
+        run = run_bench(options, progress)
+    finally:
+        progress.finish()
+    _report(run, options, result_dir, as_json)
+
+
+def _report(run: BenchRun, options: BenchOptions, result_dir: Path, as_json: bool) -> None:
+    from ..bench.console_table import console_table
+    from ..bench.run_folder import stamped
+    from ..bench.session import write_run
+    from .output import emit_json, people, result_console
+
+    if run.interrupted and not run.passes[0].traces:
+        people.print("interrupted before any request finished: nothing was written")
+        raise typer.Exit(130)
+    folder = write_run(run, stamped(result_dir, run.result["llmopt"]["name"]))
+    if as_json:
+        emit_json(run.result)
+    out = result_console(as_json)
+    out.print(
+        console_table(run.result, options.percentile_metrics, options.metric_percentiles),
+        markup=False,
+    )
+    out.print(_summary(run.result), markup=False)
+    if run.interrupted:
+        people.print(f"interrupted: what finished is in {folder}", markup=False)
+        raise typer.Exit(130)
+    out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
+    if run.result["completed"] == 0:
+        raise typer.Exit(1)
+
+
+def _summary(result: dict[str, Any]) -> str:
+    """Quality, memory and precision of the run in a few lines."""
+    from ..bench.text import number, percent, size
+
+    ours = result["llmopt"]
+    lines = []
+    if scored := ours["quality"]:
+        line = f"Perplexity {number(scored['perplexity'], 3)} on {scored['num_tokens']:,} tokens"
+        if scored["kl_nats"] is not None:
+            line += f", KL {scored['kl_nats']:.4f} nats, top-1 {percent(scored['top1_agreement'])}"
+        lines.append(line)
+    memory = ours["memory"]
+    lines.append(
+        f"Weights {size(memory['weight_bytes'])}, KV cache {size(memory['kv_cache_bytes'])}, "
+        f"peak {size(memory['peak_resident_bytes'])}"
+    )
+    if spread := ours["spread"].get("output_throughput"):
+        lines.append(
+            f"{ours['num_runs']} passes; smallest change of throughput that this could have seen: "
+            f"{percent(spread['smallest_visible_change'])}"
+        )
+    return "\n".join(lines)
+
+
+def _pairs(words: list[str] | tuple[str, ...]) -> dict[str, str]:
+    from ..quant.errors import BadInput
+
+    found = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise BadInput(f"--metadata {word!r}: write KEY=VALUE")
+        found[key] = value
+    return found
