@@ -3,14 +3,15 @@
     python3 tools/install.py .venv
 
 Standard library only, because it runs before anything is installed. torch is the reason that this is more
-than one pip command: on Linux, PyPI's torch brings gigabytes of CUDA libraries, which a machine without an
-NVIDIA driver cannot use. pip is asked what it would install before it downloads anything.
+than one pip command: on Linux, PyPI's torch brings gigabytes of CUDA libraries. So, on a machine without an
+NVIDIA driver, the CPU build is asked for by its own name, which no CUDA build answers to. (Asking pip what
+it would install does not help: its dry run downloads the wheels that publish no metadata.)
 """
 
 from __future__ import annotations
 
-import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -33,45 +34,50 @@ def main() -> None:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True, symlinks=True)
-    options = torch_options(python)
-    command = [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS, *options]
     print("installing llmopt and what it needs: a few minutes the first time", flush=True)
-    if subprocess.run([*command, "--editable", f"{ROOT}[dev]"]).returncode:
-        sys.exit("error: pip could not install the project; its own message stands above")
+    if not cuda_is_welcome() and not has_torch(python):
+        install_cpu_torch(python)
+    if reason := pip_install(python, "--editable", f"{ROOT}[dev]"):
+        sys.exit(f"error: pip could not install the project: {reason}")
     link_sources(folder / "links" / "llmopt")
 
 
-def torch_options(python: Path) -> list[str]:
-    """The options that make pip take a torch which suits this machine."""
-    release = re.search(r"^torch==\S+$", CONSTRAINTS.read_text(), re.MULTILINE)
+def cuda_is_welcome() -> bool:
+    """True where PyPI's torch is the right one: with an NVIDIA driver, and off Linux, where it has no
+    CUDA in it."""
+    return platform.system() != "Linux" or shutil.which("nvidia-smi") is not None
+
+
+def has_torch(python: Path) -> bool:
+    """Whether the environment holds a torch already: then it is kept, whichever build it is."""
+    probe = "import importlib.metadata as m; m.version('torch')"
+    return subprocess.run([python, "-c", probe], capture_output=True).returncode == 0
+
+
+def install_cpu_torch(python: Path) -> None:
+    """The CPU build of the pinned release, from what pip is configured with or from PyTorch's own index."""
+    release = re.search(r"^torch==[^\s+]+", CONSTRAINTS.read_text(), re.MULTILINE)
     if release is None:
         sys.exit(f"error: {CONSTRAINTS.name} does not pin torch")
-    if shutil.which("nvidia-smi"):
-        return []
-    offered = would_install(python, release[0], [])
-    if offered is not None and not brings_cuda(offered):
-        return []
-    options = ["--extra-index-url", CPU_INDEX]
-    offered = would_install(python, release[0], options)
-    if offered is not None and not brings_cuda(offered):
-        return options
-    sys.exit(
-        f"error: pip finds no CPU build of {release[0]} here or at {CPU_INDEX}, and this machine has no "
-        "NVIDIA driver: make a CPU wheel reachable (PIP_FIND_LINKS=FOLDER) and run again"
-    )
+    build = f"{release[0]}+cpu"
+    if pip_install(python, build) is None:
+        return
+    reason = pip_install(python, "--extra-index-url", CPU_INDEX, "--retries", "1", build)
+    if reason is not None:
+        sys.exit(
+            f"error: pip found no {build}, neither where it looks nor at {CPU_INDEX} ({reason}): make the "
+            "wheel reachable (PIP_FIND_LINKS=FOLDER) or install a torch into the environment, and run again"
+        )
 
 
-def would_install(python: Path, requirement: str, options: list[str]) -> list[str] | None:
-    """Names of the packages that pip would add for a requirement; None if it cannot resolve it."""
-    command = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"]
-    run = subprocess.run([*command, *options, requirement], capture_output=True, text=True)
-    if run.returncode:
+def pip_install(python: Path, *arguments: str) -> str | None:
+    """None if pip installed it, within the constraints; else the last line of what pip says."""
+    command = [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode == 0:
         return None
-    return [entry["metadata"]["name"] for entry in json.loads(run.stdout)["install"]]
-
-
-def brings_cuda(names: list[str]) -> bool:
-    return any(name.lower().startswith(("nvidia-", "cuda-")) for name in names)
+    said = [line for line in run.stderr.splitlines() if line.startswith("ERROR")]
+    return (said or run.stderr.splitlines() or ["it says nothing"])[-1].removeprefix("ERROR: ")
 
 
 def link_sources(folder: Path) -> None:

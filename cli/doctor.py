@@ -1,0 +1,86 @@
+"""`llmopt doctor`: what this machine has, and which kernel serves each operation on it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Show versions, processor, memory, CUDA devices, and the kernel chosen for each operation."""
+    from ..engine.machine import examine
+    from .output import emit_json, result_console
+
+    findings = examine()
+    if as_json:
+        emit_json(findings)
+    else:
+        _show(findings, result_console(as_json))
+
+
+def _show(findings: dict[str, Any], console: Console) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from ..engine.planner.units import format_gib
+
+    versions, cpu, memory = findings["versions"], findings["cpu"], findings["memory"]
+    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
+    facts.add_row(
+        "processor", f"{cpu['model']}: {cpu['usable_cores']} of {cpu['cores']} cores usable"
+    )
+    facts.add_row(
+        "instructions", f"{cpu['capability']} ({', '.join(cpu['features']) or 'no extras'})"
+    )
+    facts.add_row(
+        "memory",
+        f"{format_gib(memory['available_bytes'])} free of {format_gib(memory['total_bytes'])}",
+    )
+    for device in findings["cuda"]:
+        facts.add_row(
+            "CUDA device",
+            f"{device['name']}: {format_gib(device['memory_bytes'])}, capability {device['capability']}",
+        )
+    if not findings["cuda"]:
+        facts.add_row("CUDA devices", "none")
+    console.print(facts)
+    console.print()
+    for section in findings["kernels"]:
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            title=f"Kernels on {section['device']} in {section['dtype']}",
+            title_justify="left",
+        )
+        table.add_column("operation")
+        table.add_column("chosen")
+        table.add_column("why not the others")
+        for choice in section["operations"]:
+            refused = [
+                f"{other['name']}: {other['refused']}"
+                for other in choice["candidates"]
+                if other["refused"]
+            ]
+            table.add_row(
+                f"{choice['operation']}\n[dim]{_brief(choice['situation'])}[/dim]",
+                choice["chosen"] or "[red]none[/red]",
+                "\n".join(refused),
+            )
+        console.print(table)
+
+
+def _brief(situation: str) -> str:
+    """The fields of a situation without those that the table's title already says."""
+    fields = re.findall(r"(\w+)=([\w.-]+)", situation)
+    return ", ".join(
+        f"{name} {value}" for name, value in fields if name not in ("device", "dtype", "scheme")
+    )

@@ -1,0 +1,94 @@
+"""Which torch the installer asks pip for: never one with CUDA libraries where there is no driver."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "install.py"
+
+
+@pytest.fixture
+def installer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("installer", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pip_that(asked: list[tuple[str, ...]], *answers: str | None) -> Callable[..., str | None]:
+    left = list(answers)
+
+    def pip_install(python: Path, *arguments: str) -> str | None:
+        asked.append(arguments)
+        return left.pop(0)
+
+    return pip_install
+
+
+def test_the_cpu_build_is_asked_for_by_name(
+    installer: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(installer, "pip_install", pip_that(asked, None))
+    installer.install_cpu_torch(Path("python"))
+    assert asked == [("torch==2.13.0+cpu",)]
+
+
+def test_the_public_cpu_index_is_asked_next(
+    installer: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(installer, "pip_install", pip_that(asked, "none found", None))
+    installer.install_cpu_torch(Path("python"))
+    assert asked[1][:2] == ("--extra-index-url", installer.CPU_INDEX)
+    assert asked[1][-1] == "torch==2.13.0+cpu"
+
+
+def test_without_a_cpu_build_it_stops_with_one_line(
+    installer: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installer, "pip_install", pip_that([], "none found", "no network"))
+    with pytest.raises(
+        SystemExit, match=r"no torch==2\.13\.0\+cpu.*no network.*PIP_FIND_LINKS"
+    ) as stop:
+        installer.install_cpu_torch(Path("python"))
+    assert "\n" not in str(stop.value)
+
+
+@pytest.mark.parametrize(
+    ("system", "driver", "welcome"),
+    [("Linux", None, False), ("Linux", "nvidia-smi", True), ("Darwin", None, True)],
+)
+def test_cuda_is_welcome_where_it_runs_or_does_not_exist(
+    installer: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    system: str,
+    driver: str | None,
+    welcome: bool,
+) -> None:
+    monkeypatch.setattr(installer.platform, "system", lambda: system)
+    monkeypatch.setattr(installer.shutil, "which", lambda name: driver)
+    assert installer.cuda_is_welcome() is welcome
+
+
+def test_a_torch_that_is_there_is_kept(installer: ModuleType) -> None:
+    assert installer.has_torch(Path(sys.executable))
+
+
+def test_pip_says_why_not_in_one_line(
+    installer: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip's own answer, from a place that holds nothing."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    nothing = ("--no-index", "--find-links", str(SCRIPT.parent), "no-such-distribution-of-ours")
+    reason = installer.pip_install(Path(sys.executable), *nothing)
+    assert reason == "No matching distribution found for no-such-distribution-of-ours"
