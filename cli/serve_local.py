@@ -1,0 +1,117 @@
+"""`llmopt serve-local`: the engine behind an OpenAI-compatible HTTP server on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def serve_local(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
+    ] = None,
+    model_option: Annotated[
+        str | None, typer.Option("--model", help="The same as the argument.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence. Default: the model's own.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences that run at once; more wait.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens computed in one step.")
+    ] = None,
+    kv_cache_memory: Annotated[
+        str | None, typer.Option(help="Size of the KV cache, as in 4GiB. Default: derived.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
+    no_prefix_caching: Annotated[
+        bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its beginning.")
+    ] = False,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name for clients. Default: the model's.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LLMOPT_API_KEY", help="Ask clients for this key. Default: ask for none."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="When ready, print url, model and pid as one JSON line."),
+    ] = False,
+) -> None:
+    """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
+    from pathlib import Path
+
+    from ..engine.config import EngineConfig
+    from ..engine.planner.units import parse_bytes
+    from ..engine.server.launch import base_url, bind
+    from ..quant.errors import BadInput
+    from ..quant.models import resolve_model
+    from ..recipes import DEFAULT_MODEL
+    from .output import people
+
+    if model is not None and model_option is not None and model != model_option:
+        raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")
+    if api_key == "":
+        raise BadInput("the API key is empty: give one, or leave --api-key out")
+    name = model or model_option or DEFAULT_MODEL
+    config = EngineConfig(
+        model=name,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=not no_prefix_caching,
+    )
+    listener = bind(host, port)
+    folder = resolve_model(name)
+    path = Path(name).expanduser()
+    served = served_model_name or (path.resolve().name if path.is_dir() else name)
+
+    people.print(f"loading {folder} ...", soft_wrap=True, markup=False)
+    from ..engine.engine import Engine
+    from ..engine.server.app import create_app, describe_template
+    from ..engine.server.launch import serve
+
+    engine = Engine(config)
+    app = create_app(engine, model_name=served, api_key=api_key)
+    url = base_url(listener)
+    facts = (
+        f"{str(engine.dtype).removeprefix('torch.')} on {engine.device}, "
+        f"context {engine.max_model_len} tokens, "
+        f"chat template: {describe_template(app.state.service.text)}"
+    )
+    serve(app, listener, on_ready=lambda: _announce(url, served, facts, api_key, as_json))
+    people.print("stopped")
+
+
+def _announce(url: str, model: str, facts: str, api_key: str | None, as_json: bool) -> None:
+    import json
+    import os
+
+    if as_json:
+        typer.echo(json.dumps({"url": url, "model": model, "pid": os.getpid()}))
+        return
+    body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 64})
+    key = "" if api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
+    typer.echo(f"ready: {model} at {url}/v1 ({facts})")
+    typer.echo(
+        f"try: curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+        err=True,
+    )
+    typer.echo("Ctrl-C stops it", err=True)

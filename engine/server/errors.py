@@ -1,0 +1,91 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ...quant.errors import BadInput
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
+
+
+class ApiError(Exception):
+    """A request that the server answers with an error of its own choosing."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, str(self), self.param, self.code)
+
+
+class Unavailable(ApiError):
+    """The engine can serve nobody: it failed, or the server is stopping."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, code="engine_unavailable")
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What the client is told about `error`; the details of a fault stay in the server's log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, BadInput):
+        return ApiError(400, str(error))
+    return ApiError(500, f"the server failed on this request ({type(error).__name__})")
+
+
+def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Give every kind of failure of `app` this shape."""
+
+    def answer(_: Request, error: Exception) -> JSONResponse:
+        return error_response(as_api_error(error))
+
+    def answer_validation(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_validation_error(error))
+
+    def answer_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return error_response(ApiError(error.status_code, str(error.detail)), error.headers)
+
+    for kind in (ApiError, BadInput, Exception):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(RequestValidationError, answer_validation)
+    app.add_exception_handler(HTTPException, answer_http)
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong. The input itself is left out: it may be long, or private."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error')}")
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(
+        400,
+        f"{'.'.join(where)}: {message}" if where else f"the body: {message}",
+        param=where[0] if where else None,
+    )

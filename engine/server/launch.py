@@ -1,0 +1,139 @@
+"""Sockets, signals and the life of the server process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import signal
+import socket
+from collections.abc import Callable, Generator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
+
+from ...quant.errors import BadInput
+
+DRAIN_SECONDS = 5.0
+"""How long requests in flight may go on after the signal to stop."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to `host` and `port`; port 0 takes a free one. Connections are refused until `serve`.
+
+    Raises:
+        BadInput: the port is in use, or the address is none of this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise _cannot_listen(host, port, error) from error
+    try:
+        # Without it, connections of an earlier server that are still winding down hold the port.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise _cannot_listen(host, port, error) from error
+    return bound
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> BadInput:
+    reason = (isinstance(error, OSError) and error.strerror) or error
+    return BadInput(
+        f"cannot listen on {host}, port {port}: {reason}; choose another --port, 0 for a free one"
+    )
+
+
+def base_url(listener: socket.socket) -> str:
+    """Where a client on this machine reaches a bound socket."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    app: FastAPI,
+    listener: socket.socket,
+    *,
+    on_ready: Callable[[], None],
+    drain_seconds: float = DRAIN_SECONDS,
+) -> None:
+    """Serve `app` until SIGINT or SIGTERM, then let requests in flight finish for `drain_seconds`.
+
+    `on_ready` is called once connections are answered. Requests that outlast the drain are told so. A
+    second SIGINT does not wait.
+
+    Raises:
+        BadInput: another process has begun to listen on the port since `bind`.
+    """
+    try:
+        listener.listen()
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _cannot_listen(host, port, error) from error
+    server = Server(app, on_ready, drain_seconds)
+    server.run(sockets=[listener])
+    app.state.loop.stop()  # after a second SIGINT nobody else has
+
+
+class Server(uvicorn.Server):
+    """uvicorn with an end of our own: signals end it without being raised again, and it drains."""
+
+    def __init__(self, app: FastAPI, on_ready: Callable[[], None], drain_seconds: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                ws="none",
+                lifespan="on",
+                log_config=_log_config(),
+                server_header=False,
+                timeout_keep_alive=75,  # longer than the pools of common clients keep a connection
+                timeout_graceful_shutdown=int(drain_seconds) + 2,
+            )
+        )
+        self._app = app
+        self._on_ready = on_ready
+        self._drain_seconds = drain_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        tell = asyncio.get_running_loop().call_later(
+            self._drain_seconds, self._app.state.loop.fail, "the server is stopping"
+        )
+        try:
+            await super().shutdown(sockets)
+        finally:
+            tell.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """uvicorn's own raises the signal again in the end; here a signal is the ordinary way out."""
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _log_config() -> dict[str, Any]:
+    """Errors and the access log, both on stderr. Access lines hold no body, so no prompt."""
+    config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    config["loggers"]["uvicorn"]["level"] = "WARNING"
+    config["loggers"]["uvicorn.error"] = {"level": "WARNING"}
+    config["loggers"]["uvicorn.access"]["level"] = "INFO"
+    return config

@@ -1,0 +1,227 @@
+"""The engine's own thread, and the bridge between it and the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..engine import Engine
+from ..outputs import RequestOutput
+from ..sampling_params import SamplingParams
+from .errors import Unavailable
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt for the engine. `arrival_seconds` is on the clock of `time.perf_counter`."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    params: SamplingParams
+    arrival_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    work: Callable[[Engine], Any]
+    future: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    future: asyncio.Future[Any]
+    value: Any = None
+    error: Exception | None = None
+
+    def settle(self) -> None:
+        if self.future.done():  # whoever asked has gone
+            return
+        if self.error is None:
+            self.future.set_result(self.value)
+        else:
+            self.future.set_exception(self.error)
+
+
+class OutputStream:
+    """What the engine makes of some jobs, as it makes it: `async for piece in stream`.
+
+    Ends when every completion of every job has a finish reason. Raises `Unavailable` where the engine
+    fails or stops first. `close` must be called in the end; it aborts what is unfinished.
+    """
+
+    def __init__(self, loop: EngineLoop, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self._loop = loop
+        self._pieces: asyncio.Queue[RequestOutput | Unavailable] = asyncio.Queue()
+        self._num_unfinished = sum(job.params.n for job in jobs)
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        while not self.is_finished:
+            piece = await self._pieces.get()
+            if isinstance(piece, Unavailable):
+                raise piece
+            self._num_unfinished -= piece.finish_reason is not None
+            yield piece
+
+    @property
+    def is_finished(self) -> bool:
+        return self._num_unfinished == 0
+
+    def push(self, piece: RequestOutput | Unavailable) -> None:
+        self._pieces.put_nowait(piece)
+
+    def close(self) -> None:
+        self._loop.close_stream(self)
+
+
+class EngineLoop:
+    """Drives an engine from a thread of its own: nothing else touches the engine while it runs.
+
+    The event loop hands over calls, which run between two steps; everything that a step brought goes
+    back in one wake-up of the event loop. With nothing to do, the thread sleeps in its inbox.
+
+    All methods but the thread's own are for the event loop that `start` was called on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._drive, name="llmopt-engine", daemon=True)
+        self._streams: dict[str, OutputStream] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._stopping = False
+        self._unavailable: str | None = None
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why the engine serves nobody; None while it does."""
+        return self._unavailable
+
+    def start(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def run(self, work: Callable[[Engine], T]) -> T:
+        """Run `work` on the engine's thread between two steps; returns or raises what it does.
+
+        Raises:
+            Unavailable: the engine has failed or is stopping.
+        """
+        self._check_available()
+        future: asyncio.Future[T] = self._event_loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        self._inbox.put(_Call(work, future))
+        return await future
+
+    async def submit(self, jobs: Sequence[Job]) -> OutputStream:
+        """Queue jobs, all or none of them.
+
+        Raises:
+            BadInput: the engine refuses one of them.
+            Unavailable: the engine has failed or is stopping.
+        """
+        stream = OutputStream(self, jobs)
+        self._streams.update((job.request_id, stream) for job in jobs)
+        try:
+            await self.run(lambda engine: _add_all(engine, jobs))
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def close_stream(self, stream: OutputStream) -> None:
+        """Forget a stream and free what its jobs hold, within one step; again does nothing."""
+        open_ids = [
+            job.request_id for job in stream.jobs if self._streams.pop(job.request_id, None)
+        ]
+        if open_ids and not stream.is_finished and self._unavailable is None:
+            self._inbox.put(
+                _Call(lambda engine: _abort_all(engine, open_ids), self._event_loop.create_future())
+            )
+
+    def fail(self, reason: str) -> None:
+        """Tell everybody who waits that the engine serves no more, and refuse those who come."""
+        self._unavailable = self._unavailable or reason
+        for stream in set(self._streams.values()):
+            stream.push(Unavailable(self._unavailable))
+        for future in list(self._calls):
+            if not future.done():
+                future.set_exception(Unavailable(self._unavailable))
+
+    def stop(self, timeout_seconds: float = 10.0) -> None:
+        """End the thread after the step that it is in; what is unfinished fails."""
+        self.fail("the server is stopping")
+        self._stopping = True
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_seconds)
+
+    def _check_available(self) -> None:
+        if self._unavailable is not None:
+            raise Unavailable(self._unavailable)
+
+    def _drive(self) -> None:
+        """The thread: take calls, step, hand over, until told to stop or the engine fails."""
+        try:
+            while not self._stopping:
+                replies = self._take_calls(wait=not self._engine.has_unfinished())
+                pieces = self._engine.step() if self._engine.has_unfinished() else []
+                if replies or pieces:
+                    self._post(self._deliver, replies, pieces)
+        except Exception as error:
+            _log.exception("the engine failed")
+            self._post(self.fail, f"the engine failed ({type(error).__name__}): restart the server")
+
+    def _take_calls(self, *, wait: bool) -> list[_Reply]:
+        replies: list[_Reply] = []
+        while True:
+            try:
+                call = self._inbox.get(block=wait)
+            except queue.Empty:
+                return replies
+            wait = False
+            if call is None:
+                return replies
+            try:
+                replies.append(_Reply(call.future, call.work(self._engine)))
+            except Exception as error:
+                replies.append(_Reply(call.future, error=error))
+
+    def _deliver(self, replies: Sequence[_Reply], pieces: Sequence[RequestOutput]) -> None:
+        for reply in replies:
+            reply.settle()
+        for piece in pieces:
+            stream = self._streams.get(piece.request_id)
+            if stream is not None:
+                stream.push(piece)
+
+    def _post(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._event_loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:  # the event loop is closed: the server was forced to stop
+            self._stopping = True
+
+
+def _add_all(engine: Engine, jobs: Sequence[Job]) -> None:
+    for index, job in enumerate(jobs):
+        try:
+            engine.add_request(
+                job.request_id, job.token_ids, job.params, arrival_seconds=job.arrival_seconds
+            )
+        except Exception:
+            _abort_all(engine, [added.request_id for added in jobs[:index]])
+            raise
+
+
+def _abort_all(engine: Engine, request_ids: Sequence[str]) -> None:
+    for request_id in request_ids:
+        engine.abort(request_id)

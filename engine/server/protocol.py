@@ -1,0 +1,238 @@
+"""What clients may send: OpenAI's request bodies, with the sampling fields that vLLM adds to them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ..sampling_params import SamplingParams
+from .errors import ApiError
+
+MAX_COMPLETIONS = 128
+"""Largest `n`, OpenAI's own."""
+
+_SAMPLING_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "n",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # Fields that would change the result, and the values with which they would not, beside the empty
+    # ones (null, false, "", [], {}).
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "continue_final_message": (),
+    "documents": (),
+    "function_call": ("none", "auto"),
+    "functions": (),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": (),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": (),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_ALWAYS_TRUE = ("add_generation_prompt", "add_special_tokens")
+"""Fields of the same kind that change the result where they are false."""
+
+
+class StreamOptions(BaseModel):
+    """When a stream says how many tokens it took: at its end, or with every event."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """What the two endpoints share. A field that is absent or null takes the engine's default.
+
+    Unknown fields are let through, because clients send many that change nothing here.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(le=2**31 - 1)] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is allowed only with stream = true")
+        return self
+
+    @property
+    def num_completions(self) -> int:
+        return self.n or 1
+
+    def refuse_unsupported(self) -> None:
+        """Raise `ApiError` for a field that would change the result and that is not supported."""
+        for name, value in (self.model_extra or {}).items():
+            neutral = _UNSUPPORTED.get(name)
+            differs = neutral is not None and value and value not in neutral
+            if differs or (name in _ALWAYS_TRUE and value is not None and value is not True):
+                raise ApiError(
+                    400, f"{name} is not supported", param=name, code="unsupported_parameter"
+                )
+
+    def _sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(
+            max_tokens=max_tokens,
+            stop=tuple(text for text in stop if text),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **given,
+        )
+
+
+Prompt = str | list[int]
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _is_a_prompt(cls, value: Any) -> Any:
+        """One clear message instead of one for each member of the union."""
+        if isinstance(value, list) and value:
+            parts = value if all(isinstance(part, list) for part in value) else [value]
+            if all(map(_is_token_ids, parts)) or all(isinstance(part, str) for part in value):
+                return value
+        if isinstance(value, str):
+            return value
+        raise ValueError("need a string, a list of strings, token ids, or a list of token ids")
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        batch: list[Any] = self.prompt
+        return [batch] if isinstance(batch[0], int) else batch
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises `BadInput` for values out of range."""
+        if self.best_of is not None and self.best_of != self.num_completions:
+            raise ApiError(
+                400, "best_of is not supported", param="best_of", code="unsupported_parameter"
+            )
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        return self._sampling_params(
+            max_tokens, self.logprobs, self.logprobs if self.echo else None
+        )
+
+
+def _is_token_ids(value: Any) -> bool:
+    return bool(value) and all(type(item) is int for item in value)
+
+
+class Message(BaseModel):
+    """One turn of a conversation, text only."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("need an object with role and content")
+        if value.get("role") in ("tool", "function") or value.get("tool_calls"):
+            raise ValueError("tool calls are not supported")
+        return {**value, "content": _joined_text(value.get("content"))}
+
+
+def _joined_text(content: Any) -> Any:
+    """Text of a message that may come in parts."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"content parts of type {kind!r} are not supported: text only")
+    return "".join(part["text"] for part in content)
+
+
+class ChatRequest(GenerationRequest):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is allowed only with logprobs = true")
+        return self
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises `BadInput` for values out of range. Without a limit, the answer may fill the context."""
+        limit = self.max_completion_tokens
+        max_tokens = self.max_tokens if limit is None else limit
+        return self._sampling_params(
+            max_tokens, (self.top_logprobs or 0) if self.logprobs else None
+        )

@@ -1,0 +1,169 @@
+"""Text and tokens on the server's side: prompts, chat templates, and names of single tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ...quant.errors import BadInput
+from .protocol import Message, Prompt
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
+    "{% endfor %}Assistant:"
+)
+"""Stands in for the chat template of a model that has none. It is a Jinja template as transformers
+renders them: one line a message, `User: Hello`, and a last line that the answer continues."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """How a single token is shown.
+
+    Attributes:
+        name: its text in a running text; `bytes:\\x..` where it is a part of a character.
+        raw: its bytes, None where they are unknown.
+        length: characters that it adds to a text, 0 for a special token.
+    """
+
+    name: str
+    raw: bytes | None
+    length: int
+
+
+class Tokenization:
+    """A tokenizer for the server alone: a copy, because the engine's thread uses the original.
+
+    Encoding runs on one worker thread, so that a long prompt does not hold up the event loop. Decoding
+    single tokens runs on the event loop; both only read the tokenizer, once the first call has set it up.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-tokenizer")
+        self._special = frozenset(self._tokenizer.all_special_ids)
+        self._anchor = self._encode_text("a")[-1]
+        self._anchor_text = self._decode([self._anchor])
+        self._texts: dict[int, TokenText] = {}
+
+    @property
+    def has_own_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of prompts, with the special tokens that the tokenizer adds to text.
+
+        Raises:
+            BadInput: text that is not valid Unicode.
+        """
+        return await self._on_worker(
+            lambda: [self._encode_text(p) if isinstance(p, str) else list(p) for p in prompts]
+        )
+
+    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer.
+
+        Raises:
+            BadInput: the model's template refuses the conversation, or text is not valid Unicode.
+        """
+        return await self._on_worker(lambda: self._encode_chat(messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, as a completion would show it."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def token(self, token_id: int) -> TokenText:
+        known = self._texts.get(token_id)
+        if known is None:
+            known = self._texts[token_id] = self._describe(token_id)
+        return known
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_worker(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadInput("the prompt is not valid Unicode: it holds half a surrogate pair") from (
+                error
+            )
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+
+    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        own = self.has_own_template
+        # Few templates know OpenAI's newer name for the role.
+        turns = [
+            {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": message.content,
+            }
+            for message in messages
+        ]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                turns,
+                chat_template=None if own else PLAIN_TEMPLATE,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except (
+            Exception
+        ) as error:  # a template may raise anything; it saw only the client's messages
+            raise BadInput(f"messages: the model's chat template refuses them: {error}") from error
+        # A model's own template writes its special tokens itself.
+        return self._encode_text(text, add_special_tokens=not own)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _describe(self, token_id: int) -> TokenText:
+        # Behind another token, because decoders drop the space of a first word.
+        text = self._decode([self._anchor, token_id])
+        if text.startswith(self._anchor_text):
+            text = text[len(self._anchor_text) :]
+        if token_id in self._special:
+            return TokenText(text, text.encode(), 0)
+        if "\ufffd" not in text:
+            return TokenText(text, text.encode(), len(text))
+        raw = _raw_bytes(self._tokenizer.convert_ids_to_tokens(token_id))
+        if raw is None:
+            return TokenText(text, None, len(text))
+        name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return TokenText(name, raw, len(text))
+
+
+def _raw_bytes(token: str) -> bytes | None:
+    """Bytes of a token that is no whole text, from its name in the vocabulary.
+
+    `<0xE2>` is a byte of a SentencePiece vocabulary. Byte-level ones (GPT-2's) name every byte by a
+    printable character.
+    """
+    match = _BYTE_TOKEN.fullmatch(token)
+    if match:
+        return bytes([int(match[1], 16)])
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes stand for themselves, the others for the characters from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_alphabet()
