@@ -127,7 +127,6 @@ class Scheduler:
         """Decide the next step and take the blocks that it writes."""
         budget = self.config.max_num_batched_tokens
         scheduled: dict[str, tuple[Request, int]] = {}
-        preempted = False
 
         num_after = len(self.running)
         for request in list(self.running):
@@ -139,19 +138,13 @@ class Scheduler:
                 victim = max(self.running, key=lambda candidate: candidate.rank)
                 budget += scheduled.pop(victim.sequence_id, (victim, 0))[1]
                 self._preempt(victim)
-                preempted = True
                 if victim is request:
                     break
             else:
                 scheduled[request.sequence_id] = (request, num_new)
                 budget -= num_new
 
-        while (
-            self._waiting
-            and budget > 0
-            and not preempted
-            and len(self.running) < self.config.max_num_seqs
-        ):
+        while self._waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self._waiting[0][1]
             if not self._admit(request, now):
                 break
@@ -352,8 +345,10 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
 
     def _release(self, request: Request) -> None:
-        """The one place where a sequence lets go of its blocks."""
-        for block_id in request.block_ids:
-            self._copies.pop(block_id, None)  # a copy into a block that nobody reads any more
+        """The one place where a sequence lets go of its blocks.
+
+        A copy that is still to come may lead into one of them. It does no harm: copies happen before the
+        step writes, and whoever holds the block next writes each slot before reading it.
+        """
         self.pool.free(request.block_ids)
         request.block_ids = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from llmopt.engine.config import EngineConfig
@@ -28,7 +30,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(prompts) -> list[list[int]]:
     """What transformers' generate says, one prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

@@ -17,7 +17,10 @@ from llmopt.quant.errors import BadInput
 from policy_world import World, foretell
 
 # Few distinct tokens, so that prompts share prefixes by chance as well as by design.
-PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=14)
+PROMPTS = st.one_of(
+    st.lists(st.integers(1, 2), min_size=1, max_size=14),
+    st.integers(1, 14).map(lambda length: [1] * length),
+)
 
 
 class SchedulerWalk(RuleBasedStateMachine):
@@ -95,8 +98,10 @@ class SchedulerWalk(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "world"):
             return
-        SchedulerWalk.num_hit_tokens += self.world.scheduler.cache.num_hit_tokens
         self.world.drain()
+        SchedulerWalk.num_hit_tokens += sum(
+            request.num_cached_tokens for request in self.world.finished.values()
+        )
         SchedulerWalk.num_preemptions += self.world.scheduler.num_preemptions
         for name, tokens in self.expected.items():
             if name not in self.aborted:
