@@ -116,7 +116,8 @@ def quantize(
         where = work_folder(target)
         if where.exists():
             people.print(
-                f"interrupted: the finished layers are in {where}; the same command goes on from there"
+                f"interrupted: the finished layers are in {where}; the same command goes on from there",
+                soft_wrap=True,
             )
         else:
             people.print("interrupted before any layer was finished")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,16 +11,7 @@ import pytest
 import torch
 from llmopt.quant.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan import QuantizeRequest
-from llmopt.recipes import MODELS
-
-STORIES = MODELS / "stories3M"
-SAMPLES, LENGTH = 24, 128
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Subprocesses get one thread as well, so that their bytes can be compared."""
-    torch.set_num_threads(1)
+from quant_support import LENGTH, SAMPLES, STORIES, llmopt_command, llmopt_environment
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +24,10 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Quantiz
         if key not in done:
             output = tmp_path_factory.mktemp("quantized") / "stories3M"
             settings = {"num_samples": SAMPLES, "seq_len": LENGTH, "model_name": "stories3M"}
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
             done[key] = quantize(QuantizeRequest(STORIES, output, **(settings | options)))  # pyright: ignore[reportArgumentType]
+            torch.set_num_threads(threads)
         return done[key]
 
     return make
@@ -63,11 +55,3 @@ def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
-
-
-def llmopt_command() -> list[str]:
-    return [sys.executable, "-c", "from llmopt.cli.main import main; main()"]
-
-
-def llmopt_environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}

@@ -1,0 +1,21 @@
+"""What the tests of this folder share besides fixtures."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from llmopt.recipes import MODELS
+
+STORIES = MODELS / "stories3M"
+SAMPLES, LENGTH = 24, 128  # small enough to be quick, large enough that AWQ finds better scales
+
+
+def llmopt_command() -> list[str]:
+    """The command line in a new process."""
+    return [sys.executable, "-c", "from llmopt.cli.main import main; main()"]
+
+
+def llmopt_environment() -> dict[str, str]:
+    """One thread, as `quantized` uses, so that bytes can be compared; no network."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}

@@ -1,0 +1,188 @@
+"""The real command line: what it prints, how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from llmopt.quant.pipeline import QuantizeResult
+from quant_support import LENGTH, SAMPLES, llmopt_command, llmopt_environment
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+SMALL = ("--num-samples", str(SAMPLES), "--seq-len", str(LENGTH))
+
+
+def finished_layers(output: Path) -> int:
+    journal = output.with_name(output.name + ".partial") / "journal.jsonl"
+    return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else -1
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def start(output: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*llmopt_command(), "quantize", "--method", "awq", *SMALL, "-o", str(output)],
+        cwd=output.parent,
+        env=llmopt_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_killed_three_times_it_ends_with_the_same_bytes(
+    quantized: Callable[..., QuantizeResult], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    for layers in (0, 2, 3):
+        process = start(output)
+        wait_for(lambda layers=layers: finished_layers(output) >= layers, process)
+        time.sleep(random.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        process.communicate()
+        assert not output.exists()
+    process = start(output)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert b"going on after layer" in errors
+    expected = quantized(method="awq").output
+    names = {path.name for path in expected.iterdir()}
+    assert {path.name for path in output.iterdir()} == names
+    for name in sorted(names):
+        assert (output / name).read_bytes() == (expected / name).read_bytes(), name
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    process = start(output)
+    wait_for(lambda: finished_layers(output) >= 1, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"in {output}.partial; the same command goes on".encode() in errors
+    assert b"Traceback" not in errors
+    assert finished_layers(output) >= 1
+
+
+def test_quantize_and_verify_with_json(command: Command, tmp_path: Path) -> None:
+    done = command("quantize", "--method", "rtn", "--num-samples", "2", "--seq-len", "32", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["output"] == "stories3M-rtn-4bit"
+    assert result["manifest"]["scheme"] == {"bits": 4, "group_size": 128, "symmetric": True}
+    assert "loads in: llmopt, vLLM, transformers" in done.stderr
+
+    folder = tmp_path / result["output"]
+    checked = command("verify", str(folder), "--json")
+    assert checked.returncode == 0, checked.stderr
+    assert json.loads(checked.stdout)["status"].startswith("proven")
+
+    shard = folder / "model-layer-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    failed = command("verify", str(folder))
+    assert failed.returncode == 1
+    assert "model-layer-00001.safetensors" in failed.stdout
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    for word in words:
+        assert word in line
+
+
+def edit_config(model: Path, **changes: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere/model"], ["nowhere/model"]),
+        (["stories260K"], ["model.layers.0.mlp.gate_proj", "172"]),
+        (["stories260K", "--method", "rtn"], ["model.layers.0.mlp.down_proj", "172"]),
+        (["--group-size", "96"], ["96", "model.layers.0.self_attn.q_proj", "256"]),
+        (["--calibration", "empty.txt"], ["empty.txt", "is empty"]),
+    ],
+    ids=["missing-model", "260K-awq", "260K-int4", "group-size", "empty-calibration"],
+)
+def test_bad_options_are_one_line(
+    command: Command, tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n")
+    assert_refused(command("quantize", *arguments), *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def cut_shard(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def half_a_config(model: Path) -> None:
+    path = model / "config.json"
+    path.write_text(path.read_text()[:200])
+
+
+def unknown_type(model: Path) -> None:
+    edit_config(model, model_type="retnet")
+
+
+def wrong_width(model: Path) -> None:
+    edit_config(model, intermediate_size=640)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_shard, ["model.safetensors", "cut off"]),
+        (half_a_config, ["config.json", "half-written"]),
+        (unknown_type, ["'retnet'", "llama, mistral, qwen2, qwen3"]),
+        (wrong_width, ["model.layers.0", "does not fit its config"]),
+    ],
+)
+def test_damaged_models_are_one_line(
+    command: Command,
+    tmp_path: Path,
+    model_copy: Path,
+    damage: Callable[[Path], None],
+    words: list[str],
+) -> None:
+    damage(model_copy)
+    assert_refused(command("quantize", str(model_copy), "-o", "out"), *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_output_that_exists_is_not_touched(command: Command, tmp_path: Path) -> None:
+    output = tmp_path / "stories3M-awq-4bit"
+    output.mkdir()
+    (output / "mine.txt").write_text("keep")
+    assert_refused(command("quantize", "--method", "awq"), "stories3M-awq-4bit exists", "--output")
+    assert (output / "mine.txt").read_text() == "keep"
+    assert len(list(tmp_path.rglob("*"))) == 2
+
+
+def test_a_quantized_model_is_not_quantized_again(
+    quantized: Callable[..., QuantizeResult], command: Command, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(quantized(method="awq").output, tmp_path / "done"))
+    assert_refused(command("quantize", str(folder)), "is quantized already")

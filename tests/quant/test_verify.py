@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from llmopt.quant.checkpoint import Checkpoint
+from llmopt.quant.errors import BadInput
+from llmopt.quant.manifest import MANIFEST_NAME
+from llmopt.quant.pipeline import QuantizeResult
+from llmopt.quant.raw_reader import READERS, read_headers
+from llmopt.quant.read import quantized_modules, read_quantized
+from llmopt.quant.verify import PROVEN, UNPROVEN, verify
+from llmopt.recipes import MODELS
+from safetensors.torch import load_file, save_file
+
+Quantized = Callable[..., QuantizeResult]
+MODULE = "model.layers.2.mlp.down_proj"
+SHARD = "model-layer-00002.safetensors"
+OPTIONS = [
+    {"method": "awq"},
+    {"method": "rtn"},
+    {"method": "rtn", "symmetric": False},
+    {"method": "rtn", "bits": 8, "group_size": -1},
+]
+
+
+def ids(options: dict[str, object]) -> str:
+    return "-".join(str(value) for value in options.values())
+
+
+@pytest.fixture
+def folder(quantized: Quantized, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(quantized(method="awq").output, tmp_path / "checkpoint"))
+
+
+def forget_manifest(folder: Path) -> None:
+    (folder / MANIFEST_NAME).unlink()
+
+
+def rewrite(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Change one tensor of the shard of layer 2, or drop it where `change` gives None."""
+    tensors = load_file(folder / SHARD)
+    changed = change(tensors.pop(name))
+    if changed is not None:
+        tensors[name] = changed
+    save_file(tensors, folder / SHARD, {"format": "pt"})
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+def test_what_we_write_is_proven(quantized: Quantized, options: dict[str, object]) -> None:
+    report = verify(quantized(**options).output)
+    assert report.failures == []
+    assert report.status == PROVEN
+    assert report.num_modules == 35
+    assert report.ratio > (1.8 if options.get("bits") == 8 else 3.7)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+def test_both_readers_agree(quantized: Quantized, options: dict[str, object]) -> None:
+    checkpoint = Checkpoint(quantized(**options).output)
+    config = checkpoint.quantization_config or {}
+    entries = read_headers(sorted(checkpoint.folder.glob("*.safetensors")))
+    _, reader = READERS[config["quant_method"]]
+    for module in sorted(quantized_modules(checkpoint))[:9]:
+        ours, raw = read_quantized(checkpoint, module), reader(entries, module, config)
+        assert np.array_equal(ours.codes.numpy(), raw.codes)
+        assert np.array_equal(ours.zeros.numpy(), raw.zeros)
+        assert np.array_equal(ours.scales.float().numpy(), raw.scale_values)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_flipped_bit_of_a_shard_fails(folder: Path, seed: int) -> None:
+    path = folder / SHARD
+    data = bytearray(path.read_bytes())
+    generator = np.random.default_rng(seed)
+    position = int(generator.integers(8, 2000 if seed < 2 else len(data)))  # header, too
+    data[position] ^= 1 << int(generator.integers(8))
+    path.write_bytes(data)
+    report = verify(folder)
+    assert not report.ok
+    assert any(SHARD in failure for failure in report.failures)
+
+
+def test_a_wrong_code_names_its_module(folder: Path) -> None:
+    rewrite(folder, f"{MODULE}.qweight", lambda words: words ^ 1)
+    report = verify(folder)
+    assert f"{MODULE}: its codes are not those that were computed" in report.failures
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_scales_must_be_numbers_even_without_a_manifest(folder: Path, value: float) -> None:
+    forget_manifest(folder)
+
+    def spoil(scales: torch.Tensor) -> torch.Tensor:
+        scales[0, 3] = value
+        return scales
+
+    rewrite(folder, f"{MODULE}.scales", spoil)
+    (failure,) = verify(folder).failures
+    assert failure.startswith(f"{MODULE} has scales that are")
+
+
+def test_a_checkpoint_without_manifest_is_read_but_not_proven(folder: Path) -> None:
+    forget_manifest(folder)
+    report = verify(folder)
+    assert report.ok
+    assert report.status == UNPROVEN
+
+
+def test_a_linear_that_nobody_quantized_is_noticed(folder: Path) -> None:
+    forget_manifest(folder)
+    tensors = load_file(folder / SHARD)
+    for suffix in ("qweight", "qzeros", "scales"):
+        del tensors[f"{MODULE}.{suffix}"]
+    tensors[f"{MODULE}.weight"] = torch.randn(256, 512).to(torch.bfloat16)
+    save_file(tensors, folder / SHARD, {"format": "pt"})
+    index_path = folder / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    for suffix in ("qweight", "qzeros", "scales"):
+        del index["weight_map"][f"{MODULE}.{suffix}"]
+    index["weight_map"][f"{MODULE}.weight"] = SHARD
+    index_path.write_text(json.dumps(index))
+    (failure,) = verify(folder).failures
+    assert failure.startswith(f"{MODULE} is not quantized")
+
+    config_path = folder / "config.json"
+    config = json.loads(config_path.read_text())
+    config["quantization_config"]["modules_to_not_convert"] = [MODULE]
+    config_path.write_text(json.dumps(config))
+    assert verify(folder).ok
+
+
+def test_a_file_that_was_edited_is_named(folder: Path) -> None:
+    path = folder / "generation_config.json"
+    path.write_text(path.read_text().replace("1", "7"))
+    (failure,) = verify(folder).failures
+    assert "generation_config.json" in failure
+
+
+def test_a_cut_shard_is_bad_input(folder: Path) -> None:
+    path = folder / SHARD
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(BadInput, match=f"{SHARD} is cut off"):
+        verify(folder)
+    forget_manifest(folder)
+    with pytest.raises(BadInput, match=f"{SHARD} is cut off"):
+        verify(folder)
+
+
+def test_a_missing_shard_is_bad_input(folder: Path) -> None:
+    (folder / SHARD).unlink()
+    with pytest.raises(BadInput, match=f"{SHARD} is missing"):
+        verify(folder)
+
+
+def test_what_is_no_quantized_checkpoint_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="is not quantized"):
+        verify(MODELS / "stories3M")
+    with pytest.raises(BadInput, match="is no folder"):
+        verify(tmp_path / "missing")
+
+
+def test_a_manifest_of_something_else_is_bad_input(folder: Path) -> None:
+    (folder / MANIFEST_NAME).write_text("{}")
+    with pytest.raises(BadInput, match="no manifest of llmopt"):
+        verify(folder)
