@@ -19,7 +19,7 @@ import numpy as np
 from ..quant.errors import BadInput
 from .result import REQUESTS_NAME, plain, read_result, requests_table
 from .session import BenchRun
-from .statistics import CONFIDENCE, effect_of_runs
+from .statistics import CONFIDENCE, Effect, effect_of_pairs, effect_of_runs
 
 # The chance of a false alarm in one metric; four metrics that move together stay under 2 %.
 ALARM = 0.99
@@ -272,11 +272,7 @@ def judge(
     values_base, values_new = base.values(metric.key), new.values(metric.key)
     if not values_base or not values_new:
         return None
-    paired = 0.0
-    few = min(len(values_base), len(values_new)) < RUNS_THAT_SHOW_SPREAD
-    if metric.column is not None and few and not same:
-        paired = paired_median_error(base.by_request(metric.column), new.by_request(metric.column))
-    effect = effect_of_runs(values_base, values_new, paired)
+    effect = effect_between(metric, base, new)
     reach = 0.0 if same else effect.half_width(CONFIDENCE)
     alarm = 0.0 if same else effect.half_width(ALARM)
     # On the log scale a slowdown of latency and of throughput are the same number.
@@ -304,6 +300,19 @@ def judge(
         outcome=outcome,
         reason=reason,
     )
+
+
+def effect_between(metric: Gated, base: RunData, new: RunData) -> Effect:
+    """The change of a metric with its uncertainty, by what these runs allow to know."""
+    values_base, values_new = base.values(metric.key), new.values(metric.key)
+    fewest = min(len(values_base), len(values_new))
+    arms = [side.result["llmopt"]["arms"] for side in (base, new)]
+    if arms[0] and arms[0] == arms[1] and fewest > 1 and len(values_base) == len(values_new):
+        return effect_of_pairs(values_base, values_new)
+    if metric.column is None or fewest >= RUNS_THAT_SHOW_SPREAD:
+        return effect_of_runs(values_base, values_new)
+    error = paired_median_error(base.by_request(metric.column), new.by_request(metric.column))
+    return effect_of_runs(values_base, values_new, error)
 
 
 def paired_median_error(

@@ -38,9 +38,10 @@ RULES = {
     "pass": "no metric is, and the 95 % bound of each lies within the threshold, or is no wider",
     "no verdict": "everything else: too noisy, different work, failed requests on both sides",
     "change": "mean over the passes of ln(new) − mean of ln(base), as a share",
-    "uncertainty": "the spread between passes, pooled over both runs, with Student's t; with fewer than "
-    "three passes an assumed spread of 5 %, or the spread between requests (bootstrap over pairs of the "
-    "same request) where that is larger",
+    "uncertainty": "the spread between passes, pooled over both runs, with Student's t; for runs that "
+    "took turns the spread of their differences, pass by pass; with fewer than three passes an assumed "
+    "spread of 5 %, or the spread between requests (bootstrap over pairs of the same request) where "
+    "that is larger",
 }
 
 
@@ -115,7 +116,7 @@ def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:
     return to_svg(figure, "Speed, quality and memory side by side")
 
 
-def deltas_table(deltas: Sequence[Delta]) -> Table:
+def deltas_table(deltas: Sequence[Delta], caption: str = "") -> Table:
     """The gated metrics with change, interval and answer."""
     rows, tones = [], {}
     for row, delta in enumerate(deltas):
@@ -131,7 +132,7 @@ def deltas_table(deltas: Sequence[Delta]) -> Table:
         )
         tones[row] = TONES[delta.outcome]
     header = ["metric", "base", "new", "change", "90 % interval", "verdict"]
-    return Table(header, rows, tones=tones)
+    return Table(header, rows, caption=caption, tones=tones)
 
 
 def memory_rows(comparison: Comparison) -> list[list[str]]:
@@ -145,6 +146,7 @@ def memory_rows(comparison: Comparison) -> list[list[str]]:
     return [
         [names[key], size(base), size(new), percent(new / base - 1, signed=True)]
         for key, (base, new) in comparison.memory.items()
+        if base and new
     ]
 
 

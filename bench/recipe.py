@@ -70,11 +70,18 @@ class CompareStep(_Strict):
 
 
 class Recipe(_Strict):
-    """Bench a model, quantize it in one or several ways, verify and bench each, compare, report."""
+    """Quantize a model in one or several ways, verify each, bench them beside it, compare, report.
+
+    `interleave` loads all of them at once and lets their passes take turns, so that a machine that
+    changes its mind meanwhile hits all alike; without it they run one after another. `num_threads`
+    are the CPU threads of every step.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     description: str = ""
     model: str | None = None
+    interleave: bool = False
+    num_threads: Annotated[int, Field(ge=1)] | None = None
     bench: BenchOptions = BenchOptions()
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
     compare: CompareStep = CompareStep()
@@ -82,7 +89,7 @@ class Recipe(_Strict):
     @field_validator("bench")
     @classmethod
     def _own_keys(cls, options: BenchOptions) -> BenchOptions:
-        for key in ("model", "name", "reference"):
+        for key in ("model", "name", "reference", "num_threads"):
             if key in options.model_fields_set:
                 raise ValueError(f"{key!r} is set by the recipe itself")
         return options

@@ -93,11 +93,11 @@ def recipe_verdict(run: RecipeRun) -> Verdict:
     sentence = (
         f"It agrees with the original on the likeliest next token at "
         f"{percent(scored['top1_agreement']) if scored else 'an unknown share'} of the positions. "
-        f"Throughput changes by {percent(speed, 0, signed=True)}: {best.comparison.outcome.value}. "
+        f"Throughput changes by {percent(speed, 0, signed=True)} ({best.comparison.outcome.value}). "
         f"Every checkpoint was read back and is {best.verified.status.partition(':')[0]}."
     )
     gated = run.recipe.compare.gate
-    tone = TONES[best.comparison.outcome] if gated else "good"
+    tone = TONES[best.comparison.outcome] if gated else "plain"
     return Verdict(tone, headline + ".", sentence)
 
 
@@ -201,16 +201,11 @@ def recipe_page(run: RecipeRun) -> Page:
     figures = recipe_figures(run)
     roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
     notes = [note for result in results.values() for note in warnings(result)]
-    details = [
-        Table(
-            [one.variant.name, ""], [["Verdict", "; ".join(one.comparison.reasons)]], is_prose=True
+    per_variant = [
+        deltas_table(
+            one.comparison.deltas, f"{one.variant.name}: {'; '.join(one.comparison.reasons)}."
         )
         for one in run.variants
-    ]
-    per_variant = [
-        table
-        for one, words in zip(run.variants, details, strict=True)
-        for table in (deltas_table(one.comparison.deltas), words)
     ]
     return Page(
         title=f"{run.recipe.name}: {run.base.result['model_id']} and its quantized checkpoints",

@@ -132,6 +132,21 @@ def peaks(passes: Sequence[LoadPass]) -> dict[str, float]:
     return {key: max(one[key] for one in each) for key in each[0]}
 
 
+def phases(passes: Sequence[LoadPass]) -> dict[str, float]:
+    """Where the time of the passes went, in seconds: steps that only decode, steps that compute
+    prompts (decoding beside them), and everything outside the steps."""
+    steps = [step for one in passes for step in one.steps]
+    decode = sum(step.seconds for step in steps if step.decode_only)
+    prefill = sum(step.seconds for step in steps) - decode
+    whole = sum(one.duration for one in passes)
+    return {
+        "decode_seconds": decode,
+        "prefill_seconds": prefill,
+        "between_steps_seconds": max(0.0, whole - decode - prefill),
+        "num_steps": len(steps),
+    }
+
+
 def requests_table(passes: Sequence[LoadPass]) -> dict[str, list[Any]]:
     """One row a request: every time (seconds from the start of its pass) and every length."""
     rows: list[dict[str, Any]] = []

@@ -51,6 +51,134 @@ class BenchRun:
         return self.result["llmopt"]["interrupted"]
 
 
+class BenchSession:
+    """A model that is loaded and warmed up, to be measured pass by pass.
+
+    Several sessions may live at once and take turns, so that what the machine does meanwhile hits all
+    of them alike. `arms` is then the same text in each: their results are compared pass by pass.
+
+    Raises:
+        BadInput: the model, the data set or an option is unusable.
+    """
+
+    def __init__(
+        self, options: BenchOptions, progress: Progress | None = None, *, arms: str | None = None
+    ) -> None:
+        self._options = options
+        self._progress = progress or Silent()
+        self._arms = arms
+        self._load = Load(options.rate, options.burstiness, options.concurrency)
+        self._model = resolve_model(options.model)
+        restart_peak_memory()
+        self._engine = load_engine(options, self._model)
+        tokenizer = self._engine.tokenizer
+        self._workload = build_workload(options, tokenizer, self._engine.max_model_len)
+        for note in self._workload.notes:
+            self._progress.note(f"{self._workload.name}: {note}")
+        self._target = InProcessTarget(
+            self._engine,
+            ignore_eos=options.ignore_eos,
+            temperature=options.temperature,
+            seed=options.seed,
+            slowdown=options.slowdown,
+        )
+        self._passes: list[LoadPass] = []
+        self._hit_rates: list[float] = []
+        warmup = warmup_workload(self._workload, options.warmups, tokenizer, seed=options.seed)
+        if warmup is not None:
+            self._drive(warmup, "warm-up")
+
+    @property
+    def name(self) -> str:
+        """How the record and its reports call what is measured."""
+        return self._options.name or self._options.label or self._model.name
+
+    def run_pass(self) -> bool:
+        """One more pass over the workload; False when it was interrupted."""
+        # What one pass leaves in the cache must not speed up the next.
+        self._engine.reset_prefix_cache()
+        before = self._engine.stats
+        number, count = len(self._passes) + 1, self._options.num_runs
+        one = self._drive(self._workload, f"{self.name}, pass {number} of {count}")
+        after = self._engine.stats
+        queries = after.prefix_cache_queries - before.prefix_cache_queries
+        hits = after.prefix_cache_hits - before.prefix_cache_hits
+        self._passes.append(one)
+        self._hit_rates.append(hits / queries if queries else 0.0)
+        return not one.interrupted
+
+    def finish(self) -> BenchRun:
+        """Score quality, place the run under the roofs, and put the record together.
+
+        An interrupt skips the quality; the record then says `interrupted`.
+        """
+        options, engine, passes = self._options, self._engine, self._passes
+        # With several sessions in one process there is no telling whose memory it is.
+        peak_bytes = None if self._arms else peak_memory_bytes()
+        interrupted = any(one.interrupted for one in passes)
+        quality = None
+        if options.quality and not interrupted:
+            try:
+                quality = score_quality(options, engine, self._progress)
+            except KeyboardInterrupt:
+                interrupted = True
+        runs = [record.of_one_run(one) for one in passes]
+        workload = self._workload
+        found = record.vllm_part(
+            options,
+            passes,
+            model_id=options.model or self._model.name,
+            date=datetime.now().strftime("%Y%m%d-%H%M%S"),
+        )
+        found["llmopt"] = {
+            "schema": record.SCHEMA_VERSION,
+            "run_id": uuid.uuid4().hex,
+            "arms": self._arms,
+            "name": self.name,
+            "interrupted": interrupted,
+            "slowdown": options.slowdown,
+            "identity": identity(options, engine, self._model, workload),
+            "workload": {
+                "name": workload.name,
+                "source": workload.source,
+                "is_stand_in": workload.is_stand_in,
+                "notes": workload.notes,
+                "num_requests": len(workload.items),
+                "prompt_tokens": workload.prompt_tokens,
+                "output_tokens": workload.output_tokens,
+            },
+            "num_warmups": options.warmups,
+            "num_runs": len(passes),
+            "runs": [
+                {**run, "prefix_cache_hit_rate": rate}
+                for run, rate in zip(runs, self._hit_rates, strict=True)
+            ],
+            "metrics": record.distributions(passes, options.seed),
+            "spread": record.spread(runs),
+            "peaks": record.peaks(passes),
+            "client_lag_ms": record.client_lag(passes),
+            "phases": record.phases(passes),
+            "preemptions": engine.stats.num_preemptions,
+            "prefix_cache_hit_rate": sum(self._hit_rates) / len(self._hit_rates),
+            "memory": {
+                "weight_bytes": engine.memory.weight_bytes,
+                "checkpoint_bytes": Checkpoint(self._model).weight_bytes,
+                "kv_cache_bytes": engine.memory.kv_cache_bytes,
+                "peak_resident_bytes": peak_bytes,
+            },
+            "quality": quality,
+            "roofline": place_on_roofline(engine, self._model, passes),
+            "environment": describe(str(engine.device)),
+        }
+        return BenchRun(record.plain(found), passes)
+
+    def _drive(self, workload: Workload, description: str) -> LoadPass:
+        limit = self._load.max_concurrency
+        return drive(
+            self._target, workload, limit, progress=self._progress, description=description
+        )
+
+
 def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchRun:
     """Measure one model under one load. Nothing is written.
 
@@ -59,80 +187,27 @@ def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchR
     Raises:
         BadInput: the model, the data set or an option is unusable.
     """
-    progress = progress or Silent()
-    load = Load(options.rate, options.burstiness, options.concurrency)
-    model = resolve_model(options.model)
-    restart_peak_memory()
-    engine = load_engine(options, model)
-    workload = build_workload(options, engine.tokenizer, engine.max_model_len)
-    for note in workload.notes:
-        progress.note(f"{workload.name}: {note}")
-    target = InProcessTarget(
-        engine,
-        ignore_eos=options.ignore_eos,
-        temperature=options.temperature,
-        seed=options.seed,
-        slowdown=options.slowdown,
-    )
-    warmup = warmup_workload(workload, options.warmups, engine.tokenizer, seed=options.seed)
-    if warmup is not None:
-        drive(target, warmup, load.max_concurrency, progress=progress, description="warm-up")
-    passes, caches = measure(target, engine, workload, load, options, progress)
-    peak_bytes = peak_memory_bytes()
-    interrupted = any(one.interrupted for one in passes)
+    session = BenchSession(options, progress)
+    for _ in range(options.num_runs):
+        if not session.run_pass():
+            break
+    return session.finish()
 
-    quality = None
-    if options.quality and not interrupted:
-        try:
-            quality = score_quality(options, engine, model, progress)
-        except KeyboardInterrupt:
-            interrupted = True
-    found = record.vllm_part(
-        options,
-        passes,
-        model_id=options.model or model.name,
-        date=datetime.now().strftime("%Y%m%d-%H%M%S"),
-    )
-    found["llmopt"] = {
-        "schema": record.SCHEMA_VERSION,
-        "run_id": uuid.uuid4().hex,
-        "name": options.name or options.label or model.name,
-        "interrupted": interrupted,
-        "slowdown": options.slowdown,
-        "identity": identity(options, engine, model, workload),
-        "workload": {
-            "name": workload.name,
-            "source": workload.source,
-            "is_stand_in": workload.is_stand_in,
-            "notes": workload.notes,
-            "num_requests": len(workload.items),
-            "prompt_tokens": workload.prompt_tokens,
-            "output_tokens": workload.output_tokens,
-        },
-        "num_warmups": options.warmups,
-        "num_runs": len(passes),
-        "runs": [
-            {**record.of_one_run(one), "prefix_cache_hit_rate": cache}
-            for one, cache in zip(passes, caches, strict=True)
-        ],
-        "metrics": record.distributions(passes, options.seed),
-        "spread": record.spread([record.of_one_run(one) for one in passes]),
-        "peaks": record.peaks(passes),
-        "client_lag_ms": record.client_lag(passes),
-        "phases": phases(passes),
-        "preemptions": engine.stats.num_preemptions,
-        "prefix_cache_hit_rate": sum(caches) / len(caches),
-        "memory": {
-            "weight_bytes": engine.memory.weight_bytes,
-            "checkpoint_bytes": Checkpoint(model).weight_bytes,
-            "kv_cache_bytes": engine.memory.kv_cache_bytes,
-            "peak_resident_bytes": peak_bytes,
-        },
-        "quality": quality,
-        "roofline": place_on_roofline(engine, model, passes),
-        "environment": describe(str(engine.device)),
-    }
-    return BenchRun(record.plain(found), passes)
+
+def run_interleaved(
+    options: Sequence[BenchOptions], progress: Progress | None = None
+) -> list[BenchRun]:
+    """Measure several models under the same load, pass by pass in turns; all are loaded at once.
+
+    Each round begins with another model, so that no one is always first.
+    """
+    arms = uuid.uuid4().hex
+    sessions = [BenchSession(one, progress, arms=arms) for one in options]
+    for number in range(options[0].num_runs):
+        turn = number % len(sessions)
+        if not all(session.run_pass() for session in sessions[turn:] + sessions[:turn]):
+            raise KeyboardInterrupt
+    return [session.finish() for session in sessions]
 
 
 def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
@@ -153,33 +228,6 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "num_threads": options.num_threads,
     }
     return Engine(EngineConfig(model=model, **{**settings, **overrides}))
-
-
-def measure(
-    target: InProcessTarget,
-    engine: Engine,
-    workload: Workload,
-    load: Load,
-    options: BenchOptions,
-    progress: Progress,
-) -> tuple[list[LoadPass], list[float]]:
-    """The passes and, per pass, the share of prompt tokens that the prefix cache gave."""
-    passes: list[LoadPass] = []
-    caches: list[float] = []
-    for number in range(options.num_runs):
-        # What one pass leaves in the cache must not speed up the next.
-        engine.reset_prefix_cache()
-        target.take_steps(0.0)
-        queries, hits = engine.stats.prefix_cache_queries, engine.stats.prefix_cache_hits
-        said = f"run {number + 1} of {options.num_runs}" if options.num_runs > 1 else "run"
-        passes.append(
-            drive(target, workload, load.max_concurrency, progress=progress, description=said)
-        )
-        queries = engine.stats.prefix_cache_queries - queries
-        caches.append((engine.stats.prefix_cache_hits - hits) / queries if queries else 0.0)
-        if passes[-1].interrupted:
-            break
-    return passes, caches
 
 
 def identity(
@@ -217,9 +265,7 @@ def identity(
     }
 
 
-def score_quality(
-    options: BenchOptions, engine: Engine, model: Path, progress: Progress
-) -> dict[str, Any]:
+def score_quality(options: BenchOptions, engine: Engine, progress: Progress) -> dict[str, Any]:
     """Perplexity of the model, and its distance from the reference where one was given."""
     passage = read_passage(
         engine.tokenizer,
@@ -243,21 +289,6 @@ def reference_log_probabilities(
         options, reference, max_num_seqs=SCORING_SEQUENCES, kv_cache_memory_bytes=None
     )
     return log_probabilities(engine, passage, progress=progress, what="reference")
-
-
-def phases(passes: Sequence[LoadPass]) -> dict[str, float]:
-    """Where the time of the passes went, in seconds: steps that only decode, steps that compute
-    prompts (decoding beside them), and everything outside the steps."""
-    steps = [step for one in passes for step in one.steps]
-    decode = sum(step.seconds for step in steps if step.decode_only)
-    prefill = sum(step.seconds for step in steps) - decode
-    whole = sum(one.duration for one in passes)
-    return {
-        "decode_seconds": decode,
-        "prefill_seconds": prefill,
-        "between_steps_seconds": max(0.0, whole - decode - prefill),
-        "num_steps": len(steps),
-    }
 
 
 def place_on_roofline(

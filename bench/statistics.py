@@ -144,3 +144,11 @@ def effect_of_runs(
         squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in (logs_base, logs_new))
         candidates.append(Effect(estimate, math.sqrt(squares / degrees) * reach, degrees))
     return max(candidates, key=lambda effect: effect.half_width(CONFIDENCE))
+
+
+def effect_of_pairs(base: Sequence[float], new: Sequence[float]) -> Effect:
+    """The change between runs that took turns: each pair saw the same state of the machine, so the
+    spread that counts is that of the differences. Needs two pairs."""
+    differences = np.log(new) - np.log(base)
+    error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    return Effect(float(differences.mean()), error, len(differences) - 1)

@@ -1,11 +1,13 @@
-"""Carrying out a recipe: bench, quantize, verify, bench again, compare, and one report over it all."""
+"""Carrying out a recipe: quantize, verify, bench beside the original, compare, one report over it all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..quant.errors import BadInput
 from ..quant.models import resolve_model
@@ -18,7 +20,7 @@ from .compare import Comparison, Outcome, RunData, compare
 from .recipe import BASE_NAME, Recipe, Variant
 from .result import to_json
 from .run_folder import write_whole
-from .session import BenchRun, run_bench, write_run
+from .session import BenchRun, run_bench, run_interleaved, write_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,54 +86,72 @@ def run_recipe(recipe: Recipe, folder: Path, progress: Progress | None = None) -
     model = recipe.model or DEFAULT_MODEL
     resolve_model(model)
     folder.mkdir(parents=True)
-    steps = 2 + 3 * len(recipe.variants)
-    done = 0
-
-    def say(what: str) -> None:
-        nonlocal done
-        done += 1
-        progress.note(f"[{done}/{steps}] {what}")
-
-    say(f"bench {model} as it is")
-    base = measure(recipe, model, BASE_NAME, folder, progress)
-    variants: list[VariantRun] = []
+    if recipe.num_threads is not None:
+        torch.set_num_threads(recipe.num_threads)
+    made: list[tuple[QuantizeResult, VerifyReport]] = []
     for variant in recipe.variants:
-        say(f"quantize: {variant.name}")
+        progress.note(f"quantize: {variant.name}")
         quantized = make_checkpoint(
             recipe, variant, folder / "checkpoints" / variant.name, progress
         )
-        say(f"verify {variant.name}")
         verified = verify(quantized.output, progress)
-        progress.note(f"{variant.name}: {verified.status}")
-        say(f"bench {variant.name} against {model}")
-        data = measure(recipe, str(quantized.output), variant.name, folder, progress, model)
-        comparison = compare(
-            base, data, threshold=recipe.compare.share, gate=recipe.compare.quality_gate
-        )
-        variants.append(VariantRun(variant, quantized, verified, data, comparison))
-    say("compare and report")
-    run = RecipeRun(recipe, folder, base, tuple(variants))
+        progress.note(f"verify {variant.name}: {verified.status}")
+        made.append((quantized, verified))
+    names = {BASE_NAME: model}
+    names |= {v.name: str(q.output) for v, (q, _) in zip(recipe.variants, made, strict=True)}
+    progress.note(f"bench {', '.join(names)}")
+    base, *others = measure(recipe, names, folder, progress)
+    variants = tuple(
+        VariantRun(variant, quantized, verified, data, judge(recipe, base, data))
+        for variant, (quantized, verified), data in zip(recipe.variants, made, others, strict=True)
+    )
+    run = RecipeRun(recipe, folder, base, variants)
     write_whole(folder / "result.json", to_json(run.record()))
     write_recipe_report(run)
     return run
 
 
+def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
+    """The recipe's comparison of one variant."""
+    return compare(base, new, threshold=recipe.compare.share, gate=recipe.compare.quality_gate)
+
+
 def measure(
-    recipe: Recipe,
-    model: str,
-    name: str,
-    folder: Path,
-    progress: Progress,
-    reference: str | None = None,
-) -> RunData:
-    """Bench one model under the recipe's load into `folder/name`."""
-    options = recipe.bench.model_copy(update={"model": model, "name": name, "reference": reference})
-    run: BenchRun = run_bench(options, progress)
+    recipe: Recipe, models: Mapping[str, str], folder: Path, progress: Progress
+) -> list[RunData]:
+    """Bench every model of {name: model} under the recipe's load, the first being the reference, into
+    `folder/name`."""
+    reference = next(iter(models.values()))
+    options = [
+        recipe.bench.model_copy(
+            update={
+                "model": model,
+                "name": name,
+                "reference": None if name == BASE_NAME else reference,
+                "num_threads": recipe.num_threads,
+            }
+        )
+        for name, model in models.items()
+    ]
+    if recipe.interleave:
+        runs = run_interleaved(options, progress)
+        for one, run in zip(options, runs, strict=True):
+            keep(run, folder / str(one.name))
+        return [RunData.of_run(run) for run in runs]
+    found = []
+    for one in options:
+        run = run_bench(one, progress)
+        keep(run, folder / str(one.name))
+        found.append(RunData.of_run(run))
+    return found
+
+
+def keep(run: BenchRun, folder: Path) -> None:
+    """Write a run's folder; an interrupted one is written too, and then ends the recipe."""
     if not run.interrupted or run.passes[0].traces:
-        write_run(run, folder / name)
+        write_run(run, folder)
     if run.interrupted:
         raise KeyboardInterrupt
-    return RunData.of_run(run)
 
 
 def make_checkpoint(

@@ -22,6 +22,7 @@ def run(
 
     steps = read_recipe(recipe)
 
+    from rich import box
     from rich.table import Table
 
     from ..bench.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
@@ -42,11 +43,16 @@ def run(
     if as_json:
         emit_json({"folder": str(folder), **done.record()})
     out = result_console(as_json)
-    table = Table(title=steps.name, title_justify="left")
-    for heading in HEADER:
-        table.add_column(heading, justify="left" if heading == HEADER[0] else "right")
+    table = Table(title=steps.name, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    # The report has all columns; a terminal of 80 has room for these.
+    shown = [number for number, heading in enumerate(HEADER) if heading != "TTFT"]
+    for number in shown:
+        is_name = number == 0
+        table.add_column(
+            HEADER[number], justify="left" if is_name else "right", no_wrap=not is_name
+        )
     for row in verdict_rows(done):
-        table.add_row(*row)
+        table.add_row(*(row[number] for number in shown))
     out.print(table)
     verdict = recipe_verdict(done)
     out.print(f"{verdict.headline} {verdict.sentence}", markup=False)
