@@ -23,6 +23,7 @@ from .model.loader import load_weights
 from .model.spec import ModelSpec
 from .model_runner import ModelRunner, StepResult
 from .outputs import EngineStats, RequestOutput, TokenLogprobs
+from .planner.shapes import ModelShape
 from .prefix_cache import PrefixCache
 from .request import Request, RequestTimes
 from .sampling_params import SamplingParams
@@ -76,8 +77,9 @@ class Engine:
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[kind]
         weights = load_weights(checkpoint, self.spec, self.device, self.dtype)
+        shape = ModelShape.from_config(checkpoint.config)
         num_blocks = choose_num_blocks(
-            config, self.spec, block_size, self.max_model_len, max_num_seqs, self.device, self.dtype
+            config, shape, block_size, self.max_model_len, max_num_seqs, self.device, self.dtype
         )
         cache = KvCache(self.spec, num_blocks, block_size, self.device, self.dtype)
         decoder = Decoder(self.spec, weights, self.max_model_len, self.dtype)

@@ -10,20 +10,17 @@ from ..quant.errors import BadInput
 from .config import EngineConfig, available_memory_bytes
 from .model.decoder import LayerCache
 from .model.spec import ModelSpec
+from .planner.memory import num_blocks_for
+from .planner.shapes import ModelShape
+from .planner.units import format_gib
 
 DEFAULT_BLOCK_SIZE = {"cpu": 32, "cuda": 16}
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.9}
 
 
-def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers: keys and values of `block_size` tokens."""
-    elements = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_size
-    return elements * dtype.itemsize
-
-
 def choose_num_blocks(
     config: EngineConfig,
-    spec: ModelSpec,
+    shape: ModelShape,
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
@@ -40,22 +37,22 @@ def choose_num_blocks(
     """
     if config.num_blocks is not None:
         return config.num_blocks + 1
-    block_bytes = kv_block_bytes(spec, block_size, dtype)
+    block_bytes = block_size * shape.kv_bytes_per_token(dtype.itemsize)
     blocks_per_sequence = -(-max_model_len // block_size)
-    if config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block_bytes
+    if (given := config.kv_cache_memory_bytes) is not None:
+        num_blocks = num_blocks_for(given, shape, block_size, dtype.itemsize)
         if num_blocks < 1:
             raise BadInput(
-                f"kv_cache_memory_bytes = {config.kv_cache_memory_bytes} does not hold one block of "
-                f"{block_bytes} bytes"
+                f"kv_cache_memory_bytes = {given} does not hold one block of {block_bytes} bytes"
             )
         return num_blocks + 1
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
-    affordable = int(free * MEMORY_SHARE[device.type]) // block_bytes
+    share = int(free * MEMORY_SHARE[device.type])
+    affordable = num_blocks_for(share, shape, block_size, dtype.itemsize)
     if affordable < blocks_per_sequence:
         raise BadInput(
-            f"a sequence of {max_model_len} tokens needs {blocks_per_sequence * block_bytes / 2**30:.2f} GiB "
-            f"of KV cache, but {affordable * block_bytes / 2**30:.2f} GiB is there: lower max_model_len"
+            f"a sequence of {max_model_len} tokens needs {format_gib(blocks_per_sequence * block_bytes)} "
+            f"of KV cache, but {format_gib(share)} is there: lower max_model_len"
         )
     return min(affordable, blocks_per_sequence * max_num_seqs) + 1
 
@@ -81,7 +78,7 @@ class KvCache:
             for _ in range(spec.num_layers)
         ]
         self.block_size = block_size
-        self.num_bytes = num_blocks * kv_block_bytes(spec, block_size, dtype)
+        self.num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination); every source is read before any is written."""
