@@ -8,6 +8,7 @@ import sys
 from llmopt.recipes import MODELS
 
 STORIES = MODELS / "stories3M"
+TINY = MODELS / "stories260K"
 SAMPLES, LENGTH = 24, 128  # small enough to be quick, large enough that AWQ finds better scales
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from llmopt.quant.pipeline import QuantizeResult
-from quant_support import LENGTH, SAMPLES, llmopt_command, llmopt_environment
+from llmopt.quant.errors import BadInput
+from llmopt.quant.pipeline import QuantizeResult, quantize
+from llmopt.quant.plan import QuantizeRequest, make_plan
+from llmopt.quant.verify import PROVEN, verify
+from quant_support import LENGTH, SAMPLES, STORIES, TINY, llmopt_command, llmopt_environment
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = ("--num-samples", str(SAMPLES), "--seq-len", str(LENGTH))
@@ -46,13 +49,19 @@ def test_killed_three_times_it_ends_with_the_same_bytes(
     quantized: Callable[..., QuantizeResult], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    for layers in (0, 2, 3):
+    kill, interrupt = signal.SIGKILL, signal.SIGINT
+    for layers, stop in ((0, kill), (1, interrupt), (2, kill), (3, kill)):
         process = start(output)
         wait_for(lambda layers=layers: finished_layers(output) >= layers, process)
         time.sleep(random.uniform(0, 0.1))
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        process.communicate()
+        process.send_signal(stop)
+        _, errors = process.communicate(timeout=60)
+        if stop == kill:
+            assert process.returncode == -kill
+        else:
+            assert process.returncode == 130
+            assert f"in {output}.partial; the same command goes on".encode() in errors
+            assert b"Traceback" not in errors
         assert not output.exists()
     process = start(output)
     _, errors = process.communicate(timeout=100)
@@ -66,18 +75,6 @@ def test_killed_three_times_it_ends_with_the_same_bytes(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    process = start(output)
-    wait_for(lambda: finished_layers(output) >= 1, process)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"in {output}.partial; the same command goes on".encode() in errors
-    assert b"Traceback" not in errors
-    assert finished_layers(output) >= 1
-
-
 def test_quantize_and_verify_with_json(command: Command, tmp_path: Path) -> None:
     done = command("quantize", "--method", "rtn", "--num-samples", "2", "--seq-len", "32", "--json")
     assert done.returncode == 0, done.stderr
@@ -87,17 +84,14 @@ def test_quantize_and_verify_with_json(command: Command, tmp_path: Path) -> None
     assert "loads in: llmopt, vLLM, transformers" in done.stderr
 
     folder = tmp_path / result["output"]
-    checked = command("verify", str(folder), "--json")
-    assert checked.returncode == 0, checked.stderr
-    assert json.loads(checked.stdout)["status"].startswith("proven")
-
+    assert verify(folder).status == PROVEN
     shard = folder / "model-layer-00001.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    failed = command("verify", str(folder))
+    failed = command("verify", str(folder), "--json")
     assert failed.returncode == 1
-    assert "model-layer-00001.safetensors" in failed.stdout
+    assert shard.name in json.loads(failed.stdout)["failures"][0]
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -109,21 +103,14 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in line
 
 
-def edit_config(model: Path, **changes: object) -> None:
-    path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nowhere/model"], ["nowhere/model"]),
         (["stories260K"], ["model.layers.0.mlp.gate_proj", "172"]),
-        (["stories260K", "--method", "rtn"], ["model.layers.0.mlp.down_proj", "172"]),
-        (["--group-size", "96"], ["96", "model.layers.0.self_attn.q_proj", "256"]),
         (["--calibration", "empty.txt"], ["empty.txt", "is empty"]),
     ],
-    ids=["missing-model", "260K-awq", "260K-int4", "group-size", "empty-calibration"],
+    ids=["missing-model", "260K-awq", "empty-calibration"],
 )
 def test_bad_options_are_one_line(
     command: Command, tmp_path: Path, arguments: list[str], words: list[str]
@@ -131,6 +118,51 @@ def test_bad_options_are_one_line(
     (tmp_path / "empty.txt").write_text("\n\n")
     assert_refused(command("quantize", *arguments), *words)
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bits": 3}, "3-bit"),
+        ({"method": "gptq"}, "unknown method 'gptq': choose one of awq, rtn"),
+        ({"format": "gguf"}, "unknown format 'gguf'"),
+        ({"format": "awq", "bits": 8}, "4-bit weights only"),
+        ({"format": "awq", "symmetric": True}, "no symmetric form"),
+        (
+            {"group_size": 96},
+            "96 does not divide the 256 inputs of model.layers.0.self_attn.q_proj",
+        ),
+        ({"seq_len": 1024}, "context of 512"),
+        ({"ignore": ("(",)}, "no regular expression"),
+        ({"ignore": ("c_proj",)}, "matches no linear"),
+        ({"ignore": (".",)}, "nothing is left"),
+        ({"model": TINY, "method": "rtn"}, "pack model.layers.0.mlp.down_proj: its 172 inputs"),
+        ({"model": TINY, "method": "rtn", "bits": 8}, "no usual group size divides the 172"),
+    ],
+)
+def test_bad_requests_are_refused_before_any_work(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    settings: dict[str, Any] = {"model": STORIES, "output": tmp_path / "out"} | options
+    with pytest.raises(BadInput) as caught:
+        quantize(QuantizeRequest(**settings))
+    assert words in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_group_size_falls_and_says_so(tmp_path: Path) -> None:
+    request = QuantizeRequest(
+        TINY, tmp_path / "out", ignore=("down_proj",), format="compressed-tensors"
+    )
+    plan = make_plan(request)
+    assert plan.scheme.group_size == 64
+    (note,) = plan.notes
+    assert "group size 64" in note and "model.layers.0.self_attn.q_proj has 64 inputs" in note
+
+
+def edit_config(model: Path, **changes: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def cut_shard(model: Path) -> None:
@@ -160,16 +192,21 @@ def wrong_width(model: Path) -> None:
         (wrong_width, ["model.layers.0", "does not fit its config"]),
     ],
 )
-def test_damaged_models_are_one_line(
-    command: Command,
-    tmp_path: Path,
-    model_copy: Path,
-    damage: Callable[[Path], None],
-    words: list[str],
+def test_damaged_models_are_refused(
+    tmp_path: Path, model_copy: Path, damage: Callable[[Path], None], words: list[str]
 ) -> None:
     damage(model_copy)
-    assert_refused(command("quantize", str(model_copy), "-o", "out"), *words)
+    with pytest.raises(BadInput) as caught:
+        quantize(QuantizeRequest(model_copy, tmp_path / "out"))
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_cut_shard_is_one_line_on_the_command_line(command: Command, model_copy: Path) -> None:
+    cut_shard(model_copy)
+    assert_refused(command("quantize", str(model_copy), "-o", "out"), "cut off")
 
 
 def test_an_output_that_exists_is_not_touched(command: Command, tmp_path: Path) -> None:
@@ -182,7 +219,8 @@ def test_an_output_that_exists_is_not_touched(command: Command, tmp_path: Path) 
 
 
 def test_a_quantized_model_is_not_quantized_again(
-    quantized: Callable[..., QuantizeResult], command: Command, tmp_path: Path
+    quantized: Callable[..., QuantizeResult], tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(quantized(method="awq").output, tmp_path / "done"))
-    assert_refused(command("quantize", str(folder)), "is quantized already")
+    request = QuantizeRequest(quantized(method="awq").output, tmp_path / "out")
+    with pytest.raises(BadInput, match="is quantized already"):
+        quantize(request)
