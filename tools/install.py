@@ -60,14 +60,13 @@ def install_cpu_torch(python: Path) -> None:
     if release is None:
         sys.exit(f"error: {CONSTRAINTS.name} does not pin torch")
     build = f"{release[0]}+cpu"
-    if pip_install(python, build) is None:
-        return
-    reason = pip_install(python, "--extra-index-url", CPU_INDEX, "--retries", "1", build)
-    if reason is not None:
-        sys.exit(
-            f"error: pip found no {build}, neither where it looks nor at {CPU_INDEX} ({reason}): make the "
-            "wheel reachable (PIP_FIND_LINKS=FOLDER) or install a torch into the environment, and run again"
-        )
+    for options in ((), ("--extra-index-url", CPU_INDEX, "--retries", "1")):
+        if pip_install(python, *options, build) is None:
+            return
+    sys.exit(
+        f"error: pip found no {build}, neither where it looks nor at {CPU_INDEX}: make the wheel "
+        f"reachable (PIP_FIND_LINKS=FOLDER) or install a torch with {python}, and run again"
+    )
 
 
 def pip_install(python: Path, *arguments: str) -> str | None:

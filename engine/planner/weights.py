@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil, gcd
+from math import ceil
 from typing import Any
 
 from ...quant.errors import BadInput
 from .shapes import ModelShape, Role, Tensor
 
 UNQUANTIZED_BYTES = 2
+GROUP_SIZES = (128, 64, 32, 16)  # as `llmopt quantize` tries them
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ RECIPES = {
 
 
 def recipe_for(name: str, shape: ModelShape, group_size: int | None = None) -> WeightRecipe:
-    """The recipe called `name` for this model. Without a group size, int4 takes the largest up to 128
-    that divides every quantized width.
+    """The recipe called `name` for this model. Without a group size, int4 takes the largest of
+    `GROUP_SIZES` that divides every quantized width, as `llmopt quantize` does.
 
     Raises:
         BadInput: an unknown name, or a group size that does not divide a width or has no meaning here.
@@ -77,9 +78,10 @@ def recipe_for(name: str, shape: ModelShape, group_size: int | None = None) -> W
         return recipe
     widths = sorted({t.in_features for t in shape.tensors() if t.role in recipe.roles})
     if group_size is None:
-        common = gcd(*widths)
-        largest = max(g for g in range(1, recipe.group_size + 1) if common % g == 0)
-        return replace(recipe, group_size=largest)
+        fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
+        if not fitting:
+            raise BadInput(f"none of the group sizes {GROUP_SIZES} divides every width of {widths}")
+        return replace(recipe, group_size=fitting[0])
     if group_size < 1:
         raise BadInput(f"--group-size {group_size}: a positive number of input channels is needed")
     for width in widths:

@@ -56,9 +56,7 @@ def test_without_a_cpu_build_it_stops_with_one_line(
     installer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(installer, "pip_install", pip_that([], "none found", "no network"))
-    with pytest.raises(
-        SystemExit, match=r"no torch==2\.13\.0\+cpu.*no network.*PIP_FIND_LINKS"
-    ) as stop:
+    with pytest.raises(SystemExit, match=r"no torch==2\.13\.0\+cpu.*PIP_FIND_LINKS") as stop:
         installer.install_cpu_torch(Path("python"))
     assert "\n" not in str(stop.value)
 

@@ -71,6 +71,12 @@ def run_llmopt(bin_folder: Path, where: Path, *arguments: str) -> subprocess.Com
     return run
 
 
+def payload(shard: Path) -> int:
+    """Bytes of the tensors in a safetensors file: all but the header and its length."""
+    with shard.open("rb") as file:
+        return shard.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
 def test_wheel_holds_nothing_outside_its_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {
@@ -99,3 +105,25 @@ def test_kv_plan_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
     )
     assert json.loads(run.stdout)["kv_bytes_total"] == 40 * 2**30
     assert not list(tmp_path.iterdir())
+
+
+def test_quantize_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
+    options = ["--num-samples", "2", "--seq-len", "32", "--json"]
+    run = run_llmopt(elsewhere, tmp_path, "quantize", "--method", "awq", *options)
+    assert json.loads(run.stdout)
+    (made,) = tmp_path.iterdir()
+    plan = run_llmopt(elsewhere, tmp_path, "kv-plan", "--model", made.name, "--json")
+    assert json.loads(plan.stdout)["weight_bytes"] == sum(map(payload, made.glob("*.safetensors")))
+
+
+def test_bench_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
+    options = "--num-prompts 2 --output-len 4 --num-runs 1 --max-concurrency 2 --quality-tokens 64"
+    run = run_llmopt(
+        elsewhere, tmp_path, "bench", "--dataset", "sharegpt", *options.split(), "--json"
+    )
+    assert json.loads(run.stdout)["completed"] == 2
+    assert len(list(tmp_path.glob("runs/*/report.html"))) == 1
+
+
+def test_serve_local_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
+    assert "--port" in run_llmopt(elsewhere, tmp_path, "serve-local", "--help").stdout

@@ -7,6 +7,7 @@ from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.shapes import ModelShape
 from llmopt.engine.planner.weights import (
     BF16,
+    GROUP_SIZES,
     RECIPES,
     recipe_for,
     stored_recipe,
@@ -56,11 +57,19 @@ def test_fp8_in_square_blocks() -> None:
     )
 
 
+def test_group_sizes_are_those_of_quantize() -> None:
+    from llmopt.quant.plan import DEFAULT_GROUP_SIZES
+
+    assert GROUP_SIZES == DEFAULT_GROUP_SIZES
+
+
 def test_group_size_falls_to_the_largest_that_divides() -> None:
     assert recipe_for("int4", shape("llama-3.1-8b")).group_size == 128
     assert recipe_for("int4", shape("gpt-oss-20b")).group_size == 64  # of 2880 and 4096
     with pytest.raises(BadInput, match="does not divide"):
         recipe_for("int4", shape("gpt-oss-20b"), 128)
+    with pytest.raises(BadInput, match="none of the group sizes"):
+        recipe_for("int4", shape("stories260K"))  # a width of 172
     with pytest.raises(BadInput, match="no meaning for fp8"):
         recipe_for("fp8", shape("llama-3.1-8b"), 128)
     with pytest.raises(BadInput, match="choose bf16"):
