@@ -34,7 +34,7 @@ HEADLINES = {
     Outcome.NO_VERDICT: "No verdict",
 }
 RULES = {
-    "regression": "a metric is worse by more than the threshold, and its 99 % bound excludes no change",
+    "regression": "a metric is worse by more than the threshold, and its 99.5 % bound excludes no change",
     "pass": "no metric is, and the 95 % bound of each lies within the threshold, or is no wider",
     "no verdict": "everything else: too noisy, different work, failed requests on both sides",
     "change": "mean over the passes of ln(new) − mean of ln(base), as a share",

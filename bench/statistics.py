@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ def student_quantile(probability: float, df: float) -> float:
 
 def bootstrap_interval(
     groups: Sequence[np.ndarray],
-    statistic: Callable[[np.ndarray], float],
+    statistic: Callable[..., Any],
     *,
     seed: int = 0,
     resamples: int = RESAMPLES,
@@ -66,7 +67,7 @@ def bootstrap_interval(
 ) -> tuple[float, float] | None:
     """Percentile interval of `statistic` of the pooled values, resampling whole groups.
 
-    A group is what one request gave (one value, or all its gaps), so that values which belong
+    `statistic` takes an array and an `axis`, as numpy's do. A group is what one request gave (one value, or all its gaps), so that values which belong
     together stay together. None with fewer than two groups.
     """
     if len(groups) < 2:
@@ -75,9 +76,9 @@ def bootstrap_interval(
     draws = rng.integers(0, len(groups), size=(resamples, len(groups)))
     if all(len(group) == 1 for group in groups):
         values = np.concatenate(groups)
-        found = [statistic(values[draw]) for draw in draws]
+        found = statistic(values[draws], axis=-1)
     else:
-        found = [statistic(np.concatenate([groups[i] for i in draw])) for draw in draws]
+        found = [statistic(np.concatenate([groups[i] for i in draw]), axis=-1) for draw in draws]
     tail = (1 - confidence) / 2 * 100
     low, high = np.percentile(found, [tail, 100 - tail])
     return float(low), float(high)

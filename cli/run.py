@@ -47,10 +47,10 @@ def run(
     # The report has all columns; a terminal of 80 has room for these.
     shown = [number for number, heading in enumerate(HEADER) if heading != "TTFT"]
     for number in shown:
-        is_name = number == 0
-        table.add_column(
-            HEADER[number], justify="left" if is_name else "right", no_wrap=not is_name
-        )
+        if number == 0:
+            table.add_column(HEADER[number], min_width=8, overflow="fold")
+        else:
+            table.add_column(HEADER[number], justify="right", no_wrap=True)
     for row in verdict_rows(done):
         table.add_row(*(row[number] for number in shown))
     out.print(table)

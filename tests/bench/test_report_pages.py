@@ -1,0 +1,338 @@
+"""Records, pages and folders made from a small run that is known by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llmopt.bench import result as record
+from llmopt.bench.compare import Outcome, QualityGate, RunData, compare, parse_share
+from llmopt.bench.comparison_page import comparison_page
+from llmopt.bench.console_table import console_table
+from llmopt.bench.options import BenchOptions
+from llmopt.bench.page import Page, Section, Table, Verdict, to_html, to_markdown
+from llmopt.bench.report import formulas, write_report
+from llmopt.bench.run_folder import stamped, whole_folder, write_whole
+from llmopt.bench.trace import LoadPass, RequestTrace
+from llmopt.quant.errors import BadInput
+
+VLLM_KEYS = [
+    "date",
+    "endpoint_type",
+    "backend",
+    "label",
+    "model_id",
+    "tokenizer_id",
+    "num_prompts",
+    "request_rate",
+    "burstiness",
+    "max_concurrency",
+    "duration",
+    "completed",
+    "failed",
+    "total_input_tokens",
+    "total_output_tokens",
+    "request_throughput",
+    "request_goodput",
+    "output_throughput",
+    "total_token_throughput",
+    "max_output_tokens_per_s",
+    "max_concurrent_requests",
+    "rtfx",
+] + [
+    f"{statistic}_{metric}_ms"
+    for metric in ("ttft", "tpot", "itl", "e2el")
+    for statistic in ("mean", "median", "std", "p99")
+]
+DETAILED = (
+    "input_lens output_lens start_times ttfts itls generated_texts errors latencies queue_times"
+)
+
+
+def passes(count: int = 3, factor: float = 1.0) -> list[LoadPass]:
+    rng = np.random.default_rng(4)
+    found = []
+    for _ in range(count):
+        traces = []
+        for number in range(12):
+            noise = factor * float(rng.lognormal(0, 0.01))
+            times = [number * 0.1 + noise * 0.02 * (i + 1) for i in range(5)]
+            traces.append(
+                RequestTrace(
+                    f"bench-{number}", 7, 5, 0.0, number * 0.1, times, [1] * 5, True, "", "text"
+                )
+            )
+        found.append(LoadPass(traces, duration=1.3 * factor))
+    return found
+
+
+def a_result(options: BenchOptions, made: list[LoadPass], name: str = "run") -> dict[str, Any]:
+    found = record.vllm_part(options, made, model_id="m", date="20260101-000000")
+    runs = [record.of_one_run(one) for one in made]
+    found["llmopt"] = {
+        "schema": record.SCHEMA_VERSION,
+        "run_id": f"{name}-id",
+        "arms": None,
+        "name": name,
+        "interrupted": False,
+        "slowdown": 1.0,
+        "identity": {
+            "model": "m",
+            "model_hash": "sha256:0",
+            "quantization": None,
+            "dtype": "float32",
+            "target": "in-process",
+            "workload": "random",
+            "workload_sha256": "w" * 64,
+            "load": {
+                "request_rate": "inf",
+                "burstiness": 1.0,
+                "max_concurrency": 8,
+                "ignore_eos": True,
+                "temperature": 0.0,
+                "seed": 0,
+            },
+            "engine": {"max_model_len": 64},
+            "device": "cpu",
+            "machine": "a machine",
+        },
+        "workload": {
+            "name": "random",
+            "source": "random token ids",
+            "is_stand_in": False,
+            "notes": ["a <note> & more"],
+            "num_requests": 12,
+            "prompt_tokens": 84,
+            "output_tokens": 60,
+        },
+        "num_warmups": 0,
+        "num_runs": len(made),
+        "runs": [{**run, "prefix_cache_hit_rate": 0.0} for run in runs],
+        "metrics": record.distributions(made, 0),
+        "spread": record.spread(runs),
+        "peaks": record.peaks(made),
+        "client_lag_ms": record.client_lag(made),
+        "phases": record.phases(made),
+        "preemptions": 0,
+        "prefix_cache_hit_rate": 0.0,
+        "memory": {
+            "weight_bytes": 4 << 20,
+            "checkpoint_bytes": 4 << 20,
+            "kv_cache_bytes": 1 << 20,
+            "peak_resident_bytes": None,
+        },
+        "quality": {
+            "protocol": "p",
+            "source": "text",
+            "token_sha256": "t" * 64,
+            "num_tokens": 10,
+            "perplexity": 3.0,
+            "nll_nats": math.log(3),
+            "reference": "m",
+            "reference_perplexity": 2.9,
+            "kl_nats": 0.05,
+            "top1_agreement": 0.9,
+        },
+        "roofline": None,
+        "environment": {"libraries": {"torch": "1"}},
+    }
+    return record.plain(found)
+
+
+def data(name: str = "run", factor: float = 1.0, **options: Any) -> RunData:
+    made = passes(factor=factor)
+    return RunData(a_result(BenchOptions(**options), made, name), record.requests_table(made))
+
+
+def test_every_vllm_key_is_there_with_its_type() -> None:
+    found = data().result
+    assert [key for key in VLLM_KEYS if key not in found] == []
+    assert found["request_rate"] == "inf" and isinstance(found["max_concurrency"], int)
+    assert isinstance(found["duration"], float) and isinstance(found["completed"], int)
+    assert not set(DETAILED.split()) & set(found)
+    json.loads(record.to_json(found), parse_constant=lambda word: pytest.fail(word))
+    assert data(request_rate=2.5).result["request_rate"] == 2.5
+
+
+def test_detailed_arrays_are_seconds() -> None:
+    found = data(save_detailed=True).result
+    assert [key for key in DETAILED.split() if key not in found] == []
+    assert len(found["ttfts"]) == 36 and found["ttfts"][0] == pytest.approx(0.02, rel=0.1)
+    assert len(found["itls"][0]) == 4 and found["output_lens"][0] == 5
+
+
+def test_nothing_measured_is_null(tmp_path: Path) -> None:
+    failed = RequestTrace("bench-0", 3, 2, 0.0, 0.0, [], [], False, "refused")
+    found = a_result(BenchOptions(), [LoadPass([failed], 0.5)])
+    assert found["mean_ttft_ms"] is None and found["failed"] == 1
+    assert "NaN" not in record.to_json(found)
+    write_report(found, [LoadPass([failed], 0.5)], tmp_path)
+    assert "No request succeeded" in (tmp_path / "report.html").read_text()
+
+
+def test_requests_table_has_a_row_a_request(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    record.write_requests(tmp_path / "r.parquet", passes())
+    table = pq.read_table(tmp_path / "r.parquet").to_pydict()
+    assert table["run"] == [0] * 12 + [1] * 12 + [2] * 12
+    assert table["ttft_ms"][0] == pytest.approx(20, rel=0.1)
+    assert len(table["chunk_times_s"][0]) == 5
+
+
+def test_console_table_has_the_shape_that_people_parse() -> None:
+    text = console_table(data(goodput=("ttft:500",)).result, ("ttft", "e2el"), (99,))
+    lines = text.splitlines()
+    assert lines[0] == "============ Serving Benchmark Result ============"
+    assert lines[-1] == "=" * 50
+    assert "---------------Time to First Token----------------" in lines
+    assert "----------------End-to-end Latency----------------" in lines
+    assert "Successful requests:                     36" in lines
+    assert any(line.startswith("Request goodput (req/s):                 9.23") for line in lines)
+    assert any(line.startswith("P99 TTFT (ms):                           ") for line in lines)
+
+
+def test_report_states_formulas_and_holds_its_figures(tmp_path: Path) -> None:
+    made = passes()
+    write_report(a_result(BenchOptions(), made), made, tmp_path)
+    html = (tmp_path / "report.html").read_text()
+    assert html.count("<svg ") == 2
+    for formula in ("(e2el − ttft) / (output tokens − 1)", "linear interpolation"):
+        assert formula in html
+    assert all(name in html for name in formulas())
+    assert "A &lt;note&gt; &amp; more" in html
+    for fetch in ("src=", "<script", "<link", "@import"):
+        assert fetch not in html
+    for name in ("distributions", "timeline"):
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
+    markdown = (tmp_path / "report.md").read_text()
+    assert "| ttft |" in markdown and "](timeline.svg)" in markdown
+
+
+def test_page_escapes_text_and_markdown_bars() -> None:
+    table = Table(("a", "b"), [["x|y", "<b>"]])
+    page = Page("T <i>", "s", Verdict("good", "h", "s"), (), [Section("S", (), (), (table,))])
+    assert "T &lt;i&gt;" in to_html(page) and "<b>" not in to_html(page)
+    assert "x\\|y" in to_markdown(page)
+
+
+def test_comparison_page_for_every_outcome() -> None:
+    base = data("base")
+    for new, said in ((data("equal"), "Pass"), (data("slow", 2.0), "Regression")):
+        comparison = compare(base, new)
+        html = to_html(comparison_page(base, new, comparison))
+        assert f"{said}: {new.name} against base" in html
+        assert html.count("<svg ") == 3
+    other = data("other")
+    other.result["llmopt"]["identity"]["workload_sha256"] = "x" * 64
+    comparison = compare(base, other)
+    assert comparison.outcome is Outcome.NO_VERDICT
+    assert "the workloads differ" in to_html(comparison_page(base, other, comparison))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("workload_sha256", "x", "workloads"),
+        ("load", {"max_concurrency": 4}, "max_concurrency: 8 and 4"),
+        ("device", "cuda", "devices"),
+        ("machine", "another", "machines"),
+    ],
+)
+def test_incomparable_runs_get_no_verdict(key: str, value: Any, said: str) -> None:
+    base, new = data("base"), data("new")
+    own = new.result["llmopt"]["identity"]
+    own[key] = {**own[key], **value} if isinstance(value, dict) else value
+    found = compare(base, new)
+    assert found.outcome is Outcome.NO_VERDICT and found.outcome.exit_code == 3
+    assert said in found.reasons[0] and found.deltas == ()
+
+
+def test_models_may_differ_and_it_is_said() -> None:
+    base, new = data("base"), data("new")
+    new.result["llmopt"]["identity"]["quantization"] = "awq"
+    found = compare(base, new)
+    assert found.outcome is Outcome.PASS
+    assert found.notes == ("quantization: none against awq",)
+
+
+def test_failures_come_before_latencies() -> None:
+    base, new = data("base"), data("new")
+    new.result["failed"] = 3
+    assert compare(base, new).outcome is Outcome.REGRESSION
+    assert "failed requests rose from 0 to 3" in compare(base, new).reasons[0]
+    base.result["failed"] = 3
+    assert compare(base, new).outcome is Outcome.NO_VERDICT
+
+
+def test_other_output_lengths_are_other_work() -> None:
+    base, new = data("base"), data("new")
+    new.result["total_output_tokens"] *= 1.2
+    found = compare(base, new)
+    assert found.outcome is Outcome.NO_VERDICT and "output length" in found.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("gate", "outcome"),
+    [
+        (QualityGate(max_kl=0.06), Outcome.PASS),
+        (QualityGate(max_kl=0.04), Outcome.REGRESSION),
+        (QualityGate(min_top1=0.95), Outcome.REGRESSION),
+        (QualityGate(max_perplexity_increase=0.02), Outcome.REGRESSION),
+        (QualityGate(max_perplexity_increase=0.20), Outcome.PASS),
+    ],
+)
+def test_quality_gates(gate: QualityGate, outcome: Outcome) -> None:
+    base, new = data("base"), data("new")
+    new.result["llmopt"]["quality"]["perplexity"] = 3.3
+    assert compare(base, new, gate=gate).outcome is outcome
+
+
+def test_a_quality_gate_without_quality_is_no_verdict() -> None:
+    base, new = data("base"), data("new")
+    new.result["llmopt"]["quality"] = None
+    assert compare(base, new, gate=QualityGate(max_kl=0.1)).outcome is Outcome.NO_VERDICT
+    assert compare(base, new).outcome is Outcome.PASS
+
+
+def test_shares() -> None:
+    assert (parse_share("5%"), parse_share(" 0.05 "), parse_share("0")) == (0.05, 0.05, 0.0)
+    for word in ("five", "-1%", "nan", "inf"):
+        with pytest.raises(BadInput):
+            parse_share(word)
+
+
+def test_read_result_refuses_what_it_cannot_judge(tmp_path: Path) -> None:
+    for text, said in (('{"a": 1}', "not a result"), ("{", "not valid JSON")):
+        (tmp_path / "result.json").write_text(text)
+        with pytest.raises(BadInput, match=said):
+            RunData.read(tmp_path)
+    (tmp_path / "result.json").write_text('{"llmopt": {"identity": {}, "schema": 99}}')
+    with pytest.raises(BadInput, match="schema 99"):
+        RunData.read(tmp_path)
+    with pytest.raises(BadInput, match="missing"):
+        RunData.read(tmp_path / "nowhere.json")
+
+
+def test_folders_are_whole_or_absent(tmp_path: Path) -> None:
+    target = stamped(tmp_path, "a name/with: signs")
+    assert target.name.endswith("-a-name-with-signs")
+    with pytest.raises(RuntimeError), whole_folder(target) as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with whole_folder(target) as folder:
+        (folder / "all").write_text("x")
+        assert not target.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    with pytest.raises(BadInput, match="exists"), whole_folder(target):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="in the way"), whole_folder(tmp_path / "file" / "x"):
+        pass
+    write_whole(tmp_path / "page", "text")
+    assert (tmp_path / "page").read_text() == "text"
