@@ -76,7 +76,7 @@ class TerminalProgress:
             self._say(now)
 
     def note(self, message: str) -> None:
-        people.print(message)
+        people.print(message, soft_wrap=True)
 
     def finish(self) -> None:
         if self._bar is not None:
@@ -91,5 +91,6 @@ class TerminalProgress:
         left = (self._total - self._done) / rate if rate else 0.0
         people.print(
             f"{self._description}: {self._done}/{self._total} {self._unit}, "
-            f"{rate:.1f} {self._unit}/s, {left:.0f} s left"
+            f"{rate:.1f} {self._unit}/s, {left:.0f} s left",
+            soft_wrap=True,
         )
