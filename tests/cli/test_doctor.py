@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-
 from llmopt.cli.main import main
 from llmopt.engine.kernels.table import table
 
