@@ -85,13 +85,18 @@ class BenchSession:
         self._passes: list[LoadPass] = []
         self._hit_rates: list[float] = []
         warmup = warmup_workload(self._workload, options.warmups, tokenizer, seed=options.seed)
-        if warmup is not None:
-            self._drive(warmup, "warm-up")
+        if warmup is not None and self._drive(warmup, "warm-up").interrupted:
+            raise KeyboardInterrupt
 
     @property
     def name(self) -> str:
         """How the record and its reports call what is measured."""
         return self._options.name or self._options.label or self._model.name
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether there is anything to finish."""
+        return bool(self._passes)
 
     def run_pass(self) -> bool:
         """One more pass over the workload; False when it was interrupted."""
@@ -107,15 +112,16 @@ class BenchSession:
         self._hit_rates.append(hits / queries if queries else 0.0)
         return not one.interrupted
 
-    def finish(self) -> BenchRun:
+    def finish(self, *, interrupted: bool = False) -> BenchRun:
         """Score quality, place the run under the roofs, and put the record together.
 
-        An interrupt skips the quality; the record then says `interrupted`.
+        An interrupt, be it of a pass, of the quality or elsewhere (`interrupted`), leaves the quality
+        out; the record then says so. Needs one pass.
         """
         options, engine, passes = self._options, self._engine, self._passes
         # With several sessions in one process there is no telling whose memory it is.
         peak_bytes = None if self._arms else peak_memory_bytes()
-        interrupted = any(one.interrupted for one in passes)
+        interrupted = interrupted or any(one.interrupted for one in passes)
         quality = None
         if options.quality and not interrupted:
             try:
@@ -199,14 +205,16 @@ def run_interleaved(
 ) -> list[BenchRun]:
     """Measure several models under the same load, pass by pass in turns; all are loaded at once.
 
-    Each round begins with another model, so that no one is always first.
+    Each round begins with another model, so that no one is always first. An interrupt ends all of
+    them; those that have a pass are returned.
     """
     arms = uuid.uuid4().hex
     sessions = [BenchSession(one, progress, arms=arms) for one in options]
     for number in range(options[0].num_runs):
         turn = number % len(sessions)
         if not all(session.run_pass() for session in sessions[turn:] + sessions[:turn]):
-            raise KeyboardInterrupt
+            begun = [session for session in sessions if session.has_passes]
+            return [session.finish(interrupted=True) for session in begun]
     return [session.finish() for session in sessions]
 
 

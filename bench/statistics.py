@@ -67,8 +67,9 @@ def bootstrap_interval(
 ) -> tuple[float, float] | None:
     """Percentile interval of `statistic` of the pooled values, resampling whole groups.
 
-    `statistic` takes an array and an `axis`, as numpy's do. A group is what one request gave (one value, or all its gaps), so that values which belong
-    together stay together. None with fewer than two groups.
+    `statistic` takes an array and an `axis`, as numpy's do. A group is what one request gave (one
+    value, or all its gaps), so that values which belong together stay together. None with fewer than
+    two groups.
     """
     if len(groups) < 2:
         return None

@@ -134,24 +134,19 @@ def measure(
         for name, model in models.items()
     ]
     if recipe.interleave:
-        runs = run_interleaved(options, progress)
-        for one, run in zip(options, runs, strict=True):
-            keep(run, folder / str(one.name))
-        return [RunData.of_run(run) for run in runs]
-    found = []
-    for one in options:
-        run = run_bench(one, progress)
-        keep(run, folder / str(one.name))
-        found.append(RunData.of_run(run))
-    return found
+        return keep(run_interleaved(options, progress), folder)
+    return [data for one in options for data in keep([run_bench(one, progress)], folder)]
 
 
-def keep(run: BenchRun, folder: Path) -> None:
-    """Write a run's folder; an interrupted one is written too, and then ends the recipe."""
-    if not run.interrupted or run.passes[0].traces:
-        write_run(run, folder)
-    if run.interrupted:
+def keep(runs: Sequence[BenchRun], folder: Path) -> list[RunData]:
+    """Write every run's folder, named like the run. Interrupted ones are written too, if a request
+    finished, and then end the recipe."""
+    for run in runs:
+        if any(one.traces for one in run.passes):
+            write_run(run, folder / run.result["llmopt"]["name"])
+    if any(run.interrupted for run in runs):
         raise KeyboardInterrupt
+    return [RunData.of_run(run) for run in runs]
 
 
 def make_checkpoint(

@@ -254,7 +254,7 @@ def _report(run: BenchRun, options: BenchOptions, result_dir: Path, as_json: boo
     from ..bench.session import write_run
     from .output import emit_json, people, result_console
 
-    if run.interrupted and not run.passes[0].traces:
+    if not any(one.traces for one in run.passes):
         people.print("interrupted before any request finished: nothing was written")
         raise typer.Exit(130)
     folder = write_run(run, stamped(result_dir, run.result["llmopt"]["name"]))

@@ -1,0 +1,165 @@
+"""Scores and roofline points against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from llmopt.bench.ceilings import Ceilings, measure_ceilings
+from llmopt.bench.environment import checkpoint_hash, peak_memory_bytes
+from llmopt.bench.quality import Passage, distance, log_probabilities, read_passage, score
+from llmopt.bench.roofline import decode_point, explain, name_bound, prefill_point, roofline_part
+from llmopt.bench.trace import StepRecord
+from llmopt.engine.planner.shapes import ModelShape
+from llmopt.quant.errors import BadInput
+
+PASSAGE = Passage(((0, 1, 2), (3, 3)), "text", "p")
+
+
+class Fixed:
+    """Gives the same logits after every token."""
+
+    def __init__(self, logits: list[float]):
+        self.logits = torch.tensor(logits)
+
+    def prompt_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return self.logits.expand(len(token_ids), -1)
+
+
+def test_perplexity_by_hand() -> None:
+    uniform = log_probabilities(Fixed([0.0] * 4), PASSAGE)
+    assert score(PASSAGE, uniform).perplexity == pytest.approx(4.0)
+    # P = (1/2, 1/4, 1/8, 1/8): the tokens that follow are 1, 2 and 3.
+    skewed = log_probabilities(Fixed([math.log(p) for p in (0.5, 0.25, 0.125, 0.125)]), PASSAGE)
+    expected = math.exp((math.log(4) + math.log(8) + math.log(8)) / 3)
+    found = score(PASSAGE, skewed, uniform, "other")
+    assert found.perplexity == pytest.approx(expected)
+    assert found.reference_perplexity == pytest.approx(4.0)
+    assert found.num_tokens == 3
+    # KL(uniform || skewed) = sum 1/4 ln((1/4)/q).
+    kl = sum(0.25 * math.log(0.25 / q) for q in (0.5, 0.25, 0.125, 0.125))
+    assert found.kl_nats == pytest.approx(kl)
+
+
+def test_a_model_agrees_with_itself() -> None:
+    table = log_probabilities(Fixed([0.1, 3.0, -1.0, 0.0]), PASSAGE)
+    kl, top1 = distance(table, table)
+    assert kl == pytest.approx(0.0, abs=1e-7) and top1 == 1.0
+    other = log_probabilities(Fixed([3.0, 0.1, -1.0, 0.0]), PASSAGE)
+    assert distance(table, other)[1] == 0.0
+    with pytest.raises(BadInput, match="vocabular"):
+        distance(table, log_probabilities(Fixed([0.0] * 5), PASSAGE))
+
+
+class Letters:
+    """One token a character, with a special token in front."""
+
+    all_special_ids = (0,)
+
+    def __len__(self) -> int:
+        return 200
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + [ord(letter) % 200 for letter in text]
+
+
+def test_windows_of_documents(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("abcdefgh\n\nij\n\n\n\nklm")
+    found = read_passage(Letters(), max_model_len=4, num_tokens=100, path=path)
+    # 9 tokens in windows of 4: the single one left over has nothing to predict.
+    assert [len(window) for window in found.windows] == [4, 4, 3, 4]
+    assert found.num_scored == 11
+    short = read_passage(Letters(), max_model_len=4, num_tokens=6, path=path)
+    assert [len(window) for window in short.windows] == [4, 2]
+    assert short.sha256 != found.sha256
+    path.write_text("\n\n")
+    with pytest.raises(BadInput, match="nothing to score"):
+        read_passage(Letters(), max_model_len=4, num_tokens=6, path=path)
+
+
+SHAPE = ModelShape.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 10,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
+)
+ROOFS = Ceilings(
+    far_bandwidth=1e9, near_bandwidth=2e9, near_bytes=1000, peak_flops={"float32": 1e10}
+)
+SIZES = {"weight_bytes": 4000.0, "kv_bytes_per_element": 4, "unquantized_bytes": 4}
+
+
+def step(seconds: float, **values: int | bool) -> StepRecord:
+    return StepRecord(
+        **{
+            "start": 1.0,
+            "end": 1.0 + seconds,
+            "num_sequences": 2,
+            "num_first": 0,
+            "new_tokens": 2,
+            "decode_only": True,
+            "context_tokens": 20,
+            "computed_tokens": 2,
+            **values,
+        }  # pyright: ignore[reportArgumentType]
+    )
+
+
+def test_decode_bytes_by_hand() -> None:
+    found = decode_point([step(0.001), step(0.003)], SHAPE, ROOFS, **SIZES)
+    assert found is not None
+    # Weights once, and K and V of 20 tokens: 2 layers x 2 x 1 head x 4 wide x 4 bytes.
+    assert found.bytes_per_step == pytest.approx(4000 + 20 * 2 * 2 * 4 * 4)
+    assert found.num_steps == 2 and found.seconds == pytest.approx(0.004)
+    assert found.achieved_bandwidth == pytest.approx(2 * found.bytes_per_step / 0.004)
+    assert found.mbu == pytest.approx(found.achieved_bandwidth / 2e9)
+    assert found.of_roof < 1 and found.bound == "overhead"
+    assert "cannot make it faster" in explain(found)
+    assert decode_point([step(0.1, decode_only=False)], SHAPE, ROOFS, **SIZES) is None
+
+
+def test_prefill_takes_the_other_steps() -> None:
+    steps = [step(0.001), step(0.002, decode_only=False, num_first=1, computed_tokens=30)]
+    found = prefill_point(steps, SHAPE, ROOFS, **SIZES)
+    assert found is not None and found.num_steps == 1
+    assert found.intensity > 1
+    part = roofline_part(steps, SHAPE, ROOFS, **SIZES)
+    assert [point["phase"] for point in part["points"]] == ["prefill", "decode"]
+    assert part["bytes_per_decoded_token"] == pytest.approx((4000 + 20 * 64) / 2)
+
+
+def test_bounds_are_named() -> None:
+    # The ridge is at 5 FLOP a byte.
+    assert name_bound(1.0, mbu=0.8, mfu=0.1, ceilings=ROOFS) == "memory"
+    assert name_bound(50.0, mbu=0.1, mfu=0.6, ceilings=ROOFS) == "compute"
+    assert name_bound(1.0, mbu=0.1, mfu=0.1, ceilings=ROOFS) == "overhead"
+
+
+def test_ceilings_of_this_machine_are_sane() -> None:
+    found = measure_ceilings(torch.device("cpu"), torch.float32, 1 << 20)
+    assert found.bandwidth > 1e8 and found.flops > 1e8
+    assert found.bandwidth == max(found.far_bandwidth, found.near_bandwidth)
+
+
+def test_checkpoint_hash_sees_every_byte(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(1000))
+    first = checkpoint_hash(tmp_path)
+    weights.write_bytes(bytes(500) + b"\x01" + bytes(499))
+    assert first.startswith("sha256:") and checkpoint_hash(tmp_path) != first
+
+
+def test_peak_memory_is_that_of_this_process() -> None:
+    assert 1 << 20 < peak_memory_bytes() < 1 << 40
