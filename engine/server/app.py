@@ -58,9 +58,15 @@ def create_app(engine: Engine, *, model_name: str, api_key: str | None = None) -
         loop.stop()
         service.text.close()
 
-    # The interactive pages of FastAPI load scripts from elsewhere, so they stay off.
+    # Nothing leaves this machine: FastAPI's interactive pages load scripts from elsewhere, and its
+    # telemetry could be switched on by an environment variable.
     app = FastAPI(
-        title="llmopt", version=version("llmopt"), lifespan=lifespan, docs_url=None, redoc_url=None
+        title="llmopt",
+        version=version("llmopt"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        telemetry={"auto_configure": False, "tracing": False, "metrics": False, "logs": False},
     )
     app.state.loop, app.state.service = loop, service
     install(app)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...quant.errors import BadInput
+
+_log = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
 
@@ -59,22 +63,51 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
 
 def install(app: FastAPI) -> None:
     """Give every kind of failure of `app` this shape."""
+    # Coroutines, because starlette runs plain functions on threads of a pool.
 
-    def answer(_: Request, error: Exception) -> JSONResponse:
+    async def answer(_: Request, error: Exception) -> JSONResponse:
         return error_response(as_api_error(error))
 
-    def answer_validation(_: Request, error: Exception) -> JSONResponse:
+    async def answer_validation(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         return error_response(_validation_error(error))
 
-    def answer_http(_: Request, error: Exception) -> JSONResponse:
+    async def answer_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         return error_response(ApiError(error.status_code, str(error.detail)), error.headers)
 
-    for kind in (ApiError, BadInput, Exception):
+    for kind in (ApiError, BadInput):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(RequestValidationError, answer_validation)
     app.add_exception_handler(HTTPException, answer_http)
+    app.add_middleware(LastResort)
+
+
+class LastResort:
+    """Answers what no handler knows, and keeps the connection.
+
+    A handler for `Exception` would not do: starlette raises again after it, and uvicorn then hangs up
+    on the client's next request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception as error:
+            if scope["type"] != "http" or started:
+                raise
+            _log.exception("a request failed")
+            await error_response(as_api_error(error))(scope, receive, send)
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:

@@ -1,0 +1,113 @@
+"""A real server on a free port of this machine, in a thread, with the bundled model behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import uvicorn
+from llmopt.engine.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.engine.outputs import EngineStats
+from llmopt.engine.server.app import create_app
+from llmopt.engine.server.loop import EngineLoop
+
+T = TypeVar("T")
+
+
+@dataclass
+class RunningServer:
+    """A server that answers, and a look into its engine."""
+
+    url: str
+    engine: Engine
+    loop: EngineLoop
+    event_loop: asyncio.AbstractEventLoop
+
+    def http(self, **options: object) -> httpx.Client:
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=30, **options)  # type: ignore[arg-type]
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(trust_env=False),
+        )
+
+    def on_engine(self, work: Callable[[Engine], T]) -> T:
+        """Run `work` on the engine's thread."""
+        future = asyncio.run_coroutine_threadsafe(self.loop.run(work), self.event_loop)
+        return future.result(timeout=30)
+
+    def wait_for(self, condition: Callable[[Engine], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not self.on_engine(condition):
+            assert time.monotonic() < deadline, "the engine does not get there"
+            time.sleep(0.005)
+
+    def settle(self) -> EngineStats:
+        """Wait until the engine is idle, check its books, and return its counters."""
+        self.wait_for(lambda engine: not engine.has_unfinished())
+
+        def books(engine: Engine) -> EngineStats:
+            engine.scheduler.check_integrity()
+            return engine.stats
+
+        return self.on_engine(books)
+
+
+@contextlib.contextmanager
+def running(engine: Engine, api_key: str | None = None) -> Iterator[RunningServer]:
+    app = create_app(engine, model_name="tiny", api_key=api_key)
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, loop="asyncio", ws="none", lifespan="on", log_level="critical")
+    server = uvicorn.Server(config)
+    started = threading.Event()
+    event_loops: list[asyncio.AbstractEventLoop] = []
+
+    async def main() -> None:
+        event_loops.append(asyncio.get_running_loop())
+        serving = asyncio.ensure_future(server.serve([listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        started.set()
+        await serving
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    try:
+        assert started.wait(30) and server.started
+        port = listener.getsockname()[1]
+        yield RunningServer(f"http://127.0.0.1:{port}", engine, app.state.loop, event_loops[0])
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def make_engine(model: str = "stories3M") -> Engine:
+    return Engine(EngineConfig(model=model, dtype="float32", num_threads=1))
+
+
+def events(server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, which must end with [DONE]."""
+    with (
+        server.http() as http,
+        http.stream("POST", path, json={**body, "stream": True}) as response,
+    ):
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]

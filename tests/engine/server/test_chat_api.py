@@ -1,0 +1,157 @@
+"""`/v1/chat/completions` and chat templates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import RunningServer, events
+from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.server.protocol import ChatRequest
+from llmopt.engine.server.text import Tokenization
+from llmopt.quant.errors import BadInput
+from llmopt.recipes import MODELS
+
+MESSAGES: Any = [
+    {"role": "system", "content": "Tell stories."},
+    {"role": "user", "content": "Who was Lily?"},
+]
+AS_TEXT = "System: Tell stories.\nUser: Who was Lily?\nAssistant:"
+
+
+def test_a_model_without_a_template_gets_the_stated_one(server: RunningServer, llm: LLM) -> None:
+    expected = llm.generate(AS_TEXT, SamplingParams(temperature=0, max_tokens=30))[0]
+    client = server.openai()
+    whole = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=0, max_completion_tokens=30
+    )
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].message.content == expected.text
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, temperature=0, max_tokens=30, stream=True
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == expected.text
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * 29
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert len({chunk.id for chunk in chunks}) == 1
+
+    with server.http() as http:
+        (card,) = http.get("/v1/models").json()["data"]
+    assert card["id"] == "tiny" and card["chat_template"]["source"] == "plain"
+    assert "Assistant:" in card["chat_template"]["template"]
+
+
+def test_without_a_limit_the_answer_ends_by_itself_or_with_the_context(
+    server: RunningServer,
+) -> None:
+    answer = server.openai().chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=0, logit_bias={"1": -100, "2": -100}
+    )
+    assert answer.usage is not None
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == server.engine.max_model_len
+
+
+def test_logprobs_have_the_chat_shape(server: RunningServer) -> None:
+    answer = server.openai().chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=0, max_tokens=5, logprobs=True, top_logprobs=2
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert len(logprobs.content) == 5
+    written = b"".join(bytes(token.bytes or []) for token in logprobs.content)
+    assert written.decode() == answer.choices[0].message.content
+    for token in logprobs.content:
+        assert token.top_logprobs[0].token == token.token
+        assert len(token.top_logprobs) == 2
+
+
+def test_several_answers_stream_side_by_side(server: RunningServer) -> None:
+    body = {"messages": MESSAGES, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 10}
+    with server.http() as http:
+        whole = http.post("/v1/chat/completions", json=body).json()
+    texts = ["", ""]
+    roles = []
+    for event in events(server, "/v1/chat/completions", body):
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["delta"]["content"]
+        roles += [choice["index"]] if "role" in choice["delta"] else []
+    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+    assert texts[0] != texts[1]
+    assert sorted(roles) == [0, 1]
+
+
+def test_content_in_parts_is_joined(server: RunningServer) -> None:
+    parts = [{"type": "text", "text": "Who was "}, {"type": "text", "text": "Lily?"}]
+    with server.http() as http:
+        texts = [
+            http.post(
+                "/v1/chat/completions",
+                json={
+                    "messages": [{"role": "user", "content": content}],
+                    "temperature": 0,
+                    "max_tokens": 8,
+                },
+            ).json()["choices"][0]["message"]["content"]
+            for content in (parts, "Who was Lily?")
+        ]
+    assert texts[0] == texts[1]
+
+
+@pytest.fixture
+def templated(tmp_path: Path) -> Tokenization:
+    """Tokens of a model whose template writes its own special tokens and refuses two users in a row."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / "stories260K", folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenization(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+
+
+def encode_chat(text: Tokenization, *roles: str) -> list[int]:
+    messages = [{"role": role, "content": "hi"} for role in roles]
+    request = ChatRequest.model_validate({"messages": messages})
+    return asyncio.run(text.encode_chat(request.messages))
+
+
+def test_a_model_speaks_its_own_template(templated: Tokenization) -> None:
+    assert templated.has_own_template
+    token_ids = encode_chat(templated, "developer", "user")
+    (expected,) = asyncio.run(templated.encode(["[system]hi[user]hi[assistant]"]))
+    assert token_ids == expected
+    assert token_ids.count(1) == 1
+
+
+def test_a_template_may_refuse_the_messages(templated: Tokenization) -> None:
+    with pytest.raises(BadInput, match="roles must alternate"):
+        encode_chat(templated, "user", "user")
+
+
+def test_tokens_that_are_parts_of_a_character_keep_their_bytes(server: RunningServer) -> None:
+    body = {"prompt": "A 🐶", "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0}
+    with server.http() as http:
+        answer = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert answer["text"].startswith("A 🐶")
+    tokens = answer["logprobs"]["tokens"]
+    assert [t for t in tokens if t.startswith("bytes:")] == [
+        f"bytes:\\x{byte:02x}" for byte in "🐶".encode()
+    ]

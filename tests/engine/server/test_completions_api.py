@@ -1,0 +1,258 @@
+"""`/v1/completions` through the official client and raw HTTP, against the offline engine."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from live_server import RunningServer, events
+from llmopt.engine import LLM, SamplingParams
+
+PROMPT = "Once upon a time"
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+def test_whole_streamed_and_offline_text_are_equal(server: RunningServer, llm: LLM) -> None:
+    expected = llm.generate(PROMPT, GREEDY)[0]
+    client = server.openai()
+    whole = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=40)
+    assert whole.choices[0].text == expected.text
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert whole.usage.completion_tokens == 40
+
+    streamed = list(
+        client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            temperature=0,
+            max_tokens=40,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(c.choices[0].text for c in streamed[:-1]) == expected.text
+    assert [c.choices[0].finish_reason for c in streamed[:-1]] == [None] * 39 + ["length"]
+    assert streamed[-1].choices == []
+    assert streamed[-1].usage is not None
+    assert streamed[-1].usage.total_tokens == whole.usage.total_tokens
+
+
+def test_prompts_of_every_kind(server: RunningServer, llm: LLM) -> None:
+    texts = [PROMPT, "The dog", "Lily and Tom"]
+    expected = [r.text for r in llm.generate(texts, GREEDY)]
+    token_ids = [llm.engine.encode(text) for text in texts]
+    client = server.openai()
+
+    def choices(prompt: Any) -> list[str]:
+        answer = client.completions.create(
+            model="tiny", prompt=prompt, temperature=0, max_tokens=40
+        )
+        assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 40 * len(answer.choices)
+        return [choice.text for choice in answer.choices]
+
+    assert choices(texts) == expected
+    assert choices(token_ids[0]) == expected[:1]
+    assert choices(token_ids) == expected
+
+
+def test_many_clients_at_once_get_their_own_answers(server: RunningServer, llm: LLM) -> None:
+    prompts = [f"{name} had a {thing}" for name in ("Tom", "Lily") for thing in ("cat", "red hat")]
+    expected = [r.text for r in llm.generate(prompts, GREEDY)]
+    answers: dict[int, str] = {}
+
+    def ask(index: int) -> None:
+        body = {"prompt": prompts[index], "temperature": 0, "max_tokens": 40}
+        parts = events(server, "/v1/completions", body)
+        answers[index] = "".join(part["choices"][0]["text"] for part in parts)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answers[i] for i in range(len(prompts))] == expected
+    assert server.settle().kv_blocks_used == 0
+
+
+def test_several_completions_equal_the_offline_ones(server: RunningServer, llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, seed=7, n=3, max_tokens=12, top_k=40, top_p=0.9)
+    expected = [c.text for c in llm.generate(PROMPT, params)[0].completions]
+    assert len(set(expected)) > 1
+    body = {
+        "prompt": [PROMPT, PROMPT],
+        "temperature": 0.8,
+        "seed": 7,
+        "n": 3,
+        "max_tokens": 12,
+        "top_k": 40,
+        "top_p": 0.9,
+    }
+    with server.http() as http:
+        answer = http.post("/v1/completions", json=body).json()
+    assert [choice["text"] for choice in answer["choices"]] == expected * 2
+    assert answer["usage"]["completion_tokens"] == 6 * 12
+
+    texts = [""] * 6
+    for event in events(server, "/v1/completions", body):
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == expected * 2
+
+
+def test_sampling_fields_reach_the_engine(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {
+        "max_tokens": 8,
+        "min_tokens": 5,
+        "temperature": 0.9,
+        "top_k": 30,
+        "top_p": 0.8,
+        "min_p": 0.02,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "seed": 3,
+        "n": 2,
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 2,
+    }
+    seen: list[SamplingParams] = []
+    add_request = server.engine.add_request
+
+    def spy(request_id: str, prompt: Any, params: SamplingParams, **options: Any) -> None:
+        seen.append(params)
+        add_request(request_id, prompt, params, **options)
+
+    monkeypatch.setattr(server.engine, "add_request", spy)
+    body = {
+        **fields,
+        "prompt": PROMPT,
+        "stop": "zebra",
+        "stop_token_ids": [9],
+        "logit_bias": {"7": 5},
+    }
+    with server.http() as http:
+        http.post("/v1/completions", json=body).raise_for_status()
+    assert seen == [
+        SamplingParams(**fields, stop=("zebra",), stop_token_ids=(9,), logit_bias={7: 5.0})
+    ]
+
+
+def test_a_stop_string_across_tokens_is_never_shown(server: RunningServer, llm: LLM) -> None:
+    full = llm.generate(PROMPT, GREEDY)[0].text
+    stop = full[12:22]
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "stop": [stop, "zebra"]}
+    with server.http() as http:
+        whole = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert whole["text"] == full[: full.index(stop)]
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", stop)
+    parts = [event["choices"][0] for event in events(server, "/v1/completions", body)]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert parts[-1]["finish_reason"] == "stop"
+    assert server.settle().kv_blocks_used == 0
+
+
+def test_every_event_counts_its_tokens(server: RunningServer) -> None:
+    body = {
+        "prompt": PROMPT,
+        "temperature": 0,
+        "max_tokens": 9,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    counts = [e["usage"]["completion_tokens"] for e in events(server, "/v1/completions", body)]
+    assert counts == [*range(1, 10), 9]
+    body["stream_options"] = {"include_usage": True}
+    usages = [event["usage"] for event in events(server, "/v1/completions", body)]
+    assert usages[:-1] == [None] * 9 and usages[-1]["completion_tokens"] == 9
+    del body["stream_options"]
+    assert all("usage" not in event for event in events(server, "/v1/completions", body))
+
+
+def test_usage_tells_cached_tokens(server: RunningServer) -> None:
+    prompt = "There was a boy who liked to read. " * 8
+    with server.http() as http:
+        body = {"prompt": prompt, "max_tokens": 1}
+        first, second = (http.post("/v1/completions", json=body).json()["usage"] for _ in range(2))
+    block = server.engine.scheduler.config.block_size
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    expected = (second["prompt_tokens"] - 1) // block * block
+    assert second["prompt_tokens_details"]["cached_tokens"] == expected > 0
+
+
+def test_logprobs_have_the_legacy_shape(server: RunningServer, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
+    expected = llm.generate(PROMPT, params)[0]
+    assert expected.logprobs is not None
+    answer = server.openai().completions.create(
+        model="tiny", prompt=PROMPT, temperature=0, max_tokens=6, logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs
+    assert "".join(logprobs.tokens) == expected.text
+    assert logprobs.token_logprobs == pytest.approx(
+        [t.logprob for t in expected.logprobs], abs=1e-4
+    )
+    assert [len(top) for top in logprobs.top_logprobs] == [3] * 6
+    for token, own, top in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        assert top[token] == own == max(top.values())
+    assert logprobs.text_offset is not None
+    for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+        assert expected.text[offset:].startswith(token)
+
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6, "logprobs": 3}
+    parts = [e["choices"][0]["logprobs"] for e in events(server, "/v1/completions", body)]
+    assert [part["tokens"][0] for part in parts] == logprobs.tokens
+    assert [part["text_offset"][0] for part in parts] == logprobs.text_offset
+
+
+def test_a_rare_choice_is_among_its_candidates(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 3.0, "seed": 1, "logprobs": 1}
+    with server.http() as http:
+        logprobs = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    sizes = {len(top) for top in logprobs["top_logprobs"]}
+    assert sizes == {1, 2}
+    assert all(
+        token in top
+        for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
+    )
+
+
+def test_echo_shows_and_scores_the_prompt(server: RunningServer, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=1, prompt_logprobs=1)
+    expected = llm.generate(PROMPT, params)[0]
+    assert expected.prompt_logprobs is not None and expected.logprobs is not None
+    body = {
+        "prompt": PROMPT,
+        "temperature": 0,
+        "max_tokens": 3,
+        "logprobs": 1,
+        "echo": True,
+        "n": 2,
+    }
+    with server.http() as http:
+        choices = http.post("/v1/completions", json=body).json()["choices"]
+    for choice in choices:
+        assert choice["text"] == PROMPT + expected.text
+        scores = [None if s is None else s.logprob for s in expected.prompt_logprobs]
+        scores += [s.logprob for s in expected.logprobs]
+        assert scores[0] is None
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(scores[1:], abs=1e-4)
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert choice["logprobs"]["text_offset"][-3] == len(PROMPT)
+    parts = [e["choices"][0] for e in events(server, "/v1/completions", body)]
+    for index in (0, 1):
+        own = [part for part in parts if part["index"] == index]
+        assert "".join(part["text"] for part in own) == PROMPT + expected.text
+        tokens = [token for part in own for token in part["logprobs"]["tokens"]]
+        assert tokens == choices[index]["logprobs"]["tokens"]

@@ -1,0 +1,130 @@
+"""`llmopt serve-local` as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from llmopt.cli.main import main
+
+COMMAND = [sys.executable, "-m", "llmopt.cli.main", "serve-local"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its first line on stdout."""
+    process = subprocess.Popen(
+        [*COMMAND, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stop(process: subprocess.Popen[str], number: signal.Signals) -> tuple[str, str]:
+    """Rest of stdout, and stderr, of a process that must end well."""
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    return out, err
+
+
+def client(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, trust_env=False, timeout=30)
+
+
+def test_with_json_it_serves_and_drains_on_sigterm() -> None:
+    secret = "Lily kept a secret garden"
+    with serving("--json", "--port", "0", "--dtype", "float32") as (process, line):
+        ready: dict[str, Any] = json.loads(line)
+        assert ready == {"url": ready["url"], "model": "stories3M", "pid": process.pid}
+        body = {"prompt": secret, "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with client(ready["url"]) as http:
+            assert http.get("/health").json() == {"status": "ok"}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                rest = [text for text in lines if text]
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+        assert rest[-1] == "data: [DONE]"
+        assert len(rest) == 300
+        assert out == ""
+        assert "POST /v1/completions" in err and secret not in err
+
+
+def test_it_says_where_it_is_and_ends_on_ctrl_c() -> None:
+    options = (
+        "stories260K",
+        "--port",
+        "0",
+        "--served-model-name",
+        "small",
+        "--max-model-len",
+        "64",
+    )
+    with serving(*options) as (process, line):
+        assert line.startswith("ready: small at http://127.0.0.1:")
+        assert "context 64 tokens" in line and "chat template: plain" in line
+        url = line.split()[3].removesuffix("/v1")
+        with client(url) as http:
+            (card,) = http.get("/v1/models").json()["data"]
+        assert (card["id"], card["max_model_len"]) == ("small", 64)
+        out, err = stop(process, signal.SIGINT)
+        assert f"curl {url}/v1/completions" in out + err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["no-such-model"], "no-such-model"),
+        (["--kv-cache-memory", "plenty"], "plenty"),
+        (["--dtype", "int3"], "int3"),
+        (["stories3M", "--model", "stories260K"], "two models"),
+        (["--host", "203.0.113.7"], "203.0.113.7"),
+    ],
+)
+def test_bad_options_are_one_line(
+    options: list[str], named: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve-local", "--port", "0", *options])
+    out, err = capfd.readouterr()
+    assert (stopped.value.code, out) == (2, "")
+    assert err.count("\n") == 1 and named in err
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = subprocess.run(
+            [*COMMAND, "--port", str(port)],
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=60,
+        )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1 and f"port {port}" in result.stderr
