@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,16 +70,8 @@ def _show(findings: dict[str, Any], console: Console) -> None:
                 if other["refused"]
             ]
             table.add_row(
-                f"{choice['operation']}\n[dim]{_brief(choice['situation'])}[/dim]",
+                f"{choice['operation']}\n[dim]{choice['situation']}[/dim]",
                 choice["chosen"] or "[red]none[/red]",
                 "\n".join(refused),
             )
         console.print(table)
-
-
-def _brief(situation: str) -> str:
-    """The fields of a situation without those that the table's title already says."""
-    fields = re.findall(r"(\w+)=([\w.-]+)", situation)
-    return ", ".join(
-        f"{name} {value}" for name, value in fields if name not in ("device", "dtype", "scheme")
-    )

@@ -30,6 +30,9 @@ class LinearSituation:
     out_features: int
     in_features: int
 
+    def __str__(self) -> str:
+        return f"{self.out_features} × {self.in_features} in {self.dtype} on {self.device}"
+
 
 class TorchLinear:
     """The reference: torch's own linear."""

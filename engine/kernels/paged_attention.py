@@ -24,6 +24,9 @@ class AttentionSituation:
     dtype: torch.dtype
     head_dim: int
 
+    def __str__(self) -> str:
+        return f"heads of {self.head_dim} in {self.dtype} on {self.device}"
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:

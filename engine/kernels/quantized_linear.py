@@ -28,6 +28,10 @@ class QuantizedLinearSituation:
     in_features: int
     scheme: QuantScheme
 
+    def __str__(self) -> str:
+        shape = f"{self.out_features} × {self.in_features}"
+        return f"{shape}, {self.scheme.label}, activations in {self.dtype} on {self.device}"
+
 
 class TiledDequantLinear:
     """The reference: floats for `TILE_ROWS` output channels at a time, then torch's own linear.
