@@ -8,6 +8,7 @@ import copy
 import signal
 import socket
 from collections.abc import Callable, Generator
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -68,7 +69,7 @@ def serve(
     """Serve `app` until SIGINT or SIGTERM, then let requests in flight finish for `drain_seconds`.
 
     `on_ready` is called once connections are answered. Requests that outlast the drain are told so. A
-    second SIGINT does not wait.
+    second signal ends the drain at once.
 
     Raises:
         BadInput: another process has begun to listen on the port since `bind`.
@@ -80,7 +81,7 @@ def serve(
         raise _cannot_listen(host, port, error) from error
     server = Server(app, on_ready, drain_seconds)
     server.run(sockets=[listener])
-    app.state.loop.stop()  # after a second SIGINT nobody else has
+    app.state.loop.stop()  # after a third SIGINT nobody else has
 
 
 class Server(uvicorn.Server):
@@ -102,20 +103,31 @@ class Server(uvicorn.Server):
         self._app = app
         self._on_ready = on_ready
         self._drain_seconds = drain_seconds
+        self._event_loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._event_loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        tell = asyncio.get_running_loop().call_later(
-            self._drain_seconds, self._app.state.loop.fail, "the server is stopping"
-        )
+        tell = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)
         try:
             await super().shutdown(sockets)
         finally:
             tell.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second ends the drain, a third SIGINT waits for nobody."""
+        is_second = self.should_exit and self._app.state.loop.unavailable is None
+        if is_second and self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(self._end_streams)
+        else:
+            super().handle_exit(sig, frame)
+
+    def _end_streams(self) -> None:
+        self._app.state.loop.fail("the server is stopping")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

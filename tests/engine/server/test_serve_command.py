@@ -96,6 +96,54 @@ def test_it_says_where_it_is_and_ends_on_ctrl_c() -> None:
         assert f"curl {url}/v1/completions" in out + err
 
 
+SLOW_SERVER = """
+import time
+from llmopt.engine.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.engine.server.app import create_app
+from llmopt.engine.server.launch import base_url, bind, serve
+
+engine = Engine(EngineConfig(model="stories260K", num_threads=1))
+step = engine.step
+engine.step = lambda: time.sleep(0.05) or step()
+listener = bind("127.0.0.1", 0)
+app = create_app(engine, model_name="slow")
+serve(app, listener, on_ready=lambda: print(base_url(listener), flush=True), drain_seconds=60)
+"""
+
+
+def test_a_second_signal_ends_the_drain_and_tells_the_client() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_SERVER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    try:
+        with (
+            client(process.stdout.readline().strip()) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            for _ in range(20):  # the drain lets it go on
+                assert "error" not in next(lines)
+            process.send_signal(signal.SIGINT)
+            rest = [text for text in lines if text]
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert len(rest) < 300
+    error = json.loads(rest[-1].removeprefix("data: "))["error"]
+    assert error["message"] == "the server is stopping"
+    assert process.returncode == 0 and "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
