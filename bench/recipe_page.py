@@ -34,7 +34,7 @@ HEADER = (
     "model",
     "weights",
     "perplexity",
-    "KL (nats)",
+    "KL nats",
     "top-1",
     "tokens/s",
     "TTFT",

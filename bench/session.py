@@ -73,8 +73,6 @@ class BenchSession:
         self._engine = load_engine(options, self._model)
         tokenizer = self._engine.tokenizer
         self._workload = build_workload(options, tokenizer, self._engine.max_model_len)
-        for note in self._workload.notes:
-            self._progress.note(f"{self._workload.name}: {note}")
         self._target = InProcessTarget(
             self._engine,
             ignore_eos=options.ignore_eos,
@@ -85,13 +83,18 @@ class BenchSession:
         self._passes: list[LoadPass] = []
         self._hit_rates: list[float] = []
         warmup = warmup_workload(self._workload, options.warmups, tokenizer, seed=options.seed)
-        if warmup is not None and self._drive(warmup, "warm-up").interrupted:
+        if warmup is not None and self._drive(warmup, f"{self.name}, warm-up").interrupted:
             raise KeyboardInterrupt
 
     @property
     def name(self) -> str:
         """How the record and its reports call what is measured."""
         return self._options.name or self._options.label or self._model.name
+
+    def say_notes(self) -> None:
+        """Tell the person what to know about the workload."""
+        for note in self._workload.notes:
+            self._progress.note(f"{self._workload.name}: {note}")
 
     @property
     def has_passes(self) -> bool:
@@ -194,6 +197,7 @@ def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchR
         BadInput: the model, the data set or an option is unusable.
     """
     session = BenchSession(options, progress)
+    session.say_notes()
     for _ in range(options.num_runs):
         if not session.run_pass():
             break
@@ -210,6 +214,7 @@ def run_interleaved(
     """
     arms = uuid.uuid4().hex
     sessions = [BenchSession(one, progress, arms=arms) for one in options]
+    sessions[0].say_notes()
     for number in range(options[0].num_runs):
         turn = number % len(sessions)
         if not all(session.run_pass() for session in sessions[turn:] + sessions[:turn]):
@@ -281,7 +286,7 @@ def score_quality(options: BenchOptions, engine: Engine, progress: Progress) -> 
         num_tokens=options.quality_tokens,
         path=options.quality_text or EVALUATION_TEXT,
     )
-    own = log_probabilities(engine, passage, progress=progress)
+    own = log_probabilities(engine, passage, progress=progress, what=options.name or "model")
     if options.reference is None:
         return score(passage, own).as_dict()
     reference = resolve_model(options.reference)

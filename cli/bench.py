@@ -292,7 +292,8 @@ def _summary(result: dict[str, Any]) -> str:
     )
     if spread := ours["spread"].get("output_throughput"):
         lines.append(
-            f"{ours['num_runs']} passes; smallest change of throughput that this could have seen: "
+            f"Smallest change of throughput that {ours['num_runs']} "
+            f"{'pass' if ours['num_runs'] == 1 else 'passes'} could have shown: "
             f"{percent(spread['smallest_visible_change'])}"
         )
     return "\n".join(lines)

@@ -43,7 +43,7 @@ def run(
     if as_json:
         emit_json({"folder": str(folder), **done.record()})
     out = result_console(as_json)
-    table = Table(title=steps.name, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table = Table(title=steps.name, title_justify="left", box=box.SIMPLE, padding=0)
     # The report has all columns; a terminal of 80 has room for these.
     shown = [number for number, heading in enumerate(HEADER) if heading != "TTFT"]
     for number in shown:

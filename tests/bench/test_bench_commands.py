@@ -230,7 +230,7 @@ def test_interrupted_recipe_keeps_checkpoints_and_passes(
     def interrupted(target: InProcessTarget, until: float | None) -> list[Chunk]:
         nonlocal calls
         calls += 1
-        # Two warm-ups and a pass of each arm take 8 steps apiece; this is the original's second.
+        # Two warm-ups and a pass of each arm take 8 steps apiece; this is in the second round.
         if calls == 36:
             raise KeyboardInterrupt
         return receive(target, until)

@@ -125,7 +125,7 @@ def test_decode_bytes_by_hand() -> None:
     assert found.achieved_bandwidth == pytest.approx(2 * found.bytes_per_step / 0.004)
     assert found.mbu == pytest.approx(found.achieved_bandwidth / 2e9)
     assert found.of_roof < 1 and found.bound == "overhead"
-    assert "cannot make it faster" in explain(found)
+    assert "not from the bytes saved" in explain(found)
     assert decode_point([step(0.1, decode_only=False)], SHAPE, ROOFS, **SIZES) is None
 
 
