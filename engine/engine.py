@@ -133,7 +133,7 @@ class Engine:
         self._check_tokens(token_ids, params)
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = max(1, self.max_model_len - len(token_ids))
+            max_tokens = max(1, self.scheduler.longest_sequence - len(token_ids))
         request = Request(
             sequence_id=f"{request_id}/0",
             request_id=request_id,

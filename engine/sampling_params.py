@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from ..quant.errors import BadInput
 
+SMALLEST_TEMPERATURE = 1e-5
+"""Below it, scores divided by the temperature leave float32; the likeliest token is taken instead."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -61,10 +64,10 @@ class SamplingParams:
             ("top_k", self.top_k >= -1, "-1 or 0 (off), or 1 or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "a value above 0, up to 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "more than 0"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "0.01 to 100"),
             ("presence_penalty", abs(self.presence_penalty) <= 2.0, "-2 to 2"),
             ("frequency_penalty", abs(self.frequency_penalty) <= 2.0, "-2 to 2"),
-            ("n", self.n >= 1, "1 or more"),
+            ("n", 1 <= self.n <= 128, "1 to 128"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "0 to 100"),
             (
                 "prompt_logprobs",
@@ -75,7 +78,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < SMALLEST_TEMPERATURE
 
     @property
     def filters(self) -> bool:

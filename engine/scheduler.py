@@ -84,6 +84,13 @@ class Scheduler:
         self.num_preemptions = 0
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that fits into the context and, alone, into the KV cache."""
+        # The last token of a sequence is never computed, so it needs no slot.
+        slots = self.pool.num_usable * self.config.block_size
+        return min(self.config.max_model_len, slots + 1)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -106,8 +113,7 @@ class Scheduler:
                 f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones exceed the "
                 f"context length of {self.config.max_model_len} tokens"
             )
-        # The last token of a sequence is never computed, so it needs no slot.
-        if self._num_blocks(longest - 1) > self.pool.num_usable:
+        if longest > self.longest_sequence:
             capacity = self.pool.num_usable * self.config.block_size
             raise BadInput(
                 f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones can never "

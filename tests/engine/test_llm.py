@@ -176,6 +176,14 @@ def test_the_longest_request_fits_exactly(llm):
     assert len(result.token_ids) == 12
 
 
+def test_without_a_limit_a_request_runs_to_what_the_cache_holds():
+    small = LLM("stories3M", num_blocks=4, block_size=16)
+    result = small.generate(
+        "Once", SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
+    )[0]
+    assert len(result.prompt_token_ids) + len(result.token_ids) == 4 * 16 + 1
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

@@ -32,6 +32,8 @@ def draw(logits: list[float], **kwargs) -> int:
 def test_greedy_takes_the_first_of_the_best():
     assert draw([0.0, 3.0, 3.0], temperature=0) == 1
     assert draw([0.0, 3.0, 3.0], top_k=1) == 1, "top_k = 1 is greedy, ties and all"
+    for tiny in (1e-4, 1e-6, 1e-40, 1e-320):
+        assert draw([0.0, 900.0, 800.0], temperature=tiny, top_p=0.1) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -132,7 +134,7 @@ def test_logprobs_are_the_models_own():
     [
         {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -2},
         {"min_p": 2.0}, {"max_tokens": 0}, {"min_tokens": 5, "max_tokens": 4}, {"n": 0}, {"stop": ("",)},
-        {"repetition_penalty": 0.0}, {"presence_penalty": 3.0}, {"logprobs": -1}, {"stop": "text"},
+        {"repetition_penalty": 0.0}, {"repetition_penalty": 1e-300}, {"n": 10**9}, {"presence_penalty": 3.0}, {"logprobs": -1}, {"stop": "text"},
     ],
 )  # fmt: skip
 def test_nonsense_is_refused(bad):
