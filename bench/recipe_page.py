@@ -16,6 +16,7 @@ from .comparison_page import (
 from .page import Card, Figure, Page, Section, Table, Verdict
 from .plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from .plots import distributions_svg, roofline_svg
+from .recipe_run import RecipeRun, VariantRun, all_results
 from .report import (
     CAPTIONS,
     environment_table,
@@ -28,7 +29,6 @@ from .report import (
     write_page,
 )
 from .text import number, percent, size
-from .workflow import RecipeRun, VariantRun, all_results
 
 HEADER = (
     "model",

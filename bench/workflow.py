@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,59 +14,13 @@ from ..quant.plan import QuantizeRequest
 from ..quant.progress import Progress, Silent
 from ..quant.verify import VerifyReport, verify
 from ..recipes import DEFAULT_MODEL
-from .compare import Comparison, Outcome, RunData, compare
+from .compare import Comparison, RunData, compare
 from .recipe import BASE_NAME, Recipe, Variant
+from .recipe_page import write_recipe_report
+from .recipe_run import RecipeRun, VariantRun
 from .result import to_json
 from .run_folder import write_whole
 from .session import BenchRun, run_bench, run_interleaved, write_run
-
-
-@dataclass(frozen=True, slots=True)
-class VariantRun:
-    """What became of one variant."""
-
-    variant: Variant
-    quantized: QuantizeResult
-    verified: VerifyReport
-    data: RunData
-    comparison: Comparison
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeRun:
-    """A finished recipe: the original's run, and every variant's."""
-
-    recipe: Recipe
-    folder: Path
-    base: RunData
-    variants: tuple[VariantRun, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """1 for a checkpoint that failed its verification; then, if the recipe gates, the worst
-        verdict: regression before no verdict before pass."""
-        if not all(one.verified.ok for one in self.variants):
-            return 1
-        if not self.recipe.compare.gate:
-            return 0
-        outcomes = {one.comparison.outcome for one in self.variants}
-        worst = [o for o in (Outcome.REGRESSION, Outcome.NO_VERDICT) if o in outcomes]
-        return worst[0].exit_code if worst else 0
-
-    def record(self) -> dict[str, Any]:
-        """The recipe's own `result.json`."""
-        return {
-            "recipe": self.recipe.model_dump(mode="json"),
-            "exit_code": self.exit_code,
-            "base": BASE_NAME,
-            "variants": {
-                one.variant.name: {
-                    "verified": {**asdict(one.verified), "folder": None, "ok": one.verified.ok},
-                    "comparison": one.comparison.as_dict(),
-                }
-                for one in self.variants
-            },
-        }
 
 
 def run_recipe(recipe: Recipe, folder: Path, progress: Progress | None = None) -> RecipeRun:
@@ -80,8 +32,6 @@ def run_recipe(recipe: Recipe, folder: Path, progress: Progress | None = None) -
         BadInput: a step cannot be done as the recipe asks.
         KeyboardInterrupt: it was interrupted.
     """
-    from .recipe_page import write_recipe_report
-
     progress = progress or Silent()
     model = recipe.model or DEFAULT_MODEL
     resolve_model(model)
@@ -165,9 +115,3 @@ def make_checkpoint(
         return quantize(request, progress)
     except BadInput as error:
         raise BadInput(f"variant {variant.name}: {error}") from error
-
-
-def all_results(run: RecipeRun) -> dict[str, dict[str, Any]]:
-    """{name: result} of the original and every variant, in order."""
-    named: Sequence[RunData] = [run.base, *(one.data for one in run.variants)]
-    return {data.name: data.result for data in named}
