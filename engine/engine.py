@@ -85,7 +85,7 @@ class Engine:
         decoder = Decoder(self.spec, weights, self.max_model_len, self.dtype)
         self.runner = ModelRunner(decoder, cache, self.device, self.dtype, self.eos_token_ids)
         self.memory = EngineMemory(
-            weight_bytes=weights.bytes_per_step + weights.embedding.nbytes,
+            weight_bytes=weights.bytes_held,
             kv_cache_bytes=cache.num_bytes,
             weight_bytes_per_step=weights.bytes_per_step,
         )

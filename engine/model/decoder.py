@@ -32,12 +32,19 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """Everything that was learnt. With tied embeddings `head` holds the embedding a second time."""
+    """Everything that was learnt. With tied embeddings `head` projects onto the embedding."""
 
     embedding: torch.Tensor
     layers: Sequence[LayerWeights]
     final_norm: torch.Tensor
     head: Projection
+    is_tied: bool
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of weights in memory. A tied head counts only if its kernel keeps a layout of its own."""
+        shared = self.is_tied and not self.head.holds_a_copy
+        return self.bytes_per_step + (0 if shared else self.embedding.nbytes)
 
     @property
     def bytes_per_step(self) -> int:

@@ -108,7 +108,7 @@ def load_weights(
         head = reader.projection(["lm_head"], hidden, [vocab], bias=False)
     # Some writers save the tied head a second time.
     reader.finish(may_remain=["lm_head.weight"] if spec.tie_word_embeddings else [])
-    return DecoderWeights(embedding, layers, final_norm, head)
+    return DecoderWeights(embedding, layers, final_norm, head, spec.tie_word_embeddings)
 
 
 def _load_layer(reader: CheckpointReader, spec: ModelSpec, prefix: str) -> LayerWeights:

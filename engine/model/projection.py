@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...quant.tensor import QuantizedTensor
-from ..kernels.linear import LinearKernel, prepare_linear
+from ..kernels.linear import LinearKernel, TorchLinear, prepare_linear
 from ..kernels.quantized_linear import prepare_quantized_linear
 
 
@@ -36,6 +36,11 @@ class Projection:
         self.weight_bytes = sum(kernel.weight_bytes for kernel in self._kernels)
         if bias is not None:
             self.weight_bytes += bias.nbytes
+
+    @property
+    def holds_a_copy(self) -> bool:
+        """Whether the kernels read weights of their own, and not the tensors that were given."""
+        return len(self._kernels) > 1 or not isinstance(self._kernels[0], TorchLinear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(self._kernels) == 1:
