@@ -1,211 +1,229 @@
-"""`llmopt kv-plan`: will it fit, on what, how many at once, how fast."""
+"""`llmopt kv-plan`: will it fit, on what, how many at once, how fast, at what price."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from ..engine.planner.plan import Plan
-    from ..engine.planner.shapes import ModelShape
-    from ..engine.planner.speed import StepTime
+MODEL, SERVED, HARDWARE, ENGINE, MONEY, OUTPUT = (
+    "Model",
+    "What is served",
+    "Hardware",
+    "Engine",
+    "Speed and money",
+    "Output",
+)
 
 
 def kv_plan(
     model: Annotated[
-        str, typer.Option(help="A name of the bundled table, a folder, or a config.json.")
+        str,
+        typer.Option(
+            help="A name of the bundled table, a folder, a config.json, or a hub id.",
+            rich_help_panel=MODEL,
+        ),
     ],
-    ctx: Annotated[
-        str | None,
-        typer.Option(help="Tokens of each sequence: 4096, 128k, 1M. Without it: the model's most."),
-    ] = None,
-    gpu: Annotated[
-        list[str] | None, typer.Option(help="A GPU of the table; repeatable; `all` for every one.")
-    ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="A GPU by its memory alone: 80GiB.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     weights: Annotated[
         str | None,
-        typer.Option(help="bf16, fp8, int8 or int4. Without it: as the checkpoint is stored."),
+        typer.Option(
+            help="bf16, fp8, int8, int4, gptq, nf4, mxfp4, nvfp4, q8_0 ... Without it: as stored.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     group_size: Annotated[
-        int | None, typer.Option(help="int4: input channels per scale. Without it: up to 128.")
+        int | None,
+        typer.Option(
+            help="Input channels per scale, -1 for one scale per output channel.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
-    kv_dtype: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
+    symmetric: Annotated[
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric", help="int4, int8: no zero points.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    file_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="int4, int8: awq or compressed-tensors.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    ctx: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of each sequence: 4096, 128k, 1M. Without it: the model's most.",
+            rich_help_panel=SERVED,
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int,
+        typer.Option("--concurrency", "--batch", help="Sequences at once.", rich_help_panel=SERVED),
+    ] = 1,
+    output_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the context, tokens of the answer. Default: a quarter.", rich_help_panel=SERVED
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16, float32, fp8, int8, nvfp4, q8_0, q5_1 or q4_0. Default: bf16.",
+            rich_help_panel=SERVED,
+        ),
+    ] = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A GPU of the table; repeatable; `all` ranks every one; `cpu` is this machine.",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="A GPU by its memory alone: 80GiB.", rich_help_panel=HARDWARE),
+    ] = None,
     tp: Annotated[
-        int | None, typer.Option(help="GPUs that share the model. Without it: as few as hold it.")
+        int | None,
+        typer.Option(
+            help="GPUs that share each layer. Without it: as few as hold it.",
+            rich_help_panel=HARDWARE,
+        ),
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    pp: Annotated[
+        int | None, typer.Option(help="Pipeline stages.", rich_help_panel=HARDWARE)
+    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="llmopt, vllm, llama.cpp, transformers, or all side by side.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "llmopt",
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a KV block. Default: 16; 32 on a CPU.", rich_help_panel=ENGINE
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Share of the memory to use. Default: 0.9.", rich_help_panel=ENGINE),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in a step.", rich_help_panel=ENGINE)
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences in a step.", rich_help_panel=ENGINE)
+    ] = None,
+    kv_cache_memory: Annotated[
+        str | None, typer.Option(help="Size of the KV cache: 64MiB.", rich_help_panel=ENGINE)
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            help="A run of `llmopt bench`: its measured roofs and efficiencies, not a data sheet's.",
+            rich_help_panel=MONEY,
+        ),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Speculation: tokens drafted.", rich_help_panel=MONEY)
+    ] = None,
+    acceptance: Annotated[
+        float, typer.Option(help="Speculation: share accepted.", rich_help_panel=MONEY)
+    ] = 0.7,
+    draft_cost: Annotated[
+        float,
+        typer.Option(help="Speculation: a draft's step, in steps.", rich_help_panel=MONEY),
+    ] = 0.1,
+    gpu_hour_price: Annotated[
+        float | None, typer.Option(help="Dollars for a GPU and an hour.", rich_help_panel=MONEY)
+    ] = None,
+    api_price_in: Annotated[
+        float | None,
+        typer.Option(help="An API's dollars per million input tokens.", rich_help_panel=MONEY),
+    ] = None,
+    api_price_out: Annotated[
+        float | None,
+        typer.Option(help="An API's dollars per million output tokens.", rich_help_panel=MONEY),
+    ] = None,
+    duty_cycle: Annotated[
+        float, typer.Option(help="Share of the day with work.", rich_help_panel=MONEY)
+    ] = 1.0,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Each formula with its numbers.", rich_help_panel=OUTPUT),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the plan as JSON.", rich_help_panel=OUTPUT)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the plan as a page.", rich_help_panel=OUTPUT)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON.", rich_help_panel=OUTPUT)
+    ] = False,
 ) -> None:
-    """Plan memory and speed of serving a model, from its config alone. No GPU and no network needed."""
-    from ..engine.planner.catalog import find_model
-    from ..engine.planner.devices import choose_devices
-    from ..engine.planner.plan import Workload, make_plan
-    from ..engine.planner.units import parse_bytes, parse_tokens
-    from ..engine.planner.weights import recipe_for, stored_recipe
-    from .output import emit_json, result_console
+    """Plan memory, speed and price of serving a model, from its config alone. No GPU and no network."""
+    from ..engine.planner.ask import Ask, plan_for
+    from ..engine.planner.plan_json import plan_as_dict
+    from ..quant.durable import write_durably
+    from .output import emit_json, people, result_console
+    from .plan_tables import show_engines, show_explanation, show_plan
 
-    planned = find_model(model)
-    if weights is None and group_size is None:
-        recipe = stored_recipe(planned.config)
-    else:
-        recipe = recipe_for(weights or "int4", planned.shape, group_size)
-    context = planned.shape.max_context if ctx is None else parse_tokens(ctx)
-    memory = None if gpu_memory is None else parse_bytes(gpu_memory)
-    plan = make_plan(
-        planned,
-        recipe,
-        Workload(context, concurrency, kv_dtype, block_size),
-        choose_devices(gpu or [], memory),
-        tp,
+    plan = plan_for(
+        Ask(
+            model=model,
+            weights=weights,
+            group_size=group_size,
+            symmetric=symmetric,
+            file_format=file_format,
+            context=ctx,
+            sequences=concurrency,
+            output_tokens=output_tokens,
+            kv_dtype=kv_dtype,
+            gpus=tuple(gpu or ()),
+            gpu_memory=gpu_memory,
+            tp=tp,
+            pp=pp,
+            engine=engine,
+            block_size=block_size,
+            utilization=gpu_memory_utilization,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            kv_cache_memory=kv_cache_memory,
+            measured=measured,
+            draft_tokens=draft_tokens,
+            acceptance=acceptance,
+            draft_cost=draft_cost,
+            gpu_hour_price=gpu_hour_price,
+            api_price_in=api_price_in,
+            api_price_out=api_price_out,
+            duty_cycle=duty_cycle,
+        )
     )
+    for warning in plan.warnings:
+        people.print(f"warning: {warning}", markup=False, soft_wrap=True)
+    answer = plan_as_dict(plan)
     if as_json:
-        emit_json(plan.as_dict())
+        emit_json(answer)
     else:
-        _show(plan, result_console(as_json))
+        console = result_console(as_json)
+        show_plan(plan, console)
+        if engine == "all":
+            show_engines(answer, console)
+        if explain:
+            show_explanation(plan, console)
+    if out is not None:
+        import json
 
+        write_durably(out, (json.dumps(answer, indent=2) + "\n").encode())
+        people.print(f"plan: {out}", markup=False, soft_wrap=True)
+    if html is not None:
+        from ..bench.plan_page import plan_page
 
-def _show(plan: Plan, console: Console) -> None:
-    from rich.text import Text
-
-    console.print(_facts(plan))
-    console.print(_devices(plan, wide=console.width >= 110))
-    share = plan.efficiency
-    reserve = plan.devices[0].reserve
-    notes = [
-        f"KV room: {reserve.utilization:.0%} of what a process sees, less weights, activation peak "
-        f"(on {plan.devices[0].gpu}: steps of {reserve.chunk_tokens:,} tokens, "
-        f"{reserve.max_num_seqs:,} sequences) and the runtime's own; per GPU.",
-        f"Speed: what to expect at {share.bandwidth:.0%} of the bandwidth, {share.compute:.0%} (assumed) "
-        f"of the dense peak and {share.seconds_per_layer * 1e6:.0f} µs a layer; bounds (>=) are the data "
-        "sheet's. TTFT is of one whole prompt on an idle engine.",
-    ]
-    if any(device.memory_is_estimated for device in plan.devices):
-        notes.append("~ what a process sees is estimated as 94 % of the label.")
-    console.print(Text("\n".join(notes), style="dim"))
-
-
-def _facts(plan: Plan) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    from ..engine.planner.plan import KV_BYTES
-    from ..engine.planner.units import format_gib, format_tokens
-
-    model, shape, work = plan.model, plan.model.shape, plan.workload
-    element = KV_BYTES[work.kv_dtype]
-    full = shape.without_windows()
-    paged = full.kv_bytes(work.context, element, work.block_size)
-    parameters = f"{shape.num_parameters:,}"
-    if shape.experts:
-        parameters += f", of them {shape.num_active_parameters:,} active"
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-
-    def row(what: str, *says: str) -> None:
-        table.add_row(what, Text("\n".join(says)))
-
-    row("model", model.name, *([model.note] if model.note else []))
-    row("read from", model.source)
-    row("shape", _shape_line(shape))
-    row("parameters", parameters)
-    row("weights", f"{format_gib(plan.weight_bytes)}  ({plan.recipe.label})")
-    row(
-        "KV per token",
-        f"{format_gib(shape.kv_bytes_per_token(element))}  ({_kv_line(shape, element)})",
-    )
-    row(
-        "KV per sequence",
-        f"{format_gib(paged)}  ({format_tokens(work.context)} tokens, blocks of {work.block_size})",
-    )
-    if full.windows != shape.windows:
-        least = shape.kv_bytes(work.context, element)
-        row("", f"{format_gib(least)} in an engine that frees what lies behind a window")
-    if work.sequences > 1:
-        row(f"KV of {work.sequences} sequences", format_gib(work.sequences * paged))
-    row("weights + KV", format_gib(plan.weight_bytes + work.sequences * paged))
-    return table
-
-
-def _shape_line(shape: ModelShape) -> str:
-    heads = f"{shape.num_heads} heads x {shape.head_dim}"
-    if shape.latent:
-        heads += f", latent {shape.latent.kv_rank} + {shape.latent.rope_dim}"
-    else:
-        heads += f", {shape.num_kv_heads} KV heads"
-    parts = [
-        f"{shape.model_type}: {shape.num_layers} layers, hidden {shape.hidden_size}",
-        heads,
-        f"vocabulary {shape.vocab_size:,}{' (tied)' if shape.tied else ''}",
-        f"context {shape.max_context:,}",
-    ]
-    if shape.experts:
-        parts.insert(2, f"{shape.experts.per_token} of {shape.experts.count} experts")
-    windowed = [window for window in shape.windows if window is not None]
-    if windowed:
-        parts.append(f"window {windowed[0]:,} on {len(windowed)} layers")
-    return ", ".join(parts)
-
-
-def _kv_line(shape: ModelShape, element: float) -> str:
-    if shape.latent:
-        return f"{shape.num_layers} layers x {shape.cached_elements} latent elements x {element} B"
-    return f"2 x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} x {element} B"
-
-
-def _devices(plan: Plan, wide: bool) -> Table:
-    """One line a device; a wide terminal also gets throughput, bounds and the binding constraint."""
-    from rich import box
-    from rich.table import Table
-
-    from ..engine.planner.units import format_tokens
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("GPU", no_wrap=True)
-    for name in ("memory\nGiB", "GPUs", "weights\nGiB", "KV room\nGiB", "seqs", "longest\ntokens"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("TTFT\ns", "TPOT\nms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if wide:
-        table.add_column("output\ntok/s", justify="right")
-        table.add_column("TTFT\n>= s", justify="right")
-        table.add_column("TPOT\n>= ms", justify="right")
-        table.add_column("one more\nneeds")
-    for device in plan.devices:
-        estimated = "~" if device.memory_is_estimated else ""
-        cells = [
-            device.gpu,
-            f"{estimated}{device.memory_bytes / 2**30:.1f}",
-            str(device.ranks) if device.fits else f"> {device.ranks}",
-            f"{device.weight_bytes / 2**30:.1f}",
-            f"{device.kv_budget_bytes / 2**30:.1f}",
-            str(device.max_concurrent_sequences),
-            format_tokens(device.max_context),
-            _seconds(device.prefill, 1),
-            _seconds(device.decode, 1e3),
-        ]
-        if wide:
-            speed = device.tokens_per_second
-            cells += [
-                "-" if speed is None else f"{speed:,.0f}",
-                _seconds(device.prefill_bound, 1),
-                _seconds(device.decode_bound, 1e3),
-                device.binding_constraint.replace("_", " "),
-            ]
-        table.add_row(*cells, style=None if device.fits else "dim")
-    return table
-
-
-def _seconds(time: StepTime | None, scale: float) -> str:
-    if time is None:
-        return "-"
-    value = scale * time.seconds
-    return "<0.01" if value < 0.01 else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        write_durably(html, plan_page(plan).encode())
+        people.print(f"page: {html}", markup=False, soft_wrap=True)

@@ -17,12 +17,17 @@ from ..quant.models import resolve_model
 from .block_pool import BlockPool
 from .config import EngineConfig, usable_cores
 from .detokenizer import IncrementalDetokenizer
-from .kv_cache import DEFAULT_BLOCK_SIZE, KvCache, choose_num_blocks
+from .kv_cache import KvCache, choose_num_blocks
 from .model.decoder import Decoder
 from .model.loader import load_weights
 from .model.spec import ModelSpec
 from .model_runner import ModelRunner, StepResult
 from .outputs import EngineStats, RequestOutput, TokenLogprobs
+from .planner.cache_size import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+)
 from .planner.shapes import ModelShape
 from .prefix_cache import PrefixCache
 from .request import Request, RequestTimes
@@ -30,9 +35,6 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig, Token
 from .step_plan import StepPlan
 from .stop import StopStrings
-
-DEFAULT_MAX_NUM_SEQS = {"cpu": 16, "cuda": 256}
-DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)

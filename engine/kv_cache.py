@@ -6,16 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..quant.errors import BadInput
 from .config import EngineConfig, available_memory_bytes
 from .model.decoder import LayerCache
 from .model.spec import ModelSpec
-from .planner.memory import num_blocks_for
+from .planner.cache_size import CacheRequest, size_cache
 from .planner.shapes import ModelShape
-from .planner.units import format_gib
-
-DEFAULT_BLOCK_SIZE = {"cpu": 32, "cuda": 16}
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.9}
 
 
 def choose_num_blocks(
@@ -27,34 +22,22 @@ def choose_num_blocks(
     device: torch.device,
     dtype: torch.dtype,
 ) -> int:
-    """Blocks of the cache, the null block included.
-
-    By default enough for `max_num_seqs` sequences of the longest kind, cut to a share of the memory
-    that is free now, but never less than one such sequence needs.
+    """Blocks of the cache, the null block included: the planner's rule, with the memory free now.
 
     Raises:
         BadInput: the memory given does not hold a single sequence.
     """
-    if config.num_blocks is not None:
-        return config.num_blocks + 1
-    block_bytes = block_size * shape.kv_bytes_per_token(dtype.itemsize)
-    blocks_per_sequence = -(-max_model_len // block_size)
-    if (given := config.kv_cache_memory_bytes) is not None:
-        num_blocks = num_blocks_for(given, shape, block_size, dtype.itemsize)
-        if num_blocks < 1:
-            raise BadInput(
-                f"kv_cache_memory_bytes = {given} does not hold one block of {block_bytes} bytes"
-            )
-        return num_blocks + 1
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
-    share = int(free * MEMORY_SHARE[device.type])
-    affordable = num_blocks_for(share, shape, block_size, dtype.itemsize)
-    if affordable < blocks_per_sequence:
-        raise BadInput(
-            f"a sequence of {max_model_len} tokens needs {format_gib(blocks_per_sequence * block_bytes)} "
-            f"of KV cache, but {format_gib(share)} is there: lower max_model_len"
-        )
-    return min(affordable, blocks_per_sequence * max_num_seqs) + 1
+    request = CacheRequest(
+        kind=device.type,
+        bytes_per_element=dtype.itemsize,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        memory_bytes=config.kv_cache_memory_bytes,
+        num_blocks=config.num_blocks,
+    )
+    return size_cache(shape, request, free).num_blocks + 1
 
 
 class KvCache:

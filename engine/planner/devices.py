@@ -10,10 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from ...quant.errors import BadInput
+from ..config import available_memory_bytes
 
-# Where nobody has reported what a process sees: labelled cards were seen to lose 0 to 8 % of the label
-# to firmware and error correction.
-VISIBLE_OF_LABEL = 0.94
 # One direction of PCIe 4.0 x16, for cards without a link of their own.
 PCIE_BYTES_PER_SECOND = 32e9
 
@@ -29,11 +27,15 @@ class Device:
     bandwidth: float | None = None
     peaks: Mapping[str, float] | None = None
     link_bytes_per_second: float = PCIE_BYTES_PER_SECOND
+    kind: str = "cuda"
+    source: str = ""
 
     def peak_flops(self, weight_bits: int, weight_name: str) -> float | None:
         """The roof of the data type that is multiplied: fp8 weights use fp8 units where there are any;
         weight-only integers are multiplied in 16 bit."""
         peaks = self.peaks or {}
+        if weight_bits == 32:
+            return peaks.get("float32", peaks.get("bf16", peaks.get("fp16")))
         if weight_bits == 8 and weight_name.startswith("fp") and "fp8" in peaks:
             return peaks["fp8"]
         return peaks.get("bf16", peaks.get("fp16"))
@@ -67,8 +69,8 @@ def find_device(name: str) -> Device:
 
 
 def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Device]:
-    """The devices of these names (`all`: the whole table) and one that is known by its memory alone;
-    without either, the most asked for.
+    """The devices of these names (`all`: the whole table; `cpu`: this machine's processor) and one that
+    is known by its memory alone; without either, the most asked for.
 
     Raises:
         BadInput: a name that is not in the table.
@@ -77,8 +79,18 @@ def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Devic
         [] if memory_bytes is None else [Device(f"{memory_bytes / 2**30:.4g} GiB", memory_bytes)]
     )
     for name in names:
-        chosen += devices() if name.lower() == "all" else [find_device(name)]
+        if name.lower() == "cpu":
+            chosen.append(_host())
+        else:
+            chosen += devices() if name.lower() == "all" else [find_device(name)]
     return chosen or [find_device(name) for name in DEFAULT_DEVICES]
+
+
+def _host() -> Device:
+    """This machine's processor, with the memory that is available now. Its speed is known only from a
+    measured run."""
+    memory = available_memory_bytes()
+    return Device("cpu", memory, kind="cpu", source="/proc/meminfo, available now")
 
 
 @cache
@@ -88,16 +100,16 @@ def _rows() -> list[dict]:
 
 def _read(row: dict) -> Device:
     visible = row["visible_bytes"]
-    label_bytes = row["label_gb"] * 2**30
     link = row["nvlink_gb_s"]
     return Device(
         name=row["name"],
-        memory_bytes=visible["value"] if visible else int(VISIBLE_OF_LABEL * label_bytes),
-        memory_is_estimated=visible is None,
+        memory_bytes=visible["value"],
+        memory_is_estimated=visible.get("estimated", False),
         bandwidth=row["bandwidth_gb_s"]["value"] * 1e9,
         peaks={dtype: peak["value"] * 1e12 for dtype, peak in row["peaks"].items()},
         # The table holds both directions together, as the data sheets do.
         link_bytes_per_second=link * 1e9 / 2 if link else PCIE_BYTES_PER_SECOND,
+        source=f"{visible['source']}; {row['bandwidth_gb_s']['source']} ({row['date']})",
     )
 
 

@@ -319,6 +319,12 @@ def complete(raw: Config) -> tuple[str, Family, dict[str, Any]]:
     return model_type, family, filled
 
 
+def has_chunks(config: Config) -> bool:
+    """Whether the windowed layers attend within chunks that do not overlap."""
+    kinds = config.get("layer_types") or ()
+    return "chunked_attention" in kinds or (not kinds and "attention_chunk_size" in config)
+
+
 def layer_windows(config: Config, family: Family) -> Windows:
     """How far back each layer looks, in tokens; None means to the start of the sequence.
 

@@ -2,15 +2,18 @@
 
     usable = visible x utilization = weights + activation peak + fixed overhead + KV cache
 
-All bytes are per rank: one GPU of `ranks` that share the model by tensor parallelism.
+All bytes are per rank: one GPU of `tp` that share each layer, in one of `pp` pipeline stages.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 from math import ceil
 from typing import Self
 
+from ...quant.errors import BadInput
+from .engine_rules import RULES, CacheKnobs, EngineRule
 from .shapes import ModelShape
 from .weights import WeightRecipe, weight_bytes_per_rank
 
@@ -22,73 +25,127 @@ SAMPLER_COPIES = 9.70
 ACTIVATION_BYTES = 2
 
 
-def num_blocks_for(
-    memory_bytes: int, shape: ModelShape, block_size: int, bytes_per_element: float
-) -> int:
-    """KV blocks of `block_size` tokens that fit into `memory_bytes`, where a block spans all layers."""
-    return memory_bytes // (block_size * shape.kv_bytes_per_token(bytes_per_element))
-
-
 @dataclass(frozen=True, slots=True)
 class Reserve:
     """What is kept free besides weights and cache: stated, because no formula knows it.
 
     `chunk_tokens` is the most that one step computes, `max_num_seqs` the most sequences that it samples.
+    `kv_cache_bytes`, where it is given, is the room for the cache itself, whatever else is there.
     """
 
     utilization: float = 0.9
     chunk_tokens: int = 8192
     max_num_seqs: int = 1024
+    kv_cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.utilization <= 1:
+            raise BadInput(
+                f"--gpu-memory-utilization {self.utilization}: a share in (0, 1] is needed"
+            )
+        for name in ("chunk_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                option = {"chunk_tokens": "max-num-batched-tokens"}.get(name, "max-num-seqs")
+                raise BadInput(f"--{option} {getattr(self, name)}: at least 1 is needed")
 
     @classmethod
-    def for_memory(cls, memory_bytes: int) -> Self:
-        """Batch limits as servers commonly choose them: smaller below 70 GiB."""
-        if memory_bytes >= 70 * GIB:
-            return cls()
-        return cls(chunk_tokens=2048, max_num_seqs=256)
+    def for_memory(
+        cls,
+        memory_bytes: int,
+        utilization: float | None = None,
+        chunk_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        kv_cache_bytes: int | None = None,
+    ) -> Self:
+        """Batch limits as servers commonly choose them, smaller below 70 GiB, where none are given."""
+        large = memory_bytes >= 70 * GIB
+        return cls(
+            0.9 if utilization is None else utilization,
+            (8192 if large else 2048) if chunk_tokens is None else chunk_tokens,
+            (1024 if large else 256) if max_num_seqs is None else max_num_seqs,
+            kv_cache_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pipeline stage on one rank: its weights, and the shape of its cache."""
+
+    weight_bytes: int
+    cache: ModelShape
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A model in its weight and cache formats, on `ranks` devices.
-
-    The engine keeps one block table for all layers and frees nothing behind a sliding window, so every
-    layer is charged the whole sequence.
+    """A model in its weight and cache formats on `tp` x `pp` devices, in an engine.
 
     Raises:
-        BadInput: the heads do not divide over the ranks.
+        BadInput: the heads do not divide over the ranks, or there are fewer layers than stages.
     """
 
     shape: ModelShape
     recipe: WeightRecipe
-    kv_bytes_per_element: float = 2
+    kv_bytes_per_element: float | Fraction = 2
     block_size: int = 16
-    ranks: int = 1
+    tp: int = 1
+    pp: int = 1
+    engine: EngineRule = RULES["llmopt"]
+    stages: tuple[Stage, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shape.kv_heads_per_rank(self.ranks)
+        if self.tp < 1:
+            raise BadInput(f"--tp {self.tp}: at least 1 is needed")
+        cache = self.shape.cache_on_rank(self.tp)
+        stages = tuple(
+            Stage(
+                weight_bytes_per_rank(
+                    self.shape, self.recipe, self.tp, layers if self.pp > 1 else None
+                ),
+                cache.cache_of_stage(layers),
+            )
+            for layers in self.shape.stages(self.pp)
+        )
+        object.__setattr__(self, "stages", stages)
 
     @property
-    def cache(self) -> ModelShape:
-        """The shape of one rank's cache in this engine."""
-        return self.shape.without_windows().cache_on_rank(self.ranks)
+    def gpus(self) -> int:
+        """Devices that hold the model once."""
+        return self.tp * self.pp
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights on one rank."""
-        return weight_bytes_per_rank(self.shape, self.recipe, self.ranks)
+        """Bytes of weights on the fullest rank."""
+        return max(stage.weight_bytes for stage in self.stages)
 
-    def kv_bytes(self, context: int) -> int:
-        """Bytes of one sequence's cache on one rank, in whole blocks."""
-        return self.cache.kv_bytes(context, self.kv_bytes_per_element, self.block_size)
+    @property
+    def all_weight_bytes(self) -> int:
+        """Bytes of weights on all ranks, replicas included."""
+        return self.tp * sum(stage.weight_bytes for stage in self.stages)
 
-    def activation_bytes(self, reserve: Reserve) -> int:
-        """Peak of temporary memory: the larger of a prefill chunk's and the sampler's.
+    def kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
+        """Bytes of one sequence's cache on the fullest rank, as the engine keeps it."""
+        return max(self._stage_kv(stage, context, reserve or Reserve()) for stage in self.stages)
+
+    def all_kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
+        """Bytes of one sequence's cache on all ranks, replicas included."""
+        chosen = reserve or Reserve()
+        return self.tp * sum(self._stage_kv(stage, context, chosen) for stage in self.stages)
+
+    def knobs(self, reserve: Reserve) -> CacheKnobs:
+        """What moves the engine's cache in this deployment."""
+        return CacheKnobs(self.block_size, reserve.chunk_tokens, frees_windows=self.pp == 1)
+
+    def _stage_kv(self, stage: Stage, context: int, reserve: Reserve) -> int:
+        knobs = self.knobs(reserve)
+        return self.engine.kv_bytes(stage.cache, context, self.kv_bytes_per_element, knobs)
+
+    def activation_terms(self, reserve: Reserve) -> tuple[int, int]:
+        """Peaks of temporary memory: of a prefill chunk, and of the sampler.
 
         Prefill: T·2·(3·I/tp + 3·H): gate and up, the product, about three hidden-size tensors; routed
         tokens are copied per expert (that part is unverified). Sampling: rows × vocabulary × 4 × 9.7.
         """
-        shape, ranks = self.shape, self.ranks
+        shape, ranks = self.shape, self.tp
         width = 3 * shape.intermediate_size / ranks
         if (experts := shape.experts) is not None:
             routed = experts.per_token * (3 * experts.width / ranks + shape.hidden_size)
@@ -96,29 +153,45 @@ class Deployment:
             width = max(routed, width) if experts.dense_layers else routed
         prefill = reserve.chunk_tokens * ACTIVATION_BYTES * (width + 3 * shape.hidden_size)
         sampler = SAMPLER_COPIES * reserve.max_num_seqs * shape.vocab_size * 4
-        return ceil(max(prefill, sampler))
+        return ceil(prefill), ceil(sampler)
+
+    def activation_bytes(self, reserve: Reserve) -> int:
+        """Peak of temporary memory: the larger of the two, which do not come together."""
+        return max(self.activation_terms(reserve))
 
     def overhead_bytes(self) -> int:
         """The runtime's own memory: 0.13 GiB alone, 0.55 GiB with communication between two ranks and
         0.60 GiB between more (published vLLM start-ups; NCCL takes 50 MiB more for four)."""
-        return int({1: 0.13, 2: 0.55}.get(self.ranks, 0.60) * GIB)
+        return int({1: 0.13, 2: 0.55}.get(self.gpus, 0.60) * GIB)
 
     def kv_budget(self, memory_bytes: int, reserve: Reserve) -> int:
-        """Bytes left for the cache on one rank; negative if the weights alone do not fit."""
-        used = self.weight_bytes + self.activation_bytes(reserve) + self.overhead_bytes()
-        return int(memory_bytes * reserve.utilization) - used
+        """Bytes left for the cache on the fullest rank; negative if the weights alone do not fit."""
+        return self._budget(self.weight_bytes, memory_bytes, reserve)
 
-    def num_blocks(self, memory_bytes: int, reserve: Reserve) -> int:
-        """Blocks in each rank's pool."""
-        budget = max(0, self.kv_budget(memory_bytes, reserve))
-        return num_blocks_for(budget, self.cache, self.block_size, self.kv_bytes_per_element)
+    def _budget(self, weights: int, memory_bytes: int, reserve: Reserve) -> int:
+        used = weights + self.activation_bytes(reserve) + self.overhead_bytes()
+        room = int(memory_bytes * reserve.utilization) - used
+        return room if reserve.kv_cache_bytes is None else min(room, reserve.kv_cache_bytes)
+
+    def sequences_that_fit(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
+        """Sequences of `context` tokens whose caches fit at once, in every stage."""
+        return min(
+            max(0, self._budget(stage.weight_bytes, memory_bytes, reserve))
+            // self._stage_kv(stage, context, reserve)
+            for stage in self.stages
+        )
 
     def max_sequences(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
-        """Sequences of `context` tokens whose caches fit at once."""
-        blocks = self.num_blocks(memory_bytes, reserve) // ceil(context / self.block_size)
-        return min(blocks, reserve.max_num_seqs)
+        """Sequences of `context` tokens that run at once: those that fit, and that a step samples."""
+        return min(self.sequences_that_fit(memory_bytes, reserve, context), reserve.max_num_seqs)
 
-    def max_context(self, memory_bytes: int, reserve: Reserve, sequences: int) -> int:
-        """The longest context that `sequences` sequences can have at once, within the model's own."""
-        blocks = self.num_blocks(memory_bytes, reserve) // sequences
-        return min(blocks * self.block_size, self.shape.max_context)
+    def max_context(self, memory_bytes: int, reserve: Reserve, sequences: int, limit: int) -> int:
+        """The longest context, of at most `limit` tokens, that `sequences` can have at once."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.sequences_that_fit(memory_bytes, reserve, middle) >= sequences:
+                low = middle
+            else:
+                high = middle - 1
+        return low

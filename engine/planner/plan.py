@@ -1,71 +1,85 @@
-"""The answer to "will it fit, on what, how many at once, how fast", for one model and several devices."""
+"""The answer to "will it fit, on what, how many at once, how fast, at what price", for one model and
+several devices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from math import ceil
 
 from ...quant.errors import BadInput
+from .cache_size import DEFAULT_MAX_NUM_SEQS, CacheRequest, CacheSize, size_cache
 from .catalog import PlannedModel
 from .devices import Device
+from .engine_rules import RULES
+from .kv_dtypes import kv_dtype
 from .memory import Deployment, Reserve
+from .money import Cost, cost_of
+from .setup import Setup, Workload
+from .solver import Constraint, DtypeChoice, Relaxation, Solver
 from .speed import DATA_SHEET, Efficiency, StepTime, decode_time, prefill_time
 from .weights import WeightRecipe, weight_bytes
 
-RANKS = (1, 2, 4, 8)  # one machine
-KV_BYTES = {"bf16": 2, "fp8": 1}
-
-Constraint = Literal["weights", "kv_cache", "max_num_seqs"]
-
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """What is to be served: `sequences` at once, each of `context` tokens, prompt and answer together."""
+class SpeculationGain:
+    """What drafting brings: tokens of a verification, its length in plain steps, and the speed-up."""
 
-    context: int
-    sequences: int = 1
-    kv_dtype: str = "bf16"
-    block_size: int = 16
-
-    def __post_init__(self) -> None:
-        if self.kv_dtype not in KV_BYTES:
-            raise BadInput(f"no KV dtype {self.kv_dtype!r}: choose {', '.join(KV_BYTES)}")
-        for name, value in (("--ctx", self.context), ("--concurrency", self.sequences)):
-            if value < 1:
-                raise BadInput(f"{name} {value}: at least 1 is needed")
-        if self.block_size < 1:
-            raise BadInput(f"--block-size {self.block_size}: at least 1 token is needed")
+    expected_tokens: float
+    verification_steps: float
+    speedup: float
+    tpot_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The workload on `ranks` of one device; all bytes per rank, times None where speed is unknown.
+    """The workload on `tp` x `pp` of one device; all bytes per rank, times None where speed is unknown.
 
-    `gpus_needed` is None if eight do not hold the workload. `max_context` is for the workload's number
-    of sequences. The binding constraint is what stands in the way of one sequence more.
+    `gpus_needed` is None if the most that was tried does not hold the workload. `max_context` is for
+    the workload's number of sequences. The binding constraint is what stands in the way of one sequence
+    more; the relaxations are what would bring some.
     """
 
-    gpu: str
+    device: Device
+    deployment: Deployment
+    reserve: Reserve
     sequences: int
-    memory_bytes: int
-    memory_is_estimated: bool
-    ranks: int
     gpus_needed: int | None
     fits: bool
-    weight_bytes: int
-    activation_bytes: int
-    overhead_bytes: int
     kv_budget_bytes: int
     kv_bytes: int
     max_concurrent_sequences: int
     max_context: int
     binding_constraint: Constraint
-    reserve: Reserve
+    relaxations: tuple[Relaxation, ...]
+    dtypes_that_fit: tuple[DtypeChoice, ...]
+    engine_cache: CacheSize | None
     decode: StepTime | None
     decode_bound: StepTime | None
     prefill: StepTime | None
     prefill_bound: StepTime | None
+    speculation: SpeculationGain | None
+    cost: Cost | None
+
+    @property
+    def gpu(self) -> str:
+        """The device's name."""
+        return self.device.name
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the fullest rank."""
+        return self.deployment.weight_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Peak of temporary memory on a rank."""
+        return self.deployment.activation_bytes(self.reserve)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """The runtime's own memory on a rank."""
+        return self.deployment.overhead_bytes()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -80,52 +94,19 @@ class Plan:
     model: PlannedModel
     recipe: WeightRecipe
     workload: Workload
+    setup: Setup
     devices: tuple[DevicePlan, ...]
-    efficiency: Efficiency
+    warnings: tuple[str, ...]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, on all ranks together, without replicas."""
         return weight_bytes(self.model.shape, self.recipe)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON: bytes, milliseconds, tokens. What depends on a device is that of the first
-        one at the top level, and of each one under `gpus`."""
-        shape, work = self.model.shape, self.workload
-        element, full = KV_BYTES[work.kv_dtype], self.model.shape.without_windows()
-        first = self.devices[0]
-        rank = full.cache_on_rank(first.ranks)
-        count, context, block = work.sequences, work.context, work.block_size
-        paged = count * full.kv_bytes(context, element, block)
-        per_rank = count * rank.kv_bytes(context, element, block)
-        return {
-            "model": self.model.name,
-            "model_note": self.model.note,
-            "source": self.model.source,
-            "model_type": shape.model_type,
-            "param_count": shape.num_parameters,
-            "active_param_count": shape.num_active_parameters,
-            "max_model_context": shape.max_context,
-            "weights": self.recipe.label,
-            "weight_bytes": self.weight_bytes,
-            "kv_dtype": work.kv_dtype,
-            "context": context,
-            "batch": count,
-            "tp": first.ranks,
-            "block_size": block,
-            "kv_bytes_per_token": shape.kv_bytes_per_token(element),
-            "kv_bytes_per_extra_token": shape.kv_bytes_per_extra_token(element),
-            "kv_bytes_total": count * shape.kv_bytes(context, element),
-            "kv_bytes_total_no_window": count * full.kv_bytes(context, element),
-            "kv_bytes_paged": count * shape.kv_bytes(context, element, block),
-            "kv_bytes_paged_no_window": paged,
-            "kv_bytes_per_rank": per_rank,
-            "kv_bytes_all_ranks": per_rank * first.ranks,
-            "engines": {"llmopt": {"kv_bytes": paged}},
-            **_device_dict(first),
-            "efficiency": asdict(self.efficiency),
-            "gpus": [_device_dict(device) for device in self.devices],
-        }
+    @property
+    def efficiency(self) -> Efficiency:
+        """The shares of the roofs that the times expect."""
+        return self.setup.efficiency
 
 
 def make_plan(
@@ -133,124 +114,168 @@ def make_plan(
     recipe: WeightRecipe,
     workload: Workload,
     devices: Sequence[Device],
-    ranks: int | None = None,
+    tp: int | None = None,
+    *,
+    setup: Setup | None = None,
+    ranked: bool = False,
 ) -> Plan:
-    """Plan the workload on each device; without `ranks`, on as few of 1, 2, 4 or 8 as hold it.
+    """Plan the workload on each device; where neither `tp` nor the setup says how many, on as few as
+    hold it. `ranked` puts first what holds the workload on the fewest devices, the fastest of them first.
 
     Raises:
-        BadInput: the context is longer than the model's own, or the heads do not divide over `ranks`.
+        BadInput: heads or layers do not divide as asked, or the KV dtype does not fit the model.
     """
-    limit = model.shape.max_context
-    if workload.context > limit:
-        raise BadInput(
-            f"--ctx {workload.context} is longer than {model.name} can attend to: its config says "
-            f"{limit} at most"
-        )
-    efficiency = Efficiency()
-    plans = tuple(
-        _on_device(model, recipe, workload, device, ranks, efficiency) for device in devices
+    chosen = setup or Setup()
+    if tp is not None:
+        chosen = replace(chosen, tp=tp)
+    kv_dtype(workload.kv_dtype).bytes_per_element(model.shape)
+    solver = Solver(model.shape, recipe, workload, chosen)
+    plans = [_on_device(solver, model, workload, device, chosen) for device in devices]
+    if ranked:
+        plans.sort(key=_rank)
+    return Plan(
+        model, recipe, workload, chosen, tuple(plans), tuple(_warnings(model, workload, chosen))
     )
-    return Plan(model, recipe, workload, plans, efficiency)
+
+
+def _rank(plan: DevicePlan) -> tuple[bool, int, float]:
+    speed = plan.tokens_per_second or 0.0
+    return (not plan.fits, plan.gpus_needed or plan.deployment.gpus, -speed)
 
 
 def _on_device(
-    model: PlannedModel,
-    recipe: WeightRecipe,
-    workload: Workload,
-    device: Device,
-    ranks: int | None,
-    efficiency: Efficiency,
+    solver: Solver, model: PlannedModel, workload: Workload, device: Device, setup: Setup
 ) -> DevicePlan:
-    reserve = Reserve.for_memory(device.memory_bytes)
-    element = KV_BYTES[workload.kv_dtype]
-    deployments = {}
-    for number in RANKS if ranks is None else (ranks, *RANKS):
-        try:
-            deployments[number] = Deployment(
-                model.shape, recipe, element, workload.block_size, number
-            )
-        except BadInput:
-            if number == ranks:
-                raise
-    holding = [
-        number
-        for number, deployment in sorted(deployments.items())
-        if deployment.max_sequences(device.memory_bytes, reserve, workload.context)
-        >= workload.sequences
-    ]
-    chosen = ranks or (holding[0] if holding else max(deployments))
-    deployment = deployments[chosen]
-    budget = deployment.kv_budget(device.memory_bytes, reserve)
-    most = deployment.max_sequences(device.memory_bytes, reserve, workload.context)
+    deployment, needed = solver.choose(device)
+    reserve = solver.reserve(deployment, device)
+    most = solver.sequences(deployment, device)
     fits = most >= workload.sequences
-    timed = fits and device.bandwidth is not None and bool(device.peaks)
-
-    def decode(share: Efficiency) -> StepTime | None:
-        if not timed:
-            return None
-        return decode_time(deployment, device, workload.sequences, workload.context, share)
-
-    def prefill(share: Efficiency) -> StepTime | None:
-        if not timed:
-            return None
-        return prefill_time(deployment, device, workload.context, reserve, share)
-
+    limit = max(model.shape.max_context, workload.context)
+    decode = decode_bound = prefill = prefill_bound = None
+    # Times of what does not fit would be read as if it did.
+    if fits and device.bandwidth is not None and device.peaks:
+        count, context = workload.sequences, workload.context
+        decode = decode_time(deployment, device, count, context, setup.efficiency)
+        decode_bound = decode_time(deployment, device, count, context, DATA_SHEET)
+        prefill = prefill_time(deployment, device, context, reserve, setup.efficiency)
+        prefill_bound = prefill_time(deployment, device, context, reserve, DATA_SHEET)
     return DevicePlan(
-        gpu=device.name,
-        sequences=workload.sequences,
-        memory_bytes=device.memory_bytes,
-        memory_is_estimated=device.memory_is_estimated,
-        ranks=chosen,
-        gpus_needed=min(holding) if holding else None,
-        fits=fits,
-        weight_bytes=deployment.weight_bytes,
-        activation_bytes=deployment.activation_bytes(reserve),
-        overhead_bytes=deployment.overhead_bytes(),
-        kv_budget_bytes=max(0, budget),
-        kv_bytes=workload.sequences * deployment.kv_bytes(workload.context),
-        max_concurrent_sequences=most,
-        max_context=deployment.max_context(device.memory_bytes, reserve, workload.sequences),
-        binding_constraint=(
-            "weights"
-            if budget <= 0
-            else "max_num_seqs"
-            if most == reserve.max_num_seqs
-            else "kv_cache"
-        ),
+        device=device,
+        deployment=deployment,
         reserve=reserve,
-        decode=decode(efficiency),
-        decode_bound=decode(DATA_SHEET),
-        prefill=prefill(efficiency),
-        prefill_bound=prefill(DATA_SHEET),
+        sequences=workload.sequences,
+        gpus_needed=needed,
+        fits=fits,
+        kv_budget_bytes=max(0, deployment.kv_budget(device.memory_bytes, reserve)),
+        kv_bytes=workload.sequences * deployment.kv_bytes(workload.context, reserve),
+        max_concurrent_sequences=most,
+        max_context=deployment.max_context(device.memory_bytes, reserve, workload.sequences, limit),
+        binding_constraint=solver.constraint(deployment, device),
+        relaxations=tuple(solver.relaxations(deployment, device)),
+        dtypes_that_fit=tuple(solver.dtypes_that_fit(device)),
+        engine_cache=_engine_cache(deployment, device, reserve, workload, setup),
+        decode=decode,
+        decode_bound=decode_bound,
+        prefill=prefill,
+        prefill_bound=prefill_bound,
+        speculation=_speculation(deployment, device, workload, setup, decode),
+        cost=_cost(deployment, device, workload, setup, reserve, decode),
     )
 
 
-def _device_dict(plan: DevicePlan) -> dict[str, Any]:
-    def milliseconds(time: StepTime | None) -> float | None:
-        return None if time is None else round(1e3 * time.seconds, 3)
+def _engine_cache(
+    deployment: Deployment, device: Device, reserve: Reserve, workload: Workload, setup: Setup
+) -> CacheSize | None:
+    """The cache that this project's engine would allocate on one such device; None where it could not
+    start, or where the plan is for something that it does not do."""
+    offered = workload.kv_dtype in RULES["llmopt"].kv_dtypes
+    if setup.engine != "llmopt" or deployment.gpus > 1 or not offered:
+        return None
+    sequences = setup.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.kind]
+    request = CacheRequest(
+        kind=device.kind,
+        bytes_per_element=deployment.kv_bytes_per_element,
+        block_size=workload.block_size,
+        max_model_len=workload.context,
+        max_num_seqs=sequences,
+        memory_bytes=setup.kv_cache_bytes,
+    )
+    overhead = 0 if device.kind == "cpu" else deployment.overhead_bytes()
+    free = device.memory_bytes - deployment.weight_bytes - overhead
+    try:
+        return size_cache(deployment.shape, request, max(0, free))
+    except BadInput:
+        return None
 
-    speed = plan.tokens_per_second
-    return {
-        "gpu": plan.gpu,
-        "gpu_memory_bytes": plan.memory_bytes,
-        "gpu_memory_is_estimated": plan.memory_is_estimated,
-        "tp": plan.ranks,
-        "fits": plan.fits,
-        "gpus_needed": plan.gpus_needed,
-        "max_concurrent_sequences": plan.max_concurrent_sequences,
-        "max_context": plan.max_context,
-        "binding_constraint": plan.binding_constraint,
-        "weight_bytes_per_rank": plan.weight_bytes,
-        "activation_bytes_per_rank": plan.activation_bytes,
-        "overhead_bytes_per_rank": plan.overhead_bytes,
-        "kv_budget_bytes_per_rank": plan.kv_budget_bytes,
-        "kv_bytes_per_rank": plan.kv_bytes,
-        "reserve": asdict(plan.reserve),
-        "ttft_ms": milliseconds(plan.prefill),
-        "ttft_bound_ms": milliseconds(plan.prefill_bound),
-        "ttft_limit": plan.prefill and plan.prefill.bound,
-        "tpot_ms": milliseconds(plan.decode),
-        "tpot_bound_ms": milliseconds(plan.decode_bound),
-        "tpot_limit": plan.decode and plan.decode.bound,
-        "throughput_tokens_per_s": None if speed is None else round(speed, 2),
-    }
+
+def _speculation(
+    deployment: Deployment,
+    device: Device,
+    workload: Workload,
+    setup: Setup,
+    decode: StepTime | None,
+) -> SpeculationGain | None:
+    draft = setup.speculation
+    if draft is None or decode is None:
+        return None
+    checked = decode_time(
+        deployment,
+        device,
+        workload.sequences,
+        workload.context,
+        setup.efficiency,
+        tokens_per_sequence=draft.draft_tokens + 1,
+    )
+    steps = checked.seconds / decode.seconds
+    speedup = draft.speedup(steps)
+    return SpeculationGain(draft.expected_tokens, steps, speedup, decode.seconds / speedup)
+
+
+def _cost(
+    deployment: Deployment,
+    device: Device,
+    workload: Workload,
+    setup: Setup,
+    reserve: Reserve,
+    decode: StepTime | None,
+) -> Cost | None:
+    if setup.prices is None or decode is None:
+        return None
+    prompt = workload.prompt_tokens
+    prefill = prefill_time(deployment, device, prompt, reserve, setup.efficiency)
+    return cost_of(
+        setup.prices,
+        gpus=deployment.gpus,
+        input_tokens=prompt,
+        output_tokens=workload.answer_tokens,
+        input_tokens_per_second=prompt / prefill.seconds,
+        output_tokens_per_second=workload.sequences / decode.seconds,
+    )
+
+
+def _warnings(model: PlannedModel, workload: Workload, setup: Setup) -> list[str]:
+    found = []
+    shape = model.shape
+    if workload.context > shape.max_context:
+        found.append(_past_the_limit(model, workload.context))
+    rule = RULES[setup.engine]
+    if workload.kv_dtype not in rule.kv_dtypes:
+        found.append(
+            f"{rule.name} does not store its cache in {workload.kv_dtype} (it has "
+            f"{', '.join(rule.kv_dtypes)}): the numbers are arithmetic"
+        )
+    return found
+
+
+def _past_the_limit(model: PlannedModel, context: int) -> str:
+    limit = model.shape.max_context
+    says = f"--ctx {context} is past the {limit} tokens that {model.name} was made for: "
+    if model.shape.learned_positions:
+        return says + "its positions are learned, so no rope scaling extends it"
+    scaling = model.config.get("rope_scaling") or {}
+    original = scaling.get("original_max_position_embeddings") or limit
+    factor = ceil(10 * context / original) / 10
+    return says + (
+        f'it would need rope_scaling {{"rope_type": "yarn", "factor": {factor}, '
+        f'"original_max_position_embeddings": {original}}}, and quality has to be checked'
+    )

@@ -7,13 +7,15 @@ rooflines cannot disagree.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import ceil
 from typing import Any, Literal
 
 from ...quant.errors import BadInput
-from .families import Config, Family, complete, layer_windows
+from .families import Config, Family, complete, has_chunks, layer_windows
 
 Role = Literal[
     "embedding", "position", "head", "linear", "expert", "router", "norm", "bias", "expert_bias"
@@ -86,7 +88,8 @@ class Latent:
 class ModelShape:
     """A decoder-only language model, as far as memory and arithmetic depend on it.
 
-    `windows[i]` is how many tokens back layer i looks (None: all). `max_context` is what the config says.
+    `windows[i]` is how many tokens back layer i looks (None: all); `chunked` says that they are chunks
+    which do not overlap. `max_context` is what the config says.
     """
 
     model_type: str
@@ -102,6 +105,7 @@ class ModelShape:
     windows: tuple[int | None, ...]
     experts: Experts | None = None
     latent: Latent | None = None
+    chunked: bool = False
     learned_positions: int = 0
     qkv_bias: bool = False
     output_bias: bool = False
@@ -162,6 +166,7 @@ class ModelShape:
             windows=layer_windows(config, family),
             experts=_experts(config, family, model_type),
             latent=latent,
+            chunked=has_chunks(config),
             learned_positions=config["max_position_embeddings"] if model_type == "gpt2" else 0,
             qkv_bias=_decided(family.qkv_bias, config),
             output_bias=_decided(family.output_bias, config),
@@ -174,21 +179,30 @@ class ModelShape:
             sinks=family.sinks,
         )
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every parameter of the model once, tied ones not twice; buffers are left out."""
-        hidden, layers = self.hidden_size, self.num_layers
-        yield Tensor("embedding", self.vocab_size, hidden, 1, 1)
-        if not self.tied:
+    def tensors(self, stage: range | None = None) -> Iterator[Tensor]:
+        """Every parameter of the model once, tied ones not twice; buffers are left out.
+
+        With `stage`, a range of layers, those of one pipeline stage: the first one has the embeddings,
+        the last one the final norm and the head, for which it copies a tied embedding.
+        """
+        hidden = self.hidden_size
+        part = range(self.num_layers) if stage is None else stage
+        layers, first, last = len(part), part.start == 0, part.stop == self.num_layers
+        if first:
+            yield Tensor("embedding", self.vocab_size, hidden, 1, 1)
+            if self.learned_positions:
+                yield Tensor("position", self.learned_positions, hidden, 1, 1, "whole")
+        if last and not (self.tied and first):
             yield Tensor("head", self.vocab_size, hidden, 1, 1)
-        if self.learned_positions:
-            yield Tensor("position", self.learned_positions, hidden, 1, 1, "whole")
-        norms = (1 + self.layer_norm) * (self.norms_per_layer * layers + 1)
+        norms = (1 + self.layer_norm) * (self.norms_per_layer * layers + last)
         yield Tensor("norm", hidden, 1, norms, norms, "whole")
-        yield from self._latent_attention() if self.latent else self._attention()
-        dense = layers if self.experts is None else len(self.experts.dense_layers)
+        yield from self._latent_attention(layers) if self.latent else self._attention(layers)
+        dense = layers
+        if self.experts is not None:
+            dense = sum(index in part for index in self.experts.dense_layers)
         if dense:
             yield from self._mlp(self.intermediate_size, dense)
-        if self.experts is not None:
+        if self.experts is not None and dense < layers:
             yield from self._mixture(self.experts, layers - dense)
 
     @property
@@ -206,16 +220,18 @@ class ModelShape:
         """Cache elements of one token in one layer."""
         return self.latent.cached_elements if self.latent else 2 * self.num_kv_heads * self.head_dim
 
-    def kv_bytes_per_token(self, bytes_per_element: float) -> int:
+    def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
         """Bytes that one token of one sequence takes in all layers, while inside every window."""
         return ceil(self.num_layers * self.cached_elements * bytes_per_element)
 
-    def kv_bytes_per_extra_token(self, bytes_per_element: float) -> int:
+    def kv_bytes_per_extra_token(self, bytes_per_element: float | Fraction) -> int:
         """Bytes of one token more, once the sequence is longer than every window."""
         full = sum(window is None for window in self.windows)
         return ceil(full * self.cached_elements * bytes_per_element)
 
-    def kv_bytes(self, num_tokens: int, bytes_per_element: float, block_size: int = 1) -> int:
+    def kv_bytes(
+        self, num_tokens: int, bytes_per_element: float | Fraction, block_size: int = 1
+    ) -> int:
         """Bytes of one sequence's cache: each layer holds min(tokens, window), in whole blocks."""
         held = sum(
             ceil(min(num_tokens, num_tokens if window is None else window) / block_size)
@@ -245,10 +261,28 @@ class ModelShape:
 
     def cache_on_rank(self, ranks: int) -> ModelShape:
         """The shape whose KV cache is what one of `ranks` ranks holds; a latent is replicated whole."""
-        return replace(self, num_kv_heads=self.kv_heads_per_rank(ranks))
+        kv_heads = self.kv_heads_per_rank(ranks)
+        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
 
-    def _attention(self) -> Iterator[Tensor]:
-        hidden, layers = self.hidden_size, self.num_layers
+    def stages(self, count: int) -> list[range]:
+        """The layers of each of `count` pipeline stages; the first ones take what does not divide.
+
+        Raises:
+            BadInput: there are fewer layers than stages.
+        """
+        if not 1 <= count <= self.num_layers:
+            raise BadInput(f"--pp {count}: the model has {self.num_layers} layers to share out")
+        share, rest = divmod(self.num_layers, count)
+        ends = [share * i + min(i, rest) for i in range(count + 1)]
+        return [range(start, stop) for start, stop in itertools.pairwise(ends)]
+
+    def cache_of_stage(self, stage: range) -> ModelShape:
+        """The shape whose KV cache is what the layers of one pipeline stage hold. For caches alone."""
+        windows = self.windows[stage.start : stage.stop]
+        return replace(self, num_layers=len(stage), windows=windows)
+
+    def _attention(self, layers: int) -> Iterator[Tensor]:
+        hidden = self.hidden_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield Tensor("linear", queries, hidden, layers, layers)
         yield Tensor("linear", keys, hidden, 2 * layers, 2 * layers, "kv_heads")
@@ -262,14 +296,9 @@ class ModelShape:
         if self.sinks:
             yield Tensor("bias", self.num_heads, 1, layers, layers, "whole")
 
-    def _latent_attention(self) -> Iterator[Tensor]:
+    def _latent_attention(self, layers: int) -> Iterator[Tensor]:
         assert self.latent is not None
-        latent, hidden, layers, heads = (
-            self.latent,
-            self.hidden_size,
-            self.num_layers,
-            self.num_heads,
-        )
+        latent, hidden, heads = self.latent, self.hidden_size, self.num_heads
         if latent.query_rank is None:
             yield Tensor("linear", heads * latent.query_dim, hidden, layers, layers)
         else:

@@ -34,8 +34,32 @@ def test_a_folder_a_file_and_a_bundled_name_are_the_same_model(tmp_path: Path) -
 def test_an_unknown_name_suggests_near_ones() -> None:
     with pytest.raises(BadInput, match=r"close: .*llama-70b"):
         find_model("lama-70b")
-    with pytest.raises(BadInput, match=r"close: .*qwen3-8b"):
+
+
+def test_a_hub_id_is_fetched_only_when_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Offline, the local cache is asked, and near names of the table are given."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(BadInput, match=r"close: .*qwen3-8b.*local hub cache"):
         find_model("Qwen/Qwen3-8B-Base")
+
+
+def test_a_fetched_config_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[str, str]] = []
+
+    def fetch(repo: str, name: str, **_: object) -> str:
+        asked.append((repo, name))
+        return str(MODELS / "stories3M" / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    model = find_model("someone/Some-Model")
+    assert asked == [("someone/Some-Model", "config.json")]
+    assert (model.name, model.shape) == ("someone/Some-Model", find_model("stories3M").shape)
+    assert model.stored_bytes is None
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:

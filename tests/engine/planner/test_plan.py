@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 from llmopt.cli.main import main
+from llmopt.engine.planner.cache_size import num_blocks_for
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.devices import Device, find_device
-from llmopt.engine.planner.memory import Deployment, Reserve, num_blocks_for
-from llmopt.engine.planner.plan import Plan, Workload, make_plan
+from llmopt.engine.planner.memory import Deployment, Reserve
+from llmopt.engine.planner.plan import Plan, make_plan
+from llmopt.engine.planner.plan_json import plan_as_dict
+from llmopt.engine.planner.setup import Workload
 from llmopt.engine.planner.weights import BF16, recipe_for
 from llmopt.quant.errors import BadInput
 
@@ -40,9 +43,14 @@ def test_llama_70b_at_128k_on_h100(ranks: int, kv: str, sequences: int) -> None:
 def test_the_solver_takes_as_few_gpus_as_hold_it() -> None:
     (one,) = plan_70b().devices
     (four,) = plan_70b(sequences=4).devices
-    (many,) = plan_70b(sequences=100).devices
-    assert (one.ranks, one.gpus_needed, four.gpus_needed) == (4, 4, 8)
-    assert (many.ranks, many.gpus_needed, many.fits, many.decode) == (8, None, False, None)
+    (many,) = plan_70b(sequences=1000).devices
+    assert (one.deployment.tp, one.gpus_needed, four.gpus_needed) == (4, 4, 8)
+    assert (many.deployment.gpus, many.gpus_needed, many.fits, many.decode) == (
+        8,
+        None,
+        False,
+        None,
+    )
 
 
 def test_sequences_and_context_agree() -> None:
@@ -57,12 +65,12 @@ def test_sequences_and_context_agree() -> None:
 def test_memory_adds_up() -> None:
     (device,) = plan_70b().devices
     parts = device.weight_bytes + device.activation_bytes + device.overhead_bytes
-    assert parts + device.kv_budget_bytes == int(0.9 * device.memory_bytes)
+    assert parts + device.kv_budget_bytes == int(0.9 * device.device.memory_bytes)
     assert device.kv_bytes * device.max_concurrent_sequences <= device.kv_budget_bytes
 
 
 def test_weights_that_do_not_fit_are_named() -> None:
-    plan = make_plan(find_model("llama-405b"), BF16, Workload(4096), [find_device("4090")])
+    plan = make_plan(find_model("llama-405b"), BF16, Workload(4096), [find_device("4090")], 8)
     assert plan.devices[0].binding_constraint == "weights"
     assert plan.devices[0].max_context == 0
 
@@ -84,15 +92,23 @@ def test_blocks_span_all_layers() -> None:
 
 def test_windows_are_not_credited_to_this_engine() -> None:
     model = find_model("gemma-3-27b")
-    answer = make_plan(model, BF16, Workload(131072), [find_device("b200")]).as_dict()
+    answer = plan_as_dict(make_plan(model, BF16, Workload(131072), [find_device("b200")]))
     assert answer["kv_bytes_total"] / GIB == pytest.approx(10.406, abs=1e-3)
     assert answer["engines"]["llmopt"]["kv_bytes"] == answer["kv_bytes_total_no_window"] == 62 * GIB
-    assert answer["kv_bytes_per_rank"] * answer["tp"] == 62 * GIB
+    assert answer["gpus"][0]["kv_bytes_per_rank"] * answer["tp"] == 62 * GIB
+    assert answer["kv_bytes_per_rank"] * answer["tp"] == answer["kv_bytes_total"]
 
 
-def test_a_context_beyond_the_model_is_refused() -> None:
-    with pytest.raises(BadInput, match="4096 at most"):
-        make_plan(find_model("llama-2-7b"), BF16, Workload(8192), [find_device("h100")])
+def test_a_context_beyond_the_model_warns_with_the_scaling_that_it_needs() -> None:
+    def warnings(name: str, context: int) -> tuple[str, ...]:
+        return make_plan(find_model(name), BF16, Workload(context), [find_device("h100")]).warnings
+
+    (warning,) = warnings("llama-2-7b", 8192)
+    assert "past the 4096 tokens" in warning
+    assert '"factor": 2.0, "original_max_position_embeddings": 4096' in warning
+    assert '"factor": 3.2,' in warnings("qwen3-8b", 131072)[0]
+    assert "learned, so no rope scaling" in warnings("gpt2", 2048)[0]
+    assert warnings("llama-2-7b", 4096) == ()
 
 
 @pytest.mark.parametrize(
@@ -201,11 +217,13 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--weights int4 --group-size 64 --kv-dtype fp8 --tp 2 --concurrency 4 --block-size 32"
+    options += " --engine vllm"
     assert (
         call("--model", "llama-8b", "--ctx", "1000", "--gpu", "l4", "--json", *options.split()) == 0
     )
     answer = json.loads(capsys.readouterr().out)
     assert (answer["gpu"], answer["tp"], answer["batch"], answer["block_size"]) == ("L4", 2, 4, 32)
+    assert answer["engine"] == "vllm"
     assert answer["weights"] == "int4 g64 asymmetric"
     assert answer["kv_bytes_total"] == 4 * 1000 * 65536
     assert answer["kv_bytes_paged"] == 4 * 1024 * 65536
@@ -215,7 +233,12 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (["--model", "lama-70b"], "close: llama-70b"),
-        (["--model", "llama-2-7b", "--ctx", "128k"], "4096 at most"),
+        (["--model", "llama-8b", "--engine", "sglang"], "no engine 'sglang'"),
+        (["--model", "llama-8b", "--pp", "33"], "32 layers"),
+        (["--model", "llama-8b", "--tp", "0"], "--tp 0"),
+        (["--model", "llama-8b", "--gpu-hour-price", "-1"], "--gpu-hour-price -1"),
+        (["--model", "llama-8b", "--gpu-memory-utilization", "1.5"], "in (0, 1]"),
+        (["--model", "llama-8b", "--measured", "nowhere.json"], "nowhere.json is missing"),
         (["--model", "llama-8b", "--gpu", "h101"], "no GPU 'h101'"),
         (["--model", "llama-8b", "--ctx", "lots"], "number of tokens"),
         (["--model", "llama-8b", "--gpu-memory", "80"], "unit"),

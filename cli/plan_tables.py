@@ -1,0 +1,281 @@
+"""A plan as rich tables: facts, devices with their memory, engines side by side, formulas."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..engine.planner.kv_dtypes import kv_dtype
+from ..engine.planner.units import format_gib, format_tokens
+
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+    from ..engine.planner.plan import DevicePlan, Plan
+    from ..engine.planner.shapes import ModelShape
+    from ..engine.planner.speed import StepTime
+
+WIDE = 110
+BAR_CELLS = 28
+# What a bar is made of: a sign, a colour, and what it means.
+BAR = (
+    ("█", "blue", "weights"),
+    ("▓", "magenta", "working memory"),
+    ("▒", "green", "KV in use"),
+    ("░", "cyan", "KV room"),
+    ("·", "dim", "kept free"),
+)
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """The whole plan for people."""
+    console.print(_facts(plan))
+    console.print(_devices(plan, wide=console.width >= WIDE))
+    console.print(_memory(plan))
+    for line in (*_speculation(plan), *_costs(plan)):
+        console.print(Text(line))
+    console.print(Text("\n".join(_notes(plan)), style="dim"))
+
+
+def show_engines(answer: dict[str, Any], console: Console) -> None:
+    """What each engine keeps for the same workload."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("engine", no_wrap=True)
+    table.add_column("KV cache", justify="right", no_wrap=True)
+    table.add_column(f"seqs on\n{answer['gpu']}", justify="right", no_wrap=True)
+    table.add_column("its rule")
+    for name, found in answer["engines"].items():
+        stored = "" if found["stores_kv_dtype"] else f" (does not store {answer['kv_dtype']})"
+        table.add_row(
+            name,
+            format_gib(found["kv_bytes"]),
+            str(found["max_concurrent_sequences"]),
+            Text(found["rule"] + stored),
+        )
+    console.print(table)
+
+
+def show_explanation(plan: Plan, console: Console) -> None:
+    """Each formula, the numbers in it, and the result."""
+    from ..engine.planner.explain import explain
+
+    for formula in explain(plan):
+        console.print(Text(formula.name, style="bold"))
+        console.print(Text(f"  = {formula.formula}\n  = {formula.numbers}"))
+        console.print(Text(f"  = {formula.result}", style="green"))
+
+
+def _facts(plan: Plan) -> Table:
+    model, shape, work = plan.model, plan.model.shape, plan.workload
+    element = kv_dtype(work.kv_dtype).bytes_per_element(shape)
+    first = plan.devices[0]
+    one = first.deployment.engine.kv_bytes(
+        shape, work.context, element, first.deployment.knobs(first.reserve)
+    )
+    parameters = f"{shape.num_parameters:,}"
+    if shape.experts:
+        parameters += f", of them {shape.num_active_parameters:,} active"
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+
+    def row(what: str, *says: str) -> None:
+        table.add_row(what, Text("\n".join(says)))
+
+    row("model", model.name, *([model.note] if model.note else []))
+    row("read from", model.source)
+    row("shape", _shape_line(shape))
+    row("parameters", parameters)
+    row("weights", f"{format_gib(plan.weight_bytes)}  ({plan.recipe.label})")
+    row(
+        "KV per token",
+        f"{format_gib(shape.kv_bytes_per_token(element))}  ({_kv_line(shape, element)})",
+    )
+    row(
+        "KV per sequence",
+        f"{format_gib(one)}  ({format_tokens(work.context)} tokens, {plan.setup.engine}, "
+        f"{work.kv_dtype})",
+    )
+    least = shape.kv_bytes(work.context, element)
+    if least < 0.95 * one:
+        row("", f"{format_gib(least)} if only what a window sees were kept")
+    if work.sequences > 1:
+        row(f"KV of {work.sequences} sequences", format_gib(work.sequences * one))
+    row("weights + KV", format_gib(plan.weight_bytes + work.sequences * one))
+    return table
+
+
+def _shape_line(shape: ModelShape) -> str:
+    heads = f"{shape.num_heads} heads x {shape.head_dim}"
+    if shape.latent:
+        heads += f", latent {shape.latent.kv_rank} + {shape.latent.rope_dim}"
+    else:
+        heads += f", {shape.num_kv_heads} KV heads"
+    parts = [
+        f"{shape.model_type}: {shape.num_layers} layers, hidden {shape.hidden_size}",
+        heads,
+        f"vocabulary {shape.vocab_size:,}{' (tied)' if shape.tied else ''}",
+        f"context {shape.max_context:,}",
+    ]
+    if shape.experts:
+        parts.insert(2, f"{shape.experts.per_token} of {shape.experts.count} experts")
+    windowed = [window for window in shape.windows if window is not None]
+    if windowed:
+        kind = "chunks of" if shape.chunked else "window"
+        parts.append(f"{kind} {windowed[0]:,} on {len(windowed)} layers")
+    return ", ".join(parts)
+
+
+def _kv_line(shape: ModelShape, element: Fraction) -> str:
+    size = f"{float(element):.5g} B"
+    if shape.latent:
+        return f"{shape.num_layers} layers x {shape.cached_elements} latent elements x {size}"
+    return (
+        f"2 x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} x {size}"
+    )
+
+
+def _devices(plan: Plan, wide: bool) -> Table:
+    """One line a device; a wide terminal also gets throughput, bounds and the binding constraint."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("GPU", no_wrap=True)
+    for name in ("memory\nGiB", "GPUs", "weights\nGiB", "KV room\nGiB", "seqs", "longest\ntokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("TTFT\ns", "TPOT\nms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("output\ntok/s", justify="right")
+        table.add_column("TTFT\n>= s", justify="right")
+        table.add_column("TPOT\n>= ms", justify="right")
+        table.add_column("one more\nneeds")
+    for device in plan.devices:
+        estimated = "~" if device.device.memory_is_estimated else ""
+        cells = [
+            device.gpu,
+            f"{estimated}{device.device.memory_bytes / 2**30:.1f}",
+            _gpus(device),
+            f"{device.weight_bytes / 2**30:.1f}",
+            f"{device.kv_budget_bytes / 2**30:.1f}",
+            str(device.max_concurrent_sequences),
+            format_tokens(device.max_context),
+            _seconds(device.prefill, 1),
+            _seconds(device.decode, 1e3),
+        ]
+        if wide:
+            speed = device.tokens_per_second
+            cells += [
+                "-" if speed is None else f"{speed:,.0f}",
+                _seconds(device.prefill_bound, 1),
+                _seconds(device.decode_bound, 1e3),
+                device.binding_constraint.replace("_", " "),
+            ]
+        table.add_row(*cells, style=None if device.fits else "dim")
+    return table
+
+
+def _gpus(device: DevicePlan) -> str:
+    deployment = device.deployment
+    count = f"{deployment.tp}x{deployment.pp}" if deployment.pp > 1 else str(deployment.tp)
+    if device.fits:
+        return count
+    return f"> {count}"
+
+
+def _memory(plan: Plan) -> Table:
+    """A bar a device, and the next change that would bring sequences."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("memory of a GPU", no_wrap=True)
+    table.add_column("limited by", no_wrap=True)
+    table.add_column("more sequences with", no_wrap=True)
+    for device in plan.devices:
+        first = device.relaxations[0] if device.relaxations else None
+        more = f"{first.change}: +{first.gained_sequences}" if first else "-"
+        table.add_row(_bar(device), device.binding_constraint.replace("_", " "), Text(more))
+    legend = Text()
+    for sign, colour, meaning in BAR:
+        legend.append(sign, style=colour)
+        legend.append(f" {meaning}  ", style="dim")
+    table.caption, table.caption_justify = legend, "left"
+    return table
+
+
+def _bar(device: DevicePlan) -> Text:
+    total = device.device.memory_bytes
+    used = min(device.kv_bytes, device.kv_budget_bytes)
+    work = device.activation_bytes + device.overhead_bytes
+    parts = [device.weight_bytes, work, used, device.kv_budget_bytes - used]
+    bar, filled, drawn = Text(), 0, 0
+    for size, (sign, colour, _) in zip(parts, BAR, strict=False):
+        filled += size
+        cells = min(BAR_CELLS, round(BAR_CELLS * filled / total)) - drawn
+        bar.append(sign * cells, style=colour)
+        drawn += cells
+    sign, colour, _ = BAR[-1]
+    bar.append(sign * (BAR_CELLS - drawn), style=colour)
+    return bar.append(f" {device.gpu}")
+
+
+def _speculation(plan: Plan) -> list[str]:
+    draft = plan.setup.speculation
+    if draft is None:
+        return []
+    return [
+        f"speculation on {device.gpu}: {gain.expected_tokens:.2f} tokens per verification of "
+        f"{gain.verification_steps:.2f} steps, {gain.speedup:.2f} times as fast, TPOT "
+        f"{1e3 * gain.tpot_seconds:.3g} ms"
+        for device in plan.devices
+        if (gain := device.speculation)
+    ]
+
+
+def _costs(plan: Plan) -> list[str]:
+    prices, lines = plan.setup.prices, []
+    for device in plan.devices:
+        if prices is None or (cost := device.cost) is None:
+            continue
+        lines.append(
+            f"cost on {device.deployment.gpus} x {device.gpu} at ${prices.gpu_hour:g} an hour, "
+            f"{prices.duty_cycle:.0%} busy: ${cost.input_per_million:.3g} per million input tokens, "
+            f"${cost.output_per_million:.3g} per million output tokens"
+        )
+        if cost.api_request is not None and cost.break_even_duty_cycle is not None:
+            lines.append(
+                f"  a request of {plan.workload.prompt_tokens:,} + {plan.workload.answer_tokens:,} "
+                f"tokens: ${cost.request:.3g} here, ${cost.api_request:.3g} at the API; break-even at "
+                f"{cost.break_even_requests_per_day:,.0f} requests a day "
+                f"({cost.break_even_tokens_per_day:,.0f} tokens), a duty cycle of "
+                f"{cost.break_even_duty_cycle:.0%}: {cost.cheaper} cheaper"
+            )
+    return lines
+
+
+def _notes(plan: Plan) -> list[str]:
+    first, share = plan.devices[0], plan.efficiency
+    reserve = first.reserve
+    notes = ["KV room: as given, or the share of free memory that the engine takes on a CPU."]
+    if reserve.kv_cache_bytes is None:
+        notes = [
+            f"KV room: {reserve.utilization:.0%} of what a process sees, less weights, activation peak "
+            f"(on {first.gpu}: steps of {reserve.chunk_tokens:,} tokens, {reserve.max_num_seqs:,} "
+            "sequences) and the runtime's own; per GPU."
+        ]
+    if any(device.decode for device in plan.devices):
+        notes.append(
+            f"Speed: what to expect at {share.bandwidth:.0%} of the bandwidth and {share.compute:.0%} of "
+            f"the dense peak, {share.seconds_per_layer * 1e6:.0f} µs a layer ({share.source}). TTFT is "
+            "of one whole prompt on an idle engine."
+        )
+    if any(device.device.memory_is_estimated for device in plan.devices):
+        notes.append("~ what a process sees is estimated as 94 % of the label.")
+    return notes
+
+
+def _seconds(time: StepTime | None, scale: float) -> str:
+    if time is None:
+        return "-"
+    value = scale * time.seconds
+    return "<0.01" if value < 0.01 else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
