@@ -66,6 +66,8 @@ class BenchOptions(BaseModel):
     quality_text: Path | None = None
     reference: str | None = None
 
+    plan: Path | None = None
+
     label: str | None = None
     name: str | None = None
     metadata: dict[str, str] = {}

@@ -76,7 +76,7 @@ def _verdict(plan: Plan, first: DevicePlan) -> Verdict:
 def _cards(plan: Plan, first: DevicePlan) -> list[Card]:
     shape = plan.model.shape
     cards = [
-        Card("Parameters", f"{shape.num_parameters:,}"),
+        Card("Parameters", f"{shape.num_parameters / 1e9:,.4g}", "billion"),
         Card("Weights", format_gib(plan.weight_bytes), note=plan.recipe.label),
         Card("KV of a GPU", format_gib(first.kv_bytes), note=plan.workload.kv_dtype),
     ]

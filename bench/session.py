@@ -25,6 +25,7 @@ from .environment import (
 from .inprocess import InProcessTarget
 from .load import Load, drive
 from .options import BenchOptions
+from .plan_residuals import plan_for_folder, residuals
 from .quality import EVALUATION_TEXT, Passage, log_probabilities, read_passage, score
 from .roofline import roofline_part
 from .trace import LoadPass
@@ -69,6 +70,7 @@ class BenchSession:
         self._arms = arms
         self._load = Load(options.rate, options.burstiness, options.concurrency)
         self._model = resolve_model(options.model)
+        self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
         restart_peak_memory()
         self._engine = load_engine(options, self._model)
         tokenizer = self._engine.tokenizer
@@ -179,6 +181,9 @@ class BenchSession:
             "roofline": place_on_roofline(engine, self._model, passes),
             "environment": describe(str(engine.device)),
         }
+        if self._plan is not None:
+            metrics = found["llmopt"]["metrics"]
+            found["llmopt"]["plan"] = residuals(self._plan, engine, passes, metrics)
         return BenchRun(record.plain(found), passes)
 
     def _drive(self, workload: Workload, description: str) -> LoadPass:

@@ -191,6 +191,13 @@ def bench(
             rich_help_panel=QUALITY,
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="A plan of `kv-plan --out`: put what it predicted beside what was measured.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     result_dir: Annotated[
         Path, typer.Option(help="Where run folders are made.", rich_help_panel=OUTPUT)
     ] = Path("runs"),
@@ -266,6 +273,12 @@ def _report(run: BenchRun, options: BenchOptions, result_dir: Path, as_json: boo
         markup=False,
     )
     out.print(_summary(run.result), markup=False)
+    if against := run.result["llmopt"].get("plan"):
+        from ..bench.plan_residuals import residual_table
+
+        out.print(residual_table(against))
+        for difference in against["differs"]:
+            people.print(f"not as planned: {difference}", markup=False, soft_wrap=True)
     if run.interrupted:
         people.print(f"interrupted: what finished is in {folder}", markup=False)
         raise typer.Exit(130)

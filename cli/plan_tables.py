@@ -265,13 +265,17 @@ def _notes(plan: Plan) -> list[str]:
         ]
     if any(device.decode for device in plan.devices):
         notes.append(
-            f"Speed: what to expect at {share.bandwidth:.0%} of the bandwidth and {share.compute:.0%} of "
-            f"the dense peak, {share.seconds_per_layer * 1e6:.0f} µs a layer ({share.source}). TTFT is "
+            f"Speed: what to expect at {_share(share.bandwidth)} of the bandwidth and "
+            f"{_share(share.compute)} of the dense peak, {share.seconds_per_layer * 1e6:.0f} µs a layer ({share.source}). TTFT is "
             "of one whole prompt on an idle engine."
         )
     if any(device.device.memory_is_estimated for device in plan.devices):
         notes.append("~ what a process sees is estimated as 94 % of the label.")
     return notes
+
+
+def _share(part: float) -> str:
+    return f"{part:.0%}" if part >= 0.1 else f"{100 * part:.2g}%"
 
 
 def _seconds(time: StepTime | None, scale: float) -> str:
