@@ -6,6 +6,7 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
+from .checkpoint_file import checkpoint_file_bytes
 from .engine_rules import RULES, CacheKnobs
 from .kv_dtypes import kv_dtype
 from .memory import Deployment
@@ -36,6 +37,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "max_model_context": shape.max_context,
         "weights": plan.recipe.label,
         "weight_bytes": plan.weight_bytes,
+        "checkpoint_file_bytes": checkpoint_file_bytes(shape, plan.recipe),
         "weight_bytes_from": "headers" if plan.recipe.stored_bytes else "recipe",
         "engine": plan.setup.engine,
         "kv_dtype": work.kv_dtype,

@@ -145,8 +145,8 @@ class ModelShape:
         hidden = _number(config, "hidden_size", model_type)
         layers = _number(config, "num_hidden_layers", model_type)
         heads = _number(config, "num_attention_heads", model_type)
-        if model_type in ("gpt2", "falcon"):
-            inner = config.get("intermediate_size") or 4 * hidden
+        if key := _OWN_WIDTH_KEY.get(model_type):
+            inner = _number(config, key, model_type) if config.get(key) else 4 * hidden
         else:
             inner = _number(config, "intermediate_size", model_type)
         dense_inner = config.get("intermediate_size_mlp") or inner
@@ -329,6 +329,10 @@ class ModelShape:
             yield Tensor("expert_bias", 2 * experts.width + hidden, 1, held, used)
         if experts.shared_width:
             yield from self._mlp(experts.shared_width, layers)
+
+
+# These read no `intermediate_size`, even where a file has one.
+_OWN_WIDTH_KEY = {"gpt2": "n_inner", "falcon": "ffn_hidden_size"}
 
 
 def _number(config: Config, key: str, model_type: str) -> int:
