@@ -42,6 +42,8 @@ def start(output: Path) -> subprocess.Popen[bytes]:
         env=llmopt_environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
