@@ -15,7 +15,6 @@ app = typer.Typer(
     help="Quantize a language model, prove the checkpoint, serve it and benchmark it, on one machine.",
     epilog="Exit codes: 0 done or pass, 1 regression or failed verification, 2 bad input, "
     "3 no verdict. Every command takes --debug, which shows the traceback of an error.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -46,23 +45,19 @@ def main(argv: list[str] | None = None) -> None:
     debug = "--debug" in arguments or bool(os.environ.get("LLMOPT_DEBUG"))
     arguments = [word for word in arguments if word != "--debug"]
     _register()
-    sys.exit(run_guarded(lambda: app(arguments, standalone_mode=False), debug=debug))
+    arguments = arguments or ["--help"]
+    sys.exit(
+        run_guarded(lambda: app(arguments, prog_name="llmopt", standalone_mode=False), debug=debug)
+    )
 
 
 def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
     """Run `call`; turn what it raises into a line on stderr and an exit code."""
-    import click
-
     from ..quant.errors import BadInput
 
     try:
         code = call()
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130
     except BadInput as error:
@@ -80,7 +75,26 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
         where = f" {error.filename}" if error.filename else ""
         print(f"error: cannot write{where}: {error.strerror}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if debug or (complaint := _usage_complaint(error)) is None:
+            raise
+        print(f"error: {complaint}", file=sys.stderr)
+        return 2
     return code if isinstance(code, int) else 0
+
+
+def _usage_complaint(error: Exception) -> str | None:
+    """What is wrong with the command line, if that is what `error` says.
+
+    typer carries a copy of click of its own, whose exceptions have no public name; what they all have
+    is `format_message` and the context of the command.
+    """
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        return None
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "llmopt"
+    return f"{format_message().rstrip('.')}: see {command} --help"
 
 
 if __name__ == "__main__":
