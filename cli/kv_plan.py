@@ -171,9 +171,13 @@ def kv_plan(
     from ..engine.planner.ask import Ask, plan_for
     from ..engine.planner.plan_json import plan_as_dict
     from ..quant.durable import write_durably
+    from ..quant.errors import BadInput
     from .output import emit_json, people, result_console
     from .plan_tables import show_engines, show_explanation, show_plan
 
+    for target in (out, html):
+        if target is not None and not target.parent.is_dir():
+            raise BadInput(f"there is no folder {target.parent} to write {target.name} into")
     plan = plan_for(
         Ask(
             model=model,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..engine.planner.speed import StepTime
 
 WIDE = 110
-BAR_CELLS = 28
+BAR_CELLS = 24
 # What a bar is made of: a sign, a colour, and what it means.
 BAR = (
     ("█", "blue", "weights"),
@@ -266,8 +266,8 @@ def _notes(plan: Plan) -> list[str]:
     if any(device.decode for device in plan.devices):
         notes.append(
             f"Speed: what to expect at {_share(share.bandwidth)} of the bandwidth and "
-            f"{_share(share.compute)} of the dense peak, {share.seconds_per_layer * 1e6:.0f} µs a layer ({share.source}). TTFT is "
-            "of one whole prompt on an idle engine."
+            f"{_share(share.compute)} of the dense peak, {share.seconds_per_layer * 1e6:.0f} µs a layer "
+            f"({share.source}). TTFT is of one whole prompt on an idle engine."
         )
     if any(device.device.memory_is_estimated for device in plan.devices):
         notes.append("~ what a process sees is estimated as 94 % of the label.")

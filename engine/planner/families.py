@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...quant.errors import BadInput
+from .config_check import check_kinds, check_nulls
 
 Config = Mapping[str, Any]
 Windows = tuple[int | None, ...]
@@ -294,14 +295,16 @@ def complete(raw: Config) -> tuple[str, Family, dict[str, Any]]:
     Raises:
         BadInput: no `model_type`, or one that is not known here.
     """
+    check_kinds(raw)
     config: dict[str, Any] = dict(raw)
     if isinstance(nested := raw.get("text_config"), Mapping):
         outer = raw.get("model_type")
         config = {"model_type": f"{outer}_text", **nested}
         if "tie_word_embeddings" in raw:
             config.setdefault("tie_word_embeddings", raw["tie_word_embeddings"])
+        check_kinds(config)
     model_type = config.get("model_type")
-    if not model_type:
+    if not model_type or not isinstance(model_type, str):
         raise BadInput("config.json has no model_type: it does not say which architecture it is")
     if model_type not in FAMILIES:
         raise BadInput(
@@ -316,6 +319,7 @@ def complete(raw: Config) -> tuple[str, Family, dict[str, Any]]:
     filled = {**family.defaults, **config}
     if "n_routed_experts" in family.defaults:
         filled.setdefault("num_local_experts", filled["n_routed_experts"])
+    check_nulls(filled, family.defaults)
     return model_type, family, filled
 
 
@@ -340,10 +344,14 @@ def layer_windows(config: Config, family: Family) -> Windows:
             f"layer_types lists {len(kinds)} layers, num_hidden_layers says "
             f"{config['num_hidden_layers']}"
         )
-    if unknown := sorted(set(kinds) - set(_WINDOW_KEYS)):
-        raise BadInput(
-            f"layer_types holds {unknown[0]!r}: its cache is not known here "
-            f"(known: {', '.join(_WINDOW_KEYS)})"
-        )
+    for kind in kinds:
+        if kind not in _WINDOW_KEYS:
+            raise BadInput(
+                f"layer_types holds {kind!r}: its cache is not known here "
+                f"(known: {', '.join(_WINDOW_KEYS)})"
+            )
+        key = _WINDOW_KEYS[kind]
+        if key is not None and config.get(key) is None:
+            raise BadInput(f"layer_types holds {kind!r}, but the config has no {key}")
     keys = (_WINDOW_KEYS[kind] for kind in kinds)
     return tuple(None if key is None else config[key] for key in keys)
