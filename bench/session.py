@@ -23,6 +23,7 @@ from .environment import (
     restart_peak_memory,
 )
 from .inprocess import InProcessTarget
+from .interrupt import interrupts_held
 from .load import Load, drive
 from .options import BenchOptions
 from .plan_residuals import plan_for_folder, residuals
@@ -123,16 +124,22 @@ class BenchSession:
         An interrupt, be it of a pass, of the quality or elsewhere (`interrupted`), leaves the quality
         out; the record then says so. Needs one pass.
         """
-        options, engine, passes = self._options, self._engine, self._passes
         # With several sessions in one process there is no telling whose memory it is.
         peak_bytes = None if self._arms else peak_memory_bytes()
-        interrupted = interrupted or any(one.interrupted for one in passes)
+        interrupted = interrupted or any(one.interrupted for one in self._passes)
         quality = None
-        if options.quality and not interrupted:
+        if self._options.quality and not interrupted:
             try:
-                quality = score_quality(options, engine, self._progress)
+                quality = score_quality(self._options, self._engine, self._progress)
             except KeyboardInterrupt:
                 interrupted = True
+        with interrupts_held():
+            return self._record(quality, peak_bytes, interrupted)
+
+    def _record(
+        self, quality: dict[str, Any] | None, peak_bytes: int | None, interrupted: bool
+    ) -> BenchRun:
+        options, engine, passes = self._options, self._engine, self._passes
         runs = [record.of_one_run(one) for one in passes]
         workload = self._workload
         found = record.vllm_part(

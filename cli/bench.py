@@ -257,6 +257,7 @@ def bench(
 
 def _report(run: BenchRun, options: BenchOptions, result_dir: Path, as_json: bool) -> None:
     from ..bench.console_table import console_table
+    from ..bench.interrupt import interrupts_held
     from ..bench.run_folder import stamped
     from ..bench.session import write_run
     from .output import emit_json, people, result_console
@@ -264,7 +265,8 @@ def _report(run: BenchRun, options: BenchOptions, result_dir: Path, as_json: boo
     if not any(one.traces for one in run.passes):
         people.print("interrupted before any request finished: nothing was written")
         raise typer.Exit(130)
-    folder = write_run(run, stamped(result_dir, run.result["llmopt"]["name"]))
+    with interrupts_held():
+        folder = write_run(run, stamped(result_dir, run.result["llmopt"]["name"]))
     if as_json:
         emit_json(run.result)
     out = result_console(as_json)

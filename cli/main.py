@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 
 import typer
@@ -36,7 +37,21 @@ def _register() -> None:
     for name, function in COMMANDS.items():
         module = import_module(f".{function}", __package__)
         command: Callable[..., None] = getattr(module, function)
-        app.command(name)(command)
+        app.command(name)(_interruptible(command))
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    """Say that Ctrl-C was heard; typer alone would end without a word."""
+
+    @wraps(command)
+    def call(*arguments: object, **options: object) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+    return call
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -57,7 +72,7 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
 
     try:
         code = call()
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort):  # outside a command
         print("interrupted", file=sys.stderr)
         return 130
     except BadInput as error:
