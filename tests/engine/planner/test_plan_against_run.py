@@ -99,8 +99,28 @@ def call(*arguments: str) -> int:
     return stop.value.code  # type: ignore[return-value]
 
 
-BENCH = "bench --dataset random --random-input-len 16 --random-output-len 8 --num-prompts 3".split()
-BENCH += "--num-runs 1 --num-warmups 1 --max-concurrency 2 --no-quality --num-threads 1".split()
+BENCH = [
+    "bench",
+    "--dataset",
+    "random",
+    "--random-input-len",
+    "16",
+    "--random-output-len",
+    "8",
+    "--num-prompts",
+    "3",
+]
+BENCH += [
+    "--num-runs",
+    "1",
+    "--num-warmups",
+    "1",
+    "--max-concurrency",
+    "2",
+    "--no-quality",
+    "--num-threads",
+    "1",
+]
 
 
 def test_a_benchmark_shows_the_residuals(
@@ -108,7 +128,7 @@ def test_a_benchmark_shows_the_residuals(
 ) -> None:
     """Plan, measure, plan again with what was measured, and measure against that."""
     monkeypatch.chdir(tmp_path)
-    plan = "kv-plan --model stories3M --gpu cpu --block-size 32 --out".split()
+    plan = ["kv-plan", "--model", "stories3M", "--gpu", "cpu", "--block-size", "32", "--out"]
     assert call(*plan, "first.json") == 0
     capsys.readouterr()
     assert call(*BENCH, "--plan", "first.json", "--json") == 0
@@ -122,7 +142,16 @@ def test_a_benchmark_shows_the_residuals(
     assert result["llmopt"]["plan"]["differs"] == []
 
     (run,) = Path("runs").iterdir()
-    again = "kv-plan --model stories3M --concurrency 2 --out second.json --measured".split()
+    again = [
+        "kv-plan",
+        "--model",
+        "stories3M",
+        "--concurrency",
+        "2",
+        "--out",
+        "second.json",
+        "--measured",
+    ]
     assert call(*again, str(run)) == 0
     second = json.loads(Path("second.json").read_text())
     assert second["gpu"] == "cpu"

@@ -63,8 +63,8 @@ def test_replicas_are_in_the_bytes_of_all_ranks(capsys: pytest.CaptureFixture[st
 
 
 def test_formulas_come_with_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--draft-tokens 4 --acceptance 0.8 --gpu-hour-price 3".split()
-    options += "--api-price-in 0.1 --api-price-out 0.4 --duty-cycle 0.5".split()
+    options = ["--draft-tokens", "4", "--acceptance", "0.8", "--gpu-hour-price", "3"]
+    options += ["--api-price-in", "0.1", "--api-price-out", "0.4", "--duty-cycle", "0.5"]
     assert (
         call("--model", "llama-70b", "--ctx", "128k", "--gpu", "h100", *options, "--explain") == 0
     )
