@@ -32,7 +32,7 @@ def explain(plan: Plan) -> list[Formula]:
         *_weights(plan),
         *_cache(plan),
         *_memory(plan, plan.devices[0]),
-        *_speed(plan.devices[0]),
+        *_speed(plan, plan.devices[0]),
         *_gains(plan, plan.devices[0]),
     ]
 
@@ -105,15 +105,11 @@ def _cache(plan: Plan) -> Iterator[Formula]:
 def _memory(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
     shape, reserve, deployment = plan.model.shape, device.reserve, device.deployment
     prefill, sampler = deployment.activation_terms(reserve)
+    formula, numbers = _widths(shape, deployment.tp)
     yield Formula(
         "activation, prefill",
-        "chunk x 2 B x (3 x intermediate / tp + 3 x hidden)"
-        if shape.experts is None
-        else "chunk x 2 B x (widths of the experts that a token visits / tp + hidden)",
-        f"{reserve.chunk_tokens} x 2 x (3 x {shape.intermediate_size} / {deployment.tp} + 3 x "
-        f"{shape.hidden_size})"
-        if shape.experts is None
-        else f"{reserve.chunk_tokens} x 2 x ...",
+        f"chunk x 2 B x ({formula} + 3 x hidden)",
+        f"{reserve.chunk_tokens} x 2 x ({numbers} + 3 x {shape.hidden_size})",
         format_gib(prefill),
     )
     yield Formula(
@@ -147,21 +143,39 @@ def _memory(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
     )
 
 
-def _speed(device: DevicePlan) -> Iterator[Formula]:
-    hardware = device.device
+def _widths(shape: ModelShape, tp: int) -> tuple[str, str]:
+    """The width of what a token's MLP writes on one rank, the wider of the kinds of layers."""
+    dense = f"3 x {shape.intermediate_size} / {tp}"
+    if (experts := shape.experts) is None:
+        return "3 x intermediate / tp", dense
+    formula = "visited x (3 x width / tp + hidden) + 3 x shared / tp"
+    routed = (
+        f"{experts.per_token} x (3 x {experts.width} / {tp} + {shape.hidden_size}) + "
+        f"3 x {experts.shared_width} / {tp}"
+    )
+    if not experts.dense_layers:
+        return formula, routed
+    return f"max({formula}, 3 x intermediate / tp)", f"max({routed}, {dense})"
+
+
+def _speed(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
+    hardware, share, recipe = device.device, plan.efficiency, plan.recipe
+    peak = hardware.peak_flops(recipe.bits, recipe.name)
     for name, time in (("TPOT", device.decode), ("TTFT", device.prefill)):
-        if time is None or hardware.bandwidth is None:
+        if time is None or hardware.bandwidth is None or peak is None:
             continue
         yield Formula(
             f"{name}, moving",
             "bytes of a rank / (bandwidth x share)",
-            f"{time.num_bytes / 1e9:,.3f} GB / ({hardware.bandwidth / 1e9:,.0f} GB/s x share)",
+            f"{time.num_bytes / 1e9:,.4g} GB / ({hardware.bandwidth / 1e9:,.4g} GB/s x "
+            f"{share.bandwidth:.3g})",
             _time(time.moving),
         )
         yield Formula(
             f"{name}, computing",
             "FLOP of all ranks / (tp x peak x share)",
-            f"{time.flops / 1e12:,.4g} TFLOP / {device.deployment.tp} ranks",
+            f"{time.flops / 1e12:,.4g} TFLOP / ({device.deployment.tp} x {peak / 1e12:,.4g} TFLOP/s x "
+            f"{share.compute:.3g})",
             _time(time.computing),
         )
         yield Formula(
