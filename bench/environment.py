@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..engine.config import usable_cores
+from ..engine.host import cpu_model, usable_cores
 
 LIBRARIES = ("llmopt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 WHOLE_HASH_BYTES = 2 << 30
@@ -58,17 +58,6 @@ def machine_name(device: str) -> str:
 
         name += f", {torch.cuda.get_device_name(device)}"
     return name
-
-
-def cpu_model() -> str:
-    """The processor's name as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Hardware", "cpu model")):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def read_line(path: Path) -> str | None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .options import ModelArgument, ModelOption
+
 if TYPE_CHECKING:
     from ..bench.options import BenchOptions
     from ..bench.session import BenchRun
@@ -22,13 +24,8 @@ DATA, LOAD, ENGINE, METRICS, QUALITY, OUTPUT = (
 
 
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
-    ] = None,
-    model_option: Annotated[
-        str | None, typer.Option("--model", help="The same as the argument.")
-    ] = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
     dataset: Annotated[
         str,
         typer.Option(

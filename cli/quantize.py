@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .options import ModelArgument, ModelOption
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -14,13 +16,8 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
-    ] = None,
-    model_option: Annotated[
-        str | None, typer.Option("--model", help="The same as the argument.")
-    ] = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
     method: Annotated[str, typer.Option(help="How codes are chosen: awq or rtn.")] = "awq",
     bits: Annotated[int, typer.Option(help="Bits of a weight: 4 or 8.")] = 4,
     group_size: Annotated[

@@ -6,15 +6,12 @@ from typing import Annotated
 
 import typer
 
+from .options import ModelArgument, ModelOption
+
 
 def serve_local(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
-    ] = None,
-    model_option: Annotated[
-        str | None, typer.Option("--model", help="The same as the argument.")
-    ] = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")

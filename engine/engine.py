@@ -15,8 +15,9 @@ from ..quant.checkpoint import Checkpoint, read_json
 from ..quant.errors import BadInput
 from ..quant.models import resolve_model
 from .block_pool import BlockPool
-from .config import EngineConfig, usable_cores
+from .config import EngineConfig
 from .detokenizer import IncrementalDetokenizer
+from .host import usable_cores
 from .kv_cache import KvCache, choose_num_blocks
 from .model.decoder import Decoder
 from .model.loader import load_weights

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .config import EngineConfig, available_memory_bytes
+from .config import EngineConfig
+from .host import available_memory_bytes
 from .model.decoder import LayerCache
 from .model.spec import ModelSpec
 from .planner.cache_size import CacheRequest, size_cache

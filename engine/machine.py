@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .config import available_memory_bytes, usable_cores
+from .host import available_memory_bytes, cpu_model, usable_cores
 from .kernels.table import table
 
 PACKAGES = ("llmopt", "torch", "transformers")
@@ -84,14 +83,3 @@ def _has(probe: str) -> bool:
     """Asks torch, whose probes are private and come and go with its releases."""
     ask = getattr(torch.cpu, probe, None)
     return bool(ask and ask())
-
-
-def cpu_model() -> str:
-    """The processor's name as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Hardware", "cpu model")):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

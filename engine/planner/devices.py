@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from ...quant.errors import BadInput
-from ..config import available_memory_bytes
+from ..host import available_memory_bytes
 
 # One direction of PCIe 4.0 x16, for cards without a link of their own.
 PCIE_BYTES_PER_SECOND = 32e9
