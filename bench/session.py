@@ -24,6 +24,7 @@ from .environment import (
 )
 from .inprocess import InProcessTarget
 from .load import Load, drive
+from .machine_load import CpuTimes, other_load
 from .options import BenchOptions
 from .plan_residuals import plan_for_folder, residuals
 from .quality import EVALUATION_TEXT, Passage, log_probabilities, read_passage, score
@@ -84,6 +85,7 @@ class BenchSession:
         )
         self._passes: list[LoadPass] = []
         self._hit_rates: list[float] = []
+        self._other_loads: list[float | None] = []
         warmup = warmup_workload(self._workload, options.warmups, tokenizer, seed=options.seed)
         if warmup is not None and self._drive(warmup, f"{self.name}, warm-up").interrupted:
             raise KeyboardInterrupt
@@ -109,7 +111,9 @@ class BenchSession:
         self._engine.reset_prefix_cache()
         before = self._engine.stats
         number, count = len(self._passes) + 1, self._options.num_runs
+        clock = CpuTimes.now()
         one = self._drive(self._workload, f"{self.name}, pass {number} of {count}")
+        self._other_loads.append(other_load(clock, CpuTimes.now()))
         after = self._engine.stats
         queries = after.prefix_cache_queries - before.prefix_cache_queries
         hits = after.prefix_cache_hits - before.prefix_cache_hits
@@ -161,8 +165,8 @@ class BenchSession:
             "num_warmups": options.warmups,
             "num_runs": len(passes),
             "runs": [
-                {**run, "prefix_cache_hit_rate": rate}
-                for run, rate in zip(runs, self._hit_rates, strict=True)
+                {**run, "prefix_cache_hit_rate": rate, "other_load": load}
+                for run, rate, load in zip(runs, self._hit_rates, self._other_loads, strict=True)
             ],
             "metrics": record.distributions(passes, options.seed),
             "spread": record.spread(runs),
