@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,17 @@ def subtitle(result: Mapping[str, Any]) -> str:
 def load_words(load: Mapping[str, Any]) -> str:
     """`closed loop of 8`, `5 requests/s`."""
     limit = load["max_concurrency"]
+    if strategy := load.get("ramp_up_strategy"):
+        first, last = load["ramp_up_start_rps"], load["ramp_up_end_rps"]
+        ramp = f"{strategy} ramp from {first:g} to {last:g} requests/s"
+        return f"{ramp}, at most {limit} in flight" if limit else ramp
     if load["request_rate"] == "inf":
         return f"closed loop of {limit}" if limit else "all requests at once"
-    shape = "Poisson" if load["burstiness"] == 1 else f"gamma, burstiness {load['burstiness']}"
+    shape = {1: "Poisson", math.inf: "constant"}.get(
+        load["burstiness"] or math.inf, f"gamma, burstiness {load['burstiness']}"
+    )
+    if load.get("arrivals") == "replayed":
+        shape = "mean of the replayed times"
     rate = f"{load['request_rate']:g} requests/s ({shape})"
     return f"{rate}, at most {limit} in flight" if limit else rate
 

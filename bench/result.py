@@ -16,6 +16,7 @@ from . import statistics
 from .metrics import aggregate, exact_peaks, parse_goodput, samples, summary
 from .options import BenchOptions
 from .trace import LoadPass, RequestTrace
+from .workload import Workload
 
 SCHEMA_VERSION = 1
 PERCENTILES = (50, 90, 95, 99)
@@ -27,7 +28,13 @@ RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 def vllm_part(
-    options: BenchOptions, passes: Sequence[LoadPass], *, model_id: str, date: str
+    options: BenchOptions,
+    passes: Sequence[LoadPass],
+    *,
+    model_id: str,
+    date: str,
+    tokenizer_id: str | None = None,
+    backend: str = "llmopt",
 ) -> dict[str, Any]:
     """The top level: the keys, types and order of `vllm bench serve`.
 
@@ -36,17 +43,23 @@ def vllm_part(
     traces = [trace for one in passes for trace in one.traces]
     found: dict[str, Any] = {
         "date": date,
-        "endpoint_type": "llmopt",
-        "backend": "llmopt",
+        "endpoint_type": backend,
+        "backend": backend,
         "label": options.label,
         "model_id": model_id,
-        "tokenizer_id": model_id,
+        "tokenizer_id": tokenizer_id or model_id,
         "num_prompts": options.num_prompts * options.num_runs,
         **options.metadata,
         "request_rate": options.rate if math.isfinite(options.rate) else "inf",
         "burstiness": options.burstiness if math.isfinite(options.burstiness) else "inf",
         "max_concurrency": options.concurrency,
     }
+    if options.ramp_up_strategy is not None:
+        found |= {
+            "ramp_up_strategy": options.ramp_up_strategy,
+            "ramp_up_start_rps": options.ramp_up_start_rps,
+            "ramp_up_end_rps": options.ramp_up_end_rps,
+        }
     found |= aggregate(
         passes,
         metrics=options.percentile_metrics,
@@ -70,6 +83,19 @@ def detailed(traces: Sequence[RequestTrace]) -> dict[str, Any]:
         "itls": [t.itls if t.success else [] for t in traces],
         "generated_texts": [t.text for t in traces],
         "errors": [t.error for t in traces],
+    }
+
+
+def workload_part(workload: Workload) -> dict[str, Any]:
+    """What was sent, in numbers and words."""
+    return {
+        "name": workload.name,
+        "source": workload.source,
+        "is_stand_in": workload.is_stand_in,
+        "notes": workload.notes,
+        "num_requests": len(workload.items),
+        "prompt_tokens": workload.prompt_tokens,
+        "output_tokens": workload.output_tokens,
     }
 
 

@@ -14,7 +14,7 @@ from ..quant.models import resolve_model
 from ..quant.progress import Progress, Silent
 from . import result as record
 from .ceilings import measure_ceilings
-from .datasets import build_workload, warmup_workload
+from .datasets import build_workload, settled, warmup_workload
 from .environment import (
     checkpoint_hash,
     describe,
@@ -69,13 +69,14 @@ class BenchSession:
         self._options = options
         self._progress = progress or Silent()
         self._arms = arms
-        self._load = Load(options.rate, options.burstiness, options.concurrency)
         self._model = resolve_model(options.model)
         self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
         restart_peak_memory()
         self._engine = load_engine(options, self._model)
         tokenizer = self._engine.tokenizer
         self._workload = build_workload(options, tokenizer, self._engine.max_model_len)
+        options = self._options = settled(options, self._workload)
+        self._load = Load(options.rate, options.burstiness, options.concurrency)
         self._target = InProcessTarget(
             self._engine,
             ignore_eos=options.ignore_eos,
@@ -153,15 +154,7 @@ class BenchSession:
             "interrupted": interrupted,
             "slowdown": options.slowdown,
             "identity": identity(options, engine, self._model, workload),
-            "workload": {
-                "name": workload.name,
-                "source": workload.source,
-                "is_stand_in": workload.is_stand_in,
-                "notes": workload.notes,
-                "num_requests": len(workload.items),
-                "prompt_tokens": workload.prompt_tokens,
-                "output_tokens": workload.output_tokens,
-            },
+            "workload": record.workload_part(workload),
             "num_warmups": options.warmups,
             "num_runs": len(passes),
             "runs": [
@@ -198,13 +191,17 @@ class BenchSession:
 
 
 def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchRun:
-    """Measure one model under one load. Nothing is written.
+    """Measure one model, or the server at `base_url`, under one load. Nothing is written.
 
     An interrupt during the load ends it: the record holds what finished and says `interrupted`.
 
     Raises:
         BadInput: the model, the data set or an option is unusable.
     """
+    if options.base_url is not None:
+        from .http_session import run_http_bench
+
+        return run_http_bench(options, progress)
     session = BenchSession(options, progress)
     session.say_notes()
     for _ in range(options.num_runs):
@@ -269,6 +266,7 @@ def identity(
             "num_prompts": options.num_prompts,
             "request_rate": options.rate if options.request_rate else "inf",
             "burstiness": options.burstiness,
+            **arrival_words(options, workload),
             "max_concurrency": options.concurrency,
             "ignore_eos": options.ignore_eos,
             "temperature": options.temperature,
@@ -284,6 +282,19 @@ def identity(
         },
         "device": str(engine.device),
         "machine": machine_name(str(engine.device)),
+    }
+
+
+def arrival_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
+    """Where the arrival times are from, when it is not a rate that was drawn from."""
+    if workload.is_timed:
+        return {"arrivals": "replayed"}
+    if options.ramp_up_strategy is None:
+        return {}
+    return {
+        "ramp_up_strategy": options.ramp_up_strategy,
+        "ramp_up_start_rps": options.ramp_up_start_rps,
+        "ramp_up_end_rps": options.ramp_up_end_rps,
     }
 
 

@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import workload_options as w
+
 if TYPE_CHECKING:
     from ..bench.options import BenchOptions
     from ..bench.session import BenchRun
 
-DATA, LOAD, ENGINE, METRICS, QUALITY, OUTPUT = (
-    "Data",
-    "Load",
-    "Engine",
-    "Metrics",
-    "Quality",
-    "Output",
-)
+LOAD, ENGINE, METRICS, QUALITY, OUTPUT = w.LOAD, "Engine", "Metrics", "Quality", "Output"
 
 
 def bench(
@@ -29,54 +24,28 @@ def bench(
     model_option: Annotated[
         str | None, typer.Option("--model", help="The same as the argument.")
     ] = None,
-    dataset: Annotated[
-        str,
-        typer.Option(
-            "--dataset",
-            "--dataset-name",
-            help="sharegpt, random, custom, or a file. sharegpt without a path is a bundled stand-in.",
-            rich_help_panel=DATA,
-        ),
-    ] = "sharegpt",
-    dataset_path: Annotated[
-        Path | None, typer.Option(help="The file of the data set.", rich_help_panel=DATA)
-    ] = None,
-    num_prompts: Annotated[
-        int, typer.Option(help="Requests in a pass.", rich_help_panel=DATA)
-    ] = 48,
-    output_len: Annotated[
-        int | None,
-        typer.Option(
-            "--output-len",
-            "--sharegpt-output-len",
-            "--custom-output-len",
-            help="Tokens to generate. Default: as the data set says.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    random_input_len: Annotated[
-        int | None,
-        typer.Option(help="Prompt tokens of random. Default: 1024.", rich_help_panel=DATA),
-    ] = None,
-    random_output_len: Annotated[
-        int | None,
-        typer.Option(help="Output tokens of random. Default: 128.", rich_help_panel=DATA),
-    ] = None,
-    random_prefix_len: Annotated[
-        int, typer.Option(help="Common first tokens of random.", rich_help_panel=DATA)
-    ] = 0,
-    random_range_ratio: Annotated[
-        float, typer.Option(help="Lengths vary by ± this share.", rich_help_panel=DATA)
-    ] = 0.0,
-    disable_shuffle: Annotated[
-        bool, typer.Option("--disable-shuffle", help="Keep the file's order.", rich_help_panel=DATA)
-    ] = False,
-    no_oversample: Annotated[
-        bool,
-        typer.Option(
-            "--no-oversample", help="Do not repeat prompts of a short file.", rich_help_panel=DATA
-        ),
-    ] = False,
+    dataset: w.Dataset = "sharegpt",
+    dataset_path: w.DatasetPath = None,
+    num_prompts: w.NumPrompts = None,
+    output_len: w.OutputLen = None,
+    random_input_len: w.RandomInputLen = None,
+    random_output_len: w.RandomOutputLen = None,
+    random_prefix_len: w.RandomPrefixLen = 0,
+    random_range_ratio: w.RandomRangeRatio = 0.0,
+    prefix_repetition_prefix_len: w.PrefixLen = None,
+    prefix_repetition_suffix_len: w.SuffixLen = None,
+    prefix_repetition_num_prefixes: w.NumPrefixes = 10,
+    prefix_repetition_output_len: w.PrefixOutputLen = None,
+    sonnet_input_len: w.SonnetInputLen = None,
+    sonnet_output_len: w.SonnetOutputLen = None,
+    sonnet_prefix_len: w.SonnetPrefixLen = None,
+    hf_subset: w.HfSubset = None,
+    hf_split: w.HfSplit = "train",
+    trace_start: w.TraceStart = 0.0,
+    trace_speed: w.TraceSpeed = 1.0,
+    trace_lengths: w.TraceLengths = None,
+    disable_shuffle: w.DisableShuffle = False,
+    no_oversample: w.NoOversample = False,
     max_concurrency: Annotated[
         int | None,
         typer.Option(
@@ -84,20 +53,11 @@ def bench(
             rich_help_panel=LOAD,
         ),
     ] = None,
-    request_rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Requests a second, Poisson; inf sends all at once. Default: closed loop.",
-            rich_help_panel=LOAD,
-        ),
-    ] = None,
-    burstiness: Annotated[
-        float,
-        typer.Option(
-            help="Shape of the gamma gaps: 1 Poisson, less is burstier, inf constant.",
-            rich_help_panel=LOAD,
-        ),
-    ] = 1.0,
+    request_rate: w.RequestRate = None,
+    burstiness: w.Burstiness = 1.0,
+    ramp_up_strategy: w.RampUpStrategy = None,
+    ramp_up_start_rps: w.RampUpStartRps = None,
+    ramp_up_end_rps: w.RampUpEndRps = None,
     num_runs: Annotated[
         int, typer.Option(help="Passes over the workload.", rich_help_panel=LOAD)
     ] = 5,
@@ -116,9 +76,7 @@ def bench(
         ),
     ] = True,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=LOAD)] = 0.0,
-    seed: Annotated[
-        int, typer.Option(help="Of the prompts, their order and the gaps.", rich_help_panel=LOAD)
-    ] = 0,
+    seed: w.Seed = 0,
     slowdown: Annotated[
         float,
         typer.Option(
@@ -243,6 +201,8 @@ def bench(
         "goodput": tuple(goodput or ()),
         "metadata": _pairs(metadata or ()),
     }
+    # What nobody asked for stays unset: some data sets bring a default of their own.
+    given = {key: value for key, value in given.items() if value is not None}
     options = checked(BenchOptions, given, "option")
 
     from ..bench.session import run_bench
