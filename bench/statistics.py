@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -126,6 +126,17 @@ class Effect:
         """Distance on the log scale to a bound that holds with probability `one_sided`."""
         return student_quantile(one_sided, self.degrees) * self.standard_error
 
+    def with_error(self, known: float) -> Effect:
+        """The same with another, independent error whose size is known.
+
+        The degrees of freedom follow Welch and Satterthwaite: the known part has infinitely many.
+        """
+        total = math.hypot(self.standard_error, known)
+        if math.isinf(self.degrees) or self.standard_error == 0:
+            return replace(self, standard_error=total, degrees=math.inf)
+        degrees = self.degrees * (total / self.standard_error) ** 4
+        return replace(self, standard_error=total, degrees=degrees)
+
 
 def effect_of_runs(
     base: Sequence[float], new: Sequence[float], paired_error: float = 0.0
@@ -154,3 +165,12 @@ def effect_of_pairs(base: Sequence[float], new: Sequence[float]) -> Effect:
     differences = np.log(new) - np.log(base)
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     return Effect(float(differences.mean()), error, len(differences) - 1)
+
+
+def effect_of_level(values: Sequence[float], bound: float) -> Effect:
+    """How far the mean of repeated runs lies from a fixed bound, as log(mean / bound)."""
+    logs = np.log(values)
+    estimate = float(logs.mean()) - math.log(bound)
+    if len(values) == 1:
+        return Effect(estimate, ASSUMED_RUN_CV, math.inf)
+    return Effect(estimate, float(logs.std(ddof=1)) / math.sqrt(len(values)), len(values) - 1)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.compare import Outcome, RunData, compare, paired_median_error
+from llmopt.bench.compare import Outcome, RunData, compare
+from llmopt.bench.gate_judge import paired_error
 from llmopt.bench.statistics import (
     ASSUMED_RUN_CV,
     bootstrap_interval,
@@ -90,15 +91,15 @@ def test_effect_of_pairs_cancels_what_both_saw() -> None:
     assert effect_of_runs(list(100 * drift), list(110 * drift)).standard_error > 0.3
 
 
-def test_paired_median_error_cancels_the_prompts() -> None:
+def test_paired_error_cancels_the_prompts() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(3, 1, size=60)
     base = {str(i): [value] for i, value in enumerate(lengths)}
     scaled = {str(i): [value * 1.2] for i, value in enumerate(lengths)}
-    assert paired_median_error(base, scaled) == pytest.approx(0.0, abs=1e-12)
+    assert paired_error(base, scaled) == pytest.approx(0.0, abs=1e-12)
     shuffled = {str(i): [value] for i, value in enumerate(rng.permutation(lengths))}
-    assert paired_median_error(base, shuffled) > 0.05
-    assert paired_median_error(base, {"other": [1.0]}) == 0.0
+    assert paired_error(base, shuffled) > 0.05
+    assert paired_error(base, {"other": [1.0]}) == 0.0
 
 
 def simulated(rng: np.random.Generator, cv: float, num_runs: int, factor: float = 1.0) -> RunData:
