@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from . import metrics, quality, roofline
+from .client import certify
+from .client_words import client_section
 from .page import Card, Figure, Page, Section, Table, Verdict, to_html, to_markdown
 from .plots import SHORT, run_figures
 from .run_folder import write_whole
@@ -64,7 +66,9 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
             )
         )
     sections += [
-        Section("Quality and memory", (), (), quality_and_memory({ours["name"]: result})),
+        client_section(ours)
+        if ours.get("client")
+        else Section("Quality and memory", (), (), quality_and_memory({ours["name"]: result})),
         Section("What was run", (), (), (identity_table(result),)),
         Section("How each number is made", (), (), (formula_table(),)),
         Section("Environment", (), (), (environment_table(ours["environment"]),), folded=True),
@@ -155,6 +159,11 @@ def cards(result: Mapping[str, Any]) -> list[Card]:
             note = f"KL {scored['kl_nats']:.4f} nats, top-1 {percent(scored['top1_agreement'])}"
         found.append(Card("Perplexity", number(scored["perplexity"], 3), "", note))
     memory = ours["memory"]
+    if client := ours.get("client"):
+        error = client["client_ttft_error_ms"]
+        note = f"TTFT error {number(error['median'])} ms" if error else "not checked"
+        found.append(Card("Client", "certified" if client["certified"] else "disturbed", "", note))
+        return found
     found.append(
         Card(
             "Weights",
@@ -170,6 +179,8 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
     """What a reader must know before believing a number."""
     ours = result["llmopt"]
     found = []
+    if (client := ours.get("client")) and not client["certified"]:
+        found += [f"Not certified: {reason}." for reason in client["reasons"]]
     if ours["slowdown"] != 1.0:
         found.append(
             f"Every step was made {ours['slowdown']:g} times as long on purpose (--slowdown)."
@@ -240,13 +251,20 @@ def spread_table(ours: Mapping[str, Any]) -> Table:
 def phase_sentence(ours: Mapping[str, Any]) -> str:
     """Where the time went."""
     phases = ours["phases"]
+    peaks = (
+        f"At most {ours['peaks']['requests_in_flight']:.0f} requests were in flight, and at most "
+        f"{ours['peaks']['output_tokens_in_one_second']:,.0f} tokens came within one second."
+    )
+    if phases is None:
+        rate = ours["prefix_cache_hit_rate"]
+        said = f"The server says that its prefix cache gave {percent(rate)} of the prompt tokens. "
+        return (said if rate is not None else "") + peaks
     return (
         f"Over all passes {number(phases['prefill_seconds'])} s went to steps that compute prompts, "
         f"{number(phases['decode_seconds'])} s to steps that only decode, and "
         f"{number(phases['between_steps_seconds'])} s to the client between {phases['num_steps']:,} "
         f"steps. The prefix cache gave {percent(ours['prefix_cache_hit_rate'])} of the prompt tokens. "
-        f"At most {ours['peaks']['requests_in_flight']:.0f} requests were in flight, and at most "
-        f"{ours['peaks']['output_tokens_in_one_second']:,.0f} tokens came within one second."
+        + peaks
     )
 
 
@@ -359,7 +377,7 @@ def formula_table() -> Table:
 
 def formulas() -> dict[str, str]:
     """{metric: formula}, all of them."""
-    return {**metrics.FORMULAS, **quality.FORMULAS, **roofline.FORMULAS}
+    return {**metrics.FORMULAS, **quality.FORMULAS, **roofline.FORMULAS, **certify.FORMULAS}
 
 
 def environment_table(environment: Mapping[str, Any]) -> Table:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import server_options as s
 from . import workload_options as w
 
 if TYPE_CHECKING:
@@ -85,6 +86,18 @@ def bench(
             rich_help_panel=LOAD,
         ),
     ] = 1.0,
+    base_url: s.BaseUrl = None,
+    backend: s.Backend = "openai",
+    endpoint: s.Endpoint = None,
+    tokenizer: s.Tokenizer = None,
+    api_key: s.ApiKey = None,
+    header: s.Header = None,
+    extra_body: s.ExtraBody = None,
+    insecure: s.Insecure = False,
+    request_timeout: s.RequestTimeout = 600.0,
+    client_workers: s.ClientWorkers = None,
+    check_client: s.CheckClient = None,
+    client_burden_ms: s.ClientBurdenMs = 0.0,
     dtype: Annotated[
         str, typer.Option(help="auto, bfloat16 or float32.", rich_help_panel=ENGINE)
     ] = "auto",
@@ -191,6 +204,9 @@ def bench(
     from ..quant.errors import BadInput
     from .output import TerminalProgress
 
+    if check_client and base_url is None:
+        _print_client_errors(client_workers, client_burden_ms, as_json)
+        return
     if model is not None and model_option is not None and model != model_option:
         raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")
     for own in ("model_option", "result_dir", "as_json"):
@@ -199,7 +215,9 @@ def bench(
     given |= {
         "model": model or model_option,
         "goodput": tuple(goodput or ()),
-        "metadata": _pairs(metadata or ()),
+        "metadata": _pairs(metadata or (), "--metadata"),
+        "header": _pairs(header or (), "--header"),
+        "extra_body": s.extra_body(extra_body),
     }
     # What nobody asked for stays unset: some data sets bring a default of their own.
     given = {key: value for key, value in given.items() if value is not None}
@@ -259,10 +277,15 @@ def _summary(result: dict[str, Any]) -> str:
             line += f", KL {scored['kl_nats']:.4f} nats, top-1 {percent(scored['top1_agreement'])}"
         lines.append(line)
     memory = ours["memory"]
-    lines.append(
-        f"Weights {size(memory['weight_bytes'])}, KV cache {size(memory['kv_cache_bytes'])}, "
-        f"peak {size(memory['peak_resident_bytes'])}"
-    )
+    if client := ours.get("client"):
+        from ..bench.client_words import certificate
+
+        lines.append(certificate(client))
+    else:
+        lines.append(
+            f"Weights {size(memory['weight_bytes'])}, KV cache {size(memory['kv_cache_bytes'])}, "
+            f"peak {size(memory['peak_resident_bytes'])}"
+        )
     if spread := ours["spread"].get("output_throughput"):
         lines.append(
             f"Smallest change of throughput that {ours['num_runs']} "
@@ -272,13 +295,29 @@ def _summary(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _pairs(words: list[str] | tuple[str, ...]) -> dict[str, str]:
+def _print_client_errors(client_workers: int | None, burden_ms: float, as_json: bool) -> None:
+    """The load client against a server of known latency, at each number of streams."""
+    from ..bench.client.certify import check_client
+    from ..bench.client_words import check_table
+    from .output import TerminalProgress, emit_json, result_console
+
+    progress = TerminalProgress()
+    try:
+        found, errors = check_client(client_workers, burden=burden_ms / 1000, progress=progress)
+    finally:
+        progress.finish()
+    if as_json:
+        emit_json(found)
+    result_console(as_json).print(check_table(errors), markup=False, soft_wrap=True)
+
+
+def _pairs(words: list[str] | tuple[str, ...], option: str) -> dict[str, str]:
     from ..quant.errors import BadInput
 
     found = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise BadInput(f"--metadata {word!r}: write KEY=VALUE")
+            raise BadInput(f"{option} {word!r}: write KEY=VALUE")
         found[key] = value
     return found

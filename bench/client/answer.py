@@ -21,7 +21,8 @@ class Answer:
         texts: the text of each delivery; empty where a token gave no text yet.
         tokens: tokens of each delivery where the server counted them chunk by chunk, else empty.
         total: output tokens by the server's usage at the end, or None.
-        prompt_tokens: of the prompt, as the server counted it, or None.
+        prompt_tokens, cached_tokens: of the prompt, and of these from its cache, as the server counted
+            them, or None.
         server_times: when the server wrote each delivery and, first, when it had read the request; only
             from a server that says so (`known_server`).
         error: why this is no answer; empty if it is one.
@@ -32,7 +33,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     total: int | None = None
     prompt_tokens: int | None = None
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     server_times: list[float] = field(default_factory=list)
     error: str = ""
 
@@ -189,7 +190,7 @@ def _usage(event: dict[str, Any], answer: Answer) -> int | None:
     answer.prompt_tokens = usage.get("prompt_tokens") or answer.prompt_tokens
     details = usage.get("prompt_tokens_details")
     if isinstance(details, dict):
-        answer.cached_tokens = details.get("cached_tokens") or answer.cached_tokens
+        answer.cached_tokens = details.get("cached_tokens", answer.cached_tokens)
     count = usage.get("completion_tokens")
     if isinstance(count, int):
         answer.total = max(count, answer.total or 0)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...quant.progress import Progress
-from .fleet import Fleet, FleetPass
+from ..environment import describe
+from .fleet import Fleet, FleetPass, default_workers
 from .job import Endpoint, Shot
 from .known_server import known_server
 
@@ -82,6 +83,32 @@ def measure_client(
     return client_error(one, streams, num_workers)
 
 
+def check_client(
+    num_workers: int | None = None,
+    *,
+    streams: Sequence[int] = CHECKED_STREAMS,
+    burden: float = 0.0,
+    progress: Progress | None = None,
+) -> tuple[dict[str, Any], list[ClientError]]:
+    """The client's error at several numbers of streams: (a record of it all, the errors)."""
+    errors = []
+    for count in streams:
+        workers = num_workers or default_workers(count)
+        with Fleet(workers) as fleet:
+            error = measure_client(fleet, workers, count, burden=burden, progress=progress)
+        errors.append(error)
+    environment = describe("cpu")
+    wanted = ("machine", "load_average", "system", "python", "command", "commit")
+    found = {
+        "server": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS, "tokens_per_stream": TOKENS},
+        "formulas": {key: FORMULAS[key] for key in FORMULAS if key != "certified"},
+        "client_burden_ms": burden * 1000,
+        "environment": {key: environment[key] for key in wanted},
+        "errors": [error.as_dict() for error in errors],
+    }
+    return found, errors
+
+
 def client_error(one: FleetPass, streams: int, num_workers: int) -> ClientError:
     """The errors in a pass over the known server."""
     done = [exchange for exchange in one.exchanges if not exchange.answer.error]
@@ -91,7 +118,8 @@ def client_error(one: FleetPass, streams: int, num_workers: int) -> ClientError:
         first.append((times[0] - exchange.sent) - (written[0] - received))
         late.append(written[0] - received - TTFT_MS / 1000)
         gaps += [
-            abs((b - a) - (d - c)) for (a, b), (c, d) in zip(pairwise(times), pairwise(written), strict=True)
+            abs((b - a) - (d - c))
+            for (a, b), (c, d) in zip(pairwise(times), pairwise(written), strict=True)
         ]
     return ClientError(
         streams,

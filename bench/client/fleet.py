@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
 import subprocess
@@ -16,7 +17,13 @@ from ...quant.progress import Progress, Silent
 from .job import Endpoint, Exchange, Job, Report, Shot
 
 START_SECONDS = 0.05  # from the last worker's readiness to the first request
+STREAMS_PER_WORKER = 64
 WAKE_SECONDS = 0.2  # how long an interrupt may go unheard
+
+
+def default_workers(streams: int) -> int:
+    """One worker for 64 streams, but half of the cores stay free for everything else."""
+    return max(1, min(-(-streams // STREAMS_PER_WORKER), (os.cpu_count() or 2) // 2))
 
 
 @dataclass(slots=True)
@@ -83,7 +90,9 @@ class Fleet:
         """
         progress = progress or Silent()
         count = min(len(self._workers), len(shots), limit or len(shots))
-        limits = [None if limit is None else limit // count + (i < limit % count) for i in range(count)]
+        limits = [
+            None if limit is None else limit // count + (i < limit % count) for i in range(count)
+        ]
         ordered = sorted(shots, key=lambda shot: shot.due)
         for number in range(count):
             job = Job(endpoint, tuple(ordered[number::count]), limits[number], burden)

@@ -66,10 +66,9 @@ class Response:
             self._read_head(head)
             if self.status == 100:
                 self.__init__()
-            if self.is_whole or not data:
+            if self._mode == "head":  # that was a 100, the answer is yet to come
+                self.feed(now, data)
                 return
-            if self._mode == "head":
-                return self.feed(now, data)
         if self._mode == "chunked":
             data = self._unchunk(data)
         elif self._mode == "length":

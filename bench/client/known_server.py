@@ -17,9 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
-HEAD = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 HURRY_SECONDS = 0.0005  # an event due within this is written now
 

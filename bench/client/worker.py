@@ -44,7 +44,9 @@ class Pool:
         """Open `count` connections; those that fail are left to the requests that will need them."""
         for begin in range(0, count, OPENING_AT_ONCE):
             wave = min(OPENING_AT_ONCE, count - begin)
-            opened = await asyncio.gather(*(self._open() for _ in range(wave)), return_exceptions=True)
+            opened = await asyncio.gather(
+                *(self._open() for _ in range(wave)), return_exceptions=True
+            )
             self._idle += [one for one in opened if isinstance(one, Connection)]
             if any(isinstance(one, BaseException) for one in opened):
                 return
@@ -89,7 +91,9 @@ class Pass:
         self._pool = pool
         self._say = say
         self._stop = stop
-        self._heads = [job.endpoint.head + b"Content-Length: %d\r\n\r\n" % len(s.body) for s in job.shots]
+        self._heads = [
+            job.endpoint.head + b"Content-Length: %d\r\n\r\n" % len(s.body) for s in job.shots
+        ]
         self._ended: list[tuple[Shot, float, float, Response, str]] = []
         self._lags: list[float] = []
 
@@ -207,7 +211,9 @@ def _tell(stream: BinaryIO, message: Any) -> None:
     stream.flush()
 
 
-def _listen(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any], stop: asyncio.Event) -> None:
+def _listen(
+    loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any], stop: asyncio.Event
+) -> None:
     """In a thread: messages into the loop's queue; a stop is heard at once."""
     while True:
         try:
