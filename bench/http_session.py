@@ -27,6 +27,7 @@ from .datasets import build_workload, settled, warmup_workload
 from .environment import describe, machine_name
 from .options import DEFAULT_CONCURRENCY, BenchOptions
 from .session import BenchRun, arrival_words
+from .steady import steady_state
 from .trace import LoadPass, RequestTrace
 from .workload import Workload, WorkloadItem
 
@@ -167,6 +168,7 @@ class HttpSession:
             "metrics": metrics,
             "spread": record.spread(runs),
             "peaks": record.peaks(passes),
+            "steady_state": steady_state(passes, options.concurrency),
             "client_lag_ms": record.client_lag(passes),
             "client": self._client(metrics),
             "server": {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import metrics, quality, roofline
+from . import metrics, quality, roofline, steady
 from .client import certify
 from .client_words import client_section
 from .page import Card, Figure, Page, Section, Table, Verdict, to_html, to_markdown
@@ -53,7 +53,7 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
     timeline = [f for f in found if f.name == "timeline"]
     roof = [f for f in found if f.name == "roofline"]
     sections = [
-        Section("Latency", (), latency, (latency_table(ours), spread_table(ours))),
+        Section("Latency", (), latency, latency_tables(result)),
         Section("Timeline", (phase_sentence(ours),), timeline),
     ]
     if roof:
@@ -183,7 +183,8 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
         found += [f"Not certified: {reason}." for reason in client["reasons"]]
     if ours["slowdown"] != 1.0:
         found.append(
-            f"Every step was made {ours['slowdown']:g} times as long on purpose (--slowdown)."
+            f"Every {'draw of the sampler' if ours.get('slowdown_where') == 'sampler' else 'step'} was "
+            f"made {ours['slowdown']:g} times as long on purpose (--slowdown)."
         )
     found += [f"{note[0].upper()}{note[1:]}." for note in ours["workload"]["notes"]]
     metric_count = ours["metrics"]["ttft"]["count"]
@@ -195,6 +196,41 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
     if ours["preemptions"]:
         found.append(f"{ours['preemptions']} sequences were preempted: the KV cache was too small.")
     return found
+
+
+def latency_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Latencies, their spread between passes, and the steady state where there was one."""
+    ours = result["llmopt"]
+    tables = [latency_table(ours), spread_table(ours)]
+    if found := ours.get("steady_state"):
+        tables.append(steady_table(result, found))
+    return tables
+
+
+def steady_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> Table:
+    """The steady state beside the whole run, ramp and drain included."""
+    metrics = result["llmopt"]["metrics"]
+    window = sum(one["duration_s"] for one in found["windows"])
+    short = [one for one in found["windows"] if one["warning"]]
+    rows = [
+        [name, number(result[key]), number(found[key])]
+        for name, key in (
+            ("Requests/s", "request_throughput"),
+            ("Output tokens/s", "output_throughput"),
+            ("All tokens/s", "total_token_throughput"),
+        )
+    ]
+    rows += [
+        [f"Median {SHORT[m]}, ms", number(metrics[m]["median"]), number(found[f"median_{m}_ms"])]
+        for m in ("ttft", "tpot", "itl", "e2el")
+    ]
+    caption = (
+        f"Steady: with at least {found['windows'][0]['threshold_abs']} requests in flight, "
+        f"{window:.1f} s of {result['duration']:.1f} s."
+    )
+    if short:
+        caption += " Its windows are shorter than 10 s or a tenth of a pass: read them as a hint."
+    return Table(["", "whole run", "steady state"], rows, caption=caption)
 
 
 def latency_table(ours: Mapping[str, Any]) -> Table:
@@ -377,7 +413,13 @@ def formula_table() -> Table:
 
 def formulas() -> dict[str, str]:
     """{metric: formula}, all of them."""
-    return {**metrics.FORMULAS, **quality.FORMULAS, **roofline.FORMULAS, **certify.FORMULAS}
+    return {
+        **metrics.FORMULAS,
+        **steady.FORMULAS,
+        **quality.FORMULAS,
+        **roofline.FORMULAS,
+        **certify.FORMULAS,
+    }
 
 
 def environment_table(environment: Mapping[str, Any]) -> Table:

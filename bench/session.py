@@ -14,7 +14,9 @@ from ..quant.models import resolve_model
 from ..quant.progress import Progress, Silent
 from . import result as record
 from .ceilings import measure_ceilings
+from .cost import cost_part
 from .datasets import build_workload, settled, warmup_workload
+from .energy import EnergyMeter
 from .environment import (
     checkpoint_hash,
     describe,
@@ -25,10 +27,13 @@ from .environment import (
 from .inprocess import InProcessTarget
 from .load import Load, drive
 from .machine_load import CpuTimes, other_load
+from .machine_state import machine_state
 from .options import BenchOptions
 from .plan_residuals import plan_for_folder, residuals
 from .quality import EVALUATION_TEXT, Passage, log_probabilities, read_passage, score
 from .roofline import roofline_part
+from .slow_sampler import slow_sampler
+from .steady import steady_state
 from .trace import LoadPass
 from .workload import Workload
 
@@ -82,8 +87,13 @@ class BenchSession:
             ignore_eos=options.ignore_eos,
             temperature=options.temperature,
             seed=options.seed,
-            slowdown=options.slowdown,
+            slowdown=options.slowdown if options.slowdown_where == "step" else 1.0,
         )
+        if options.slowdown_where == "sampler" and options.slowdown > 1.0:
+            slow_sampler(self._engine, options.slowdown)
+        device = str(self._engine.device)
+        self._energy = EnergyMeter(device)
+        self._state_before = machine_state(device)
         self._passes: list[LoadPass] = []
         self._hit_rates: list[float] = []
         self._other_loads: list[float | None] = []
@@ -113,7 +123,9 @@ class BenchSession:
         before = self._engine.stats
         number, count = len(self._passes) + 1, self._options.num_runs
         clock = CpuTimes.now()
+        self._energy.start()
         one = self._drive(self._workload, f"{self.name}, pass {number} of {count}")
+        self._energy.stop()
         self._other_loads.append(other_load(clock, CpuTimes.now()))
         after = self._engine.stats
         queries = after.prefix_cache_queries - before.prefix_cache_queries
@@ -153,6 +165,7 @@ class BenchSession:
             "name": self.name,
             "interrupted": interrupted,
             "slowdown": options.slowdown,
+            "slowdown_where": options.slowdown_where,
             "identity": identity(options, engine, self._model, workload),
             "workload": record.workload_part(workload),
             "num_warmups": options.warmups,
@@ -164,6 +177,7 @@ class BenchSession:
             "metrics": record.distributions(passes, options.seed),
             "spread": record.spread(runs),
             "peaks": record.peaks(passes),
+            "steady_state": steady_state(passes, options.concurrency),
             "client_lag_ms": record.client_lag(passes),
             "phases": record.phases(passes),
             "preemptions": engine.stats.num_preemptions,
@@ -176,8 +190,18 @@ class BenchSession:
             },
             "quality": quality,
             "roofline": place_on_roofline(engine, self._model, passes),
-            "environment": describe(str(engine.device)),
+            "energy": self._energy.part(found["total_input_tokens"], found["total_output_tokens"]),
+            "environment": {
+                **describe(str(engine.device)),
+                "before": self._state_before,
+                "after": machine_state(str(engine.device)),
+            },
         }
+        if options.gpu_hour_price is not None:
+            totals = (
+                found[key] for key in ("duration", "total_input_tokens", "total_output_tokens")
+            )
+            found["llmopt"]["cost"] = cost_part(options.gpu_hour_price, *totals)
         if self._plan is not None:
             metrics = found["llmopt"]["metrics"]
             found["llmopt"]["plan"] = residuals(self._plan, engine, passes, metrics)
@@ -348,7 +372,7 @@ def place_on_roofline(
     )
 
 
-def write_run(run: BenchRun, target: Path) -> Path:
+def write_run(run: BenchRun, target: Path, *, with_csv: bool = False) -> Path:
     """Write the run folder `target`, whole or not at all; returns it."""
     from .report import write_report
     from .run_folder import whole_folder
@@ -359,5 +383,7 @@ def write_run(run: BenchRun, target: Path) -> Path:
             record.to_json(run.result["llmopt"]["environment"]), encoding="utf-8"
         )
         record.write_requests(folder / record.REQUESTS_NAME, run.passes)
+        if with_csv:
+            record.write_requests_csv(folder / record.REQUESTS_CSV_NAME, run.passes)
         write_report(run.result, run.passes, folder)
     return target
