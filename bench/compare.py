@@ -152,7 +152,9 @@ def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
             found.append(f"{words}: {a or 'none'} against {b or 'none'}")
     for side, result in (("base", base), ("new", new)):
         if result["llmopt"]["slowdown"] != 1.0:
-            found.append(f"{side} was slowed {result['llmopt']['slowdown']:g} times on purpose")
+            ours = result["llmopt"]
+            where = "its sampler" if ours.get("slowdown_where") == "sampler" else "it"
+            found.append(f"{side}: {where} was slowed {ours['slowdown']:g} times on purpose")
     return tuple(found)
 
 

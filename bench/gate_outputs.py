@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from .compare import Comparison, RunData
 from .gate import MEASURED, Outcome
 from .gate_judge import Check, Delta
+from .result import to_json
+from .run_folder import write_whole
 
 # Characters that XML 1.0 cannot hold, even escaped.
 FORBIDDEN = {code: None for code in range(32) if code not in (9, 10, 13)}
@@ -89,3 +92,15 @@ def benchmark_entries(
             entry = {"name": f"{data.name}: {label}", "unit": unit, "value": value}
             found["smaller"].append({**entry, "extra": extra})
     return found
+
+
+def write_junit(path: Path, comparison: Comparison) -> None:
+    write_whole(path, junit(comparison))
+
+
+def write_benchmark_json(path: Path, data: RunData, comparison: Comparison | None) -> None:
+    """The entries of which smaller is better into `path`, the others beside it: a list can only be one
+    of the two."""
+    entries = benchmark_entries(data, comparison)
+    write_whole(path, to_json(entries["smaller"]))
+    write_whole(path.with_name(f"{path.stem}.bigger{path.suffix}"), to_json(entries["bigger"]))

@@ -63,6 +63,7 @@ class BenchOptions(BaseModel):
     ignore_eos: bool = True
     temperature: Annotated[float, Field(ge=0)] = 0.0
     slowdown: Annotated[float, Field(ge=1)] = 1.0
+    slowdown_where: Literal["step", "sampler"] = "step"
 
     dtype: str = "auto"
     device: str = "auto"
@@ -97,6 +98,7 @@ class BenchOptions(BaseModel):
     reference: str | None = None
 
     plan: Path | None = None
+    gpu_hour_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
     label: str | None = None
     name: str | None = None

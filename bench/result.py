@@ -22,6 +22,7 @@ SCHEMA_VERSION = 1
 PERCENTILES = (50, 90, 95, 99)
 RESULT_NAME = "result.json"
 REQUESTS_NAME = "requests.parquet"
+REQUESTS_CSV_NAME = "requests.csv"
 # What a comparison decides on. Medians, because one stall of a shared machine must not carry a mean.
 HEADLINES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
 RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -212,6 +213,18 @@ def write_requests(path: Path, passes: Sequence[LoadPass]) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table(requests_table(passes)), path)
+
+
+def write_requests_csv(path: Path, passes: Sequence[LoadPass]) -> None:
+    """`requests.csv`: the columns of the Parquet table; lists are JSON, a missing value is empty."""
+    import csv
+
+    table = requests_table(passes)
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(table)
+        for row in zip(*table.values(), strict=True):
+            writer.writerow([json.dumps(cell) if isinstance(cell, list) else cell for cell in row])
 
 
 def to_json(value: Any) -> str:

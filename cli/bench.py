@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import server_options as s
+from . import verdict_options as v
 from . import workload_options as w
 
 if TYPE_CHECKING:
+    from ..bench.gate_run import Judged, VerdictWanted
     from ..bench.options import BenchOptions
-    from ..bench.session import BenchRun
 
 LOAD, ENGINE, METRICS, QUALITY, OUTPUT = w.LOAD, "Engine", "Metrics", "Quality", "Output"
 
@@ -86,6 +87,7 @@ def bench(
             rich_help_panel=LOAD,
         ),
     ] = 1.0,
+    slowdown_where: v.SlowdownWhere = "step",
     base_url: s.BaseUrl = None,
     backend: s.Backend = "openai",
     endpoint: s.Endpoint = None,
@@ -169,6 +171,13 @@ def bench(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    baseline: v.Baseline = None,
+    against: v.Against = None,
+    gate: v.Gate = None,
+    junit: v.Junit = None,
+    benchmark_json: v.BenchmarkJson = None,
+    gpu_hour_price: v.GpuHourPrice = None,
+    csv: v.Csv = False,
     result_dir: Annotated[
         Path, typer.Option(help="Where run folders are made.", rich_help_panel=OUTPUT)
     ] = Path("runs"),
@@ -200,6 +209,7 @@ def bench(
 ) -> None:
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
     given = dict(locals())
+    from ..bench.gate_run import OPTION_NAMES, VerdictWanted, run_judged
     from ..bench.options import BenchOptions, checked
     from ..quant.errors import BadInput
     from .output import TerminalProgress
@@ -209,7 +219,8 @@ def bench(
         return
     if model is not None and model_option is not None and model != model_option:
         raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")
-    for own in ("model_option", "result_dir", "as_json"):
+    wanted = VerdictWanted.checked(baseline, against, gate, junit, benchmark_json)
+    for own in ("model_option", "result_dir", "as_json", "csv", *OPTION_NAMES):
         del given[own]
     given["enable_prefix_caching"] = given.pop("prefix_caching")
     given |= {
@@ -223,26 +234,49 @@ def bench(
     given = {key: value for key, value in given.items() if value is not None}
     options = checked(BenchOptions, given, "option")
 
-    from ..bench.session import run_bench
-
     progress = TerminalProgress()
     try:
-        run = run_bench(options, progress)
+        judged = run_judged(options, wanted, progress)
     finally:
         progress.finish()
-    _report(run, options, result_dir, as_json)
+    folder = _report(judged, options, result_dir, as_json, csv)
+    if wanted is not None:
+        _judge(judged, wanted, folder, as_json)
 
 
-def _report(run: BenchRun, options: BenchOptions, result_dir: Path, as_json: bool) -> None:
+def _judge(judged: Judged, wanted: VerdictWanted, folder: Path, as_json: bool) -> None:
+    """The verdict, its files and its exit code."""
+    from ..bench.gate_run import write_verdict
+    from .compare import print_comparison
+    from .output import result_console
+
+    write_verdict(judged, wanted, folder)
+    if (comparison := judged.comparison) is None:
+        return
+    out = result_console(as_json)
+    print_comparison(comparison, out)
+    out.print(f"Comparison: {folder / 'comparison.html'}", markup=False, soft_wrap=True)
+    if comparison.outcome.exit_code:
+        raise typer.Exit(comparison.outcome.exit_code)
+
+
+def _report(
+    judged: Judged, options: BenchOptions, result_dir: Path, as_json: bool, with_csv: bool
+) -> Path:
+    """Write the run, and its base where it was measured beside it; print the run."""
     from ..bench.console_table import console_table
     from ..bench.run_folder import stamped
     from ..bench.session import write_run
     from .output import emit_json, people, result_console
 
+    run = judged.run
     if not any(one.traces for one in run.passes):
         people.print("interrupted before any request finished: nothing was written")
         raise typer.Exit(130)
-    folder = write_run(run, stamped(result_dir, run.result["llmopt"]["name"]))
+    if judged.base is not None:
+        name = judged.base.result["llmopt"]["name"]
+        write_run(judged.base, stamped(result_dir, name), with_csv=with_csv)
+    folder = write_run(run, stamped(result_dir, run.result["llmopt"]["name"]), with_csv=with_csv)
     if as_json:
         emit_json(run.result)
     out = result_console(as_json)
@@ -263,6 +297,7 @@ def _report(run: BenchRun, options: BenchOptions, result_dir: Path, as_json: boo
     out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
     if run.result["completed"] == 0:
         raise typer.Exit(1)
+    return folder
 
 
 def _summary(result: dict[str, Any]) -> str:

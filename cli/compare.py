@@ -88,6 +88,7 @@ def write_files(
     benchmark_json: Path | None,
 ) -> None:
     """The files of a verdict that were asked for."""
+    from ..bench.gate_outputs import write_benchmark_json, write_junit
     from ..bench.run_folder import write_whole
 
     if html is not None or markdown is not None:
@@ -99,19 +100,10 @@ def write_files(
         if markdown is not None:
             page = comparison_page(before, after, comparison, with_figures=False)
             write_whole(markdown, to_markdown(page))
-    if junit is not None or benchmark_json is not None:
-        from ..bench import gate_outputs
-        from ..bench.result import to_json
-
-        if junit is not None:
-            write_whole(junit, gate_outputs.junit(comparison))
-        if benchmark_json is not None:
-            entries = gate_outputs.benchmark_entries(after, comparison)
-            bigger = benchmark_json.with_name(
-                f"{benchmark_json.stem}.bigger{benchmark_json.suffix}"
-            )
-            write_whole(benchmark_json, to_json(entries["smaller"]))
-            write_whole(bigger, to_json(entries["bigger"]))
+    if junit is not None:
+        write_junit(junit, comparison)
+    if benchmark_json is not None:
+        write_benchmark_json(benchmark_json, after, comparison)
 
 
 def print_comparison(comparison: Comparison, out: Console) -> None:
