@@ -113,6 +113,21 @@ class HttpSession:
         return self._options.name or self._options.label or Path(self._served.model).name
 
     @property
+    def workload(self) -> Workload:
+        """What every pass sends."""
+        return self._workload
+
+    @property
+    def passes(self) -> Sequence[LoadPass]:
+        """The passes so far."""
+        return self._passes
+
+    @property
+    def hit_rates(self) -> Sequence[float | None]:
+        """Of each pass, the share of prompt tokens that the server's cache gave, where it says so."""
+        return self._hit_rates
+
+    @property
     def has_passes(self) -> bool:
         return bool(self._passes)
 
@@ -157,7 +172,7 @@ class HttpSession:
             "name": self.name,
             "interrupted": interrupted or any(one.interrupted for one in passes),
             "slowdown": 1.0,
-            "identity": self._identity(),
+            "identity": self.identity(),
             "workload": record.workload_part(workload),
             "num_warmups": options.warmups,
             "num_runs": len(passes),
@@ -188,7 +203,8 @@ class HttpSession:
         }
         return BenchRun(record.plain(found), passes)
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
+        """What is measured and how, as far as it is known from here."""
         options, workload = self._options, self._workload
         return {
             "model": self._served.model,

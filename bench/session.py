@@ -63,13 +63,19 @@ class BenchSession:
 
     Several sessions may live at once and take turns, so that what the machine does meanwhile hits all
     of them alike. `arms` is then the same text in each: their results are compared pass by pass.
+    Sessions that follow each other may share the `engine` of the first.
 
     Raises:
         BadInput: the model, the data set or an option is unusable.
     """
 
     def __init__(
-        self, options: BenchOptions, progress: Progress | None = None, *, arms: str | None = None
+        self,
+        options: BenchOptions,
+        progress: Progress | None = None,
+        *,
+        arms: str | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self._options = options
         self._progress = progress or Silent()
@@ -77,7 +83,7 @@ class BenchSession:
         self._model = resolve_model(options.model)
         self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
         restart_peak_memory()
-        self._engine = load_engine(options, self._model)
+        self._engine = engine or load_engine(options, self._model)
         tokenizer = self._engine.tokenizer
         self._workload = build_workload(options, tokenizer, self._engine.max_model_len)
         options = self._options = settled(options, self._workload)
@@ -110,6 +116,30 @@ class BenchSession:
         """Tell the person what to know about the workload."""
         for note in self._workload.notes:
             self._progress.note(f"{self._workload.name}: {note}")
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that is measured."""
+        return self._engine
+
+    @property
+    def workload(self) -> Workload:
+        """What every pass sends."""
+        return self._workload
+
+    @property
+    def passes(self) -> Sequence[LoadPass]:
+        """The passes so far."""
+        return self._passes
+
+    @property
+    def hit_rates(self) -> Sequence[float | None]:
+        """Of each pass, the share of prompt tokens that the prefix cache gave."""
+        return self._hit_rates
+
+    def identity(self) -> dict[str, Any]:
+        """What is measured and how."""
+        return identity(self._options, self._engine, self._model, self._workload)
 
     @property
     def has_passes(self) -> bool:
@@ -166,7 +196,7 @@ class BenchSession:
             "interrupted": interrupted,
             "slowdown": options.slowdown,
             "slowdown_where": options.slowdown_where,
-            "identity": identity(options, engine, self._model, workload),
+            "identity": self.identity(),
             "workload": record.workload_part(workload),
             "num_warmups": options.warmups,
             "num_runs": len(passes),
