@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import server_options as s
+from . import sweep_options as sweep
 from . import verdict_options as v
 from . import workload_options as w
 
@@ -60,9 +61,18 @@ def bench(
     ramp_up_strategy: w.RampUpStrategy = None,
     ramp_up_start_rps: w.RampUpStartRps = None,
     ramp_up_end_rps: w.RampUpEndRps = None,
+    sweep_concurrency: sweep.SweepConcurrency = None,
+    sweep_rate: sweep.SweepRate = None,
+    slo: sweep.Slo = None,
+    slo_by: sweep.SloBy = "rate",
+    slo_share: sweep.SloShare = 0.95,
     num_runs: Annotated[
-        int, typer.Option(help="Passes over the workload.", rich_help_panel=LOAD)
-    ] = 5,
+        int | None,
+        typer.Option(
+            help="Passes over the workload. Default: 5, in a sweep 1 per load.",
+            rich_help_panel=LOAD,
+        ),
+    ] = None,
     num_warmups: Annotated[
         int | None,
         typer.Option(
@@ -220,7 +230,7 @@ def bench(
     if model is not None and model_option is not None and model != model_option:
         raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")
     wanted = VerdictWanted.checked(baseline, against, gate, junit, benchmark_json)
-    for own in ("model_option", "result_dir", "as_json", "csv", *OPTION_NAMES):
+    for own in ("model_option", "result_dir", "as_json", "csv", *OPTION_NAMES, *sweep.OPTION_NAMES):
         del given[own]
     given["enable_prefix_caching"] = given.pop("prefix_caching")
     given |= {
@@ -233,6 +243,22 @@ def bench(
     # What nobody asked for stays unset: some data sets bring a default of their own.
     given = {key: value for key, value in given.items() if value is not None}
     options = checked(BenchOptions, given, "option")
+    if sweep_concurrency is not None or sweep_rate is not None or slo is not None:
+        if wanted is not None:
+            raise BadInput(
+                "a sweep or a search compares nothing: leave --baseline and --against away"
+            )
+        sweep.run_several(
+            options,
+            concurrency=sweep_concurrency,
+            rate=sweep_rate,
+            slo=slo,
+            slo_by=slo_by,
+            slo_share=slo_share,
+            result_dir=result_dir,
+            as_json=as_json,
+        )
+        return
 
     progress = TerminalProgress()
     try:

@@ -73,7 +73,7 @@ class Address:
         given |= headers or {}
         for name, value in given.items():
             if not name.isascii() or any(c in name + value for c in "\r\n\0") or not name.strip():
-                raise BadInput(f"--header {name!r}: a header is one line of NAME=VALUE")
+                raise BadInput(f"--header {name!r}: write one line of NAME=VALUE")
         return cls(
             f"{parts.scheme}://{netloc}{prefix}",
             prefix + "/" + path.lstrip("/"),

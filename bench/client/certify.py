@@ -159,6 +159,8 @@ def judge(
         send_lag_ms: median lateness of sending; None under a concurrency limit, where waiting is the
             load's own doing.
     """
+    if metrics["ttft"]["median"] is None:
+        return ["no request succeeded, so there is nothing to certify"]
     if error is None:
         return ["the client was not checked (--no-check-client)"]
     if error.failed:
