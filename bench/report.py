@@ -12,8 +12,9 @@ from .client import certify
 from .client_words import client_section
 from .page import Card, Figure, Page, Section, Table, Verdict, to_html, to_markdown
 from .plots import SHORT, run_figures
+from .report_money import money_sections
 from .run_folder import write_whole
-from .text import interval, number, per_second, percent, size
+from .text import bounds, interval, number, per_second, percent, size
 from .trace import LoadPass
 
 CAPTIONS = {
@@ -69,6 +70,7 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
         client_section(ours)
         if ours.get("client")
         else Section("Quality and memory", (), (), quality_and_memory({ours["name"]: result})),
+        *money_sections({ours["name"]: result}),
         Section("What was run", (), (), (identity_table(result),)),
         Section("How each number is made", (), (), (formula_table(),)),
         Section("Environment", (), (), (environment_table(ours["environment"]),), folded=True),
@@ -201,7 +203,7 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
 def latency_tables(result: Mapping[str, Any]) -> list[Table]:
     """Latencies, their spread between passes, and the steady state where there was one."""
     ours = result["llmopt"]
-    tables = [latency_table(ours), spread_table(ours)]
+    tables = [latency_table(ours), percentile_table(ours), spread_table(ours)]
     if found := ours.get("steady_state"):
         tables.append(steady_table(result, found))
     return tables
@@ -260,6 +262,27 @@ def latency_table(ours: Mapping[str, Any]) -> Table:
     return Table(header, rows)
 
 
+def percentile_table(ours: Mapping[str, Any]) -> Table:
+    """How sure the percentiles are."""
+    return Table(
+        ["ms", "p50", "p90", "p95", "p99"],
+        percentile_rows(ours),
+        caption="95 % order-statistic intervals: two of the measured values that enclose the percentile "
+        "whatever the distribution. Unbounded: there are too few requests to say.",
+    )
+
+
+def percentile_rows(ours: Mapping[str, Any]) -> list[list[str]]:
+    """The order-statistic intervals of the metrics that have one value a request."""
+    names = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "End to end"}
+    found = []
+    for metric, name in names.items():
+        intervals = ours["metrics"][metric].get("order_interval_95")
+        if intervals:
+            found.append([name, *(bounds(intervals[q]) for q in ("p50", "p90", "p95", "p99"))])
+    return found
+
+
 def spread_table(ours: Mapping[str, Any]) -> Table:
     """Spread between the passes, and what a comparison could see."""
     names = {
@@ -275,11 +298,13 @@ def spread_table(ours: Mapping[str, Any]) -> Table:
         one = ours["spread"][key]
         values = ", ".join(number(run[key]) for run in ours["runs"])
         cv = percent(one["run_cv"]) + (" (assumed)" if one["run_cv_is_assumed"] else "")
-        rows.append([name, values, cv, percent(one["smallest_visible_change"])])
+        mean = interval(one.get("interval_95"))
+        rows.append([name, values, mean, cv, percent(one["smallest_visible_change"])])
     return Table(
-        ["per pass", "values", "coefficient of variation", "smallest visible change"],
+        ["per pass", "values", "95 % interval of the mean", "CV", "smallest visible change"],
         rows,
-        caption="Smallest visible change: what a comparison with an equal run would notice in four of "
+        caption="CV: standard deviation over mean. "
+        "Smallest visible change: what a comparison with an equal run would notice in four of "
         "five cases, (t₀.₉₅ + t₀.₈) · CV · √(2 / passes).",
     )
 
@@ -422,14 +447,23 @@ def formulas() -> dict[str, str]:
     }
 
 
+def flat(value: Any) -> str:
+    """A value of the environment as text; what the machine does not tell is said to be unknown."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {flat(inner)}" for key, inner in value.items())
+    return " ".join(map(flat, value)) if isinstance(value, list) else str(value)
+
+
 def environment_table(environment: Mapping[str, Any]) -> Table:
     """Everything about the machine, flattened."""
     rows = []
     for key, value in environment.items():
         if isinstance(value, Mapping):
-            rows += [[f"{key}: {inner}", str(v)] for inner, v in value.items()]
+            rows += [[f"{key}: {inner}", flat(v)] for inner, v in value.items()]
         elif isinstance(value, list):
             rows.append([key, " ".join(map(str, value))])
         else:
-            rows.append([key, str(value)])
+            rows.append([key, flat(value)])
     return Table(["", ""], rows, is_prose=True)

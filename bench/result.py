@@ -25,6 +25,7 @@ REQUESTS_NAME = "requests.parquet"
 REQUESTS_CSV_NAME = "requests.csv"
 # What a comparison decides on. Medians, because one stall of a shared machine must not carry a mean.
 HEADLINES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
+POOLED = ("itl", "token_gap")
 RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -122,6 +123,10 @@ def distributions(passes: Sequence[LoadPass], seed: int) -> dict[str, Any]:
                     groups, partial(np.percentile, q=99), seed=seed
                 ),
             },
+            # Gaps of one request depend on each other, so theirs have no such interval.
+            "order_interval_95": None
+            if metric in POOLED
+            else {f"p{q}": statistics.order_interval(values, q) for q in PERCENTILES},
         }
     return found
 
@@ -138,6 +143,7 @@ def spread(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found[key] = {
             "run_cv": cv,
             "run_cv_is_assumed": len(values) < 2,
+            "interval_95": statistics.mean_interval(values),
             "smallest_visible_change": statistics.smallest_visible_change(cv, len(values)),
         }
     return found
