@@ -17,7 +17,8 @@ LOWEST_RATE = 0.25
 MOST_DOUBLINGS = 10
 RULE = (
     "a load keeps the limits if the given share of all requests, failed ones counted as misses, meets "
-    "every limit; at a rate, TTFT and end-to-end time count from when a request was due"
+    "every limit; a rate must also be kept up with, and its TTFT and end-to-end time count from when a "
+    "request was due"
 )
 
 
@@ -71,8 +72,8 @@ def search_slo(rig: Rig, limits: str, share: float) -> SloSearch:
         raise BadInput(f"--slo-share is {share}: it must be above 0 and at most 1")
 
     def keeps(load: float) -> bool:
-        seen = rig.measure(rig.kind, load)["good_share"]
-        return seen is not None and seen >= share
+        point = rig.measure(rig.kind, load)
+        return point["kept_up"] and point["good_share"] is not None and point["good_share"] >= share
 
     if rig.kind == "rate":
         found = highest_rate(keeps, rig.serial_rate() * LOWEST_RATE)

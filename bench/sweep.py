@@ -27,12 +27,21 @@ LEAST_GAIN = 0.10
 MOST_STEPS = 10
 # The first rate of an automatic sweep, and the lowest of a search, in serial rates.
 FIRST_RATE = 0.5
+# A rate is kept up with if this share of it completes, over the whole pass with its drain. Falling
+# short means saturation, or a pass too short against the latency to tell.
+KEPT_UP = 0.8
 KNEE_RULE = (
     "the point with the highest power: output throughput / mean end-to-end latency (Kleinrock 1979); "
-    "before it throughput grows faster than latency, behind it latency does"
+    "before it throughput grows faster than latency, behind it latency does; of rates, only those "
+    "that were kept up with"
 )
 AUTO_RULE = (
-    f"the load doubles until output throughput gains less than {LEAST_GAIN:.0%} on the best so far"
+    f"the load doubles until output throughput gains less than {LEAST_GAIN:.0%} on the best so far, "
+    "or a rate is not kept up with"
+)
+KEPT_UP_RULE = (
+    f"requests completed per second, over the whole pass with its drain, are at least {KEPT_UP:.0%} "
+    "of the rate; more prompts make the pass longer and the drain count for less"
 )
 
 
@@ -77,14 +86,15 @@ class Sweep:
                 "knee": knee and knee[self.kind],
                 "knee_rule": KNEE_RULE,
                 "auto_rule": AUTO_RULE,
+                "kept_up_rule": KEPT_UP_RULE,
                 "points": self.ordered(),
             }
         )
 
 
 def find_knee(points: Sequence[Mapping[str, Any]]) -> Any:
-    """The point with the highest `power`, the lighter load of two equal ones."""
-    alive = [point for point in points if point["power"] is not None]
+    """The point with the highest `power` that was kept up with, the first of two equal ones."""
+    alive = [point for point in points if point["power"] is not None and point["kept_up"]]
     return max(alive, key=lambda point: point["power"], default=None)
 
 
@@ -201,6 +211,7 @@ def point_record(
         "num_runs": len(passes),
         **found,
         "latency_ms": latency,
+        "kept_up": kind == "concurrency" or (found["request_throughput"] or 0.0) >= KEPT_UP * value,
         "power": throughput / (latency / 1000) if throughput and latency else None,
         "run_cv": run_cv(each) if len(each) > 1 and all(each) else None,
         "prefix_cache_hit_rate": sum(known) / len(known) if known else None,
@@ -259,11 +270,12 @@ def sweep_loads(rig: Rig, loads: Sequence[float] | None) -> Sweep:
 def double_until_flat(
     measure: Callable[[float], Mapping[str, Any]], first: float, most: float
 ) -> None:
-    """Measure `first`, twice that and so on up to `most`, until throughput is flat."""
+    """Measure `first`, twice that and so on up to `most`, until that brings little."""
     value, best = first, 0.0
     for _ in range(MOST_STEPS):
-        throughput = measure(value)["output_throughput"] or 0.0
-        if throughput < best * (1 + LEAST_GAIN) or value >= most:
+        point = measure(value)
+        throughput = point["output_throughput"] or 0.0
+        if throughput < best * (1 + LEAST_GAIN) or value >= most or not point["kept_up"]:
             return
         best = max(best, throughput)
         value = min(value * 2, most)
