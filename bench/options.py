@@ -79,7 +79,7 @@ class BenchOptions(BaseModel):
     backend: str = "openai"
     endpoint: str | None = None
     tokenizer: str | None = None
-    api_key: str | None = Field(None, repr=False)
+    api_key: str | None = Field(default=None, repr=False)
     header: dict[str, str] = {}
     extra_body: dict[str, Any] = {}
     insecure: bool = False
