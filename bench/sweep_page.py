@@ -12,7 +12,7 @@ from .report import write_page
 from .result import to_json
 from .run_folder import whole_folder
 from .steady import FORMULAS as STEADY
-from .text import number, percent
+from .text import MISSING, number, percent
 
 SWEEP_NAME = "sweep.json"
 UNITS = {"concurrency": "users", "rate": "requests/s"}
@@ -122,6 +122,9 @@ def sweep_verdict(record: Mapping[str, Any]) -> Verdict:
 def sweep_cards(record: Mapping[str, Any]) -> list[Card]:
     """The key numbers."""
     cards = []
+    if slo := record.get("slo"):
+        value = number(slo["best"], 0 if record["kind"] == "concurrency" else 2)
+        cards.append(Card("Highest within the limits", value, UNITS[record["kind"]]))
     if point := knee_point(record):
         cards += [
             Card("Knee", number(record["knee"], 2), UNITS[record["kind"]]),
@@ -143,7 +146,7 @@ def points_table(record: Mapping[str, Any]) -> Table:
         steady = point["steady_state"]
         row = [
             number(point[kind], 0 if kind == "concurrency" else 2)
-            + (" *" if point[kind] == record["knee"] else ""),
+            + ("\u00a0*" if point[kind] == record["knee"] else ""),
             number(point["request_throughput"]),
             number(point["output_throughput"], 0),
             number(steady and steady["output_throughput"], 0),
@@ -157,7 +160,7 @@ def points_table(record: Mapping[str, Any]) -> Table:
         if kind == "rate":
             row.append("yes" if point["kept_up"] else "no")
         if limited:
-            row.append(percent(point["good_share"]))
+            row.append(percent(point["good_share"], 0))
         rows.append(row)
     header = [
         "users" if kind == "concurrency" else "rate",
@@ -175,9 +178,11 @@ def points_table(record: Mapping[str, Any]) -> Table:
         header.append("kept up")
     if limited:
         header.append("within")
+    # Open loops have no steady state, and not every server tells its cache hits.
+    shown = [n for n in range(len(header)) if any(row[n] != MISSING for row in rows)]
     return Table(
-        header,
-        rows,
+        [header[n] for n in shown],
+        [[row[n] for n in shown] for row in rows],
         caption="* is the knee. TTFT and TPOT are medians, E2E a mean; hits: of the prefix cache.",
     )
 

@@ -96,7 +96,7 @@ def run_several(
     found = points_table(record)
     table = Table(box=box.SIMPLE, padding=0)
     for heading in found.header:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in found.rows:
         table.add_row(*row)
     out.print(table)
