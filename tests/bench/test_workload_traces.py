@@ -158,6 +158,34 @@ def test_mooncake_scaled_keeps_its_blocks_apart() -> None:
     assert len({i.prompt_token_ids[:block] for i in found.items}) == 1
 
 
+def test_the_prefix_cache_finds_shared_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "shared.jsonl"
+    rows = [
+        {"timestamp": 5000 * n, "input_length": 4096, "output_length": 200, "hash_ids": ids}
+        for n, ids in enumerate(([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 9, 10]))
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = BenchOptions(
+        dataset="mooncake",
+        dataset_path=path,
+        trace_speed=10.0,
+        num_runs=1,
+        num_warmups=0,
+        num_threads=1,
+        block_size=16,
+    )
+    session = BenchSession(options)
+    assert session.run_pass()
+    first, second = session.workload.items
+    shared = shared_tokens(first.prompt_token_ids, second.prompt_token_ids)
+    # Six of eight blocks, each 512 · 512/4296 tokens rounded up, in whole blocks of the cache.
+    assert shared >= 6 * 62
+    trace = session.passes[0].traces[1]
+    assert trace.cached_tokens == shared // 16 * 16
+    both = len(first.prompt_token_ids) + len(second.prompt_token_ids)
+    assert session.hit_rates == [pytest.approx(trace.cached_tokens / both, abs=0.01)]
+
+
 def test_whole_mooncake_trace_is_read() -> None:
     needs(MOONCAKE)
     rows = read_trace("mooncake", MOONCAKE)
