@@ -29,6 +29,7 @@ COMMANDS = {
     "compare": "compare",
     "serve-local": "serve_local",
     "kv-plan": "kv_plan",
+    "report": "report",
     "run": "run",
     "doctor": "doctor",
 }
