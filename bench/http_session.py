@@ -23,8 +23,10 @@ from .client.answer import Answer, chunk_tokens
 from .client.certify import ClientError, judge, measure_client
 from .client.fleet import Fleet, FleetPass, default_workers
 from .client.job import Exchange, Shot
+from .cost import cost_part
 from .datasets import build_workload, settled, warmup_workload
 from .environment import describe, machine_name
+from .machine_state import machine_state
 from .options import DEFAULT_CONCURRENCY, BenchOptions
 from .session import BenchRun, arrival_words
 from .steady import steady_state
@@ -90,6 +92,7 @@ class HttpSession:
         self._counters: Counter[str] = Counter()
         self._lags: list[dict[str, float]] = []
         self._late_connections = 0
+        self._state_before = machine_state("cpu")
         self._fleet = Fleet(self._num_workers)
         try:
             self._error = self._check_client(streams)
@@ -199,8 +202,15 @@ class HttpSession:
             ),
             "quality": None,
             "roofline": None,
-            "environment": describe("cpu"),
+            "environment": {
+                **describe("cpu"),
+                "before": self._state_before,
+                "after": machine_state("cpu"),
+            },
         }
+        if options.gpu_hour_price is not None:
+            totals = (found[k] for k in ("duration", "total_input_tokens", "total_output_tokens"))
+            found["llmopt"]["cost"] = cost_part(options.gpu_hour_price, *totals)
         return BenchRun(record.plain(found), passes)
 
     def identity(self) -> dict[str, Any]:
