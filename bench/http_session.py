@@ -62,6 +62,10 @@ class HttpSession:
         self._progress = progress or Silent()
         self._arms = arms
         assert options.base_url is not None
+        if options.plan is not None or options.slowdown != 1.0:
+            raise BadInput(
+                "--plan and --slowdown work on the engine of this process, not on a server"
+            )
         self._address = Address.parse(
             options.base_url,
             backend=options.backend,

@@ -283,6 +283,7 @@ def test_when_all_fail_the_exit_code_is_1(server: Server, tmp_path: Path) -> Non
         (["--base-url", "http://127.0.0.1:1", "--extra-body", "["], "--extra-body"),
         (["--base-url", "http://127.0.0.1:1", "--extra-body", "[]"], "--extra-body"),
         (["--base-url", "http://127.0.0.1:1", "--request-timeout", "0"], "request_timeout"),
+        (["--base-url", "http://127.0.0.1:1", "--slowdown", "2"], "not on a server"),
     ],
 )
 def test_bad_input_in_one_line(
