@@ -241,6 +241,19 @@ def settled(options: BenchOptions, workload: Workload) -> BenchOptions:
     return options.model_copy(update=changes)
 
 
+def arrival_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
+    """Where the arrival times are from, when it is not a rate that was drawn from."""
+    if workload.is_timed:
+        return {"arrivals": "replayed"}
+    if options.ramp_up_strategy is None:
+        return {}
+    return {
+        "ramp_up_strategy": options.ramp_up_strategy,
+        "ramp_up_start_rps": options.ramp_up_start_rps,
+        "ramp_up_end_rps": options.ramp_up_end_rps,
+    }
+
+
 def warmup_workload(
     workload: Workload, count: int, tokenizer: Tokenizer, *, seed: int
 ) -> Workload | None:

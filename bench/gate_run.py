@@ -13,10 +13,10 @@ from .compare import Comparison, compare
 from .gate import Limit, parse_gate
 from .gate_outputs import write_benchmark_json, write_junit
 from .options import BenchOptions
-from .result import plain
+from .result import BenchRun, plain
 from .run_data import RunData
 from .run_folder import write_whole
-from .session import BenchRun, run_bench, run_interleaved
+from .session import run_bench, run_interleaved
 
 OPTION_NAMES = ("baseline", "against", "gate", "junit", "benchmark_json")
 

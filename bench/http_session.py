@@ -24,11 +24,11 @@ from .client.certify import ClientError, judge, measure_client
 from .client.fleet import Fleet, FleetPass, default_workers
 from .client.job import Exchange, Shot
 from .cost import cost_part
-from .datasets import build_workload, settled, warmup_workload
+from .datasets import arrival_words, build_workload, settled, warmup_workload
 from .environment import describe, machine_name
 from .machine_state import machine_state
 from .options import DEFAULT_CONCURRENCY, BenchOptions
-from .session import BenchRun, arrival_words
+from .result import BenchRun
 from .steady import steady_state
 from .trace import LoadPass, RequestTrace
 from .workload import Workload, WorkloadItem

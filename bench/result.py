@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,18 @@ REQUESTS_CSV_NAME = "requests.csv"
 HEADLINES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
 POOLED = ("itl", "token_gap")
 RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass(slots=True)
+class BenchRun:
+    """A finished benchmark: its record and what it was made from."""
+
+    result: dict[str, Any]
+    passes: list[LoadPass]
+
+    @property
+    def interrupted(self) -> bool:
+        return self.result["llmopt"]["interrupted"]
 
 
 def vllm_part(

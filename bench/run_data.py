@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..quant.errors import BadInput
-from .result import REQUESTS_NAME, read_result, requests_table
-from .session import BenchRun
+from .result import REQUESTS_NAME, BenchRun, read_result, requests_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from ..quant.progress import Progress, Silent
 from . import result as record
 from .ceilings import measure_ceilings
 from .cost import cost_part
-from .datasets import build_workload, settled, warmup_workload
+from .datasets import arrival_words, build_workload, settled, warmup_workload
 from .energy import EnergyMeter
 from .environment import (
     checkpoint_hash,
@@ -31,6 +30,7 @@ from .machine_state import machine_state
 from .options import BenchOptions
 from .plan_residuals import plan_for_folder, residuals
 from .quality import EVALUATION_TEXT, Passage, log_probabilities, read_passage, score
+from .result import BenchRun
 from .roofline import roofline_part
 from .slow_sampler import slow_sampler
 from .steady import steady_state
@@ -44,18 +44,6 @@ if TYPE_CHECKING:
 
 # Enough cache for one window of text at a time.
 SCORING_SEQUENCES = 1
-
-
-@dataclass(slots=True)
-class BenchRun:
-    """A finished benchmark: its record and what it was made from."""
-
-    result: dict[str, Any]
-    passes: list[LoadPass]
-
-    @property
-    def interrupted(self) -> bool:
-        return self.result["llmopt"]["interrupted"]
 
 
 class BenchSession:
@@ -336,19 +324,6 @@ def identity(
         },
         "device": str(engine.device),
         "machine": machine_name(str(engine.device)),
-    }
-
-
-def arrival_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
-    """Where the arrival times are from, when it is not a rate that was drawn from."""
-    if workload.is_timed:
-        return {"arrivals": "replayed"}
-    if options.ramp_up_strategy is None:
-        return {}
-    return {
-        "ramp_up_strategy": options.ramp_up_strategy,
-        "ramp_up_start_rps": options.ramp_up_start_rps,
-        "ramp_up_end_rps": options.ramp_up_end_rps,
     }
 
 
