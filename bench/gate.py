@@ -83,7 +83,7 @@ class Limit:
     @property
     def text(self) -> str:
         """As it would be written."""
-        value = f"{self.bound * 100:+.4g} %" if self.relative else f"{self.bound:.6g}"
+        value = f"{self.bound * 100:+.3g} %" if self.relative else f"{self.bound:.6g}"
         return f"{'≤' if self.at_most else '≥'} {value}"
 
 
