@@ -97,8 +97,8 @@ def test_the_known_server_keeps_its_timetable(fleet: Fleet) -> None:
 
 
 def test_a_starved_client_shows(fleet: Fleet) -> None:
-    fed, starved = measure_client(fleet, 1, 4), measure_client(fleet, 1, 4, burden=0.1)
-    assert starved.client_ttft_error_ms["mean"] > fed.client_ttft_error_ms["mean"]
+    # A worker that is busy for 100 ms at a time cannot see events that come every 10 ms.
+    starved = measure_client(fleet, 1, 4, burden=0.1)
     assert starved.loop_lag_ms["mean"] > 20
     assert starved.client_itl_error_ms["max"] > 50
 
