@@ -33,3 +33,38 @@ def arrival_offsets(
     rng = np.random.default_rng(seed)
     due = np.cumsum(rng.gamma(shape=burstiness, scale=1 / (request_rate * burstiness), size=count))
     return due * (count / request_rate / due[-1])
+
+
+def ramp_offsets(
+    count: int,
+    strategy: str,
+    start_rps: float,
+    end_rps: float,
+    *,
+    burstiness: float = 1.0,
+    seed: int = 0,
+) -> np.ndarray:
+    """Seconds at which each of `count` requests is due while the rate climbs (or falls).
+
+    The rate goes with the number of the request, not with time, as in vLLM: request i of n has
+    p = i/(n - 1) behind it and the rate start + (end - start)·p (`linear`) or start·(end/start)^p
+    (`exponential`); its gap is drawn around the inverse of that. Nothing is rescaled.
+
+    Raises:
+        BadInput: a rate or burstiness that is not above zero, or an unknown strategy.
+    """
+    if not (0 < start_rps < math.inf and 0 < end_rps < math.inf):
+        raise BadInput(f"ramp-up from {start_rps} to {end_rps}: both rates must be above 0")
+    if not burstiness > 0:
+        raise BadInput(f"--burstiness is {burstiness}: it must be above 0")
+    done = np.arange(count) / max(count - 1, 1)
+    if strategy == "linear":
+        rates = start_rps + (end_rps - start_rps) * done
+    elif strategy == "exponential":
+        rates = start_rps * (end_rps / start_rps) ** done
+    else:
+        raise BadInput(f"--ramp-up-strategy is {strategy!r}: linear or exponential")
+    if math.isinf(burstiness):
+        return np.cumsum(1 / rates)
+    rng = np.random.default_rng(seed)
+    return np.cumsum(rng.gamma(shape=burstiness, scale=1 / (rates * burstiness)))

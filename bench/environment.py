@@ -8,6 +8,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from ..engine.host import cpu_model, usable_cores
 
 LIBRARIES = ("llmopt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+SECRET_OPTIONS = ("--api-key", "--header")
 WHOLE_HASH_BYTES = 2 << 30
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 20, 64
 
@@ -36,7 +38,7 @@ def describe(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "libraries": {name: library_version(name) for name in LIBRARIES},
         "torch_threads": torch.get_num_threads(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name, *without_secrets(sys.argv[1:])],
         "commit": commit(),
     }
     if device.startswith("cuda"):
@@ -47,6 +49,19 @@ def describe(device: str) -> dict[str, Any]:
             "compute_capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
         }
+    return found
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """A command line with the values of keys and headers left out: results travel."""
+    found, is_secret = [], False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        if is_secret:
+            found.append("...")
+        else:
+            found.append(f"{option}=..." if equals and option in SECRET_OPTIONS else word)
+        is_secret = word in SECRET_OPTIONS
     return found
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..quant.errors import BadInput
 from .metrics import METRICS, parse_goodput
@@ -14,13 +14,15 @@ from .metrics import METRICS, parse_goodput
 DEFAULT_CONCURRENCY = 8
 Model = TypeVar("Model", bound=BaseModel)
 PositiveInt = Annotated[int, Field(ge=1)]
+PositiveRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class BenchOptions(BaseModel):
     """Options of one benchmark. Names are those of `vllm bench serve` where it has them.
 
     With neither `request_rate` nor `max_concurrency` the load is a closed loop of 8 users. With a rate
-    and no limit it is an open loop; a rate of infinity then sends everything at once.
+    and no limit it is an open loop; a rate of infinity then sends everything at once. A ramp-up is an
+    open loop too, and so is a data set that brings its own arrival times.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,11 +36,26 @@ class BenchOptions(BaseModel):
     random_output_len: PositiveInt | None = None
     random_prefix_len: Annotated[int, Field(ge=0)] = 0
     random_range_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    prefix_repetition_prefix_len: Annotated[int, Field(ge=0)] | None = None
+    prefix_repetition_suffix_len: PositiveInt | None = None
+    prefix_repetition_num_prefixes: PositiveInt = 10
+    prefix_repetition_output_len: PositiveInt | None = None
+    sonnet_input_len: PositiveInt | None = None
+    sonnet_output_len: PositiveInt | None = None
+    sonnet_prefix_len: Annotated[int, Field(ge=0)] | None = None
+    hf_subset: str | None = None
+    hf_split: str = "train"
+    trace_start: Annotated[float, Field(ge=0)] = 0.0
+    trace_speed: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    trace_lengths: Literal["clip", "scale"] | None = None
     disable_shuffle: bool = False
     no_oversample: bool = False
 
     request_rate: Annotated[float, Field(gt=0)] | None = None
     burstiness: Annotated[float, Field(gt=0)] = 1.0
+    ramp_up_strategy: Literal["linear", "exponential"] | None = None
+    ramp_up_start_rps: PositiveRate | None = None
+    ramp_up_end_rps: PositiveRate | None = None
     max_concurrency: PositiveInt | None = None
     num_warmups: Annotated[int, Field(ge=0)] | None = None
     num_runs: PositiveInt = 5
@@ -46,6 +63,7 @@ class BenchOptions(BaseModel):
     ignore_eos: bool = True
     temperature: Annotated[float, Field(ge=0)] = 0.0
     slowdown: Annotated[float, Field(ge=1)] = 1.0
+    slowdown_where: Literal["step", "sampler"] = "step"
 
     dtype: str = "auto"
     device: str = "auto"
@@ -57,6 +75,19 @@ class BenchOptions(BaseModel):
     kv_cache_memory_bytes: PositiveInt | None = None
     enable_prefix_caching: bool = True
 
+    base_url: str | None = None
+    backend: str = "openai"
+    endpoint: str | None = None
+    tokenizer: str | None = None
+    api_key: str | None = Field(default=None, repr=False)
+    header: dict[str, str] = {}
+    extra_body: dict[str, Any] = {}
+    insecure: bool = False
+    request_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    client_workers: PositiveInt | None = None
+    check_client: bool = True
+    client_burden_ms: Annotated[float, Field(ge=0, le=1000)] = 0.0
+
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     metric_percentiles: tuple[Annotated[float, Field(ge=0, le=100)], ...] = (99.0,)
     goodput: tuple[str, ...] = ()
@@ -67,6 +98,7 @@ class BenchOptions(BaseModel):
     reference: str | None = None
 
     plan: Path | None = None
+    gpu_hour_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
     label: str | None = None
     name: str | None = None
@@ -92,6 +124,17 @@ class BenchOptions(BaseModel):
         parse_goodput(words)
         return words
 
+    @model_validator(mode="after")
+    def _whole_ramp(self) -> Self:
+        ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
+        if None in ramp and ramp != (None, None, None):
+            raise ValueError(
+                "a ramp needs --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
+            )
+        if self.ramp_up_strategy is not None and self.request_rate is not None:
+            raise ValueError("give --request-rate or a ramp-up, not both")
+        return self
+
     @property
     def rate(self) -> float:
         """Requests a second; infinity when none was asked for."""
@@ -100,7 +143,8 @@ class BenchOptions(BaseModel):
     @property
     def concurrency(self) -> int | None:
         """Most requests in flight, or None for no limit."""
-        if self.max_concurrency is None and self.request_rate is None:
+        unpaced = self.request_rate is None and self.ramp_up_strategy is None
+        if self.max_concurrency is None and unpaced:
             return DEFAULT_CONCURRENCY
         return self.max_concurrency
 
@@ -126,4 +170,6 @@ def checked(model: type[Model], values: dict[str, Any], where: str) -> Model:
         if first["type"] == "extra_forbidden":
             raise BadInput(f"{where}: unknown key {key!r}") from error
         reason = first["msg"].removeprefix("Value error, ")
+        if not key:  # of several options together
+            raise BadInput(f"{where}: {reason}") from error
         raise BadInput(f"{where}: {key}: {reason} (given: {first.get('input')!r})") from error

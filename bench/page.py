@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -48,22 +48,24 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """An SVG with the name of its file and what it shows."""
+    """An SVG with the name of its file and what it shows. Two that are `half` stand side by side."""
 
     name: str
     svg: str
     caption: str = ""
+    half: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading with paragraphs, figures and tables, in that order."""
+    """A heading with paragraphs, figures and tables, in that order, or the tables before the figures."""
 
     title: str
     paragraphs: Sequence[str] = ()
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     folded: bool = False
+    tables_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,10 @@ class Page:
     cards: Sequence[Card]
     sections: Sequence[Section]
     warnings: Sequence[str] = ()
+
+    def without_figures(self) -> Page:
+        """The same page for a file that stands alone without figure files."""
+        return replace(self, sections=[replace(one, figures=()) for one in self.sections])
 
 
 @cache

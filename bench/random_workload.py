@@ -18,6 +18,12 @@ def length_range(length: int, range_ratio: float) -> tuple[int, int]:
     return math.floor(length * (1 - range_ratio)), math.ceil(length * (1 + range_ratio))
 
 
+def allowed_tokens(tokenizer: Tokenizer) -> np.ndarray:
+    """The vocabulary without its special tokens, ascending."""
+    special = set(tokenizer.all_special_ids)
+    return np.array([token for token in range(len(tokenizer)) if token not in special])
+
+
 def random_workload(
     tokenizer: Tokenizer,
     *,
@@ -62,8 +68,7 @@ def random_workload(
             f"output {output_high}) but the model's context is {max_model_len}: lower "
             "--random-input-len or --random-output-len"
         )
-    special = set(tokenizer.all_special_ids)
-    allowed = np.array([token for token in range(len(tokenizer)) if token not in special])
+    allowed = allowed_tokens(tokenizer)
     rng = np.random.default_rng(seed)
     prefix = allowed[rng.integers(0, len(allowed), size=prefix_len)].tolist()
     input_lens = rng.integers(input_low, input_high + 1, size=num_prompts)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..quant.errors import BadInput
-from ..recipes import ROOT
+from ..recipes import DEFAULT_MODEL, ROOT
 from .compare import QualityGate, parse_share
 from .options import BenchOptions, checked
+from .recipe_lines import line_of
 
 BASE_NAME = "original"
 
@@ -108,7 +109,7 @@ def read_recipe(name: str) -> Recipe:
 
     Raises:
         BadInput: no such recipe, YAML that does not parse (with the line), an unknown key or a value
-            that does not fit (naming the key and the file).
+            that does not fit (naming the key, the file and the line).
     """
     import yaml
 
@@ -121,7 +122,8 @@ def read_recipe(name: str) -> Recipe:
             )
         path = bundled[name]
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise BadInput(f"{path}{line}: not YAML: {error.problem}") from error
@@ -129,9 +131,33 @@ def read_recipe(name: str) -> Recipe:
         raise BadInput(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(values, dict):
         raise BadInput(f"{path}: a recipe is a YAML mapping, not {type(values).__name__}")
-    recipe = checked(Recipe, values, str(path))
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        place = f"{path}, line {line_of(root, error.errors()[0]['loc'])}"
+        return checked(Recipe, values, place)  # says the same in one line
     try:
         _ = recipe.compare.share, recipe.compare.quality_gate
     except BadInput as error:
-        raise BadInput(f"{path}: compare: {error}") from error
+        raise BadInput(f"{path}, line {line_of(root, ['compare'])}: compare: {error}") from error
     return recipe
+
+
+def steps_of(recipe: Recipe) -> list[str]:
+    """What carrying out the recipe would do, a line a step, in order. Nothing is loaded."""
+    model = recipe.model or DEFAULT_MODEL
+    found = []
+    for one in recipe.variants:
+        step = one.quantize
+        found.append(f"quantize {model} to checkpoints/{one.name}: {step.method}, {step.bits} bits")
+        found.append(f"verify checkpoints/{one.name}")
+    names = ", ".join([BASE_NAME, *(one.name for one in recipe.variants)])
+    order = "in turns" if recipe.interleave else "one after another"
+    bench = recipe.bench
+    found.append(
+        f"bench {names} {order}: {bench.dataset}, {bench.num_prompts} prompts, {bench.num_runs} passes"
+    )
+    for one in recipe.variants:
+        found.append(f"compare {one.name} with {BASE_NAME}, threshold {recipe.compare.threshold}")
+    verdicts = "decide" if recipe.compare.gate else "do not decide"
+    return [*found, f"write report.html; the verdicts {verdicts} the exit code"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import metrics, quality, roofline
+from . import metrics, quality, roofline, steady
+from .client import certify
+from .client_words import client_section
 from .page import Card, Figure, Page, Section, Table, Verdict, to_html, to_markdown
 from .plots import SHORT, run_figures
+from .report_money import money_sections
 from .run_folder import write_whole
-from .text import interval, number, per_second, percent, size
+from .text import bounds, interval, number, per_second, percent, size
 from .trace import LoadPass
 
 CAPTIONS = {
@@ -50,7 +54,7 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
     timeline = [f for f in found if f.name == "timeline"]
     roof = [f for f in found if f.name == "roofline"]
     sections = [
-        Section("Latency", (), latency, (latency_table(ours), spread_table(ours))),
+        Section("Latency", (), latency, latency_tables(result)),
         Section("Timeline", (phase_sentence(ours),), timeline),
     ]
     if roof:
@@ -63,7 +67,10 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
             )
         )
     sections += [
-        Section("Quality and memory", (), (), quality_and_memory({ours["name"]: result})),
+        client_section(ours)
+        if ours.get("client")
+        else Section("Quality and memory", (), (), quality_and_memory({ours["name"]: result})),
+        *money_sections({ours["name"]: result}),
         Section("What was run", (), (), (identity_table(result),)),
         Section("How each number is made", (), (), (formula_table(),)),
         Section("Environment", (), (), (environment_table(ours["environment"]),), folded=True),
@@ -91,9 +98,17 @@ def subtitle(result: Mapping[str, Any]) -> str:
 def load_words(load: Mapping[str, Any]) -> str:
     """`closed loop of 8`, `5 requests/s`."""
     limit = load["max_concurrency"]
+    if strategy := load.get("ramp_up_strategy"):
+        first, last = load["ramp_up_start_rps"], load["ramp_up_end_rps"]
+        ramp = f"{strategy} ramp from {first:g} to {last:g} requests/s"
+        return f"{ramp}, at most {limit} in flight" if limit else ramp
     if load["request_rate"] == "inf":
         return f"closed loop of {limit}" if limit else "all requests at once"
-    shape = "Poisson" if load["burstiness"] == 1 else f"gamma, burstiness {load['burstiness']}"
+    shape = {1: "Poisson", math.inf: "constant"}.get(
+        load["burstiness"] or math.inf, f"gamma, burstiness {load['burstiness']}"
+    )
+    if load.get("arrivals") == "replayed":
+        shape = "mean of the replayed times"
     rate = f"{load['request_rate']:g} requests/s ({shape})"
     return f"{rate}, at most {limit} in flight" if limit else rate
 
@@ -146,6 +161,11 @@ def cards(result: Mapping[str, Any]) -> list[Card]:
             note = f"KL {scored['kl_nats']:.4f} nats, top-1 {percent(scored['top1_agreement'])}"
         found.append(Card("Perplexity", number(scored["perplexity"], 3), "", note))
     memory = ours["memory"]
+    if client := ours.get("client"):
+        error = client["client_ttft_error_ms"]
+        note = f"TTFT error {number(error['median'])} ms" if error else "not checked"
+        found.append(Card("Client", "certified" if client["certified"] else "disturbed", "", note))
+        return found
     found.append(
         Card(
             "Weights",
@@ -161,9 +181,12 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
     """What a reader must know before believing a number."""
     ours = result["llmopt"]
     found = []
+    if (client := ours.get("client")) and not client["certified"]:
+        found += [f"Not certified: {reason}." for reason in client["reasons"]]
     if ours["slowdown"] != 1.0:
         found.append(
-            f"Every step was made {ours['slowdown']:g} times as long on purpose (--slowdown)."
+            f"Every {'draw of the sampler' if ours.get('slowdown_where') == 'sampler' else 'step'} was "
+            f"made {ours['slowdown']:g} times as long on purpose (--slowdown)."
         )
     found += [f"{note[0].upper()}{note[1:]}." for note in ours["workload"]["notes"]]
     metric_count = ours["metrics"]["ttft"]["count"]
@@ -175,6 +198,41 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
     if ours["preemptions"]:
         found.append(f"{ours['preemptions']} sequences were preempted: the KV cache was too small.")
     return found
+
+
+def latency_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Latencies, their spread between passes, and the steady state where there was one."""
+    ours = result["llmopt"]
+    tables = [latency_table(ours), percentile_table(ours), spread_table(ours)]
+    if found := ours.get("steady_state"):
+        tables.append(steady_table(result, found))
+    return tables
+
+
+def steady_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> Table:
+    """The steady state beside the whole run, ramp and drain included."""
+    metrics = result["llmopt"]["metrics"]
+    window = sum(one["duration_s"] for one in found["windows"])
+    short = [one for one in found["windows"] if one["warning"]]
+    rows = [
+        [name, number(result[key]), number(found[key])]
+        for name, key in (
+            ("Requests/s", "request_throughput"),
+            ("Output tokens/s", "output_throughput"),
+            ("All tokens/s", "total_token_throughput"),
+        )
+    ]
+    rows += [
+        [f"Median {SHORT[m]}, ms", number(metrics[m]["median"]), number(found[f"median_{m}_ms"])]
+        for m in ("ttft", "tpot", "itl", "e2el")
+    ]
+    caption = (
+        f"Steady: with at least {found['windows'][0]['threshold_abs']} requests in flight, "
+        f"{window:.1f} s of {result['duration']:.1f} s."
+    )
+    if short:
+        caption += " Its windows are shorter than 10 s or a tenth of a pass: read them as a hint."
+    return Table(["", "whole run", "steady state"], rows, caption=caption)
 
 
 def latency_table(ours: Mapping[str, Any]) -> Table:
@@ -204,6 +262,27 @@ def latency_table(ours: Mapping[str, Any]) -> Table:
     return Table(header, rows)
 
 
+def percentile_table(ours: Mapping[str, Any]) -> Table:
+    """How sure the percentiles are."""
+    return Table(
+        ["ms", "p50", "p90", "p95", "p99"],
+        percentile_rows(ours),
+        caption="95 % order-statistic intervals: two of the measured values that enclose the percentile "
+        "whatever the distribution. Unbounded: there are too few requests to say.",
+    )
+
+
+def percentile_rows(ours: Mapping[str, Any]) -> list[list[str]]:
+    """The order-statistic intervals of the metrics that have one value a request."""
+    names = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "End to end"}
+    found = []
+    for metric, name in names.items():
+        intervals = ours["metrics"][metric].get("order_interval_95")
+        if intervals:
+            found.append([name, *(bounds(intervals[q]) for q in ("p50", "p90", "p95", "p99"))])
+    return found
+
+
 def spread_table(ours: Mapping[str, Any]) -> Table:
     """Spread between the passes, and what a comparison could see."""
     names = {
@@ -219,11 +298,13 @@ def spread_table(ours: Mapping[str, Any]) -> Table:
         one = ours["spread"][key]
         values = ", ".join(number(run[key]) for run in ours["runs"])
         cv = percent(one["run_cv"]) + (" (assumed)" if one["run_cv_is_assumed"] else "")
-        rows.append([name, values, cv, percent(one["smallest_visible_change"])])
+        mean = interval(one.get("interval_95"))
+        rows.append([name, values, mean, cv, percent(one["smallest_visible_change"])])
     return Table(
-        ["per pass", "values", "coefficient of variation", "smallest visible change"],
+        ["per pass", "values", "95 % interval of the mean", "CV", "smallest visible change"],
         rows,
-        caption="Smallest visible change: what a comparison with an equal run would notice in four of "
+        caption="CV: standard deviation over mean. "
+        "Smallest visible change: what a comparison with an equal run would notice in four of "
         "five cases, (t₀.₉₅ + t₀.₈) · CV · √(2 / passes).",
     )
 
@@ -231,13 +312,20 @@ def spread_table(ours: Mapping[str, Any]) -> Table:
 def phase_sentence(ours: Mapping[str, Any]) -> str:
     """Where the time went."""
     phases = ours["phases"]
+    peaks = (
+        f"At most {ours['peaks']['requests_in_flight']:.0f} requests were in flight, and at most "
+        f"{ours['peaks']['output_tokens_in_one_second']:,.0f} tokens came within one second."
+    )
+    if phases is None:
+        rate = ours["prefix_cache_hit_rate"]
+        said = f"The server says that its prefix cache gave {percent(rate)} of the prompt tokens. "
+        return (said if rate is not None else "") + peaks
     return (
         f"Over all passes {number(phases['prefill_seconds'])} s went to steps that compute prompts, "
         f"{number(phases['decode_seconds'])} s to steps that only decode, and "
         f"{number(phases['between_steps_seconds'])} s to the client between {phases['num_steps']:,} "
         f"steps. The prefix cache gave {percent(ours['prefix_cache_hit_rate'])} of the prompt tokens. "
-        f"At most {ours['peaks']['requests_in_flight']:.0f} requests were in flight, and at most "
-        f"{ours['peaks']['output_tokens_in_one_second']:,.0f} tokens came within one second."
+        + peaks
     )
 
 
@@ -350,7 +438,22 @@ def formula_table() -> Table:
 
 def formulas() -> dict[str, str]:
     """{metric: formula}, all of them."""
-    return {**metrics.FORMULAS, **quality.FORMULAS, **roofline.FORMULAS}
+    return {
+        **metrics.FORMULAS,
+        **steady.FORMULAS,
+        **quality.FORMULAS,
+        **roofline.FORMULAS,
+        **certify.FORMULAS,
+    }
+
+
+def flat(value: Any) -> str:
+    """A value of the environment as text; what the machine does not tell is said to be unknown."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {flat(inner)}" for key, inner in value.items())
+    return " ".join(map(flat, value)) if isinstance(value, list) else str(value)
 
 
 def environment_table(environment: Mapping[str, Any]) -> Table:
@@ -358,9 +461,9 @@ def environment_table(environment: Mapping[str, Any]) -> Table:
     rows = []
     for key, value in environment.items():
         if isinstance(value, Mapping):
-            rows += [[f"{key}: {inner}", str(v)] for inner, v in value.items()]
+            rows += [[f"{key}: {inner}", flat(v)] for inner, v in value.items()]
         elif isinstance(value, list):
             rows.append([key, " ".join(map(str, value))])
         else:
-            rows.append([key, str(value)])
+            rows.append([key, flat(value)])
     return Table(["", ""], rows, is_prose=True)

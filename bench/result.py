@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,39 @@ from . import statistics
 from .metrics import aggregate, exact_peaks, parse_goodput, samples, summary
 from .options import BenchOptions
 from .trace import LoadPass, RequestTrace
+from .workload import Workload
 
 SCHEMA_VERSION = 1
 PERCENTILES = (50, 90, 95, 99)
 RESULT_NAME = "result.json"
 REQUESTS_NAME = "requests.parquet"
+REQUESTS_CSV_NAME = "requests.csv"
 # What a comparison decides on. Medians, because one stall of a shared machine must not carry a mean.
 HEADLINES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
+POOLED = ("itl", "token_gap")
 RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
+@dataclass(slots=True)
+class BenchRun:
+    """A finished benchmark: its record and what it was made from."""
+
+    result: dict[str, Any]
+    passes: list[LoadPass]
+
+    @property
+    def interrupted(self) -> bool:
+        return self.result["llmopt"]["interrupted"]
+
+
 def vllm_part(
-    options: BenchOptions, passes: Sequence[LoadPass], *, model_id: str, date: str
+    options: BenchOptions,
+    passes: Sequence[LoadPass],
+    *,
+    model_id: str,
+    date: str,
+    tokenizer_id: str | None = None,
+    backend: str = "llmopt",
 ) -> dict[str, Any]:
     """The top level: the keys, types and order of `vllm bench serve`.
 
@@ -36,17 +58,23 @@ def vllm_part(
     traces = [trace for one in passes for trace in one.traces]
     found: dict[str, Any] = {
         "date": date,
-        "endpoint_type": "llmopt",
-        "backend": "llmopt",
+        "endpoint_type": backend,
+        "backend": backend,
         "label": options.label,
         "model_id": model_id,
-        "tokenizer_id": model_id,
+        "tokenizer_id": tokenizer_id or model_id,
         "num_prompts": options.num_prompts * options.num_runs,
         **options.metadata,
         "request_rate": options.rate if math.isfinite(options.rate) else "inf",
         "burstiness": options.burstiness if math.isfinite(options.burstiness) else "inf",
         "max_concurrency": options.concurrency,
     }
+    if options.ramp_up_strategy is not None:
+        found |= {
+            "ramp_up_strategy": options.ramp_up_strategy,
+            "ramp_up_start_rps": options.ramp_up_start_rps,
+            "ramp_up_end_rps": options.ramp_up_end_rps,
+        }
     found |= aggregate(
         passes,
         metrics=options.percentile_metrics,
@@ -73,6 +101,19 @@ def detailed(traces: Sequence[RequestTrace]) -> dict[str, Any]:
     }
 
 
+def workload_part(workload: Workload) -> dict[str, Any]:
+    """What was sent, in numbers and words."""
+    return {
+        "name": workload.name,
+        "source": workload.source,
+        "is_stand_in": workload.is_stand_in,
+        "notes": workload.notes,
+        "num_requests": len(workload.items),
+        "prompt_tokens": workload.prompt_tokens,
+        "output_tokens": workload.output_tokens,
+    }
+
+
 def of_one_run(one: LoadPass) -> dict[str, Any]:
     """The figures of one pass, for the spread between passes."""
     return aggregate([one], metrics=RUN_METRICS, percentiles=PERCENTILES)
@@ -95,6 +136,10 @@ def distributions(passes: Sequence[LoadPass], seed: int) -> dict[str, Any]:
                     groups, partial(np.percentile, q=99), seed=seed
                 ),
             },
+            # Gaps of one request depend on each other, so theirs have no such interval.
+            "order_interval_95": None
+            if metric in POOLED
+            else {f"p{q}": statistics.order_interval(values, q) for q in PERCENTILES},
         }
     return found
 
@@ -111,6 +156,7 @@ def spread(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found[key] = {
             "run_cv": cv,
             "run_cv_is_assumed": len(values) < 2,
+            "interval_95": statistics.mean_interval(values),
             "smallest_visible_change": statistics.smallest_visible_change(cv, len(values)),
         }
     return found
@@ -186,6 +232,18 @@ def write_requests(path: Path, passes: Sequence[LoadPass]) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table(requests_table(passes)), path)
+
+
+def write_requests_csv(path: Path, passes: Sequence[LoadPass]) -> None:
+    """`requests.csv`: the columns of the Parquet table; lists are JSON, a missing value is empty."""
+    import csv
+
+    table = requests_table(passes)
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(table)
+        for row in zip(*table.values(), strict=True):
+            writer.writerow([json.dumps(cell) if isinstance(cell, list) else cell for cell in row])
 
 
 def to_json(value: Any) -> str:

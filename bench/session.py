@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,9 @@ from ..quant.models import resolve_model
 from ..quant.progress import Progress, Silent
 from . import result as record
 from .ceilings import measure_ceilings
-from .datasets import build_workload, warmup_workload
+from .cost import cost_part
+from .datasets import arrival_words, build_workload, settled, warmup_workload
+from .energy import EnergyMeter
 from .environment import (
     checkpoint_hash,
     describe,
@@ -25,10 +26,15 @@ from .environment import (
 from .inprocess import InProcessTarget
 from .interrupt import interrupts_held
 from .load import Load, drive
+from .machine_load import CpuTimes, other_load
+from .machine_state import machine_state
 from .options import BenchOptions
 from .plan_residuals import plan_for_folder, residuals
 from .quality import EVALUATION_TEXT, Passage, log_probabilities, read_passage, score
+from .result import BenchRun
 from .roofline import roofline_part
+from .slow_sampler import slow_sampler
+from .steady import steady_state
 from .trace import LoadPass
 from .workload import Workload
 
@@ -41,50 +47,51 @@ if TYPE_CHECKING:
 SCORING_SEQUENCES = 1
 
 
-@dataclass(slots=True)
-class BenchRun:
-    """A finished benchmark: its record and what it was made from."""
-
-    result: dict[str, Any]
-    passes: list[LoadPass]
-
-    @property
-    def interrupted(self) -> bool:
-        return self.result["llmopt"]["interrupted"]
-
-
 class BenchSession:
     """A model that is loaded and warmed up, to be measured pass by pass.
 
     Several sessions may live at once and take turns, so that what the machine does meanwhile hits all
     of them alike. `arms` is then the same text in each: their results are compared pass by pass.
+    Sessions that follow each other may share the `engine` of the first.
 
     Raises:
         BadInput: the model, the data set or an option is unusable.
     """
 
     def __init__(
-        self, options: BenchOptions, progress: Progress | None = None, *, arms: str | None = None
+        self,
+        options: BenchOptions,
+        progress: Progress | None = None,
+        *,
+        arms: str | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self._options = options
         self._progress = progress or Silent()
         self._arms = arms
-        self._load = Load(options.rate, options.burstiness, options.concurrency)
         self._model = resolve_model(options.model)
         self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
         restart_peak_memory()
-        self._engine = load_engine(options, self._model)
+        self._engine = engine or load_engine(options, self._model)
         tokenizer = self._engine.tokenizer
         self._workload = build_workload(options, tokenizer, self._engine.max_model_len)
+        options = self._options = settled(options, self._workload)
+        self._load = Load(options.rate, options.burstiness, options.concurrency)
         self._target = InProcessTarget(
             self._engine,
             ignore_eos=options.ignore_eos,
             temperature=options.temperature,
             seed=options.seed,
-            slowdown=options.slowdown,
+            slowdown=options.slowdown if options.slowdown_where == "step" else 1.0,
         )
+        if options.slowdown_where == "sampler" and options.slowdown > 1.0:
+            slow_sampler(self._engine, options.slowdown)
+        device = str(self._engine.device)
+        self._energy = EnergyMeter(device)
+        self._state_before = machine_state(device)
         self._passes: list[LoadPass] = []
         self._hit_rates: list[float] = []
+        self._other_loads: list[float | None] = []
         warmup = warmup_workload(self._workload, options.warmups, tokenizer, seed=options.seed)
         if warmup is not None and self._drive(warmup, f"{self.name}, warm-up").interrupted:
             raise KeyboardInterrupt
@@ -100,6 +107,30 @@ class BenchSession:
             self._progress.note(f"{self._workload.name}: {note}")
 
     @property
+    def engine(self) -> Engine:
+        """The engine that is measured."""
+        return self._engine
+
+    @property
+    def workload(self) -> Workload:
+        """What every pass sends."""
+        return self._workload
+
+    @property
+    def passes(self) -> Sequence[LoadPass]:
+        """The passes so far."""
+        return self._passes
+
+    @property
+    def hit_rates(self) -> Sequence[float | None]:
+        """Of each pass, the share of prompt tokens that the prefix cache gave."""
+        return self._hit_rates
+
+    def identity(self) -> dict[str, Any]:
+        """What is measured and how."""
+        return identity(self._options, self._engine, self._model, self._workload)
+
+    @property
     def has_passes(self) -> bool:
         """Whether there is anything to finish."""
         return bool(self._passes)
@@ -110,7 +141,11 @@ class BenchSession:
         self._engine.reset_prefix_cache()
         before = self._engine.stats
         number, count = len(self._passes) + 1, self._options.num_runs
+        clock = CpuTimes.now()
+        self._energy.start()
         one = self._drive(self._workload, f"{self.name}, pass {number} of {count}")
+        self._energy.stop()
+        self._other_loads.append(other_load(clock, CpuTimes.now()))
         after = self._engine.stats
         queries = after.prefix_cache_queries - before.prefix_cache_queries
         hits = after.prefix_cache_hits - before.prefix_cache_hits
@@ -155,25 +190,19 @@ class BenchSession:
             "name": self.name,
             "interrupted": interrupted,
             "slowdown": options.slowdown,
-            "identity": identity(options, engine, self._model, workload),
-            "workload": {
-                "name": workload.name,
-                "source": workload.source,
-                "is_stand_in": workload.is_stand_in,
-                "notes": workload.notes,
-                "num_requests": len(workload.items),
-                "prompt_tokens": workload.prompt_tokens,
-                "output_tokens": workload.output_tokens,
-            },
+            "slowdown_where": options.slowdown_where,
+            "identity": self.identity(),
+            "workload": record.workload_part(workload),
             "num_warmups": options.warmups,
             "num_runs": len(passes),
             "runs": [
-                {**run, "prefix_cache_hit_rate": rate}
-                for run, rate in zip(runs, self._hit_rates, strict=True)
+                {**run, "prefix_cache_hit_rate": rate, "other_load": load}
+                for run, rate, load in zip(runs, self._hit_rates, self._other_loads, strict=True)
             ],
             "metrics": record.distributions(passes, options.seed),
             "spread": record.spread(runs),
             "peaks": record.peaks(passes),
+            "steady_state": steady_state(passes, options.concurrency),
             "client_lag_ms": record.client_lag(passes),
             "phases": record.phases(passes),
             "preemptions": engine.stats.num_preemptions,
@@ -186,8 +215,18 @@ class BenchSession:
             },
             "quality": quality,
             "roofline": place_on_roofline(engine, self._model, passes),
-            "environment": describe(str(engine.device)),
+            "energy": self._energy.part(found["total_input_tokens"], found["total_output_tokens"]),
+            "environment": {
+                **describe(str(engine.device)),
+                "before": self._state_before,
+                "after": machine_state(str(engine.device)),
+            },
         }
+        if options.gpu_hour_price is not None:
+            totals = (
+                found[key] for key in ("duration", "total_input_tokens", "total_output_tokens")
+            )
+            found["llmopt"]["cost"] = cost_part(options.gpu_hour_price, *totals)
         if self._plan is not None:
             metrics = found["llmopt"]["metrics"]
             found["llmopt"]["plan"] = residuals(self._plan, engine, passes, metrics)
@@ -201,13 +240,17 @@ class BenchSession:
 
 
 def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchRun:
-    """Measure one model under one load. Nothing is written.
+    """Measure one model, or the server at `base_url`, under one load. Nothing is written.
 
     An interrupt during the load ends it: the record holds what finished and says `interrupted`.
 
     Raises:
         BadInput: the model, the data set or an option is unusable.
     """
+    if options.base_url is not None:
+        from .http_session import run_http_bench
+
+        return run_http_bench(options, progress)
     session = BenchSession(options, progress)
     session.say_notes()
     for _ in range(options.num_runs):
@@ -272,6 +315,7 @@ def identity(
             "num_prompts": options.num_prompts,
             "request_rate": options.rate if options.request_rate else "inf",
             "burstiness": options.burstiness,
+            **arrival_words(options, workload),
             "max_concurrency": options.concurrency,
             "ignore_eos": options.ignore_eos,
             "temperature": options.temperature,
@@ -340,16 +384,19 @@ def place_on_roofline(
     )
 
 
-def write_run(run: BenchRun, target: Path) -> Path:
+def write_run(run: BenchRun, target: Path, *, with_csv: bool = False) -> Path:
     """Write the run folder `target`, whole or not at all; returns it."""
-    from .report import write_report
-    from .run_folder import whole_folder
+    with interrupts_held():
+        from .report import write_report
+        from .run_folder import whole_folder
 
-    with whole_folder(target) as folder:
-        (folder / record.RESULT_NAME).write_text(record.to_json(run.result), encoding="utf-8")
-        (folder / "environment.json").write_text(
-            record.to_json(run.result["llmopt"]["environment"]), encoding="utf-8"
-        )
-        record.write_requests(folder / record.REQUESTS_NAME, run.passes)
-        write_report(run.result, run.passes, folder)
-    return target
+        with whole_folder(target) as folder:
+            (folder / record.RESULT_NAME).write_text(record.to_json(run.result), encoding="utf-8")
+            (folder / "environment.json").write_text(
+                record.to_json(run.result["llmopt"]["environment"]), encoding="utf-8"
+            )
+            record.write_requests(folder / record.REQUESTS_NAME, run.passes)
+            if with_csv:
+                record.write_requests_csv(folder / record.REQUESTS_CSV_NAME, run.passes)
+            write_report(run.result, run.passes, folder)
+        return target

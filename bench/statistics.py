@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -85,6 +85,41 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
+def mean_interval(
+    values: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, float] | None:
+    """Student's t interval of the mean of repeated runs; None for a single one."""
+    if len(values) < 2:
+        return None
+    reach = student_quantile((1 + confidence) / 2, len(values) - 1)
+    half = reach * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return float(np.mean(values)) - half, float(np.mean(values)) + half
+
+
+def order_interval(
+    values: Sequence[float] | np.ndarray, percentile: float, confidence: float = CONFIDENCE
+) -> tuple[float | None, float | None]:
+    """Interval of a percentile between two of the sorted values, whatever they are distributed like.
+
+    The number of values below the percentile is binomial, so the ranks that leave half of the rest on
+    each side bound it (David and Nagaraja, Order Statistics, 7.1). A side on which no value is far
+    enough out is None: unbounded, because there are too few values.
+    """
+    ordered, count, share = np.sort(np.asarray(values)), len(values), percentile / 100
+    if not count or not 0 < share < 1:
+        return None, None
+    ranks = np.arange(count + 1)
+    factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])
+    logs = factorial[count] - factorial - factorial[::-1]
+    below = np.cumsum(np.exp(logs + ranks * math.log(share) + (count - ranks) * math.log1p(-share)))
+    tail = (1 - confidence) / 2
+    # below[k] is P(at most k values lie below the percentile).
+    lower = int(np.searchsorted(below, tail, side="right"))  # values[lower - 1] is below it
+    upper = int(np.searchsorted(below, 1 - tail, side="left")) + 1  # values[upper - 1] is above it
+    low = float(ordered[lower - 1]) if lower >= 1 else None
+    return low, float(ordered[upper - 1]) if upper <= count else None
+
+
 def smallest_visible_change(run_cv: float, num_runs: int, *, power: float = 0.8) -> float:
     """The relative change that two arms of `num_runs` runs each would notice with `power`, in a
     one-sided test at 5 %: (t₀.₉₅ + t_power) · CV · √(2/k), with 2k − 2 degrees of freedom.
@@ -126,6 +161,17 @@ class Effect:
         """Distance on the log scale to a bound that holds with probability `one_sided`."""
         return student_quantile(one_sided, self.degrees) * self.standard_error
 
+    def with_error(self, known: float) -> Effect:
+        """The same with another, independent error whose size is known.
+
+        The degrees of freedom follow Welch and Satterthwaite: the known part has infinitely many.
+        """
+        total = math.hypot(self.standard_error, known)
+        if math.isinf(self.degrees) or self.standard_error == 0:
+            return replace(self, standard_error=total, degrees=math.inf)
+        degrees = self.degrees * (total / self.standard_error) ** 4
+        return replace(self, standard_error=total, degrees=degrees)
+
 
 def effect_of_runs(
     base: Sequence[float], new: Sequence[float], paired_error: float = 0.0
@@ -154,3 +200,12 @@ def effect_of_pairs(base: Sequence[float], new: Sequence[float]) -> Effect:
     differences = np.log(new) - np.log(base)
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     return Effect(float(differences.mean()), error, len(differences) - 1)
+
+
+def effect_of_level(values: Sequence[float], bound: float) -> Effect:
+    """How far the mean of repeated runs lies from a fixed bound, as log(mean / bound)."""
+    logs = np.log(values)
+    estimate = float(logs.mean()) - math.log(bound)
+    if len(values) == 1:
+        return Effect(estimate, ASSUMED_RUN_CV, math.inf)
+    return Effect(estimate, float(logs.std(ddof=1)) / math.sqrt(len(values)), len(values) - 1)

@@ -39,3 +39,13 @@ def per_second(value: float, unit: str) -> str:
 def interval(bounds: tuple[float, float] | list[float] | None, digits: int = 2) -> str:
     """`1.00 to 2.00`, or `n/a`."""
     return MISSING if bounds is None else f"{bounds[0]:,.{digits}f} to {bounds[1]:,.{digits}f}"
+
+
+def bounds(
+    found: tuple[float | None, float | None] | list[float | None] | None, digits: int = 2
+) -> str:
+    """An interval of which a side may be open: `1.00 to unbounded`."""
+    if found is None:
+        return MISSING
+    low, high = (None if side is None else f"{side:,.{digits}f}" for side in found)
+    return "unbounded" if low is high is None else f"{low or 'unbounded'} to {high or 'unbounded'}"

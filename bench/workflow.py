@@ -18,9 +18,9 @@ from .compare import Comparison, RunData, compare
 from .recipe import BASE_NAME, Recipe, Variant
 from .recipe_page import write_recipe_report
 from .recipe_run import RecipeRun, VariantRun
-from .result import to_json
+from .result import BenchRun, to_json
 from .run_folder import write_whole
-from .session import BenchRun, run_bench, run_interleaved, write_run
+from .session import run_bench, run_interleaved, write_run
 
 
 def run_recipe(recipe: Recipe, folder: Path, progress: Progress | None = None) -> RecipeRun:

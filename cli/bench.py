@@ -7,73 +7,44 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import server_options as s
+from . import sweep_options as sweep
+from . import verdict_options as v
+from . import workload_options as w
 from .options import ModelArgument, ModelOption
 
 if TYPE_CHECKING:
+    from ..bench.gate_run import Judged, VerdictWanted
     from ..bench.options import BenchOptions
-    from ..bench.session import BenchRun
 
-DATA, LOAD, ENGINE, METRICS, QUALITY, OUTPUT = (
-    "Data",
-    "Load",
-    "Engine",
-    "Metrics",
-    "Quality",
-    "Output",
-)
+LOAD, ENGINE, METRICS, QUALITY, OUTPUT = w.LOAD, "Engine", "Metrics", "Quality", "Output"
 
 
 def bench(
     model: ModelArgument = None,
     model_option: ModelOption = None,
-    dataset: Annotated[
-        str,
-        typer.Option(
-            "--dataset",
-            "--dataset-name",
-            help="sharegpt, random, custom, or a file. sharegpt without a path is a bundled stand-in.",
-            rich_help_panel=DATA,
-        ),
-    ] = "sharegpt",
-    dataset_path: Annotated[
-        Path | None, typer.Option(help="The file of the data set.", rich_help_panel=DATA)
-    ] = None,
-    num_prompts: Annotated[
-        int, typer.Option(help="Requests in a pass.", rich_help_panel=DATA)
-    ] = 48,
-    output_len: Annotated[
-        int | None,
-        typer.Option(
-            "--output-len",
-            "--sharegpt-output-len",
-            "--custom-output-len",
-            help="Tokens to generate. Default: as the data set says.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    random_input_len: Annotated[
-        int | None,
-        typer.Option(help="Prompt tokens of random. Default: 1024.", rich_help_panel=DATA),
-    ] = None,
-    random_output_len: Annotated[
-        int | None,
-        typer.Option(help="Output tokens of random. Default: 128.", rich_help_panel=DATA),
-    ] = None,
-    random_prefix_len: Annotated[
-        int, typer.Option(help="Common first tokens of random.", rich_help_panel=DATA)
-    ] = 0,
-    random_range_ratio: Annotated[
-        float, typer.Option(help="Lengths vary by ± this share.", rich_help_panel=DATA)
-    ] = 0.0,
-    disable_shuffle: Annotated[
-        bool, typer.Option("--disable-shuffle", help="Keep the file's order.", rich_help_panel=DATA)
-    ] = False,
-    no_oversample: Annotated[
-        bool,
-        typer.Option(
-            "--no-oversample", help="Do not repeat prompts of a short file.", rich_help_panel=DATA
-        ),
-    ] = False,
+    dataset: w.Dataset = "sharegpt",
+    dataset_path: w.DatasetPath = None,
+    num_prompts: w.NumPrompts = None,
+    output_len: w.OutputLen = None,
+    random_input_len: w.RandomInputLen = None,
+    random_output_len: w.RandomOutputLen = None,
+    random_prefix_len: w.RandomPrefixLen = 0,
+    random_range_ratio: w.RandomRangeRatio = 0.0,
+    prefix_repetition_prefix_len: w.PrefixLen = None,
+    prefix_repetition_suffix_len: w.SuffixLen = None,
+    prefix_repetition_num_prefixes: w.NumPrefixes = 10,
+    prefix_repetition_output_len: w.PrefixOutputLen = None,
+    sonnet_input_len: w.SonnetInputLen = None,
+    sonnet_output_len: w.SonnetOutputLen = None,
+    sonnet_prefix_len: w.SonnetPrefixLen = None,
+    hf_subset: w.HfSubset = None,
+    hf_split: w.HfSplit = "train",
+    trace_start: w.TraceStart = 0.0,
+    trace_speed: w.TraceSpeed = 1.0,
+    trace_lengths: w.TraceLengths = None,
+    disable_shuffle: w.DisableShuffle = False,
+    no_oversample: w.NoOversample = False,
     max_concurrency: Annotated[
         int | None,
         typer.Option(
@@ -81,23 +52,23 @@ def bench(
             rich_help_panel=LOAD,
         ),
     ] = None,
-    request_rate: Annotated[
-        float | None,
+    request_rate: w.RequestRate = None,
+    burstiness: w.Burstiness = 1.0,
+    ramp_up_strategy: w.RampUpStrategy = None,
+    ramp_up_start_rps: w.RampUpStartRps = None,
+    ramp_up_end_rps: w.RampUpEndRps = None,
+    sweep_concurrency: sweep.SweepConcurrency = None,
+    sweep_rate: sweep.SweepRate = None,
+    slo: sweep.Slo = None,
+    slo_by: sweep.SloBy = "rate",
+    slo_share: sweep.SloShare = 0.95,
+    num_runs: Annotated[
+        int | None,
         typer.Option(
-            help="Requests a second, Poisson; inf sends all at once. Default: closed loop.",
+            help="Passes over the workload. Default: 5, in a sweep 1 per load.",
             rich_help_panel=LOAD,
         ),
     ] = None,
-    burstiness: Annotated[
-        float,
-        typer.Option(
-            help="Shape of the gamma gaps: 1 Poisson, less is burstier, inf constant.",
-            rich_help_panel=LOAD,
-        ),
-    ] = 1.0,
-    num_runs: Annotated[
-        int, typer.Option(help="Passes over the workload.", rich_help_panel=LOAD)
-    ] = 5,
     num_warmups: Annotated[
         int | None,
         typer.Option(
@@ -113,9 +84,7 @@ def bench(
         ),
     ] = True,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=LOAD)] = 0.0,
-    seed: Annotated[
-        int, typer.Option(help="Of the prompts, their order and the gaps.", rich_help_panel=LOAD)
-    ] = 0,
+    seed: w.Seed = 0,
     slowdown: Annotated[
         float,
         typer.Option(
@@ -124,6 +93,19 @@ def bench(
             rich_help_panel=LOAD,
         ),
     ] = 1.0,
+    slowdown_where: v.SlowdownWhere = "step",
+    base_url: s.BaseUrl = None,
+    backend: s.Backend = "openai",
+    endpoint: s.Endpoint = None,
+    tokenizer: s.Tokenizer = None,
+    api_key: s.ApiKey = None,
+    header: s.Header = None,
+    extra_body: s.ExtraBody = None,
+    insecure: s.Insecure = False,
+    request_timeout: s.RequestTimeout = 600.0,
+    client_workers: s.ClientWorkers = None,
+    check_client: s.CheckClient = None,
+    client_burden_ms: s.ClientBurdenMs = 0.0,
     dtype: Annotated[
         str, typer.Option(help="auto, bfloat16 or float32.", rich_help_panel=ENGINE)
     ] = "auto",
@@ -195,6 +177,13 @@ def bench(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    baseline: v.Baseline = None,
+    against: v.Against = None,
+    gate: v.Gate = None,
+    junit: v.Junit = None,
+    benchmark_json: v.BenchmarkJson = None,
+    gpu_hour_price: v.GpuHourPrice = None,
+    csv: v.Csv = False,
     result_dir: Annotated[
         Path, typer.Option(help="Where run folders are made.", rich_help_panel=OUTPUT)
     ] = Path("runs"),
@@ -226,44 +215,90 @@ def bench(
 ) -> None:
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
     given = dict(locals())
+    from ..bench.gate_run import OPTION_NAMES, VerdictWanted, run_judged
     from ..bench.options import BenchOptions, checked
     from ..quant.errors import BadInput
     from .output import TerminalProgress
 
+    if check_client and base_url is None:
+        _print_client_errors(client_workers, client_burden_ms, as_json)
+        return
     if model is not None and model_option is not None and model != model_option:
         raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")
-    for own in ("model_option", "result_dir", "as_json"):
+    wanted = VerdictWanted.checked(baseline, against, gate, junit, benchmark_json)
+    for own in ("model_option", "result_dir", "as_json", "csv", *OPTION_NAMES, *sweep.OPTION_NAMES):
         del given[own]
     given["enable_prefix_caching"] = given.pop("prefix_caching")
     given |= {
         "model": model or model_option,
         "goodput": tuple(goodput or ()),
-        "metadata": _pairs(metadata or ()),
+        "metadata": _pairs(metadata or (), "--metadata"),
+        "header": _pairs(header or (), "--header"),
+        "extra_body": s.extra_body(extra_body),
     }
+    # What nobody asked for stays unset: some data sets bring a default of their own.
+    given = {key: value for key, value in given.items() if value is not None}
     options = checked(BenchOptions, given, "option")
-
-    from ..bench.session import run_bench
+    if sweep_concurrency is not None or sweep_rate is not None or slo is not None:
+        if wanted is not None:
+            raise BadInput(
+                "a sweep or a search compares nothing: leave --baseline and --against away"
+            )
+        sweep.run_several(
+            options,
+            concurrency=sweep_concurrency,
+            rate=sweep_rate,
+            slo=slo,
+            slo_by=slo_by,
+            slo_share=slo_share,
+            result_dir=result_dir,
+            as_json=as_json,
+        )
+        return
 
     progress = TerminalProgress()
     try:
-        run = run_bench(options, progress)
+        judged = run_judged(options, wanted, progress)
     finally:
         progress.finish()
-    _report(run, options, result_dir, as_json)
+    folder = _report(judged, options, result_dir, as_json, csv)
+    if wanted is not None:
+        _judge(judged, wanted, folder, as_json)
 
 
-def _report(run: BenchRun, options: BenchOptions, result_dir: Path, as_json: bool) -> None:
+def _judge(judged: Judged, wanted: VerdictWanted, folder: Path, as_json: bool) -> None:
+    """The verdict, its files and its exit code."""
+    from ..bench.gate_run import write_verdict
+    from .compare import print_comparison
+    from .output import result_console
+
+    write_verdict(judged, wanted, folder)
+    if (comparison := judged.comparison) is None:
+        return
+    out = result_console(as_json)
+    print_comparison(comparison, out)
+    out.print(f"Comparison: {folder / 'comparison.html'}", markup=False, soft_wrap=True)
+    if comparison.outcome.exit_code:
+        raise typer.Exit(comparison.outcome.exit_code)
+
+
+def _report(
+    judged: Judged, options: BenchOptions, result_dir: Path, as_json: bool, with_csv: bool
+) -> Path:
+    """Write the run, and its base where it was measured beside it; print the run."""
     from ..bench.console_table import console_table
-    from ..bench.interrupt import interrupts_held
     from ..bench.run_folder import stamped
     from ..bench.session import write_run
     from .output import emit_json, people, result_console
 
+    run = judged.run
     if not any(one.traces for one in run.passes):
         people.print("interrupted before any request finished: nothing was written")
         raise typer.Exit(130)
-    with interrupts_held():
-        folder = write_run(run, stamped(result_dir, run.result["llmopt"]["name"]))
+    if judged.base is not None:
+        name = judged.base.result["llmopt"]["name"]
+        write_run(judged.base, stamped(result_dir, name), with_csv=with_csv)
+    folder = write_run(run, stamped(result_dir, run.result["llmopt"]["name"]), with_csv=with_csv)
     if as_json:
         emit_json(run.result)
     out = result_console(as_json)
@@ -284,6 +319,7 @@ def _report(run: BenchRun, options: BenchOptions, result_dir: Path, as_json: boo
     out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
     if run.result["completed"] == 0:
         raise typer.Exit(1)
+    return folder
 
 
 def _summary(result: dict[str, Any]) -> str:
@@ -298,10 +334,15 @@ def _summary(result: dict[str, Any]) -> str:
             line += f", KL {scored['kl_nats']:.4f} nats, top-1 {percent(scored['top1_agreement'])}"
         lines.append(line)
     memory = ours["memory"]
-    lines.append(
-        f"Weights {size(memory['weight_bytes'])}, KV cache {size(memory['kv_cache_bytes'])}, "
-        f"peak {size(memory['peak_resident_bytes'])}"
-    )
+    if client := ours.get("client"):
+        from ..bench.client_words import certificate
+
+        lines.append(certificate(client))
+    else:
+        lines.append(
+            f"Weights {size(memory['weight_bytes'])}, KV cache {size(memory['kv_cache_bytes'])}, "
+            f"peak {size(memory['peak_resident_bytes'])}"
+        )
     if spread := ours["spread"].get("output_throughput"):
         lines.append(
             f"Smallest change of throughput that {ours['num_runs']} "
@@ -311,13 +352,29 @@ def _summary(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _pairs(words: list[str] | tuple[str, ...]) -> dict[str, str]:
+def _print_client_errors(client_workers: int | None, burden_ms: float, as_json: bool) -> None:
+    """The load client against a server of known latency, at each number of streams."""
+    from ..bench.client.certify import check_client
+    from ..bench.client_words import check_table
+    from .output import TerminalProgress, emit_json, result_console
+
+    progress = TerminalProgress()
+    try:
+        found, errors = check_client(client_workers, burden=burden_ms / 1000, progress=progress)
+    finally:
+        progress.finish()
+    if as_json:
+        emit_json(found)
+    result_console(as_json).print(check_table(errors), markup=False, soft_wrap=True)
+
+
+def _pairs(words: list[str] | tuple[str, ...], option: str) -> dict[str, str]:
     from ..quant.errors import BadInput
 
     found = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise BadInput(f"--metadata {word!r}: write KEY=VALUE")
+            raise BadInput(f"{option} {word!r}: write KEY=VALUE")
         found[key] = value
     return found

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.compare import Comparison
+    from ..bench.compare import Comparison, RunData
 
 
 def compare(
@@ -19,6 +19,13 @@ def compare(
     threshold: Annotated[
         str, typer.Option(help="How much worse a speed may get: 5% or 0.05.")
     ] = "5%",
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            help='Limits instead of --threshold, such as "p99_ttft_ms<=+10% output_throughput>=-5% '
+            'kl<=0.02 weight_bytes<=+0%". With % on the change, without on the value.'
+        ),
+    ] = None,
     max_ppl_increase: Annotated[
         str | None, typer.Option(help="How much perplexity may rise, such as 2%.")
     ] = None,
@@ -34,6 +41,16 @@ def compare(
     html: Annotated[
         Path | None, typer.Option(help="Write the comparison as one HTML file.")
     ] = None,
+    junit: Annotated[
+        Path | None, typer.Option(help="Write the verdict as JUnit XML to this file.")
+    ] = None,
+    benchmark_json: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the new run for github-action-benchmark: this file is customSmallerIsBetter, "
+            "the one beside it with .bigger before its ending is customBiggerIsBetter."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")
     ] = False,
@@ -41,40 +58,66 @@ def compare(
     """Judge a run against another: exit 0 pass, 1 regression, 3 no verdict."""
     from ..bench.compare import QualityGate, RunData, parse_share
     from ..bench.compare import compare as judge
+    from ..bench.gate import parse_gate
     from .output import emit_json, result_console
 
-    gate = QualityGate(
+    quality = QualityGate(
         None if max_ppl_increase is None else parse_share(max_ppl_increase),
         max_kl,
         None if min_top1 is None else parse_share(min_top1),
     )
+    limits = parse_gate(gate) if gate is not None else ()
     before, after = RunData.read(base), RunData.read(new)
-    comparison = judge(before, after, threshold=parse_share(threshold), gate=gate)
-    if markdown is not None or html is not None:
+    share = parse_share(threshold)
+    comparison = judge(before, after, threshold=share, limits=limits, gate=quality)
+    write_files(before, after, comparison, markdown, html, junit, benchmark_json)
+    if as_json:
+        emit_json(comparison.as_dict())
+    print_comparison(comparison, result_console(as_json))
+    if comparison.outcome.exit_code:
+        raise typer.Exit(comparison.outcome.exit_code)
+
+
+def write_files(
+    before: RunData,
+    after: RunData,
+    comparison: Comparison,
+    markdown: Path | None,
+    html: Path | None,
+    junit: Path | None,
+    benchmark_json: Path | None,
+) -> None:
+    """The files of a verdict that were asked for."""
+    from ..bench.gate_outputs import write_benchmark_json, write_junit
+    from ..bench.run_folder import write_whole
+
+    if html is not None or markdown is not None:
         from ..bench.comparison_page import comparison_page
         from ..bench.page import to_html, to_markdown
-        from ..bench.run_folder import write_whole
 
         if html is not None:
             write_whole(html, to_html(comparison_page(before, after, comparison)))
         if markdown is not None:
             page = comparison_page(before, after, comparison, with_figures=False)
             write_whole(markdown, to_markdown(page))
-    if as_json:
-        emit_json(comparison.as_dict())
-    _print(comparison, result_console(as_json))
-    if comparison.outcome.exit_code:
-        raise typer.Exit(comparison.outcome.exit_code)
+    if junit is not None:
+        write_junit(junit, comparison)
+    if benchmark_json is not None:
+        write_benchmark_json(benchmark_json, after, comparison)
 
 
-def _print(comparison: Comparison, out: Console) -> None:
+def print_comparison(comparison: Comparison, out: Console) -> None:
+    """The verdict with everything behind it."""
+    from rich import box
     from rich.table import Table
 
-    from ..bench.comparison_page import memory_rows, quality_rows
+    from ..bench.comparison_page import check_rows, memory_rows, quality_rows
     from ..bench.text import number, percent
 
-    table = Table(title=f"{comparison.new} against {comparison.base}", title_justify="left")
-    for heading in ("", "base", "new", "change", "90 % interval", "verdict"):
+    title = f"{comparison.new} against {comparison.base}"
+    # The page has the intervals too; a terminal of 80 columns has room for these.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
+    for heading in ("", "base", "new", "change", "± 90 %", "limit", "verdict"):
         table.add_column(heading, justify="left" if not heading else "right")
     for delta in comparison.deltas:
         table.add_row(
@@ -82,9 +125,12 @@ def _print(comparison: Comparison, out: Console) -> None:
             number(delta.base),
             number(delta.new),
             percent(delta.change, signed=True),
-            f"{percent(delta.low, signed=True)} to {percent(delta.high, signed=True)}",
+            percent((delta.high - delta.low) / 2),
+            delta.limit,
             delta.outcome.value,
         )
+    for row in check_rows(comparison.checks):
+        table.add_row(*row)
     table.add_section()
     for row in [*quality_rows(comparison), *memory_rows(comparison)]:
         table.add_row(*row)

@@ -25,9 +25,11 @@ COMMANDS = {
     "quantize": "quantize",
     "verify": "verify",
     "bench": "bench",
+    "freeze": "freeze",
     "compare": "compare",
     "serve-local": "serve_local",
     "kv-plan": "kv_plan",
+    "report": "report",
     "run": "run",
     "doctor": "doctor",
 }
@@ -59,6 +61,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or bool(os.environ.get("LLMOPT_DEBUG"))
     arguments = [word for word in arguments if word != "--debug"]
+    # `bench` takes a model, so it cannot have sub-commands; a model of that name is `./freeze`.
+    if arguments[:2] == ["bench", "freeze"]:
+        arguments = arguments[1:]
     _register()
     arguments = arguments or ["--help"]
     sys.exit(

@@ -10,17 +10,31 @@ import typer
 
 def run(
     recipe: Annotated[
-        str, typer.Argument(help="A YAML file, or the name of a bundled recipe: quickstart.")
+        str,
+        typer.Argument(
+            help="A YAML file, or a bundled recipe: quickstart, method-shootout or ci-regression."
+        ),
     ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe and print its steps; do nothing.")
+    ] = False,
     result_dir: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")
     ] = False,
 ) -> None:
     """Carry out a recipe: bench, quantize, verify, bench again, compare, report."""
-    from ..bench.recipe import read_recipe
+    from ..bench.recipe import read_recipe, steps_of
 
     steps = read_recipe(recipe)
+    if dry_run:
+        from .output import emit_json, result_console
+
+        if as_json:
+            emit_json({"name": steps.name, "steps": steps_of(steps)})
+        for number, line in enumerate(steps_of(steps), 1):
+            result_console(as_json).print(f"{number}. {line}", markup=False, soft_wrap=True)
+        return
 
     from rich import box
     from rich.table import Table

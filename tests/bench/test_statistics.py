@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.compare import Outcome, RunData, compare, paired_median_error
+from llmopt.bench.compare import Outcome, RunData, compare
+from llmopt.bench.gate_judge import paired_error
 from llmopt.bench.statistics import (
     ASSUMED_RUN_CV,
     bootstrap_interval,
+    effect_of_level,
     effect_of_pairs,
     effect_of_runs,
+    mean_interval,
+    order_interval,
     run_cv,
     smallest_visible_change,
     student_quantile,
@@ -90,15 +94,15 @@ def test_effect_of_pairs_cancels_what_both_saw() -> None:
     assert effect_of_runs(list(100 * drift), list(110 * drift)).standard_error > 0.3
 
 
-def test_paired_median_error_cancels_the_prompts() -> None:
+def test_paired_error_cancels_the_prompts() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(3, 1, size=60)
     base = {str(i): [value] for i, value in enumerate(lengths)}
     scaled = {str(i): [value * 1.2] for i, value in enumerate(lengths)}
-    assert paired_median_error(base, scaled) == pytest.approx(0.0, abs=1e-12)
+    assert paired_error(base, scaled) == pytest.approx(0.0, abs=1e-12)
     shuffled = {str(i): [value] for i, value in enumerate(rng.permutation(lengths))}
-    assert paired_median_error(base, shuffled) > 0.05
-    assert paired_median_error(base, {"other": [1.0]}) == 0.0
+    assert paired_error(base, shuffled) > 0.05
+    assert paired_error(base, {"other": [1.0]}) == 0.0
 
 
 def simulated(rng: np.random.Generator, cv: float, num_runs: int, factor: float = 1.0) -> RunData:
@@ -162,3 +166,42 @@ def test_power_on_a_quiet_machine() -> None:
 
 def test_noise_gives_no_verdict_and_not_a_pass() -> None:
     assert verdicts(0.2, 3, 1.0, 200)[Outcome.NO_VERDICT] >= 0.6
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"),
+    # The ranks that the literature gives for a p99, as shares of the sample.
+    [(200, 0.97, None), (500, 0.98, 1.0), (1000, 0.983, 0.997), (10000, 0.988, 0.992)],
+)
+def test_order_statistic_interval_of_a_p99(count: int, low: float, high: float | None) -> None:
+    found = order_interval(np.arange(1, count + 1) / count, 99)
+    assert found[0] == pytest.approx(low, abs=0.0055)
+    assert found[1] is None if high is None else found[1] == pytest.approx(high, abs=0.0025)
+
+
+def test_order_statistic_interval_covers_without_a_distribution() -> None:
+    rng = np.random.default_rng(5)
+    inside = 0
+    for _ in range(400):
+        low, high = order_interval(rng.lognormal(0, 2, size=60), 50)
+        assert low is not None and high is not None
+        inside += low <= 1.0 <= high  # the median of that distribution
+    assert 0.93 <= inside / 400 <= 0.995
+    assert order_interval([1.0, 2.0], 50) == (None, None)
+    assert order_interval([], 99) == (None, None)
+
+
+def test_interval_of_the_mean_by_the_table() -> None:
+    assert mean_interval([1.0]) is None
+    low, high = mean_interval([9.0, 10.0, 11.0]) or (0.0, 0.0)
+    assert high - 10 == pytest.approx(4.30265 / math.sqrt(3), rel=1e-4)
+    assert (low + high) / 2 == pytest.approx(10)
+
+
+def test_a_known_error_adds_in_quadrature_with_more_freedom() -> None:
+    effect = effect_of_runs([100, 101, 102], [100, 101, 102])
+    wider = effect.with_error(effect.standard_error)
+    assert wider.standard_error == pytest.approx(effect.standard_error * math.sqrt(2))
+    assert wider.degrees == pytest.approx(effect.degrees * 4)
+    assert effect_of_runs([1.0], [1.0]).with_error(0.1).degrees == math.inf
+    assert effect_of_level([10.0, 10.0], 5.0).log_ratio == pytest.approx(math.log(2))

@@ -1,0 +1,182 @@
+"""From `--base-url` and its siblings to an endpoint, and from a workload's items to encoded requests."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from ...quant.errors import BadInput
+from .job import Endpoint
+
+CHAT, COMPLETIONS = "openai-chat", "openai"
+# vLLM's own names for the same two.
+BACKENDS = {"openai": COMPLETIONS, "vllm": COMPLETIONS, "llmopt": COMPLETIONS, "openai-chat": CHAT}
+PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
+CARD_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A server as it was named.
+
+    Attributes:
+        url: scheme, host, port and prefix, without a `/v1` at its end, a key or a query.
+        path: of the endpoint, with the prefix.
+        headers: sent with every request.
+    """
+
+    url: str
+    path: str
+    headers: tuple[tuple[str, str], ...]
+    verify_tls: bool = True
+
+    @classmethod
+    def parse(
+        cls,
+        base_url: str,
+        *,
+        backend: str = COMPLETIONS,
+        endpoint: str | None = None,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        verify_tls: bool = True,
+    ) -> Address:
+        """Check the parts and put them together.
+
+        Raises:
+            BadInput: no URL of http or https, an unknown backend, or a header that would break the request.
+        """
+        try:
+            parts = urlsplit(base_url)
+            port = parts.port
+        except ValueError as error:
+            raise BadInput(f"--base-url {base_url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BadInput(f"--base-url {base_url!r}: write http://HOST:PORT or https://HOST")
+        if parts.username is not None:
+            raise BadInput("--base-url holds a password: give --api-key or --header instead")
+        if backend not in BACKENDS:
+            raise BadInput(f"--backend {backend!r}: it is none of {', '.join(BACKENDS)}")
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        netloc = host if port is None else f"{host}:{port}"
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        path = endpoint or PATHS[BACKENDS[backend]]
+        given = {"Host": netloc, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if api_key:
+            given["Authorization"] = f"Bearer {api_key}"
+        given |= headers or {}
+        for name, value in given.items():
+            if not name.isascii() or any(c in name + value for c in "\r\n\0") or not name.strip():
+                raise BadInput(f"--header {name!r}: write one line of NAME=VALUE")
+        return cls(
+            f"{parts.scheme}://{netloc}{prefix}",
+            prefix + "/" + path.lstrip("/"),
+            tuple(given.items()),
+            verify_tls,
+        )
+
+    def endpoint(self, timeout: float) -> Endpoint:
+        """Where the workers connect, with everything of a request but its length and body."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        lines = [
+            f"POST {self.path} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in self.headers),
+        ]
+        return Endpoint(
+            parts.hostname,
+            parts.port or {"http": 80, "https": 443}[parts.scheme],
+            ("\r\n".join(lines) + "\r\n").encode("utf-8"),
+            parts.scheme == "https",
+            self.verify_tls,
+            timeout,
+        )
+
+    def model_card(self) -> dict[str, Any]:
+        """The first model of the server's `/v1/models`.
+
+        Raises:
+            BadInput: nobody answers there, or not with a list of models.
+        """
+        url = f"{self.url}/v1/models"
+        names = dict(self.headers)
+        request = urllib.request.Request(
+            url, headers={k: v for k, v in names.items() if k != "Host"}
+        )
+        context = ssl.create_default_context()
+        if not self.verify_tls:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        # No proxy of the environment: a measurement goes where it was sent.
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+        try:
+            with opener.open(request, timeout=CARD_SECONDS) as answer:
+                card = json.load(answer)["data"][0]
+            if not isinstance(card, dict) or not isinstance(card.get("id"), str):
+                raise TypeError
+        except urllib.error.HTTPError as error:
+            raise BadInput(
+                f"{url} answers HTTP {error.code}: give --model, or the right key"
+            ) from error
+        except urllib.error.URLError as error:
+            raise BadInput(f"no server answers at {self.url}: {_reason(error.reason)}") from error
+        except OSError as error:
+            raise BadInput(f"no server answers at {self.url}: {_reason(error)}") from error
+        except Exception as error:
+            # http.client raises a family of its own for what is no HTTP, json another, lookups a third.
+            raise BadInput(f"{url} gives no list of models: give --model") from error
+        return card
+
+
+def _reason(error: object) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """How a prompt becomes the body of a request.
+
+    Attributes:
+        model: its name on the server.
+        is_chat: send the prompt as the text of one user message, not as token ids.
+        decode: token ids to text, for chats.
+        extra: fields to add or replace; one of None is left out.
+    """
+
+    model: str
+    is_chat: bool
+    decode: Callable[[Sequence[int]], str]
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    seed: int = 0
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    def encode(self, prompt: Sequence[int], output_len: int) -> bytes:
+        """The JSON text that is sent."""
+        fields: dict[str, Any] = {"model": self.model}
+        if self.is_chat:
+            fields["messages"] = [{"role": "user", "content": self.decode(prompt)}]
+            fields["max_completion_tokens"] = output_len
+        else:
+            fields["prompt"] = list(prompt)
+            fields["max_tokens"] = output_len
+        fields["temperature"] = self.temperature
+        if self.temperature > 0:
+            fields["seed"] = self.seed
+        if self.ignore_eos:
+            # Some servers hold back only one of several end tokens, hence the second.
+            fields |= {"ignore_eos": True, "min_tokens": output_len}
+        fields |= {
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        fields |= dict(self.extra)
+        kept = {name: value for name, value in fields.items() if value is not None}
+        return json.dumps(kept, separators=(",", ":")).encode()

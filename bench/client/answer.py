@@ -1,0 +1,240 @@
+"""From the bytes of a response to deliveries of tokens: after the pass, never while it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PER_CHUNK = "server, per chunk"
+AT_END = "server, at the end"
+PER_EVENT = "re-tokenized"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one response said.
+
+    Attributes:
+        times: when each delivery was read, by the clock of the reads.
+        texts: the text of each delivery; empty where a token gave no text yet.
+        tokens: tokens of each delivery where the server counted them chunk by chunk, else empty.
+        total: output tokens by the server's usage at the end, or None.
+        prompt_tokens, cached_tokens: of the prompt, and of these from its cache, as the server counted
+            them, or None.
+        server_times: when the server wrote each delivery and, first, when it had read the request; only
+            from a server that says so (`known_server`).
+        error: why this is no answer; empty if it is one.
+    """
+
+    times: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    total: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    server_times: list[float] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """(time, data) of each server-sent event. An event that spans reads has the time of its last one.
+
+    Line ends may be LF, CRLF or CR; comments and other fields are skipped; an event that the end of
+    the stream cut off from its blank line still counts.
+    """
+    rest, lines, time = b"", [], 0.0
+    for time, data in pieces:
+        buffer = rest + data
+        # A CR at the end may be half of a line end: it waits for the next read.
+        held = b"\r" if buffer.endswith(b"\r") else b""
+        *whole, rest = _unix(buffer[: len(buffer) - len(held)]).split(b"\n")
+        rest += held
+        for line in whole:
+            if line.startswith(b"data:"):
+                lines.append(line[5:].removeprefix(b" "))
+            elif not line and lines:
+                yield time, b"\n".join(lines)
+                lines = []
+    if rest.startswith(b"data:"):
+        lines.append(rest[5:].strip())
+    if lines:
+        yield time, b"\n".join(lines)
+
+
+def _unix(data: bytes) -> bytes:
+    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
+
+
+def read_stream(pieces: Iterable[tuple[float, bytes]]) -> Answer:
+    """A streamed answer of `/v1/completions` or `/v1/chat/completions`.
+
+    A chunk with text is a delivery. One without text is one where the server's count says so: by its
+    usage in the chunk, or by a total at the end that the chunks with text do not reach. A chat's first
+    chunk that only names the role never is.
+    """
+    answer = Answer()
+    seen: list[tuple[float, str, int | None]] = []
+    ended = False
+    for time, data in events(pieces):
+        if data.strip() == b"[DONE]":
+            ended = True
+            continue
+        try:
+            event = json.loads(data)
+        except ValueError:
+            answer.error = f"an event is not JSON: {_excerpt(data)}"
+            break
+        if not isinstance(event, dict):
+            answer.error = f"an event is no object: {_excerpt(data)}"
+            break
+        if event.get("error"):
+            answer.error = f"the server says: {_message(event)}"
+            break
+        count = _usage(event, answer)
+        choices = event.get("choices")
+        if not choices:
+            continue
+        try:
+            text, is_role_only = _delivered(choices[0])
+            ended = ended or choices[0].get("finish_reason") is not None
+        except (AttributeError, TypeError, KeyError):
+            answer.error = f"an event has no choice that can be read: {_excerpt(data)}"
+            break
+        if not is_role_only:
+            seen.append((time, text, count))
+            _server_times(event, answer)
+    if not answer.error and not ended:
+        answer.error = "the stream ended without a finish_reason or [DONE]"
+    _count(seen, answer)
+    return answer
+
+
+def read_document(pieces: Sequence[tuple[float, bytes]]) -> Answer:
+    """An answer that is one JSON document: the server did not stream. All tokens come at its end."""
+    body = b"".join(data for _, data in pieces)
+    answer = Answer()
+    try:
+        document = json.loads(body)
+        text = _delivered(document["choices"][0])[0]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        answer.error = f"the answer is neither a stream nor a completion: {_excerpt(body)}"
+        return answer
+    count = _usage(document, answer)
+    answer.times, answer.texts = [pieces[-1][0]], [text]
+    answer.tokens = [count] if count else []
+    return answer
+
+
+def refusal(status: int, pieces: Sequence[tuple[float, bytes]]) -> str:
+    """What a response with an error status says."""
+    body = b"".join(data for _, data in pieces)
+    try:
+        said = _message(json.loads(body))
+    except ValueError:
+        said = _excerpt(body)
+    return f"HTTP {status}: {said}" if said else f"HTTP {status}"
+
+
+def chunk_tokens(answer: Answer, recount: int | None) -> tuple[list[int], str]:
+    """(tokens of each delivery, who counted them).
+
+    Without the server's count of each chunk, its total, or else `recount` (the text tokenized again),
+    is spread: one token a delivery, what is left over by the length of the texts.
+    """
+    if answer.tokens:
+        return answer.tokens, PER_CHUNK
+    total, source = (answer.total, AT_END) if answer.total is not None else (recount, PER_EVENT)
+    deliveries = len(answer.times)
+    if total is None or not deliveries:
+        return [1] * deliveries, source
+    if total <= deliveries:
+        return [1] * total + [0] * (deliveries - total), source
+    weights = [len(text) for text in answer.texts]
+    if not any(weights):
+        weights = [1] * deliveries
+    left, whole = total - deliveries, sum(weights)
+    shares = [left * weight / whole for weight in weights]
+    counts = [1 + int(share) for share in shares]
+    by_rest = sorted(range(deliveries), key=lambda i: int(shares[i]) - shares[i])
+    for i in by_rest[: total - sum(counts)]:
+        counts[i] += 1
+    return counts, source
+
+
+def _delivered(choice: dict[str, Any]) -> tuple[str, bool]:
+    """(text of a choice, whether it only names the role)."""
+    part = choice.get("delta") or choice.get("message")
+    if part is None:
+        if "delta" in choice:
+            return "", choice.get("finish_reason") is None
+        return choice.get("text") or "", False
+    # Reasoning is output too: it has been computed and sent.
+    fields = ("reasoning_content", "reasoning", "content")
+    text = "".join(part[name] for name in fields if isinstance(part.get(name), str))
+    if part.get("tool_calls"):
+        text += json.dumps(part["tool_calls"])
+    return text, not text and "role" in part and choice.get("finish_reason") is None
+
+
+def _usage(event: dict[str, Any], answer: Answer) -> int | None:
+    """Note the usage of an event; its running count of output tokens, or None."""
+    usage = event.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    answer.prompt_tokens = usage.get("prompt_tokens") or answer.prompt_tokens
+    details = usage.get("prompt_tokens_details")
+    if isinstance(details, dict):
+        answer.cached_tokens = details.get("cached_tokens", answer.cached_tokens)
+    count = usage.get("completion_tokens")
+    if isinstance(count, int):
+        answer.total = max(count, answer.total or 0)
+        return count
+    return None
+
+
+def _server_times(event: dict[str, Any], answer: Answer) -> None:
+    if times := event.get("llmopt_times"):
+        if not answer.server_times:
+            answer.server_times.append(times["received"])
+        answer.server_times.append(times["sent"])
+
+
+def _count(seen: Sequence[tuple[float, str, int | None]], answer: Answer) -> None:
+    """Decide which chunks were deliveries, and of how many tokens where that is known."""
+    # A server that counts as it goes has a count in each chunk, of which more than one differ.
+    if seen and all(count is not None for _, _, count in seen):
+        before = 0
+        for time, text, count in seen:
+            new, before = (count or 0) - before, max(count or 0, before)
+            if new > 0:
+                answer.times.append(time)
+                answer.texts.append(text)
+                answer.tokens.append(new)
+            elif answer.texts:
+                answer.texts[-1] += text
+        return
+    missing = (answer.total or 0) - sum(bool(text) for _, text, _ in seen)
+    for time, text, _ in seen:
+        if not text:
+            missing -= 1
+            if missing < 0:
+                continue
+        answer.times.append(time)
+        answer.texts.append(text)
+
+
+def _message(event: Any) -> str:
+    error = event.get("error", event) if isinstance(event, dict) else event
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or error
+    return str(error)[:300]
+
+
+def _excerpt(data: bytes) -> str:
+    return data[:120].decode("utf-8", "replace")

@@ -1,0 +1,265 @@
+"""A load worker: a process with one event loop that sends when due, reads, stamps, and parses afterwards.
+
+It speaks pickles over its standard streams (`fleet.Fleet` is the other end): a `Job` in, `"ready"` out
+when the connections are open, the origin of the clock in, `"ended"` out for every request, a `Report`
+out. `"stop"` in ends the pass early; the end of the input ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import signal
+import ssl
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, BinaryIO
+
+from .answer import Answer, read_document, read_stream, refusal
+from .http1 import Connection, NotHttp, Response
+from .job import Endpoint, Exchange, Job, Report, Shot
+
+MOST_OPENED_AHEAD = 1024
+OPENING_AT_ONCE = 64
+LAG_EVERY_SECONDS = 0.02
+# The event loop's own resolution: epoll counts whole milliseconds and rounds up.
+TIMER_SECONDS = 0.001
+BURDEN_EVERY_SECONDS = 0.05
+
+
+class Pool:
+    """Connections of one endpoint that are open and idle."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._context = _tls_context(endpoint)
+        self._idle: deque[Connection] = deque()
+        self.num_opened = 0
+
+    async def fill(self, count: int) -> None:
+        """Open `count` connections; those that fail are left to the requests that will need them."""
+        for begin in range(0, count, OPENING_AT_ONCE):
+            wave = min(OPENING_AT_ONCE, count - begin)
+            opened = await asyncio.gather(
+                *(self._open() for _ in range(wave)), return_exceptions=True
+            )
+            self._idle += [one for one in opened if isinstance(one, Connection)]
+            if any(isinstance(one, BaseException) for one in opened):
+                return
+
+    async def take(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return await self._open()
+
+    def give_back(self, connection: Connection) -> None:
+        if connection.is_open:
+            self._idle.append(connection)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _open(self) -> Connection:
+        endpoint = self._endpoint
+        self.num_opened += 1
+        return await Connection.open(
+            endpoint.host, endpoint.port, self._context, min(endpoint.timeout, 30.0)
+        )
+
+
+def _tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
+    if not endpoint.is_tls:
+        return None
+    context = ssl.create_default_context()
+    if not endpoint.verify_tls:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+class Pass:
+    """One pass over the shots of a job."""
+
+    def __init__(self, job: Job, pool: Pool, say: BinaryIO, stop: asyncio.Event) -> None:
+        self._job = job
+        self._pool = pool
+        self._say = say
+        self._stop = stop
+        self._heads = [
+            job.endpoint.head + b"Content-Length: %d\r\n\r\n" % len(s.body) for s in job.shots
+        ]
+        self._ended: list[tuple[Shot, float, float, Response, str]] = []
+        self._lags: list[float] = []
+
+    async def run(self, origin: float) -> None:
+        """Send every shot when it is due and there is room; ends with the last answer or `stop`."""
+        room = asyncio.Semaphore(self._job.limit or len(self._job.shots))
+        tasks: set[asyncio.Task[None]] = set()
+        helpers = [asyncio.create_task(self._watch_lag())]
+        if self._job.burden:
+            helpers.append(asyncio.create_task(self._waste()))
+        stopped = asyncio.create_task(self._stop.wait())
+        sender = asyncio.create_task(self._send_all(origin, room, tasks))
+        await asyncio.wait({stopped, sender}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._stop.is_set() and tasks:
+            whole = asyncio.gather(*tasks)
+            await asyncio.wait({stopped, whole}, return_when=asyncio.FIRST_COMPLETED)
+        left = [stopped, sender, *helpers, *tasks]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    async def _send_all(
+        self, origin: float, room: asyncio.Semaphore, tasks: set[asyncio.Task[None]]
+    ) -> None:
+        for shot, head in zip(self._job.shots, self._heads, strict=True):
+            if (wait := origin + shot.due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            await room.acquire()
+            task = asyncio.create_task(self._one(shot, head))
+            tasks.add(task)
+            task.add_done_callback(lambda done: (tasks.discard(done), room.release()))
+
+    async def _one(self, shot: Shot, head: bytes) -> None:
+        response, error = Response(), ""
+        sent = time.perf_counter()
+        timeout = self._job.endpoint.timeout
+        try:
+            async with asyncio.timeout(timeout):
+                connection = await self._pool.take()
+                try:
+                    sent = await connection.exchange(head + shot.body, response)
+                finally:
+                    self._pool.give_back(connection)
+        except TimeoutError:
+            error = f"no whole answer within {timeout:g} s: {_progress(response)}"
+        except NotHttp as fault:
+            error = str(fault)
+        except ssl.SSLError as fault:
+            error = f"TLS: {fault.reason or fault}"
+        except OSError as fault:
+            error = _connection_error(fault, response)
+        self._ended.append((shot, sent, time.perf_counter(), response, error))
+        _tell(self._say, "ended")
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due = time.perf_counter() + LAG_EVERY_SECONDS
+            await asyncio.sleep(LAG_EVERY_SECONDS)
+            self._lags.append(max(0.0, time.perf_counter() - due - TIMER_SECONDS))
+
+    async def _waste(self) -> None:
+        while True:
+            until = time.perf_counter() + self._job.burden
+            while time.perf_counter() < until:
+                pass
+            await asyncio.sleep(BURDEN_EVERY_SECONDS)
+
+    def report(self, late_connections: int) -> Report:
+        """Parse what came. Only now: while requests fly, nothing is looked into."""
+        exchanges = []
+        for shot, sent, ended, response, error in self._ended:
+            answer = _read(response)
+            answer.error = error or answer.error
+            exchanges.append(Exchange(shot.request_id, sent, ended, answer))
+        lags = sorted(lag * 1000 for lag in self._lags) or [0.0]
+        return Report(
+            exchanges,
+            {
+                "mean": sum(lags) / len(lags),
+                "p99": lags[min(len(lags) - 1, int(len(lags) * 0.99))],
+                "max": lags[-1],
+            },
+            late_connections,
+        )
+
+
+def _read(response: Response) -> Answer:
+    if not response.is_head_whole:
+        return Answer()
+    if response.status != 200:
+        return Answer(error=refusal(response.status, response.pieces))
+    if "json" in response.headers.get("content-type", "") and response.pieces:
+        return read_document(response.pieces)
+    return read_stream(response.pieces)
+
+
+def _progress(response: Response) -> str:
+    if not response.is_head_whole:
+        return "not even its headers came"
+    return f"it stopped after {response.num_bytes:,} bytes"
+
+
+def _connection_error(error: OSError, response: Response) -> str:
+    if response.is_head_whole:
+        return f"the connection ended in mid-answer, {_progress(response).removeprefix('it ')}"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, ConnectionError):
+        return "the connection was closed before an answer came"
+    return f"cannot connect: {error.strerror or error}"
+
+
+def _tell(stream: BinaryIO, message: Any) -> None:
+    pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.flush()
+
+
+def _listen(
+    loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any], stop: asyncio.Event
+) -> None:
+    """In a thread: messages into the loop's queue; a stop is heard at once."""
+    while True:
+        try:
+            message = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            message = None
+        if message in ("stop", None):
+            loop.call_soon_threadsafe(stop.set)
+        if message != "stop":
+            loop.call_soon_threadsafe(inbox.put_nowait, message)
+        if message is None:
+            return
+
+
+async def serve_jobs(say: BinaryIO) -> None:
+    """Work through jobs until the input ends."""
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=_listen, args=(loop, inbox, stop), daemon=True).start()
+    while isinstance(job := await inbox.get(), Job):
+        pool = Pool(job.endpoint)
+        one = Pass(job, pool, say, stop)
+        await pool.fill(min(job.limit or MOST_OPENED_AHEAD, len(job.shots), MOST_OPENED_AHEAD))
+        opened = pool.num_opened
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        _tell(say, "ready")
+        if (origin := await inbox.get()) is None:
+            return
+        await one.run(origin)
+        pool.close()
+        gc.enable()
+        gc.unfreeze()
+        _tell(say, one.report(pool.num_opened - opened))
+
+
+def main() -> None:
+    """The process: Ctrl-C is the parent's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Nothing that prints may come between the pickles.
+    say = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    asyncio.run(serve_jobs(say))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Joules of a measurement, from counters that add up by themselves: RAPL for processors, NVML for a GPU.
+
+RAPL: Documentation/power/powercap in the Linux kernel. A counter is of the whole socket or card, whoever
+uses it. Where a counter is missing the value is null, and the reason stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .nvml import Nvml
+
+POWERCAP = Path("/sys/class/powercap")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counters at a moment, by their names: joules, and after how many each begins again (None: never)."""
+
+    joules: Mapping[str, float]
+    ranges: Mapping[str, float | None]
+
+    def until(self, later: Reading) -> float | None:
+        """Joules from this reading to a later one, all counters together; a counter may have begun
+        again once. None without counters."""
+        if not self.joules or set(self.joules) != set(later.joules):
+            return None
+        total = 0.0
+        for name, value in self.joules.items():
+            used = later.joules[name] - value
+            if used < 0:
+                wrap = self.ranges[name]
+                if wrap is None:
+                    return None
+                used += wrap
+            total += used
+        return total
+
+
+def read_rapl(root: Path = POWERCAP) -> tuple[Reading, str | None]:
+    """(the package counters, why there are none)."""
+    joules: dict[str, float] = {}
+    ranges: dict[str, float | None] = {}
+    if not root.is_dir():
+        return Reading({}, {}), "this system has no RAPL counters (/sys/class/powercap is missing)"
+    for folder in sorted(root.glob("*-rapl:*")):
+        # `intel-rapl:0` is a socket; `intel-rapl:0:1` lies within it and would be counted twice.
+        if folder.name.count(":") != 1:
+            continue
+        try:
+            joules[folder.name] = int((folder / "energy_uj").read_text()) / 1e6
+            ranges[folder.name] = int((folder / "max_energy_range_uj").read_text()) / 1e6
+        except PermissionError:
+            return Reading({}, {}), f"{folder / 'energy_uj'} may not be read (only root may)"
+        except (OSError, ValueError):
+            return Reading({}, {}), f"{folder / 'energy_uj'} cannot be read"
+    if not joules:
+        return Reading({}, {}), "this system has no RAPL package counter"
+    return Reading(joules, ranges), None
+
+
+class EnergyMeter:
+    """Adds up the energy of the spans between `start` and `stop`.
+
+    Args:
+        device: of the engine; its GPU is read only if it is one.
+        nvml: stands for the GPU in tests.
+    """
+
+    def __init__(self, device: str, *, powercap: Path = POWERCAP, nvml: Nvml | None = None) -> None:
+        self._powercap = powercap
+        self._nvml, self._gpu_reason = nvml, None if nvml else "the engine runs on the CPU"
+        if device.startswith("cuda") and nvml is None:
+            try:
+                self._nvml, self._gpu_reason = Nvml(int(device.partition(":")[2] or 0)), None
+            except OSError as error:
+                self._gpu_reason = str(error)
+        _, self._cpu_reason = read_rapl(powercap)
+        self._before: dict[str, Reading] = {}
+        self._joules: dict[str, float | None] = {"cpu": 0.0, "gpu": 0.0}
+
+    def start(self) -> None:
+        self._before = self._read()
+
+    def stop(self) -> None:
+        for name, after in self._read().items():
+            used, total = self._before[name].until(after), self._joules[name]
+            self._joules[name] = None if used is None or total is None else total + used
+
+    def _read(self) -> dict[str, Reading]:
+        joules = self._nvml.energy_joules() if self._nvml else None
+        gpu = Reading({} if joules is None else {"gpu": joules}, {"gpu": None})
+        return {"cpu": read_rapl(self._powercap)[0], "gpu": gpu}
+
+    def part(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
+        """`llmopt.energy` of a result: joules of each counter and per million tokens."""
+        reasons = {"cpu": self._cpu_reason, "gpu": self._gpu_reason}
+        found: dict[str, Any] = {}
+        for name, joules in self._joules.items():
+            reason = reasons[name]
+            if joules is None and reason is None:
+                reason = "the counter cannot be read on this machine"
+            found[f"{name}_joules"] = joules if reason is None else None
+            found[f"{name}_reason"] = reason
+        known = [
+            joules for name in ("cpu", "gpu") if (joules := found[f"{name}_joules"]) is not None
+        ]
+        total = sum(known) if known else None
+        found["joules"] = total
+        for side, tokens in (("input", input_tokens), ("output", output_tokens)):
+            per = total / tokens * 1e6 if total is not None and tokens else None
+            found[f"joules_per_million_{side}_tokens"] = per
+        return found

@@ -1,0 +1,67 @@
+"""The few readings of NVIDIA's management library that a benchmark wants, without a binding for it.
+
+Names, units and codes: NVIDIA NVML API reference. Every reading is None where the library or the card does
+not give it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+SUCCESS = 0
+TEMPERATURE_GPU = 0
+CLOCK_SM, CLOCK_MEMORY = 1, 2
+VERSION_LENGTH = 80
+
+
+class Nvml:
+    """One GPU of this machine, by its index.
+
+    Args:
+        library: stands for libnvidia-ml in tests.
+
+    Raises:
+        OSError: there is no such library or no such card; the message says which.
+    """
+
+    def __init__(self, index: int = 0, library: Any = None) -> None:
+        self._library = library or ctypes.CDLL("libnvidia-ml.so.1")
+        self._device = ctypes.c_void_p()
+        if self._library.nvmlInit_v2() != SUCCESS:
+            raise OSError("NVML is installed but does not start (is the driver loaded?)")
+        code = self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(self._device))
+        if code != SUCCESS:
+            raise OSError(f"NVML knows no GPU {index} (code {code})")
+
+    def energy_joules(self) -> float | None:
+        """Energy since the driver was loaded (Volta and later)."""
+        millijoules = ctypes.c_ulonglong()
+        read = self._library.nvmlDeviceGetTotalEnergyConsumption
+        if read(self._device, ctypes.byref(millijoules)) != SUCCESS:
+            return None
+        return millijoules.value / 1000
+
+    def driver(self) -> str | None:
+        text = ctypes.create_string_buffer(VERSION_LENGTH)
+        if self._library.nvmlSystemGetDriverVersion(text, VERSION_LENGTH) != SUCCESS:
+            return None
+        return text.value.decode(errors="replace")
+
+    def temperature_celsius(self) -> int | None:
+        value = ctypes.c_uint()
+        read = self._library.nvmlDeviceGetTemperature
+        code = read(self._device, TEMPERATURE_GPU, ctypes.byref(value))
+        return value.value if code == SUCCESS else None
+
+    def clock_mhz(self, which: int) -> int | None:
+        """Of the streaming multiprocessors or of the memory, now."""
+        value = ctypes.c_uint()
+        code = self._library.nvmlDeviceGetClockInfo(self._device, which, ctypes.byref(value))
+        return value.value if code == SUCCESS else None
+
+    def power_limit_watts(self) -> float | None:
+        value = ctypes.c_uint()
+        read = self._library.nvmlDeviceGetEnforcedPowerLimit
+        code = read(self._device, ctypes.byref(value))
+        return value.value / 1000 if code == SUCCESS else None

@@ -1,0 +1,32 @@
+"""Where in a YAML text a value stands, so that a message can name the line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from yaml.nodes import Node
+
+
+def line_of(root: Node | None, path: Sequence[int | str]) -> int:
+    """The line, from 1, of the value at `path` (keys and indexes), or of what lies nearest above it when
+    there is no such value; for a key the line of the key."""
+    import yaml
+
+    line, node = 1, root
+    for step in path:
+        if isinstance(node, yaml.MappingNode):
+            found = [(key, value) for key, value in node.value if key.value == str(step)]
+            if not found:
+                break
+            key, node = found[-1]
+            line = key.start_mark.line + 1
+        elif (
+            isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value)
+        ):
+            node = node.value[step]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line

@@ -1,0 +1,35 @@
+"""`llmopt report`: several runs on one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders or result.json files, two or more.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
+        "report.html"
+    ),
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the tables as Markdown to this file too.")
+    ] = None,
+) -> None:
+    """Join runs into one page: speed, quality and size beside each other, and the Pareto front."""
+    from ..bench.page import to_html, to_markdown
+    from ..bench.report_joined import joined_page
+    from ..bench.run_data import RunData
+    from ..bench.run_folder import write_whole
+    from .output import result_console
+
+    page = joined_page([RunData.read(path) for path in runs])
+    write_whole(output, to_html(page))
+    if markdown is not None:
+        write_whole(markdown, to_markdown(page.without_figures()))
+    out = result_console(False)
+    out.print(f"{page.verdict.headline} {page.verdict.sentence}", markup=False)
+    out.print(f"Report: {output}", markup=False, soft_wrap=True)

@@ -1,0 +1,341 @@
+"""Every way in which a server can fail, each with its words, no hang and the right exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from llmopt.bench.client.address import Address
+from llmopt.bench.client.fleet import Fleet
+from llmopt.bench.client.job import Endpoint, Shot
+from llmopt.cli.bench import bench
+from llmopt.cli.main import run_guarded
+from llmopt.quant.errors import BadInput
+
+EVENT = b'data: {"choices":[{"index":0,"text":" x","finish_reason":%s}],"usage":{"completion_tokens":%d}}\n\n'
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+CERTIFICATE = [
+    "openssl",
+    "req",
+    "-x509",
+    "-newkey",
+    "rsa:2048",
+    "-nodes",
+    "-days",
+    "2",
+    "-subj",
+    "/CN=127.0.0.1",
+]
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+GOOD = (
+    HEAD
+    + chunk(EVENT % (b"null", 1))
+    + chunk(EVENT % (b'"length"', 2))
+    + chunk(b"data: [DONE]\n\n")
+)
+GOOD += b"0\r\n\r\n"
+HALF = HEAD + chunk(EVENT % (b"null", 1))
+FAULT = b'{"error": {"message": "out of memory"}}'
+# What is written; None waits for ever, a number of seconds waits so long. Then the connection closes,
+# unless the answer is whole.
+SCRIPTS: dict[str, list[bytes | float | None]] = {
+    "good": [GOOD],
+    "slow-headers": [0.3, GOOD],
+    "dribble": [*(GOOD[i : i + 1] for i in range(len(GOOD)))],
+    "500": [b"HTTP/1.1 500 Oops\r\nContent-Length: %d\r\n\r\n" % len(FAULT) + FAULT],
+    "500-in-stream": [HALF + chunk(b"data: " + FAULT + b"\n\n") + b"0\r\n\r\n"],
+    "hang": [None],
+    "hang-in-stream": [HALF, None],
+    "closed-early": [b""],
+    "closed-in-stream": [HALF],
+    "no-json": [HEAD + chunk(b"data: {oops\n\n") + b"0\r\n\r\n"],
+    "no-http": [b"SSH-2.0-OpenSSH\r\n\r\n"],
+    "no-token": [HEAD + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"],
+}
+
+
+class Server:
+    """Answers by script: the first folder of the path names it; `flaky` is good every second time."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.requests = 0
+        self.connections = 0
+        self.port = 0
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = [
+                    v for v in head.lower().split(b"\r\n") if v.startswith(b"content-length:")
+                ]
+                await reader.readexactly(int(length[0].split(b":")[1]) if length else 0)
+                script = head.split(b" ")[1].decode().split("/")[1]
+                self.requests += 1
+                if script == "flaky":
+                    script = "good" if self.requests % 2 else "500"
+                for part in SCRIPTS.get(script, SCRIPTS["closed-early"]):
+                    if isinstance(part, bytes):
+                        writer.write(part)
+                        await writer.drain()
+                        if script == "dribble":
+                            await asyncio.sleep(0)
+                    else:
+                        await asyncio.sleep(3600 if part is None else part)
+                if script in ("closed-early", "closed-in-stream", "no-http"):
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        writer.close()
+
+    async def start(self) -> int:
+        self.server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
+        return self.server.sockets[0].getsockname()[1]
+
+
+def stop(server: Server, thread: threading.Thread) -> None:
+    """End the answers that hang, then the loop."""
+
+    def end() -> None:
+        for task in asyncio.all_tasks(server.loop):
+            task.cancel()
+        server.loop.call_later(0.1, server.loop.stop)
+
+    server.loop.call_soon_threadsafe(end)
+    thread.join(5)
+    server.loop.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    one = Server()
+    one.port = one.loop.run_until_complete(one.start())
+    thread = threading.Thread(target=one.loop.run_forever, daemon=True)
+    thread.start()
+    yield one
+    stop(one, thread)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(2) as fleet:
+        yield fleet
+
+
+def endpoint(url: str, timeout: float = 5.0) -> Endpoint:
+    return Address.parse(url, api_key="secret").endpoint(timeout)
+
+
+def shots(count: int) -> list[Shot]:
+    return [Shot(f"r{number}", b"{}") for number in range(count)]
+
+
+@pytest.mark.parametrize("script", ["good", "slow-headers", "dribble"])
+def test_good_answers(server: Server, fleet: Fleet, script: str) -> None:
+    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/{script}"), shots(6), 4)
+    assert [one.answer.error for one in found.exchanges] == [""] * 6
+    assert all(one.answer.tokens == [1, 1] and one.answer.text == " x x" for one in found.exchanges)
+    assert all(found.origin <= one.sent <= one.answer.times[0] for one in found.exchanges)
+    assert found.late_connections == 0 and found.ended >= max(e.ended for e in found.exchanges)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("500", "HTTP 500: out of memory"),
+        ("500-in-stream", "the server says: out of memory"),
+        ("hang", "no whole answer within 0.3 s: not even its headers came"),
+        ("hang-in-stream", "no whole answer within 0.3 s: it stopped after"),
+        ("closed-early", "closed before an answer came"),
+        ("closed-in-stream", "the connection ended in mid-answer, stopped after"),
+        ("no-json", "an event is not JSON: {oops"),
+        ("no-http", "not an HTTP answer: it begins with b'SSH-2.0"),
+    ],
+)
+def test_failures_in_words(server: Server, fleet: Fleet, script: str, said: str) -> None:
+    url = f"http://127.0.0.1:{server.port}/{script}"
+    found = fleet.run(endpoint(url, timeout=0.3 if "hang" in script else 5.0), shots(3), 2)
+    assert len(found.exchanges) == 3
+    for one in found.exchanges:
+        assert said in one.answer.error
+
+
+def test_refused(fleet: Fleet) -> None:
+    found = fleet.run(endpoint("http://127.0.0.1:1"), shots(5), 2)
+    assert [one.answer.error for one in found.exchanges] == ["connection refused"] * 5
+
+
+def test_tls_against_plain(server: Server, fleet: Fleet) -> None:
+    found = fleet.run(endpoint(f"https://127.0.0.1:{server.port}/good", 0.5), shots(2), 2)
+    assert len(found.exchanges) == 2 and all(one.answer.error for one in found.exchanges)
+
+
+def test_plain_against_tls_and_an_unknown_certificate(fleet: Fleet, tmp_path: Path) -> None:
+    import ssl
+
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = subprocess.run(
+        [*CERTIFICATE, "-keyout", str(key), "-out", str(certificate)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("no openssl here")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    one = Server()
+
+    async def start() -> int:
+        one.server = await asyncio.start_server(one.answer, "127.0.0.1", 0, ssl=context)
+        return one.server.sockets[0].getsockname()[1]
+
+    one.loop.set_exception_handler(lambda *_: None)
+    port = one.loop.run_until_complete(start())
+    thread = threading.Thread(target=one.loop.run_forever, daemon=True)
+    thread.start()
+    plain = fleet.run(endpoint(f"http://127.0.0.1:{port}/good", 0.5), shots(1), 1)
+    assert plain.exchanges[0].answer.error
+    strict = fleet.run(endpoint(f"https://127.0.0.1:{port}/good"), shots(1), 1)
+    assert strict.exchanges[0].answer.error.startswith("TLS: ")
+    trusting = Address.parse(f"https://127.0.0.1:{port}/good", verify_tls=False).endpoint(5.0)
+    assert fleet.run(trusting, shots(1), 1).exchanges[0].answer.error == ""
+    stop(one, thread)
+
+
+def test_connections_are_kept_and_reopened(server: Server, fleet: Fleet) -> None:
+    before = server.connections
+    fleet.run(endpoint(f"http://127.0.0.1:{server.port}/good"), shots(20), 4)
+    assert server.connections - before == 4
+    # A server that closes after each answer makes the client open again, while the clock runs.
+    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/closed-early"), shots(8), 4)
+    assert found.late_connections == 4
+
+
+def llmopt(*words: str | Path) -> int:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(bench)
+    return run_guarded(lambda: app(list(map(str, words)), standalone_mode=False), debug=False)
+
+
+FAST = [
+    "--model",
+    "stories3M",
+    "--num-prompts",
+    "8",
+    "--num-runs",
+    "1",
+    "--output-len",
+    "2",
+    "--num-warmups",
+    "0",
+]
+FAST += ["--no-check-client", "--max-concurrency", "2", "--api-key", "sk-secret"]
+
+
+def test_some_failures_are_counted(server: Server, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{server.port}/flaky"
+    assert llmopt(*FAST, "--base-url", url, "--result-dir", tmp_path, "--save-detailed") == 0
+    (folder,) = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (4, 4)
+    assert sorted(result["errors"]) == [""] * 4 + ["HTTP 500: out of memory"] * 4
+    assert result["total_output_tokens"] == 8 and result["backend"] == "openai"
+    assert "sk-secret" not in "".join(path.read_text(errors="replace") for path in folder.iterdir())
+    report = (folder / "report.html").read_text()
+    assert "4 requests failed" in report and "Not certified" in report
+
+
+def test_when_all_fail_the_exit_code_is_1(server: Server, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{server.port}/no-token"
+    assert llmopt(*FAST, "--base-url", url, "--result-dir", tmp_path) == 1
+    (folder,) = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (0, 8) and result["mean_ttft_ms"] is None
+    assert not result["llmopt"]["client"]["certified"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--base-url", "127.0.0.1:80"], "--base-url"),
+        (["--base-url", "http://user:word@127.0.0.1"], "password"),
+        (["--base-url", "http://127.0.0.1:x"], "--base-url"),
+        (["--base-url", "http://127.0.0.1:1"], "no server answers"),
+        (["--base-url", "http://127.0.0.1:1", "--backend", "tgi"], "--backend"),
+        (["--base-url", "http://127.0.0.1:1", "--model", "nobody-has-it"], "--tokenizer"),
+        (["--base-url", "http://127.0.0.1:1", "--header", "X"], "KEY=VALUE"),
+        (["--base-url", "http://127.0.0.1:1", "--header", "X=a\r\nB: c"], "--header"),
+        (["--base-url", "http://127.0.0.1:1", "--extra-body", "["], "--extra-body"),
+        (["--base-url", "http://127.0.0.1:1", "--extra-body", "[]"], "--extra-body"),
+        (["--base-url", "http://127.0.0.1:1", "--request-timeout", "0"], "request_timeout"),
+        (["--base-url", "http://127.0.0.1:1", "--slowdown", "2"], "not on a server"),
+    ],
+)
+def test_bad_input_in_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert llmopt(*words, "--no-check-client", "--result-dir", tmp_path / "runs") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line and not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_writes_what_finished(server: Server, tmp_path: Path) -> None:
+    # Every answer takes 0.3 s, so that a hundred of them leave time to interrupt.
+    url = f"http://127.0.0.1:{server.port}/slow-headers"
+    words = [
+        "bench",
+        *FAST,
+        "--num-prompts",
+        "200",
+        "--base-url",
+        url,
+        "--result-dir",
+        str(tmp_path),
+    ]
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from llmopt.cli.main import main; main()"
+    before = server.requests
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *words], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 60
+        while server.requests < before + 10 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"interrupted: what finished" in said
+    (folder,) = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert result["llmopt"]["interrupted"] and 4 <= result["completed"] < 100
+
+
+def test_addresses() -> None:
+    one = Address.parse(
+        "http://host:8000/api/v1/", backend="openai-chat", headers={"X-Team": "a b"}
+    )
+    assert (one.url, one.path) == ("http://host:8000/api", "/api/v1/chat/completions")
+    assert (
+        b"X-Team: a b\r\n" in one.endpoint(1).head
+        and b"Host: host:8000\r\n" in one.endpoint(1).head
+    )
+    assert Address.parse("https://host").endpoint(1).port == 443
+    assert Address.parse("http://[::1]:80").endpoint(1).host == "::1"
+    assert Address.parse("http://h", endpoint="v2/x").path == "/v2/x"
+    with pytest.raises(BadInput):
+        Address.parse("http://h", backend="nothing")

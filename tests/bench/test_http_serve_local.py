@@ -1,0 +1,128 @@
+"""Our own server as a process, measured over HTTP: tokens, lengths and times as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import typer
+from llmopt.cli.bench import bench
+from llmopt.cli.compare import compare
+from llmopt.cli.main import run_guarded
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    code = "from llmopt.cli.main import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "serve-local", "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"]
+        process.terminate()
+
+
+def llmopt(*words: str | Path) -> int:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    for command in (bench, compare):
+        app.command()(command)
+    return run_guarded(lambda: app(list(map(str, words)), standalone_mode=False), debug=False)
+
+
+FAST = ["--num-prompts", "12", "--num-runs", "2", "--output-len", "10", "--max-concurrency", "4"]
+
+
+def test_completions_have_exact_lengths(url: str, tmp_path: Path) -> None:
+    assert (
+        llmopt("bench", *FAST, "--base-url", url, "--result-dir", tmp_path, "--client-workers", "2")
+        == 0
+    )
+    (folder,) = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    ours = result["llmopt"]
+    assert (result["model_id"], result["endpoint_type"], result["failed"]) == (
+        "stories3M",
+        "openai",
+        0,
+    )
+    assert result["total_output_tokens"] == 24 * 10
+    assert result["total_input_tokens"] == 2 * ours["workload"]["prompt_tokens"]
+    assert ours["client"]["token_counts_by"] == {"server, per chunk": 24}
+    assert ours["client"]["late_connections"] == 0 and ours["client"]["workers"] == 2
+    assert ours["identity"]["target"] == "http" and ours["quality"] is None
+    # Each pass has prompts of its own, so only what the prompts share among themselves is cached.
+    assert ours["prefix_cache_hit_rate"] < 0.2
+    assert 0 < result["median_ttft_ms"] < result["median_e2el_ms"]
+    assert ours["peaks"]["requests_in_flight"] <= 4
+    table = pq.read_table(folder / "requests.parquet").to_pydict()
+    assert set(table["output_len"]) == {10} and all(table["text"])
+    assert all(sorted(times) == times for times in table["chunk_times_s"])
+    report = (folder / "report.html").read_text()
+    assert "The client" in report and "Weights" not in report.split("How each number")[0]
+
+
+def test_chats_and_other_ways_to_count(url: str, tmp_path: Path) -> None:
+    words = [
+        "--backend",
+        "openai-chat",
+        "--extra-body",
+        '{"stream_options": null}',
+        "--no-check-client",
+    ]
+    words += ["--request-rate", "50", "--num-warmups", "0"]
+    assert (
+        llmopt("bench", *FAST[:-2], *words, "--base-url", f"{url}/v1", "--result-dir", tmp_path)
+        == 0
+    )
+    (folder,) = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    ours = result["llmopt"]
+    assert result["failed"] == 0 and result["backend"] == "openai-chat"
+    # The server was not asked for its usage, so the text was tokenized again.
+    assert ours["client"]["token_counts_by"] == {"re-tokenized": 24}
+    assert 0.7 * 240 <= result["total_output_tokens"] <= 1.3 * 240
+    assert ours["prefix_cache_hit_rate"] is None
+    assert ours["metrics"]["ttft_from_schedule"]["mean"] >= ours["metrics"]["ttft"]["mean"]
+
+
+def test_it_is_no_run_of_an_engine_in_process(url: str, tmp_path: Path, capsys) -> None:
+    common = [*FAST, "--no-quality"]
+    assert (
+        llmopt(
+            "bench", *common, "--base-url", url, "--no-check-client", "--result-dir", tmp_path / "a"
+        )
+        == 0
+    )
+    assert llmopt("bench", *common, "--num-threads", "1", "--result-dir", tmp_path / "b") == 0
+    (a,), (b,) = (tmp_path / "a").iterdir(), (tmp_path / "b").iterdir()
+    first, second = (json.loads((one / "result.json").read_text()) for one in (a, b))
+    assert first.keys() == second.keys()
+    same = "workload_sha256"
+    assert first["llmopt"]["identity"][same] == second["llmopt"]["identity"][same]
+    capsys.readouterr()
+    assert llmopt("compare", b, a) == 3
+    assert "the targets differ" in capsys.readouterr().out
+
+
+def test_the_server_refuses_a_wrong_model(url: str, tmp_path: Path) -> None:
+    words = [
+        "--model",
+        "someone-else",
+        "--tokenizer",
+        "stories3M",
+        "--save-detailed",
+        "--no-check-client",
+    ]
+    assert llmopt("bench", *FAST, *words, "--base-url", url, "--result-dir", tmp_path) == 1
+    (folder,) = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert result["failed"] == 24 and "HTTP 404: no model 'someone-else'" in result["errors"][0]

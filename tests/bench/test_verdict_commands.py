@@ -1,0 +1,210 @@
+"""`bench --baseline`, `bench --against`, `compare --gate` and `report` on the bundled model."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pyarrow.parquet as pq
+import pytest
+import typer
+from llmopt.bench.compare import RunData
+from llmopt.bench.report_joined import joined_page, shared_quality
+from llmopt.bench.report_pareto import Candidate, front
+from llmopt.cli.bench import bench
+from llmopt.cli.compare import compare
+from llmopt.cli.main import run_guarded
+from llmopt.cli.report import report
+from llmopt.quant.errors import BadInput
+
+FAST = ["--num-prompts", "12", "--output-len", "8", "--num-threads", "1", "--num-runs", "3"]
+
+
+def llmopt(*words: str | Path) -> int:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    for command in (bench, compare, report):
+        app.command()(command)
+    return run_guarded(lambda: app(list(map(str, words)), standalone_mode=False), debug=False)
+
+
+def folder_of(root: Path, name: str) -> Path:
+    (found,) = root.glob(f"*-{name}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, and a run with a sampler of two thousand times its time judged against it."""
+    root = tmp_path_factory.mktemp("verdicts")
+    words = ["--reference", "stories3M", "--quality-tokens", "300", "--csv"]
+    words += ["--gpu-hour-price", "3.6", "--result-dir", str(root)]
+    assert llmopt("bench", *FAST, *words, "--name", "base") == 0
+    code = llmopt(
+        "bench", *FAST, *words, "--name", "slow", "--slowdown", "2000", "--slowdown-where", "sampler",
+        "--baseline", folder_of(root, "base"), "--gate", "median_tpot_ms<=+15% weight_bytes<=+0% kl<=0.01",
+        "--junit", root / "verdict.xml", "--benchmark-json", root / "bench.json",
+    )  # fmt: skip
+    # On a machine that others keep busy no verdict is the honest answer; a pass never is.
+    assert code in (1, 3)
+    (root / "code").write_text(str(code))
+    return root
+
+
+def test_a_slow_sampler_shows_in_the_verdict(root: Path) -> None:
+    result = json.loads((folder_of(root, "slow") / "result.json").read_text())
+    verdict = result["llmopt"]["verdict"]
+    assert verdict["exit_code"] == int((root / "code").read_text())
+    (delta,) = verdict["deltas"]
+    assert delta["worse"] > 0.5 and delta["outcome"] != "pass"
+    assert {one["key"]: one["outcome"] for one in verdict["checks"]} == {
+        "weight_bytes": "pass",
+        "kl": "pass",
+    }
+    if verdict["exit_code"] == 3:
+        assert "too noisy" in verdict["reasons"][0]
+    assert "its sampler was slowed 2000 times" in verdict["notes"][0]
+    assert (folder_of(root, "slow") / "comparison.html").is_file()
+    assert "limit" in (folder_of(root, "slow") / "comparison.md").read_text()
+
+
+def test_the_files_of_the_verdict_parse(root: Path) -> None:
+    (suite,) = ElementTree.parse(root / "verdict.xml").getroot()
+    assert int(suite.attrib["tests"]) == 4
+    assert int(suite.attrib["failures"]) + int(suite.attrib["errors"]) == 2
+    for name in ("bench.json", "bench.bigger.json"):
+        entries = json.loads((root / name).read_text(), parse_constant=pytest.fail)
+        assert entries and all(entry["name"].startswith("slow: ") for entry in entries)
+
+
+def test_the_record_has_energy_cost_and_the_state_before_and_after(root: Path) -> None:
+    result = json.loads((folder_of(root, "base") / "result.json").read_text())
+    ours = result["llmopt"]
+    # 3.6 $ an hour is a thousandth of a dollar a second.
+    per_token = result["duration"] / 1000 / result["total_output_tokens"]
+    assert ours["cost"]["usd_per_million_output_tokens"] == pytest.approx(per_token * 1e6)
+    assert (ours["energy"]["joules"] is None) == bool(ours["energy"]["cpu_reason"])
+    assert len(ours["environment"]["before"]["load_average"]) == 3
+    assert ours["environment"]["after"].keys() == ours["environment"]["before"].keys()
+    assert all(run["other_load"] is None or 0 <= run["other_load"] <= 1 for run in ours["runs"])
+    assert ours["metrics"]["ttft"]["order_interval_95"]["p99"][1] is None  # 36 requests
+    assert ours["spread"]["output_throughput"]["interval_95"][0] > 0
+    page = (folder_of(root, "base") / "report.html").read_text()
+    assert "Money and energy" in page and "to unbounded" in page
+
+
+def test_csv_holds_what_parquet_holds(root: Path) -> None:
+    table = pq.read_table(folder_of(root, "base") / "requests.parquet").to_pydict()
+    with (folder_of(root, "base") / "requests.csv").open(newline="", encoding="utf-8") as handle:
+        rows = list(csv.DictReader(handle))
+    assert len(rows) == len(table["request_id"]) == 36 and list(rows[0]) == list(table)
+    assert [row["text"] for row in rows] == table["text"]
+    assert [float(row["ttft_ms"]) for row in rows] == table["ttft_ms"]
+    assert json.loads(rows[0]["chunk_times_s"]) == table["chunk_times_s"][0]
+
+
+def test_against_measures_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = llmopt(
+        "bench", "stories3M", *FAST, "--against", "stories3M", "--no-quality", "--name", "new",
+        "--result-dir", tmp_path, "--gate", "weight_bytes<=+0% median_tpot_ms<=+900%", "--json",
+    )  # fmt: skip
+    assert code == 0
+    verdict = json.loads(capsys.readouterr().out)["llmopt"]["verdict"]
+    assert (verdict["base"], verdict["new"]) == ("stories3M", "new")
+    arms = {RunData.read(one).result["llmopt"]["arms"] for one in tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == 2 and len(arms) == 1 and None not in arms
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gate", "kl<=1"], "--gate needs something to judge by"),
+        (["--junit", "x.xml"], "--junit needs"),
+        (["--baseline", "nowhere"], "nowhere"),
+        (["--baseline", "nowhere", "--against", "stories3M"], "one base"),
+        (["--against", "stories3M", "--gate", "p99_tfft_ms<=+5%"], "did you mean p99_ttft_ms"),
+        (["--against", "stories3M", "--base-url", "http://127.0.0.1:9"], "--base-url"),
+        (["--slowdown-where", "kernel"], "slowdown_where"),
+        (["--gpu-hour-price", "-1"], "gpu_hour_price"),
+    ],
+)
+def test_what_cannot_be_judged_is_said_before_measuring(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert llmopt("bench", *FAST, *words, "--result-dir", tmp_path / "runs") == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+class Fetches(HTMLParser):
+    """Everything that a browser would fetch for a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for key, value in attrs:
+            is_reference = key in (
+                "src",
+                "srcset",
+                "href",
+                "xlink:href",
+                "data",
+                "action",
+                "poster",
+            )
+            if is_reference and value and not value.startswith("#"):
+                self.found.append(value)
+            elif key == "style" and value:
+                self.found += re.findall(r"url\(\s*['\"]?(?!#)([^)]*)", value)
+        if tag in ("script", "link", "iframe", "object", "embed", "base"):
+            self.found.append(tag)
+
+
+def test_pages_fetch_nothing(root: Path, tmp_path: Path) -> None:
+    out, markdown = tmp_path / "page.html", tmp_path / "page.md"
+    folders = (folder_of(root, "base"), folder_of(root, "slow"))
+    assert llmopt("report", *folders, "-o", out, "--markdown", markdown) == 0
+    pages = [out, folders[0] / "report.html", folders[1] / "comparison.html"]
+    for page in pages:
+        text = page.read_text()
+        parser = Fetches()
+        parser.feed(text)
+        assert parser.found == [], page
+        assert "@import" not in text and not re.search(r"url\(\s*['\"]?(?!#)", text)
+        assert "@media print" in text and 'name="viewport"' in text
+        # The verdict stands before every number and figure.
+        assert text.index('class="verdict') < min(text.index("<table"), text.index("<svg"))
+    text = out.read_text()
+    assert 'aria-label="Quality against size of 2 runs"' in text and "base" in text
+    assert "| slow |" in markdown.read_text() and "svg" not in markdown.read_text()
+
+
+def test_a_joined_page_says_what_cannot_be_compared(root: Path, tmp_path: Path) -> None:
+    one = RunData.read(folder_of(root, "base"))
+    with pytest.raises(BadInput, match="two runs or more"):
+        joined_page([one])
+    other: dict[str, Any] = json.loads(json.dumps(one.result))
+    other["llmopt"]["identity"]["machine"] = "another"
+    other["llmopt"]["quality"] = None
+    page = joined_page([one, RunData(other)])
+    assert page.title == "2 runs: base, base (2)"
+    assert any("the machines differ" in warning for warning in page.warnings)
+    assert "No quality was scored alike" in page.verdict.headline
+
+
+def test_the_front_by_hand() -> None:
+    candidates = {
+        "original": Candidate(100, 10.0, 3.0, None, "t"),
+        "slow": Candidate(100, 5.0, 3.1, 0.1, "t"),
+        "small": Candidate(25, 9.0, 3.4, 0.2, "t"),
+        "worse": Candidate(25, 9.0, 3.5, 0.3, "t"),
+    }
+    assert shared_quality(candidates) == "kl"
+    assert front(candidates, "kl") == front(candidates, "perplexity") == ["original", "small"]
+    assert front(candidates, None) == []
+    assert shared_quality({**candidates, "x": Candidate(1, 1.0, 2.0, 0.0, "u")}) is None
