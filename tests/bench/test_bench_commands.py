@@ -82,16 +82,20 @@ def test_compare_with_itself_passes(plain: Path, capsys: pytest.CaptureFixture[s
 def test_compare_catches_a_slowdown(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--no-quality", "--slowdown", "4", "--name", "slow", "--result-dir"]
-    assert llmopt("bench", *FAST, *words, tmp_path / "runs") == 0
-    slow = only_folder(tmp_path / "runs")
     markdown, html = tmp_path / "c.md", tmp_path / "c.html"
-    code = llmopt("compare", plain, slow / "result.json", "--markdown", markdown, "--html", html)
-    said = " ".join(capsys.readouterr().out.split())
-    # What neighbours on the machine may have caused is no regression, and no pass either.
-    assert code == 1 or (code == 3 and "others kept the machine busy" in said)
-    assert "slow against plain" in markdown.read_text()
-    assert "slowed 4 times on purpose" in html.read_text() and "<svg " in html.read_text()
+    for attempt in ("first", "second", "third"):
+        runs = tmp_path / attempt
+        words = ["--no-quality", "--slowdown", "2", "--name", "slow", "--result-dir"]
+        assert llmopt("bench", *FAST, *words, runs) == 0
+        new = only_folder(runs) / "result.json"
+        code = llmopt("compare", plain, new, "--markdown", markdown, "--html", html)
+        said = " ".join(capsys.readouterr().out.split())
+        assert "slow against plain" in markdown.read_text()
+        assert "slowed 2 times on purpose" in html.read_text() and "<svg " in html.read_text()
+        # What neighbours on the machine may have caused is no regression, and no pass either.
+        if code != 3 or "others kept the machine busy" not in said:
+            break
+    assert code == 1, said
 
 
 def test_compare_refuses_another_workload(

@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINES = [
     (page.name, line.strip())
     for page in PAGES
-    for line in page.read_text(encoding="utf-8").splitlines()
+    for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     if re.match(r"^ {4}llmopt ", line)
 ]
 
