@@ -157,12 +157,11 @@ def quantization_table(variants: Sequence[VariantRun]) -> Table:
     rows = []
     for one in variants:
         manifest = one.quantized.manifest
-        summary, scheme = manifest["summary"], manifest["scheme"]
-        kind = "symmetric" if scheme["symmetric"] else "asymmetric"
+        summary = manifest["summary"]
         rows.append(
             [
                 one.variant.name,
-                f"{manifest['method']}, int{scheme['bits']}, groups of {scheme['group_size']}, {kind}",
+                f"{manifest['method']}, {manifest['scheme']}",
                 manifest["format"],
                 number(summary["bits_per_weight"], 2),
                 f"{summary['error']:.5f}",

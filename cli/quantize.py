@@ -142,10 +142,8 @@ def _show(result: QuantizeResult, seconds: float, console: Console) -> None:
 
     from rich.table import Table
 
-    from ..quant.scheme import QuantScheme
-
     manifest, summary = result.manifest, result.manifest["summary"]
-    label = QuantScheme(**manifest["scheme"]).label
+    label = manifest["scheme"]
     table = Table(title=f"{manifest['model']}: {manifest['method']}, {label}, {manifest['format']}")
     table.add_column("layer")
     for column in ("linears", "error", "rtn error", "error / rtn", "worst linear"):

@@ -14,7 +14,8 @@ from .calibration import Calibration
 from .journal import sha256_of, sha256_of_file
 from .methods.base import ModuleReport
 from .plan import Plan
-from .tensor import QuantizedTensor
+from .scheme import scheme_record
+from .tensors.base import QuantizedTensor
 
 MANIFEST_NAME = "llmopt_quantization.json"
 CARD_NAME = "README.md"
@@ -32,11 +33,8 @@ def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, An
     return asdict(report) | {
         "out_features": tensor.out_features,
         "in_features": tensor.in_features,
-        "sha256": {
-            "codes": sha256_of(tensor_bytes(tensor.codes)),
-            "scales": sha256_of(tensor_bytes(tensor.scales)),
-            "zeros": sha256_of(tensor_bytes(tensor.zeros)),
-        },
+        "scheme": scheme_record(tensor.scheme),
+        "sha256": {name: sha256_of(tensor_bytes(part)) for name, part in tensor.parts().items()},
     }
 
 
@@ -96,7 +94,7 @@ def build_manifest(
         "source_sha256": source_hashes,
         "method": plan.method.name,
         "format": plan.format.name,
-        "scheme": asdict(plan.scheme),
+        "scheme": plan.label,
         "ignored": list(plan.ignored),
         "calibration": {
             "source": calibration.source,
@@ -132,7 +130,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> bytes:
     summary, calibration = manifest["summary"], manifest["calibration"]
     worst = max(manifest["modules"], key=lambda module: module["error"])
     lines = [
-        f"# {manifest['model']}, {plan.scheme.label}",
+        f"# {manifest['model']}, {plan.label}",
         "",
         f"Weights of `{manifest['model']}` quantized with the method `{manifest['method']}` of llmopt "
         f"{manifest['llmopt']} and stored in the format `{manifest['format']}`.",
@@ -148,7 +146,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> bytes:
         f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
         f"| calibration | {calibration['samples']} × {calibration['tokens_per_sample']} tokens, "
         f"{calibration['source']} |",
-        f"| loads in | {plan.format.loads_in(plan.scheme)} |",
+        f"| loads in | {plan.loads_in} |",
         "",
         f"The error is {ERROR_FORMULA}. All figures by module, and digests of the computed codes, are in "
         f"`{MANIFEST_NAME}`; `llmopt verify` holds the files against them.",

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from .methods.base import LayerProblem
 from .plan import Plan, QuantizeRequest, make_plan
 from .progress import Progress, Silent
 from .publish import write_final_files
+from .scheme import scheme_record
 
 _SLACK_BYTES = 16 * 2**20  # headers, tokenizer, manifest
 
@@ -106,7 +107,7 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
     return QuantizeResult(
         output=output,
         manifest=read_json(output / MANIFEST_NAME),
-        loads_in=plan.format.loads_in(plan.scheme),
+        loads_in=plan.loads_in,
         notes=plan.notes,
         resumed_layers=resumed,
     )
@@ -142,7 +143,7 @@ def _signature(
         "seed": request.seed,
         "method": plan.method.name,
         "format": plan.format.name,
-        "scheme": asdict(plan.scheme),
+        "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
         "ignored": plan.ignored,
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
     }
@@ -219,14 +220,17 @@ def _quantize_layer(
     stream.load(index, tensors)
     statistics = stream.measure(index, hidden)
     linears = [name for name in plan.family.linears if f"{prefix}.{name}" in plan.modules]
+    schemes = {name: plan.schemes[f"{prefix}.{name}"] for name in linears}
     dtype = tensors[f"{plan.family.linears[0]}.weight"].dtype
     with torch.no_grad():
         result = plan.method.quantize_layer(
             LayerProblem(
                 prefix=prefix,
                 family=plan.family,
-                scheme=plan.scheme,
-                scale_dtype=plan.format.scale_dtype(dtype),
+                schemes=schemes,
+                scale_dtypes={
+                    name: plan.format.scale_dtype(dtype, scheme) for name, scheme in schemes.items()
+                },
                 weights={name: tensors[f"{name}.weight"].to(torch.float32) for name in linears},
                 statistics={name: statistics[name] for name in linears},
                 norms={

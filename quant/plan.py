@@ -13,9 +13,9 @@ from .errors import BadInput
 from .families import Family, family_of
 from .formats.base import WeightFormat
 from .formats.registry import FORMATS
-from .methods.base import Method
+from .methods.base import Method, SchemeOptions
 from .methods.registry import METHODS
-from .scheme import PER_CHANNEL, QuantScheme
+from .scheme import PER_CHANNEL, Scheme
 
 DEFAULT_GROUP_SIZES = (128, 64, 32, 16)
 DEFAULT_SEQ_LEN = 256
@@ -63,6 +63,7 @@ class Plan:
 
     Attributes:
         modules: `(out_features, in_features)` of every linear to quantize, by full name.
+        schemes: what each of them becomes.
         ignored: linears that stay as they are because they were asked to.
         seq_len: tokens in a calibration sample.
         notes: choices made for the user, one line each.
@@ -72,8 +73,8 @@ class Plan:
     family: Family
     method: Method
     format: WeightFormat
-    scheme: QuantScheme
     modules: dict[str, tuple[int, int]]
+    schemes: dict[str, Scheme]
     ignored: tuple[str, ...]
     seq_len: int
     notes: tuple[str, ...]
@@ -84,13 +85,25 @@ class Plan:
         return int(self.checkpoint.config["num_hidden_layers"])
 
     @property
+    def label(self) -> str:
+        """The schemes in use, the commonest first."""
+        labels = [scheme.label for scheme in self.schemes.values()]
+        return ", ".join(sorted(set(labels), key=lambda label: (-labels.count(label), label)))
+
+    @property
+    def loads_in(self) -> str:
+        """Who can read the result: for several schemes, what holds for each."""
+        readers = [self.format.loads_in(scheme) for scheme in dict.fromkeys(self.schemes.values())]
+        return "; ".join(dict.fromkeys(readers))
+
+    @property
     def quantized_bytes(self) -> int:
         """Bytes that the quantized linears will take on disk, without headers."""
-        total = 0
-        for out_features, in_features in self.modules.values():
-            groups = self.scheme.num_groups(in_features) * out_features
-            total += (out_features * in_features + groups) * self.scheme.bits // 8 + 4 * groups
-        return total
+        bits = (
+            self.schemes[name].bits_per_weight(*shape) * shape[0] * shape[1]
+            for name, shape in self.modules.items()
+        )
+        return int(sum(bits)) // 8
 
     @property
     def plain_bytes(self) -> int:
@@ -114,7 +127,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
     if symmetric is None:
         symmetric = weight_format.name != "awq"
     # Widths are checked before the group size is chosen: what cannot be packed at all comes first.
-    probe = QuantScheme(request.bits, PER_CHANNEL, symmetric)
+    probe = method.scheme(SchemeOptions(request.bits, PER_CHANNEL, symmetric))
     weight_format.check_scheme(probe)
 
     checkpoint = Checkpoint(request.model)
@@ -130,7 +143,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
     for name, (out_features, in_features) in modules.items():
         weight_format.check(name, out_features, in_features, probe)
     group_size, notes = _group_size(request.group_size, modules)
-    scheme = QuantScheme(request.bits, group_size, symmetric)
+    scheme = method.scheme(SchemeOptions(request.bits, group_size, symmetric))
     for name, (out_features, in_features) in modules.items():
         weight_format.check(name, out_features, in_features, scheme)
     if weight_format.name == "compressed-tensors" and not symmetric:
@@ -143,8 +156,8 @@ def make_plan(request: QuantizeRequest) -> Plan:
         family=family,
         method=method,
         format=weight_format,
-        scheme=scheme,
         modules=modules,
+        schemes=dict.fromkeys(modules, scheme),
         ignored=ignored,
         seq_len=seq_len,
         notes=tuple(notes),

@@ -68,7 +68,7 @@ def write_final_files(
     for path in _files_to_copy(plan.checkpoint.folder):
         write_durably(folder / path.name, path.read_bytes())
     config = dict(plan.checkpoint.config)
-    config["quantization_config"] = plan.format.config(plan.scheme, ["lm_head", *plan.ignored])
+    config["quantization_config"] = plan.format.config(plan.schemes, ["lm_head", *plan.ignored])
     write_durably(folder / "config.json", to_json(config))
 
     modules = [module for record in journal.layers for module in record["modules"]]

@@ -6,11 +6,11 @@ from .checkpoint import Checkpoint
 from .errors import BadInput
 from .formats.base import WeightFormat
 from .formats.registry import format_of
-from .scheme import QuantScheme
-from .tensor import QuantizedTensor
+from .scheme import Scheme
+from .tensors.base import QuantizedTensor
 
 
-def format_and_scheme(checkpoint: Checkpoint) -> tuple[WeightFormat, QuantScheme]:
+def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
     """How the quantized modules of a checkpoint are stored.
 
     Raises:
@@ -22,8 +22,7 @@ def format_and_scheme(checkpoint: Checkpoint) -> tuple[WeightFormat, QuantScheme
             f"{checkpoint.folder} is not quantized: its config has no quantization_config"
         )
     try:
-        weight_format = format_of(config)
-        return weight_format, weight_format.scheme(config)
+        return format_of(config)
     except BadInput as error:
         raise BadInput(f"{checkpoint.folder}: {error}") from error
 
@@ -39,29 +38,47 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
     """
     if checkpoint.quantization_config is None:
         return set()
-    weight_format, _ = format_and_scheme(checkpoint)
-    marker = weight_format.suffixes[0]
-    modules = {name.removesuffix(marker) for name in checkpoint.names if name.endswith(marker)}
+    weight_format = checkpoint_format(checkpoint)
+    modules = {
+        name.removesuffix(marker)
+        for marker in weight_format.markers
+        for name in checkpoint.names
+        if name.endswith(marker)
+    }
     if not modules:
+        endings = " or ".join(repr(marker) for marker in weight_format.markers)
         raise BadInput(
             f"{checkpoint.folder} says quant_method {weight_format.name!r}, but no tensor in it ends "
-            f"in {marker!r}"
+            f"in {endings}"
         )
+    module_scheme(checkpoint, min(modules))
     return modules
+
+
+def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:
+    """The scheme that the config gives a quantized module.
+
+    Raises:
+        BadInput: a scheme that cannot be read here.
+    """
+    weight_format = checkpoint_format(checkpoint)
+    try:
+        return weight_format.scheme(checkpoint.quantization_config or {}, module)
+    except BadInput as error:
+        raise BadInput(f"{checkpoint.folder}: {error}") from error
 
 
 def tensor_names(checkpoint: Checkpoint, module: str) -> set[str]:
     """The tensors on disk that together make the weight of a quantized module (its bias is not one)."""
-    weight_format, _ = format_and_scheme(checkpoint)
-    names = {module + suffix for suffix in weight_format.suffixes}
+    names = {module + suffix for suffix in checkpoint_format(checkpoint).suffixes}
     return names.intersection(checkpoint.names)
 
 
 def read_quantized(checkpoint: Checkpoint, module: str) -> QuantizedTensor:
-    """The codes, scales and zeros of one module.
+    """The weight of one module, still as codes.
 
     Raises:
         BadInput: a tensor is missing, or its shape contradicts the config.
     """
-    weight_format, scheme = format_and_scheme(checkpoint)
-    return weight_format.unpack(module, checkpoint.tensor, scheme)
+    weight_format = checkpoint_format(checkpoint)
+    return weight_format.unpack(module, checkpoint, checkpoint.quantization_config or {})

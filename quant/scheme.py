@@ -1,23 +1,54 @@
-"""What a quantization promises: how many bits, who shares a scale, and where zero lies."""
+"""What a quantization promises: how many bits, who shares a scale, and what happens to activations.
+
+One frozen dataclass for each kind of grid. A scheme says nothing about how codes are chosen (that is a
+method) nor how they lie on disk (that is a format).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from .errors import BadInput
 
-SUPPORTED_BITS = (4, 8)
+SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
 PER_CHANNEL = -1
 
 
 @dataclass(frozen=True, slots=True)
-class QuantScheme:
+class Activations:
+    """How the input of a linear is rounded before the product.
+
+    Attributes:
+        kind: int8 (symmetric, `round(x / scale)` in -128..127) or fp8 (e4m3).
+        granularity: who shares a scale: every token its own, runs of 128 channels of a token, or all.
+        dynamic: whether the scale comes from the input itself; else it was fixed by calibration.
+    """
+
+    kind: Literal["int8", "fp8"]
+    granularity: Literal["token", "group128", "tensor"] = "token"
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.dynamic and self.granularity != "tensor":
+            raise BadInput("a static activation scale is one scale for the whole input")
+
+    @property
+    def label(self) -> str:
+        """Short form, such as `a-int8-token`."""
+        return f"a-{self.kind}-{self.granularity}" + ("" if self.dynamic else "-static")
+
+
+@dataclass(frozen=True, slots=True)
+class IntScheme:
     """Integer weights of one width with one scale per group of input channels.
 
     Attributes:
-        bits: Width of a code, 4 or 8.
+        bits: Width of a code.
         group_size: Consecutive input channels that share a scale; -1 is one group per output channel.
         symmetric: Whether the zero code is fixed at the middle, `2**(bits-1)`.
+        activations: None leaves the inputs in 16 bits.
+        permuted: Whether group membership is stored per input channel (`g_idx` of dynamic act-order).
 
     Raises:
         BadInput: a width or a group size that no method here can produce.
@@ -26,10 +57,13 @@ class QuantScheme:
     bits: int
     group_size: int
     symmetric: bool
+    activations: Activations | None = None
+    permuted: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in SUPPORTED_BITS:
-            raise BadInput(f"{self.bits}-bit weights are not supported: choose 4 or 8")
+            widths = ", ".join(str(bits) for bits in SUPPORTED_BITS)
+            raise BadInput(f"{self.bits}-bit weights are not supported: choose one of {widths}")
         if self.group_size != PER_CHANNEL and self.group_size < 1:
             raise BadInput(
                 f"a group size of {self.group_size} means nothing: give a positive number, "
@@ -56,8 +90,233 @@ class QuantScheme:
             raise BadInput(f"group size {self.group_size} does not divide {in_features} inputs")
         return 1 if self.group_size == PER_CHANNEL else in_features // self.group_size
 
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of codes, 16-bit scales and zero codes over the number of weights."""
+        zero_bits = 0 if self.symmetric else self.bits
+        return self.bits + (16 + zero_bits) * self.num_groups(in_features) / in_features
+
     @property
     def label(self) -> str:
         """Short form for tables, such as `int4 g128 asym`."""
         group = "channel" if self.group_size == PER_CHANNEL else f"g{self.group_size}"
-        return f"int{self.bits} {group} {'sym' if self.symmetric else 'asym'}"
+        text = f"int{self.bits} {group} {'sym' if self.symmetric else 'asym'}"
+        if self.permuted:
+            text += " act-order"
+        return text if self.activations is None else f"{text} {self.activations.label}"
+
+
+@dataclass(frozen=True, slots=True)
+class FloatScheme:
+    """8-bit floating-point weights (e4m3, largest value 448).
+
+    Attributes:
+        granularity: one scale for the weight, for an output channel, or for a 128 × 128 block.
+        activations: None leaves the inputs in 16 bits.
+    """
+
+    granularity: Literal["tensor", "channel", "block"]
+    activations: Activations | None = None
+    bits: int = 8
+
+    def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """Shape of the scales of a weight; blocks at the edge may be smaller than 128."""
+        if self.granularity == "tensor":
+            return 1, 1
+        if self.granularity == "channel":
+            return out_features, 1
+        return -(-out_features // 128), -(-in_features // 128)
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of values and float32 scales over the number of weights."""
+        rows, columns = self.scale_shape(out_features, in_features)
+        return 8 + 32 * rows * columns / (out_features * in_features)
+
+    @property
+    def label(self) -> str:
+        """Short form, such as `fp8 block a-fp8-group128`."""
+        text = f"fp8 {self.granularity}"
+        return text if self.activations is None else f"{text} {self.activations.label}"
+
+
+@dataclass(frozen=True, slots=True)
+class CodebookScheme:
+    """4-bit codes into one fixed table of 16 values, one magnitude per run of weights (bitsandbytes).
+
+    Attributes:
+        kind: which table: `nf4` (quantiles of a normal distribution) or `fp4`.
+        block_size: consecutive weights, in row order across rows, that share a magnitude.
+        double_quant: whether the magnitudes are themselves stored in 8 bits.
+    """
+
+    kind: Literal["nf4", "fp4"]
+    block_size: int = 64
+    double_quant: bool = False
+    bits: int = 4
+
+    @property
+    def activations(self) -> None:
+        """Inputs stay in 16 bits."""
+        return None
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of codes and magnitudes over the number of weights."""
+        per_block = 8 + 32 / 256 if self.double_quant else 32
+        return 4 + per_block / self.block_size
+
+    @property
+    def label(self) -> str:
+        """Short form, such as `nf4 b64 double`."""
+        return f"{self.kind} b{self.block_size}" + (" double" if self.double_quant else "")
+
+
+@dataclass(frozen=True, slots=True)
+class VectorwiseScheme:
+    """LLM.int8(): int8 rows; input channels with an outlier beyond `threshold` are multiplied in 16 bits.
+
+    Dettmers et al., "LLM.int8()", NeurIPS 2022 (arXiv:2208.07339).
+    """
+
+    threshold: float = 6.0
+    bits: int = 8
+
+    @property
+    def activations(self) -> Activations:
+        """The inputs below the threshold are rounded token by token."""
+        return Activations("int8")
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of codes and float32 row magnitudes over the number of weights."""
+        return 8 + 32 / in_features
+
+    @property
+    def label(self) -> str:
+        """Short form."""
+        return f"llm.int8 t{self.threshold:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class LookupScheme:
+    """Codes into a table of its own for every output channel, and a few weights kept as they are.
+
+    Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", ICML 2024 (arXiv:2306.07629).
+
+    Attributes:
+        bits: width of a code; a table has `2**bits` values.
+        sparse_fraction: share of the weights that stay in 16 bits beside the codes.
+    """
+
+    bits: int
+    sparse_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4, 8):
+            raise BadInput(f"{self.bits}-bit tables are not supported: choose 2, 3, 4 or 8")
+        if not 0 <= self.sparse_fraction < 0.5:
+            raise BadInput(
+                f"a sparse fraction of {self.sparse_fraction} means nothing: give 0 to 0.5"
+            )
+
+    @property
+    def activations(self) -> None:
+        """Inputs stay in 16 bits."""
+        return None
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of codes, 16-bit tables and sparse values (16-bit value, 32-bit column)."""
+        return self.bits + 16 * 2**self.bits / in_features + 48 * self.sparse_fraction
+
+    @property
+    def label(self) -> str:
+        """Short form, such as `lookup4 s0.45%`."""
+        sparse = f" s{self.sparse_fraction:.2%}" if self.sparse_fraction else ""
+        return f"lookup{self.bits}{sparse}"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufScheme:
+    """One of ggml's block types; its block layout is its own.
+
+    Attributes:
+        type: ggml's name in capitals, such as `Q4_K`.
+    """
+
+    type: str
+
+    def __post_init__(self) -> None:
+        if self.type not in GGUF_BLOCKS:
+            raise BadInput(
+                f"GGUF type {self.type!r} is not supported: choose one of {', '.join(GGUF_BLOCKS)}"
+            )
+
+    @property
+    def activations(self) -> None:
+        """Inputs stay in 16 bits."""
+        return None
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Weights in a block, and the bytes that it takes."""
+        return GGUF_BLOCKS[self.type]
+
+    @property
+    def bits(self) -> int:
+        """The digit of the name."""
+        return int(self.type[1])
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of a block over its weights."""
+        weights, num_bytes = self.block
+        return num_bytes * 8 / weights
+
+    @property
+    def label(self) -> str:
+        """Short form: the type's name."""
+        return self.type
+
+
+# Weights in a block and its bytes, from ggml's block structs.
+GGUF_BLOCKS = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+
+Scheme = IntScheme | FloatScheme | CodebookScheme | VectorwiseScheme | LookupScheme | GgufScheme
+
+_KINDS: dict[str, type[Scheme]] = {
+    "int": IntScheme,
+    "float": FloatScheme,
+    "codebook": CodebookScheme,
+    "vectorwise": VectorwiseScheme,
+    "lookup": LookupScheme,
+    "gguf": GgufScheme,
+}
+
+
+def scheme_record(scheme: Scheme) -> dict[str, Any]:
+    """A scheme for JSON; `read_scheme` undoes it."""
+    kind = next(name for name, cls in _KINDS.items() if type(scheme) is cls)
+    return {"grid": kind, **asdict(scheme)}
+
+
+def read_scheme(record: dict[str, Any]) -> Scheme:
+    """The scheme that `scheme_record` wrote.
+
+    Raises:
+        BadInput: no such kind, or fields that it does not have.
+    """
+    fields = dict(record)
+    cls = _KINDS.get(fields.pop("grid", "int"))
+    if fields.get("activations"):
+        fields["activations"] = Activations(**fields["activations"])
+    try:
+        if cls is None:
+            raise TypeError("unknown grid")
+        return cls(**fields)
+    except TypeError as error:
+        raise BadInput(f"no scheme can be made of {record}: {error}") from error

@@ -17,8 +17,8 @@ from .journal import sha256_of_file
 from .manifest import MANIFEST_NAME
 from .progress import Progress, Silent
 from .raw_reader import READERS, Codes, read_headers
-from .read import format_and_scheme, quantized_modules, tensor_names
-from .scheme import QuantScheme
+from .read import checkpoint_format, module_scheme, quantized_modules, tensor_names
+from .scheme import IntScheme, Scheme
 
 PROVEN = "proven: the files hold what was computed"
 UNPROVEN = "read, not proven: no manifest"
@@ -72,8 +72,9 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
         _check_files(report, manifest)
     try:
         checkpoint = Checkpoint(folder)
-        weight_format, scheme = format_and_scheme(checkpoint)
+        weight_format = checkpoint_format(checkpoint)
         modules = sorted(quantized_modules(checkpoint))
+        schemes = {module: module_scheme(checkpoint, module) for module in modules}
     except BadInput:
         if report.failures:  # a damaged header: the digest has already named the file
             report.status = FAILED
@@ -81,7 +82,7 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
         raise
     report.quant_method, report.scheme, report.num_modules = (
         weight_format.name,
-        scheme.label,
+        ", ".join(dict.fromkeys(scheme.label for scheme in schemes.values())),
         len(modules),
     )
     config = checkpoint.quantization_config or {}
@@ -97,7 +98,7 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
         except (KeyError, ValueError) as error:
             report.failures.append(f"{module} cannot be read: {error}")
         else:
-            _check_module(report, module, codes, scheme)
+            _check_module(report, module, codes, schemes[module])
             weights += codes.codes.size
             for name in tensor_names(checkpoint, module):
                 stored += entries[name].stop - entries[name].start
@@ -186,9 +187,10 @@ def _excused(config: dict[str, Any]) -> Callable[[str], bool]:
     return excused
 
 
-def _check_module(report: VerifyReport, module: str, codes: Codes, scheme: QuantScheme) -> None:
+def _check_module(report: VerifyReport, module: str, codes: Codes, scheme: Scheme) -> None:
     """What must hold of any module: shapes that fit together, numbers that are numbers."""
     out_features, in_features = codes.codes.shape
+    assert isinstance(scheme, IntScheme)
     groups = scheme.num_groups(in_features) if scheme.divides(in_features) else -1
     expected = (out_features, groups)
     if codes.scales.shape != expected or codes.zeros.shape != expected:

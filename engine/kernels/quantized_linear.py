@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ...quant.scheme import PER_CHANNEL, QuantScheme
-from ...quant.tensor import QuantizedTensor
+from ...quant.scheme import PER_CHANNEL, IntScheme, Scheme
+from ...quant.tensors.base import QuantizedTensor
+from ...quant.tensors.integer import IntTensor
+from .activations import round_activations
 from .dispatch import Candidate, Operation
 from .linear import LinearKernel
 
@@ -26,7 +28,7 @@ class QuantizedLinearSituation:
     dtype: torch.dtype
     out_features: int
     in_features: int
-    scheme: QuantScheme
+    scheme: Scheme
 
     def __str__(self) -> str:
         shape = f"{self.out_features} × {self.in_features}"
@@ -42,32 +44,47 @@ class TiledDequantLinear:
     TILE_ROWS = 1024
 
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
-        self._scheme = weight.scheme
-        self._scales = weight.scales.float()
-        self._zeros = weight.zeros
         self._dtype = dtype
-        codes = weight.codes
-        if weight.scheme.bits == 4:
-            codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-        self._packed = codes.contiguous()
-        self._is_packed_in_pairs = weight.scheme.bits == 4
-        self.weight_bytes = self._packed.nbytes + self._scales.nbytes + self._zeros.nbytes
+        self._rows = weight.out_features
+        self._held = (
+            _PairedCodes(weight)
+            if isinstance(weight, IntTensor)
+            and weight.scheme.bits <= 4
+            and not weight.in_features % 2
+            else weight
+        )
+        self._activations = weight.scheme.activations
+        self._input_scale = weight.parts().get("input_scale")
+        self.weight_bytes = self._held.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._activations is not None:
+            x = round_activations(x, self._activations, self._input_scale)
         tiles = [
             functional.linear(x, self._tile(slice(begin, begin + self.TILE_ROWS)))
-            for begin in range(0, self._packed.shape[0], self.TILE_ROWS)
+            for begin in range(0, self._rows, self.TILE_ROWS)
         ]
         return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
 
     def _tile(self, rows: slice) -> torch.Tensor:
         """Weights of some output channels, [rows, in]."""
-        codes = self._packed[rows]
-        if self._is_packed_in_pairs:
-            codes = torch.stack([codes & 15, codes >> 4], dim=-1)
-        return QuantizedTensor(
-            codes.flatten(1), self._scales[rows], self._zeros[rows], self._scheme
-        ).dequantize(self._dtype)
+        return self._held.rows(rows).dequantize(self._dtype)
+
+
+class _PairedCodes:
+    """Integer codes of at most 4 bits, two to a byte."""
+
+    def __init__(self, weight: IntTensor) -> None:
+        self._paired = (weight.codes[:, 0::2] | (weight.codes[:, 1::2] << 4)).contiguous()
+        self._scales, self._zeros = weight.scales, weight.zeros
+        self._scheme, self._index = weight.scheme, weight.group_index
+        rest = [part for name, part in weight.parts().items() if name != "codes"]
+        self.nbytes = self._paired.nbytes + sum(part.nbytes for part in rest)
+
+    def rows(self, rows: slice) -> IntTensor:
+        paired = self._paired[rows]
+        codes = torch.stack([paired & 15, paired >> 4], dim=-1).flatten(1)
+        return IntTensor(codes, self._scales[rows], self._zeros[rows], self._scheme, self._index)
 
 
 class Int4PackLinear:
@@ -76,7 +93,7 @@ class Int4PackLinear:
     It computes `(code - 8) * scale + offset`, so a zero point z becomes the offset (8 - z) * scale.
     """
 
-    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
         group = weight.scheme.group_size
         self._group = weight.in_features if group == PER_CHANNEL else group
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
@@ -98,7 +115,7 @@ class Int4PackLinear:
 class Int8PackLinear:
     """torch's CPU kernel for signed 8-bit weights with one scale per output channel."""
 
-    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
         self._codes = (weight.codes.to(torch.int16) - 128).to(torch.int8)
         self._scales = weight.scales.flatten().to(dtype)
         self.weight_bytes = self._codes.nbytes + self._scales.nbytes
@@ -119,6 +136,8 @@ def _refuses_int4pack(situation: QuantizedLinearSituation) -> str | None:
     scheme = situation.scheme
     if (reason := _refuses_cpu_bf16(situation)) is not None:
         return reason
+    if not isinstance(scheme, IntScheme) or scheme.activations is not None or scheme.permuted:
+        return f"it is for plain integer weights, not {scheme.label}"
     if scheme.bits != 4:
         return f"it is for 4-bit weights, not {scheme.bits}"
     group = situation.in_features if scheme.group_size == PER_CHANNEL else scheme.group_size
@@ -134,9 +153,20 @@ def _refuses_int8pack(situation: QuantizedLinearSituation) -> str | None:
     if (reason := _refuses_cpu_bf16(situation)) is not None:
         return reason
     scheme = situation.scheme
-    if scheme.bits != 8 or not scheme.symmetric or scheme.group_size != PER_CHANNEL:
+    plain = isinstance(scheme, IntScheme) and scheme.activations is None and not scheme.permuted
+    if not plain or scheme.bits != 8 or not scheme.symmetric or scheme.group_size != PER_CHANNEL:
         return f"it is for symmetric int8 with one scale per channel, not {scheme.label}"
     return None
+
+
+def _int4pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    assert isinstance(weight, IntTensor)
+    return Int4PackLinear(weight, dtype)
+
+
+def _int8pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    assert isinstance(weight, IntTensor)
+    return Int8PackLinear(weight, dtype)
 
 
 QUANTIZED_LINEAR: Operation[
@@ -144,8 +174,8 @@ QUANTIZED_LINEAR: Operation[
 ] = Operation(
     "quantized linear",
     [
-        Candidate("torch-int4pack", _refuses_int4pack, Int4PackLinear),
-        Candidate("torch-int8pack", _refuses_int8pack, Int8PackLinear),
+        Candidate("torch-int4pack", _refuses_int4pack, _int4pack),
+        Candidate("torch-int8pack", _refuses_int8pack, _int8pack),
         Candidate("tiled-dequant", lambda situation: None, TiledDequantLinear),
     ],
 )
@@ -154,6 +184,10 @@ QUANTIZED_LINEAR: Operation[
 def prepare_quantized_linear(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     """Repack `weight` for the best kernel that takes activations of `dtype`."""
     situation = QuantizedLinearSituation(
-        weight.codes.device.type, dtype, weight.out_features, weight.in_features, weight.scheme
+        next(iter(weight.parts().values())).device.type,
+        dtype,
+        weight.out_features,
+        weight.in_features,
+        weight.scheme,
     )
     return QUANTIZED_LINEAR.select(situation).run(weight, dtype)

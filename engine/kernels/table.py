@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...quant.scheme import QuantScheme
+from ...quant.scheme import IntScheme
 from .dispatch import Choice
 from .linear import LINEAR, LinearSituation
 from .paged_attention import PAGED_ATTENTION, AttentionSituation
@@ -17,7 +17,7 @@ def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
         PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, head_dim=128)),
         LINEAR.explain(LinearSituation(device.type, dtype, 4096, 4096)),
     ]
-    for scheme in (QuantScheme(4, 128, False), QuantScheme(4, 128, True), QuantScheme(8, -1, True)):
+    for scheme in (IntScheme(4, 128, False), IntScheme(4, 128, True), IntScheme(8, -1, True)):
         situation = QuantizedLinearSituation(device.type, dtype, 4096, 4096, scheme)
         choices.append(QUANTIZED_LINEAR.explain(situation))
     return choices

@@ -9,7 +9,7 @@ import torch
 from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
 from ...quant.read import quantized_modules, read_quantized, tensor_names
-from ...quant.tensor import QuantizedTensor
+from ...quant.tensors.base import QuantizedTensor
 from .decoder import DecoderWeights, LayerWeights
 from .projection import Projection
 from .spec import ModelSpec
@@ -81,12 +81,7 @@ class CheckpointReader:
                 f"but config.json makes it {(out_features, in_features)}"
             )
         self._unread -= tensor_names(self._checkpoint, module)
-        return QuantizedTensor(
-            weight.codes.to(self._device),
-            weight.scales.to(self._device),
-            weight.zeros.to(self._device),
-            weight.scheme,
-        )
+        return weight.to(self._device)
 
 
 def load_weights(

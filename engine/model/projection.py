@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...quant.tensor import QuantizedTensor
+from ...quant.tensors.base import QuantizedTensor
+from ...quant.tensors.integer import IntTensor
 from ..kernels.linear import LinearKernel, TorchLinear, prepare_linear
 from ..kernels.quantized_linear import prepare_quantized_linear
 
@@ -51,12 +52,18 @@ class Projection:
 
 
 def _kind(weight: torch.Tensor | QuantizedTensor) -> object:
-    return weight.scheme if isinstance(weight, QuantizedTensor) else None
+    """Equal for weights that can be stacked into one matrix."""
+    if isinstance(weight, torch.Tensor):
+        return None
+    stackable = isinstance(weight, IntTensor) and weight.group_index is weight.input_scale is None
+    return weight.scheme if stackable else id(weight)
 
 
 def _prepare(run: list[torch.Tensor | QuantizedTensor], dtype: torch.dtype) -> LinearKernel:
-    quantized = [weight for weight in run if isinstance(weight, QuantizedTensor)]
-    if quantized:
-        return prepare_quantized_linear(QuantizedTensor.concat(quantized), dtype)
     plain = [weight for weight in run if isinstance(weight, torch.Tensor)]
-    return prepare_linear(plain[0] if len(plain) == 1 else torch.cat(plain))
+    if plain:
+        return prepare_linear(plain[0] if len(plain) == 1 else torch.cat(plain))
+    if isinstance(run[0], QuantizedTensor) and len(run) == 1:
+        return prepare_quantized_linear(run[0], dtype)
+    stack = [weight for weight in run if isinstance(weight, IntTensor)]
+    return prepare_quantized_linear(IntTensor.concat(stack), dtype)

@@ -1,1 +1,1 @@
-"""How a `QuantizedTensor` lies on disk: one file per format, each a writer and a reader."""
+"""How a `IntTensor` lies on disk: one file per format, each a writer and a reader."""

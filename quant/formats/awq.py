@@ -12,14 +12,25 @@ that a GPU turns one word into four pairs of halves with few instructions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import BadInput
-from ..scheme import QuantScheme
-from ..tensor import QuantizedTensor
-from .base import GetTensor, check_groups, expect_shape, pack_words, unpack_words
+from ..scheme import IntScheme, Scheme
+from ..tensors.base import QuantizedTensor
+from ..tensors.integer import IntTensor
+from .base import (
+    Config,
+    TensorSource,
+    check_groups,
+    expect_shape,
+    int_scheme,
+    only_scheme,
+    pack_words,
+    unpack_words,
+)
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _UNDO = tuple(ORDER.index(position) for position in range(8))
@@ -35,9 +46,13 @@ class AwqFormat:
     """AWQ GEMM: 4 bits, asymmetric, float16 scales."""
 
     name = "awq"
+    markers: tuple[str, ...] = (".qweight",)
     suffixes: tuple[str, ...] = (".qweight", ".qzeros", ".scales")
 
-    def check_scheme(self, scheme: QuantScheme) -> None:
+    def check_scheme(self, scheme: Scheme) -> None:
+        scheme = int_scheme(self.name, scheme)
+        if scheme.activations is not None or scheme.permuted:
+            raise BadInput(f"format awq cannot hold {scheme.label} weights")
         if scheme.bits != _BITS:
             raise BadInput(
                 f"format awq holds 4-bit weights only, not {scheme.bits}-bit: "
@@ -49,55 +64,62 @@ class AwqFormat:
                 "or use --format compressed-tensors"
             )
 
-    def check(self, module: str, out_features: int, in_features: int, scheme: QuantScheme) -> None:
+    def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
         if out_features % _PER_WORD:
             raise BadInput(
                 f"format awq cannot pack {module}: its {out_features} outputs are no multiple of "
                 f"{_PER_WORD}; leave it out with --ignore, or use 8 bits with "
                 "--format compressed-tensors"
             )
-        check_groups(module, in_features, scheme)
+        check_groups(module, in_features, int_scheme(self.name, scheme))
 
-    def scale_dtype(self, weights: torch.dtype) -> torch.dtype:
+    def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float16
 
-    def loads_in(self, scheme: QuantScheme) -> str:
+    def loads_in(self, scheme: Scheme) -> str:
         return "llmopt, vLLM, transformers (with gptqmodel and accelerate)"
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        assert isinstance(tensor, IntTensor)
         return {
             f"{module}.qweight": pack_words(_reorder(tensor.codes.t(), ORDER), _BITS),
             f"{module}.qzeros": pack_words(_reorder(tensor.zeros.t(), ORDER), _BITS),
             f"{module}.scales": tensor.scales.t().contiguous(),
         }
 
-    def unpack(self, module: str, get: GetTensor, scheme: QuantScheme) -> QuantizedTensor:
-        qweight = get(f"{module}.qweight")
+    def unpack(self, module: str, source: TensorSource, config: Config) -> IntTensor:
+        scheme = self.scheme(config, module)
+        qweight = source.tensor(f"{module}.qweight")
         in_features, out_features = qweight.shape[0], qweight.shape[1] * _PER_WORD
         check_groups(module, in_features, scheme)
         groups = scheme.num_groups(in_features)
         qzeros = expect_shape(
-            f"{module}.qzeros", get(f"{module}.qzeros"), (groups, out_features // _PER_WORD)
+            f"{module}.qzeros",
+            source.tensor(f"{module}.qzeros"),
+            (groups, out_features // _PER_WORD),
         )
-        scales = expect_shape(f"{module}.scales", get(f"{module}.scales"), (groups, out_features))
-        return QuantizedTensor(
+        scales = expect_shape(
+            f"{module}.scales", source.tensor(f"{module}.scales"), (groups, out_features)
+        )
+        return IntTensor(
             codes=_reorder(unpack_words(qweight, _BITS), _UNDO).t().contiguous(),
             scales=scales.t().contiguous(),
             zeros=_reorder(unpack_words(qzeros, _BITS), _UNDO).t().contiguous(),
             scheme=scheme,
         )
 
-    def config(self, scheme: QuantScheme, ignore: list[str]) -> dict[str, Any]:
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        scheme = int_scheme(self.name, only_scheme(self.name, schemes))
         return {
             "quant_method": "awq",
             "bits": scheme.bits,
             "group_size": scheme.group_size,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": ignore,
+            "modules_to_not_convert": list(ignore),
         }
 
-    def scheme(self, config: dict[str, Any]) -> QuantScheme:
+    def scheme(self, config: Config, module: str) -> IntScheme:
         # transformers 5 calls the layout `format`, AutoAWQ called it `version`.
         layout = str(config.get("format") or config.get("version") or "gemm").lower()
         if layout != "gemm":
@@ -110,4 +132,4 @@ class AwqFormat:
         if not config.get("zero_point", True):
             raise BadInput("quant_method awq without zero points is not supported")
         group_size = config.get("group_size", config.get("q_group_size", 128))
-        return QuantScheme(bits=_BITS, group_size=int(group_size), symmetric=False)
+        return IntScheme(bits=_BITS, group_size=int(group_size), symmetric=False)

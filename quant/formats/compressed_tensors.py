@@ -13,16 +13,28 @@ lies on disk is our code as it is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import BadInput
-from ..scheme import PER_CHANNEL, SUPPORTED_BITS, QuantScheme
-from ..tensor import QuantizedTensor
-from .base import GetTensor, check_groups, expect_shape, pack_words, unpack_words
+from ..scheme import PER_CHANNEL, IntScheme, Scheme
+from ..tensors.base import QuantizedTensor
+from ..tensors.integer import IntTensor
+from .base import (
+    Config,
+    TensorSource,
+    check_groups,
+    expect_shape,
+    int_scheme,
+    only_scheme,
+    pack_words,
+    unpack_words,
+)
 
 _LAYOUT = "pack-quantized"
+_BITS = (4, 8)
 
 
 def _unsupported(what: str) -> BadInput:
@@ -33,6 +45,7 @@ class CompressedTensorsFormat:
     """compressed-tensors `pack-quantized`: int4 or int8 weights, 16-bit activations."""
 
     name = "compressed-tensors"
+    markers: tuple[str, ...] = (".weight_packed",)
     suffixes: tuple[str, ...] = (
         ".weight_packed",
         ".weight_scale",
@@ -40,10 +53,13 @@ class CompressedTensorsFormat:
         ".weight_shape",
     )
 
-    def check_scheme(self, scheme: QuantScheme) -> None:
-        """Holds every scheme there is here."""
+    def check_scheme(self, scheme: Scheme) -> None:
+        scheme = int_scheme(self.name, scheme)
+        if scheme.bits not in _BITS or scheme.activations is not None or scheme.permuted:
+            raise BadInput(f"format compressed-tensors cannot hold {scheme.label} weights yet")
 
-    def check(self, module: str, out_features: int, in_features: int, scheme: QuantScheme) -> None:
+    def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
+        scheme = int_scheme(self.name, scheme)
         per_word = 32 // scheme.bits
         widths = [("inputs", in_features)]
         if not scheme.symmetric:
@@ -56,11 +72,11 @@ class CompressedTensorsFormat:
                 )
         check_groups(module, in_features, scheme)
 
-    def scale_dtype(self, weights: torch.dtype) -> torch.dtype:
+    def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return weights
 
-    def loads_in(self, scheme: QuantScheme) -> str:
-        if scheme.symmetric:
+    def loads_in(self, scheme: Scheme) -> str:
+        if int_scheme(self.name, scheme).symmetric:
             return "llmopt, vLLM, transformers (with compressed-tensors)"
         return (
             "llmopt, vLLM, transformers (with compressed-tensors, and only when asked with "
@@ -68,6 +84,7 @@ class CompressedTensorsFormat:
         )
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        assert isinstance(tensor, IntTensor)
         bits = tensor.scheme.bits
         packed = {
             f"{module}.weight_packed": pack_words(tensor.codes, bits),
@@ -79,25 +96,30 @@ class CompressedTensorsFormat:
             packed[f"{module}.weight_zero_point"] = zeros
         return packed
 
-    def unpack(self, module: str, get: GetTensor, scheme: QuantScheme) -> QuantizedTensor:
-        words = get(f"{module}.weight_packed")
-        shape = expect_shape(f"{module}.weight_shape", get(f"{module}.weight_shape"), (2,))
+    def unpack(self, module: str, source: TensorSource, config: Config) -> IntTensor:
+        scheme = self.scheme(config, module)
+        words = source.tensor(f"{module}.weight_packed")
+        shape = expect_shape(
+            f"{module}.weight_shape", source.tensor(f"{module}.weight_shape"), (2,)
+        )
         out_features, in_features = (int(width) for width in shape)
         check_groups(module, in_features, scheme)
         groups = scheme.num_groups(in_features)
         per_word = 32 // scheme.bits
         expect_shape(f"{module}.weight_packed", words, (out_features, -(-in_features // per_word)))
         scales = expect_shape(
-            f"{module}.weight_scale", get(f"{module}.weight_scale"), (out_features, groups)
+            f"{module}.weight_scale",
+            source.tensor(f"{module}.weight_scale"),
+            (out_features, groups),
         )
         if scheme.symmetric:
             zeros = torch.full((out_features, groups), scheme.middle, dtype=torch.uint8)
         else:
             name = f"{module}.weight_zero_point"
-            packed = expect_shape(name, get(name), (-(-out_features // per_word), groups))
+            packed = expect_shape(name, source.tensor(name), (-(-out_features // per_word), groups))
             zeros = unpack_words(packed.t().contiguous(), scheme.bits)
             zeros = zeros[:, :out_features].t().contiguous()
-        return QuantizedTensor(
+        return IntTensor(
             # The library pads a row to whole words, so a foreign file may hold more fields than codes.
             codes=unpack_words(words, scheme.bits)[:, :in_features].contiguous(),
             scales=scales,
@@ -105,7 +127,8 @@ class CompressedTensorsFormat:
             scheme=scheme,
         )
 
-    def config(self, scheme: QuantScheme, ignore: list[str]) -> dict[str, Any]:
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        scheme = int_scheme(self.name, only_scheme(self.name, schemes))
         weights: dict[str, Any] = {
             "num_bits": scheme.bits,
             "type": "int",
@@ -127,11 +150,11 @@ class CompressedTensorsFormat:
                     "output_activations": None,
                 }
             },
-            "ignore": ignore,
+            "ignore": list(ignore),
             "kv_cache_scheme": None,
         }
 
-    def scheme(self, config: dict[str, Any]) -> QuantScheme:
+    def scheme(self, config: Config, module: str) -> IntScheme:
         layout = config.get("format")
         if layout != _LAYOUT:
             raise BadInput(
@@ -149,18 +172,18 @@ class CompressedTensorsFormat:
         return schemes.pop()
 
     @staticmethod
-    def _group_scheme(group: dict[str, Any]) -> QuantScheme:
+    def _group_scheme(group: Config) -> IntScheme:
         weights = group.get("weights") or {}
         if group.get("input_activations") or group.get("output_activations"):
             raise _unsupported("quantized activations")
-        if weights.get("type", "int") != "int" or weights.get("num_bits") not in SUPPORTED_BITS:
+        if weights.get("type", "int") != "int" or weights.get("num_bits") not in _BITS:
             raise _unsupported(f"{weights.get('num_bits')}-bit {weights.get('type')} weights")
         if weights.get("actorder") == "group":
             raise _unsupported("permuted groups (actorder: group)")
         strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
         if strategy not in ("group", "channel"):
             raise _unsupported(f"the {strategy!r} strategy")
-        return QuantScheme(
+        return IntScheme(
             bits=weights["num_bits"],
             group_size=int(weights["group_size"]) if strategy == "group" else PER_CHANNEL,
             symmetric=bool(weights.get("symmetric", True)),

@@ -1,1 +1,1 @@
-"""How codes are chosen: one file per method, each turning a weight into a `QuantizedTensor`."""
+"""How codes are chosen: one file per method, each turning a weight into a `IntTensor`."""

@@ -20,11 +20,11 @@ import torch
 
 from ..errors import BadInput
 from ..families import Fold
-from ..scheme import QuantScheme
-from ..tensor import QuantizedTensor
+from ..scheme import CodebookScheme, GgufScheme, IntScheme, Scheme
+from ..tensors.base import QuantizedTensor
 from .awq_clip import clip_groups
-from .base import LayerProblem, LayerResult, ModuleReport
-from .rtn import round_to_nearest
+from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
+from .rounding import round_weight
 
 GRID = 20
 
@@ -49,31 +49,30 @@ class _State:
     problem: LayerProblem
     linears: dict[str, _Linear] = field(default_factory=dict)
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    routers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def quantize(
         self, name: str, columns: torch.Tensor, rows: torch.Tensor
     ) -> tuple[QuantizedTensor, torch.Tensor]:
         """Codes of a linear under the given scales, and the weight that they amount to."""
         weight = self.problem.weights[name] * columns / rows[:, None]
-        codes = self._round(name, weight)
+        codes = round_weight(self.problem, name, weight)
         return codes, self.effective(codes, columns, rows)
-
-    def _round(self, name: str, weight: torch.Tensor) -> QuantizedTensor:
-        module = f"{self.problem.prefix}.{name}"
-        return round_to_nearest(weight, self.problem.scheme, self.problem.scale_dtype, name=module)
 
     def clip(self, name: str) -> tuple[QuantizedTensor, torch.Tensor, float]:
         """Codes of a linear after clipping, its weight, and the share of groups that were clipped."""
         linear = self.linears[name]
         weight = self.problem.weights[name] * linear.columns / linear.rows[:, None]
+        scheme = self.problem.schemes[name]
+        assert isinstance(scheme, IntScheme)
         clipped = clip_groups(
             weight,
             self.problem.statistics[name].gram,
             linear.columns,
-            self.problem.scheme,
-            self.problem.scale_dtype,
+            scheme,
+            self.problem.scale_dtypes[name],
         )
-        codes = self._round(name, clipped.weight)
+        codes = round_weight(self.problem, name, clipped.weight)
         return codes, self.effective(codes, linear.columns, linear.rows), clipped.share
 
     @staticmethod
@@ -99,6 +98,13 @@ class Awq:
     """The method `awq`."""
 
     name = "awq"
+    default_format = "awq"
+    needs_statistics = True
+    grouped = True
+
+    def scheme(self, options: SchemeOptions) -> Scheme:
+        symmetric = False if options.symmetric is None else options.symmetric
+        return IntScheme(options.bits or 4, options.group_size or 128, symmetric)
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
         state = _State(problem)
@@ -114,7 +120,7 @@ class Awq:
         for name in problem.weights:
             weights[name], report = _finish(name, state)
             reports.append(report)
-        return LayerResult(weights=weights, norms=state.norms, reports=reports)
+        return LayerResult(weights, state.norms, reports, state.routers)
 
 
 def _can_fold(fold: Fold, problem: LayerProblem) -> bool:
@@ -124,7 +130,7 @@ def _can_fold(fold: Fold, problem: LayerProblem) -> bool:
     source; neither is worth a worse float weight. A grouped value head feeds several query heads, so its
     rows do not match the columns of the output projection.
     """
-    if any(target not in problem.weights for target in fold.targets):
+    if any(name not in problem.weights and name not in problem.routers for name in fold.targets):
         return False
     if fold.source in problem.norms:
         return True
@@ -136,12 +142,15 @@ def _can_fold(fold: Fold, problem: LayerProblem) -> bool:
 def _search_fold(fold: Fold, state: _State) -> None:
     """Try every scale of the grid for one pair and keep the best that makes no linear worse than RTN."""
     problem = state.problem
-    best = sum(state.linears[target].error for target in fold.targets)
+    targets = [name for name in fold.targets if name in problem.weights]
+    routers = [name for name in fold.targets if name in problem.routers]
+    best = sum(state.linears[target].error for target in targets)
     chosen: tuple[float, torch.Tensor, torch.Tensor | None, dict[str, float]] | None = None
     for ratio, wanted in scale_candidates(
-        problem.statistics[fold.targets[0]].mean_abs,
-        torch.cat([problem.weights[target] for target in fold.targets]),
-        problem.scheme,
+        # A router sees every token, an expert only its own.
+        problem.statistics[(routers or targets)[0]].mean_abs,
+        torch.cat([problem.weights[target] for target in targets]),
+        _run_length(problem.schemes[targets[0]], problem.weights[targets[0]].shape[1]),
     ):
         if fold.source in problem.norms:
             norm, scales = fold_into_norm(problem.norms[fold.source], wanted)
@@ -149,21 +158,23 @@ def _search_fold(fold: Fold, state: _State) -> None:
             norm, scales = None, wanted
         errors = {
             target: state.candidate_error(target, scales, state.linears[target].rows)
-            for target in fold.targets
+            for target in targets
         }
         if norm is None:
             columns = state.linears[fold.source].columns
             errors[fold.source] = state.candidate_error(fold.source, columns, scales)
         worse = any(not error <= state.linears[name].rtn_error for name, error in errors.items())
-        total = sum(errors[target] for target in fold.targets)
+        total = sum(errors[target] for target in targets)
         if not worse and math.isfinite(total) and total < best:
             best, chosen = total, (ratio, scales, norm, errors)
     if chosen is None:
         return
     ratio, scales, norm, errors = chosen
-    for target in fold.targets:
+    for target in targets:
         state.linears[target].columns = scales
         state.linears[target].ratio = ratio
+    for router in routers:
+        state.routers[router] = problem.routers[router] * scales
     if norm is None:
         state.linears[fold.source].rows = scales
     else:
@@ -174,36 +185,42 @@ def _search_fold(fold: Fold, state: _State) -> None:
 
 def _finish(name: str, state: _State) -> tuple[QuantizedTensor, ModuleReport]:
     """Clip and round a linear under its final scales; the clipping stays only where it does not hurt."""
-    linear = state.linears[name]
-    codes, _ = state.quantize(name, linear.columns, linear.rows)
-    error, share = linear.error, 0.0
-    if name not in state.problem.family.unclipped:
-        clipped, effective, clipped_share = state.clip(name)
-        clipped_error = state.problem.error(name, effective)
-        if clipped_error < error:
-            codes, error, share = clipped, clipped_error, clipped_share
-    return codes, ModuleReport(
-        module=f"{state.problem.prefix}.{name}",
-        error=error,
-        rtn_error=linear.rtn_error,
-        ratio=linear.ratio,
-        clipped=share,
-    )
+    problem, linear = state.problem, state.linears[name]
+    codes, effective = state.quantize(name, linear.columns, linear.rows)
+    share = 0.0
+    clips = isinstance(problem.schemes[name], IntScheme)
+    if clips and name not in problem.family.unclipped:
+        clipped, clipped_effective, clipped_share = state.clip(name)
+        if problem.error(name, clipped_effective) < linear.error:
+            codes, effective, share = clipped, clipped_effective, clipped_share
+    rounded = round_weight(problem, name, problem.weights[name]).dequantize()
+    return codes, problem.report(name, effective, rounded, ratio=linear.ratio, clipped=share)
+
+
+def _run_length(scheme: Scheme, in_features: int) -> int:
+    """How many weights of a row share a scale."""
+    if isinstance(scheme, IntScheme):
+        return in_features // scheme.num_groups(in_features)
+    if isinstance(scheme, GgufScheme):
+        return 32
+    size = scheme.block_size if isinstance(scheme, CodebookScheme) else in_features
+    return size if in_features % size == 0 else in_features
 
 
 def scale_candidates(
-    mean_abs: torch.Tensor, weight: torch.Tensor, scheme: QuantScheme
+    mean_abs: torch.Tensor, weight: torch.Tensor, run_length: int
 ) -> Iterator[tuple[float, torch.Tensor]]:
     """The grid of input scales: `s = x^a / (w^(1-a) + 1e-4)` for 20 exponents `a`, centred around 1.
 
     Args:
         mean_abs: mean magnitude of each input channel `[in]`.
         weight: the linears that share the input, stacked `[out, in]`.
+        run_length: how many weights of a row share a scale.
 
     Yields:
         The exponent, and positive finite scales `[in]`.
     """
-    grouped = weight.abs().view(weight.shape[0], scheme.num_groups(weight.shape[1]), -1)
+    grouped = weight.abs().view(weight.shape[0], -1, run_length)
     largest = grouped.amax(dim=-1, keepdim=True)
     relative = (grouped / torch.where(largest > 0, largest, 1.0)).view(weight.shape)
     mean_weight = relative.mean(dim=0)

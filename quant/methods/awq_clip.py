@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..scheme import QuantScheme
+from ..scheme import IntScheme
 from .base import InputStatistics
-from .rtn import round_to_nearest
+from .int_grid import round_to_nearest
 
 _STEPS = 20
 _MAX_SHRINK = 0.5
@@ -25,7 +25,7 @@ def clip_groups(
     weight: torch.Tensor,
     gram: torch.Tensor,
     columns: torch.Tensor,
-    scheme: QuantScheme,
+    scheme: IntScheme,
     scale_dtype: torch.dtype,
 ) -> Clipped:
     """Clamp each group to the magnitude that gives the least output error on the calibration data.
@@ -74,7 +74,7 @@ def clip_groups(
 
 
 def _rounded(
-    grouped: torch.Tensor, limit: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
+    grouped: torch.Tensor, limit: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype
 ) -> torch.Tensor:
     """What is read back of `[out, groups, group_size]` weights clamped to `limit` and rounded."""
     clamped = grouped.clamp(-limit, limit).flatten(1)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import torch
 
 from ..families import Family
-from ..scheme import QuantScheme
-from ..tensor import QuantizedTensor
+from ..scheme import Scheme
+from ..tensors.base import QuantizedTensor
 
 
 class InputStatistics:
@@ -21,19 +22,25 @@ class InputStatistics:
     Attributes:
         gram: float32 `[in, in]`, the sum of `x xᵀ` over tokens.
         abs_sum: float32 `[in]`, the sum of `|x|`.
+        abs_max: float32 `[in]`, the largest `|x|`.
         num_tokens: how many tokens were seen.
     """
 
     def __init__(self, in_features: int):
         self.gram = torch.zeros(in_features, in_features)
         self.abs_sum = torch.zeros(in_features)
+        self.abs_max = torch.zeros(in_features)
         self.num_tokens = 0
 
     def add(self, inputs: torch.Tensor) -> None:
         """Take in `[..., in]` float32 inputs."""
         tokens = inputs.reshape(-1, inputs.shape[-1])
         self.gram += tokens.T @ tokens
-        self.abs_sum += tokens.abs().sum(dim=0)
+        if not tokens.shape[0]:
+            return
+        magnitudes = tokens.abs()
+        self.abs_sum += magnitudes.sum(dim=0)
+        self.abs_max = torch.maximum(self.abs_max, magnitudes.amax(dim=0))
         self.num_tokens += tokens.shape[0]
 
     @property
@@ -46,6 +53,61 @@ class InputStatistics:
         products = (delta @ self.gram).to(torch.float64) * delta.to(torch.float64)
         return products.sum(dim=1).clamp_(min=0)
 
+    def relative_error(self, weight: torch.Tensor, effective: torch.Tensor) -> float:
+        """`|X(W - W')ᵀ|² / |XWᵀ|²` of the weight `effective` used in place of `weight`, both `[out, in]`."""
+        energy = float(self.row_errors(weight).sum())
+        return float(self.row_errors(weight - effective).sum()) / energy if energy else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MethodOptions:
+    """The knobs of single methods; each method reads its own and ignores the others.
+
+    Attributes:
+        act_order: GPTQ: columns in the order of their importance, with groups as they lie (`static`),
+            with permuted groups (`dynamic`), or in their own order (`none`).
+        damp: GPTQ: share of the mean diagonal that is added to it.
+        true_sequential: GPTQ: later linears of a layer see what the earlier ones became.
+        mse: GPTQ: search the range of each group for the least squared rounding error.
+        alpha: SmoothQuant: how much of the difficulty moves into the weights.
+    """
+
+    act_order: Literal["static", "dynamic", "none"] = "static"
+    damp: float = 0.01
+    true_sequential: bool = True
+    mse: bool = False
+    alpha: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    """What was done to one linear, and what it cost.
+
+    Attributes:
+        error: relative output error on the calibration tokens, squared norm over squared norm.
+        rtn_error: the same for plain rounding to the same scheme.
+        held_out_error, rtn_held_out_error: both on tokens that no method saw; None: none were given.
+        num_tokens: calibration tokens that reached the linear.
+        ratio: exponent of the activation magnitude in the chosen input scales; None: inputs unscaled.
+        clipped: share of groups whose range was shrunk before rounding.
+        damp: damping that the Hessian took; None where the method has none.
+        fallback: why the linear was rounded plainly after all; None: it was not.
+    """
+
+    module: str
+    error: float
+    rtn_error: float
+    held_out_error: float | None = None
+    rtn_held_out_error: float | None = None
+    num_tokens: int = 0
+    ratio: float | None = None
+    clipped: float = 0.0
+    damp: float | None = None
+    fallback: str | None = None
+
+
+Remeasure = Callable[[Mapping[str, torch.Tensor]], dict[str, InputStatistics]]
+
 
 @dataclass(frozen=True, slots=True)
 class LayerProblem:
@@ -53,59 +115,132 @@ class LayerProblem:
 
     Attributes:
         prefix: such as `model.layers.3`.
+        schemes: what each linear shall become.
+        scale_dtypes: in which its scales are stored.
         weights: float32 `[out, in]` of each linear that shall be quantized.
         statistics: of the input of each of these linears.
         norms: norm weights in the dtype of the checkpoint.
         with_bias: the linears that have a bias.
+        routers: float32 weights that stay floats but read an input that may be scaled.
+        held_out: statistics of inputs that the method must not use, for the report; may be empty.
+        remeasure: runs the layer with some weights replaced by others and gives the statistics anew;
+            None where only stored statistics are at hand.
     """
 
     prefix: str
     family: Family
-    scheme: QuantScheme
-    scale_dtype: torch.dtype
+    schemes: dict[str, Scheme]
+    scale_dtypes: dict[str, torch.dtype]
     weights: dict[str, torch.Tensor]
     statistics: dict[str, InputStatistics]
     norms: dict[str, torch.Tensor]
     with_bias: frozenset[str]
+    routers: dict[str, torch.Tensor] = field(default_factory=dict)
+    held_out: dict[str, InputStatistics] = field(default_factory=dict)
+    remeasure: Remeasure | None = None
+    options: MethodOptions = MethodOptions()
 
     def error(self, linear: str, effective: torch.Tensor) -> float:
-        """Relative output error `|X(W - W')ᵀ|² / |XWᵀ|²` of the weight `effective` used in place of `W`."""
-        statistics, weight = self.statistics[linear], self.weights[linear]
-        energy = float(statistics.row_errors(weight).sum())
-        return float(statistics.row_errors(weight - effective).sum()) / energy if energy else 0.0
+        """Relative output error on the calibration data of `effective` used in place of the weight."""
+        return self.statistics[linear].relative_error(self.weights[linear], effective)
 
+    def report(
+        self,
+        linear: str,
+        effective: torch.Tensor,
+        rounded: torch.Tensor,
+        *,
+        ratio: float | None = None,
+        clipped: float = 0.0,
+        damp: float | None = None,
+        fallback: str | None = None,
+    ) -> ModuleReport:
+        """The report of one linear.
 
-@dataclass(frozen=True, slots=True)
-class ModuleReport:
-    """What was done to one linear, and what it cost on the calibration data.
-
-    Attributes:
-        error: relative output error, squared norm over squared norm.
-        rtn_error: the same for plain rounding of the same weight on the same inputs.
-        ratio: exponent of the activation magnitude in the chosen input scales; None: inputs unscaled.
-        clipped: share of groups whose range was shrunk before rounding.
-    """
-
-    module: str
-    error: float
-    rtn_error: float
-    ratio: float | None = None
-    clipped: float = 0.0
+        Args:
+            effective: what the weight became, in the terms of the unscaled layer.
+            rounded: what plain rounding would have made of it.
+        """
+        held_out = self.held_out.get(linear)
+        weight = self.weights[linear]
+        return ModuleReport(
+            module=f"{self.prefix}.{linear}",
+            error=self.error(linear, effective),
+            rtn_error=self.error(linear, rounded),
+            held_out_error=held_out and held_out.relative_error(weight, effective),
+            rtn_held_out_error=held_out and held_out.relative_error(weight, rounded),
+            num_tokens=self.statistics[linear].num_tokens,
+            ratio=ratio,
+            clipped=clipped,
+            damp=damp,
+            fallback=fallback,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """The quantized linears, the norms that changed (in the checkpoint's dtype), and the reports."""
+    """What a method made of a layer.
+
+    Attributes:
+        weights: the quantized linears.
+        norms: norms that changed, in the checkpoint's dtype.
+        reports: one for each of `weights`, in the same order.
+        routers: routers that changed, float32.
+    """
 
     weights: dict[str, QuantizedTensor]
     norms: dict[str, torch.Tensor]
     reports: list[ModuleReport]
+    routers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeOptions:
+    """What was asked of the grid; None leaves it to the method.
+
+    Attributes:
+        bits, group_size, symmetric: of integer grids; the group size is already one that divides.
+        granularity: of fp8 weights: tensor, channel or block.
+        activations: `dynamic`, `static` or `none`.
+        double_quant: nf4 and fp4: magnitudes in 8 bits.
+        outlier_threshold: int8: inputs beyond it are multiplied in 16 bits (LLM.int8()).
+        sparse_fraction: squeezellm: share of weights that stay floats.
+        act_order: see `MethodOptions`.
+    """
+
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    granularity: str | None = None
+    activations: str | None = None
+    double_quant: bool = False
+    outlier_threshold: float | None = None
+    sparse_fraction: float | None = None
+    act_order: str = "static"
 
 
 class Method(Protocol):
-    """A way to choose codes."""
+    """A way to choose codes.
+
+    Attributes:
+        name: as in `--method`.
+        default_format: where `--format` is not given and the scheme fits.
+        needs_statistics: whether it looks at calibration data at all.
+        grouped: whether its scheme has groups of input channels that must divide the width.
+    """
 
     name: str
+    default_format: str
+    needs_statistics: bool
+    grouped: bool
+
+    def scheme(self, options: SchemeOptions) -> Scheme:
+        """The scheme that this method makes of what was asked.
+
+        Raises:
+            BadInput: a width or a choice that the method does not have.
+        """
+        ...
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
         """Choose the codes of every linear of a layer.

@@ -11,7 +11,7 @@ from llmopt.engine.kernels.quantized_linear import QUANTIZED_LINEAR, QuantizedLi
 from llmopt.engine.kernels.table import table
 from llmopt.engine.model.projection import Projection
 from llmopt.quant.methods.rtn import round_to_nearest
-from llmopt.quant.scheme import QuantScheme
+from llmopt.quant.scheme import IntScheme
 
 
 def attention_case(heads, kv_heads, head_dim, block_size, lengths, news, seed=0):
@@ -78,8 +78,8 @@ def test_padding_reads_the_null_block_and_nothing_of_it_shows():
 LINEARS = [
     (scheme, candidate)
     for scheme in (
-        QuantScheme(4, 32, False), QuantScheme(4, 128, True), QuantScheme(4, -1, False),
-        QuantScheme(8, -1, True), QuantScheme(8, 64, False),
+        IntScheme(4, 32, False), IntScheme(4, 128, True), IntScheme(4, -1, False),
+        IntScheme(8, -1, True), IntScheme(8, 64, False),
     )
     for candidate in QUANTIZED_LINEAR.candidates
 ]  # fmt: skip
@@ -117,7 +117,7 @@ def test_prepacked_bf16_is_bit_equal_to_torch():
 def test_a_projection_of_mixed_kinds_keeps_the_order():
     g = torch.Generator().manual_seed(0)
     plain = [torch.randn(16, 64, generator=g) for _ in range(3)]
-    quantized = round_to_nearest(plain[1], QuantScheme(8, -1, True), torch.float32)
+    quantized = round_to_nearest(plain[1], IntScheme(8, -1, True), torch.float32)
     x = torch.randn(3, 64, generator=g)
     bias = torch.randn(48, generator=g)
     got = Projection([plain[0], quantized, plain[2]], bias, torch.float32)(x)

@@ -9,16 +9,16 @@ from llmopt.quant.methods.awq import Awq, fold_into_norm, scale_candidates
 from llmopt.quant.methods.awq_clip import Clipped, clip_groups
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult
 from llmopt.quant.methods.rtn import RoundToNearest, round_to_nearest
-from llmopt.quant.scheme import QuantScheme
+from llmopt.quant.scheme import IntScheme
 
 FAMILY = FAMILIES["llama"]
 HIDDEN, FFN = 64, 96
-SCHEME = QuantScheme(4, 32, False)
+SCHEME = IntScheme(4, 32, False)
 QKV = FAMILY.shared_inputs[0]
 
 
 def layer_problem(
-    *, kv_features: int = HIDDEN, scheme: QuantScheme = SCHEME, outliers: float = 20.0
+    *, kv_features: int = HIDDEN, scheme: IntScheme = SCHEME, outliers: float = 20.0
 ) -> LayerProblem:
     """A random layer whose inputs have a few loud channels, which is what AWQ is for."""
     generator = torch.Generator().manual_seed(11)
@@ -73,9 +73,9 @@ def test_error_from_the_gram_matrix_is_the_error_of_the_outputs() -> None:
 
 @pytest.mark.parametrize("kv_features", [HIDDEN, HIDDEN // 2])
 @pytest.mark.parametrize(
-    "scheme", [SCHEME, QuantScheme(4, -1, True), QuantScheme(8, 32, True)], ids=lambda s: s.label
+    "scheme", [SCHEME, IntScheme(4, -1, True), IntScheme(8, 32, True)], ids=lambda s: s.label
 )
-def test_no_linear_is_worse_than_rounding(kv_features: int, scheme: QuantScheme) -> None:
+def test_no_linear_is_worse_than_rounding(kv_features: int, scheme: IntScheme) -> None:
     problem = layer_problem(kv_features=kv_features, scheme=scheme)
     plain = {
         report.module: report.error for report in RoundToNearest().quantize_layer(problem).reports
@@ -137,7 +137,7 @@ def test_query_and_key_are_never_clipped() -> None:
 
 def test_scaling_keeps_the_float_layer() -> None:
     """What a row of `up` loses, the column of `down` wins; only the rounding of 8 bits is between."""
-    problem = layer_problem(scheme=QuantScheme(8, 32, False))
+    problem = layer_problem(scheme=IntScheme(8, 32, False))
     result = Awq().quantize_layer(problem)
     assert result.norms, "no scale was folded: the test shows nothing"
     up_rows = result.weights["mlp.up_proj"].dequantize().norm(dim=1)

@@ -1,0 +1,60 @@
+"""A table of values for every output channel, and a few weights beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..scheme import LookupScheme
+from .base import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class LookupTensor(QuantizedTensor):
+    """`w[o, i] = table[o, codes[o, i]] + sparse[o, i]`.
+
+    Attributes:
+        codes: uint8 `[out, in]`.
+        table: float16 `[out, 2**bits]`, ascending.
+        scheme: width and share of sparse weights.
+        sparse_rows: int32 `[out + 1]`, where each row's sparse weights begin (CSR).
+        sparse_columns: int32 `[nonzeros]`.
+        sparse_values: float16 `[nonzeros]`, what the table leaves missing of the weight.
+    """
+
+    codes: torch.Tensor
+    table: torch.Tensor
+    scheme: LookupScheme
+    sparse_rows: torch.Tensor | None = None
+    sparse_columns: torch.Tensor | None = None
+    sparse_values: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        weight = self.table.to(torch.float32).gather(1, self.codes.long())
+        if self.sparse_rows is not None:
+            assert self.sparse_columns is not None and self.sparse_values is not None
+            counts = self.sparse_rows.diff().long()
+            rows = torch.arange(self.out_features, device=counts.device).repeat_interleave(counts)
+            values = self.sparse_values.to(torch.float32)
+            weight.index_put_((rows, self.sparse_columns.long()), values, accumulate=True)
+        return weight.to(dtype)
+
+    def rows(self, rows: slice) -> LookupTensor:
+        chosen = replace(self, codes=self.codes[rows], table=self.table[rows])
+        if self.sparse_rows is None:
+            return chosen
+        assert self.sparse_columns is not None and self.sparse_values is not None
+        start, stop, _ = rows.indices(self.out_features)
+        offsets = self.sparse_rows[start : stop + 1]
+        held = slice(int(offsets[0]), int(offsets[-1]))
+        return replace(
+            chosen,
+            sparse_rows=offsets - offsets[0],
+            sparse_columns=self.sparse_columns[held],
+            sparse_values=self.sparse_values[held],
+        )
