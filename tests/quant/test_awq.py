@@ -8,7 +8,8 @@ from llmopt.quant.methods import awq
 from llmopt.quant.methods.awq import Awq, fold_into_norm, scale_candidates
 from llmopt.quant.methods.awq_clip import Clipped, clip_groups
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult
-from llmopt.quant.methods.rtn import RoundToNearest, round_to_nearest
+from llmopt.quant.methods.int_grid import round_to_nearest
+from llmopt.quant.methods.rtn import RoundToNearest
 from llmopt.quant.scheme import IntScheme
 
 FAMILY = FAMILIES["llama"]
@@ -38,8 +39,8 @@ def layer_problem(
     return LayerProblem(
         prefix="model.layers.0",
         family=FAMILY,
-        scheme=scheme,
-        scale_dtype=torch.float16,
+        schemes=dict.fromkeys(FAMILY.linears, scheme),
+        scale_dtypes=dict.fromkeys(FAMILY.linears, torch.float16),
         weights={
             name: torch.randn(*shape, generator=generator) * 0.05 for name, shape in shapes.items()
         },
@@ -54,9 +55,9 @@ def layer_problem(
 
 def same_codes(left: LayerResult, right: LayerResult) -> bool:
     return all(
-        torch.equal(left.weights[name].codes, right.weights[name].codes)
-        and torch.equal(left.weights[name].scales, right.weights[name].scales)
-        for name in left.weights
+        torch.equal(part, right.weights[name].parts()[key])
+        for name, weight in left.weights.items()
+        for key, part in weight.parts().items()
     )
 
 
@@ -163,7 +164,7 @@ def test_what_the_norm_loses_by_rounding_the_scales_make_good() -> None:
 
 
 def test_dead_inputs_give_finite_scales() -> None:
-    candidates = list(scale_candidates(torch.zeros(64), torch.zeros(8, 64), SCHEME))
+    candidates = list(scale_candidates(torch.zeros(64), torch.zeros(8, 64), 32))
     assert len(candidates) == 20
     for _, scales in candidates:
         assert bool(torch.isfinite(scales).all()) and bool((scales > 0).all())

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.errors import BadInput
-from llmopt.quant.methods.rtn import round_to_nearest
+from llmopt.quant.methods.int_grid import round_to_nearest
 from llmopt.quant.scheme import IntScheme
 
 SCHEMES = st.builds(
