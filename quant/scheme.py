@@ -13,6 +13,9 @@ from .errors import BadInput
 
 SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
 PER_CHANNEL = -1
+_INPUT_GRANULARITIES = ("token", "group128", "tensor")
+_FLOAT_GRANULARITIES = ("tensor", "channel", "block")
+CODEBOOK_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,11 @@ class Activations:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
+        if self.kind not in ("int8", "fp8") or self.granularity not in _INPUT_GRANULARITIES:
+            raise BadInput(
+                f"activations in {self.kind} by {self.granularity} mean nothing: int8 or fp8, "
+                f"by {', '.join(_INPUT_GRANULARITIES)}"
+            )
         if not self.dynamic and self.granularity != "tensor":
             raise BadInput("a static activation scale is one scale for the whole input")
 
@@ -118,6 +126,13 @@ class FloatScheme:
     activations: Activations | None = None
     bits: int = 8
 
+    def __post_init__(self) -> None:
+        if self.granularity not in _FLOAT_GRANULARITIES:
+            raise BadInput(
+                f"an fp8 scale for each {self.granularity} means nothing: "
+                f"choose one of {', '.join(_FLOAT_GRANULARITIES)}"
+            )
+
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
         """Shape of the scales of a weight; blocks at the edge may be smaller than 128."""
         if self.granularity == "tensor":
@@ -152,6 +167,13 @@ class CodebookScheme:
     block_size: int = 64
     double_quant: bool = False
     bits: int = 4
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("nf4", "fp4"):
+            raise BadInput(f"there is no table {self.kind!r}: choose nf4 or fp4")
+        if self.block_size not in CODEBOOK_BLOCKS:
+            sizes = ", ".join(str(size) for size in CODEBOOK_BLOCKS)
+            raise BadInput(f"blocks of {self.block_size} weights are none of {sizes}")
 
     @property
     def activations(self) -> None:
@@ -312,11 +334,11 @@ def read_scheme(record: dict[str, Any]) -> Scheme:
     """
     fields = dict(record)
     cls = _KINDS.get(fields.pop("grid", "int"))
-    if fields.get("activations"):
-        fields["activations"] = Activations(**fields["activations"])
     try:
         if cls is None:
             raise TypeError("unknown grid")
+        if fields.get("activations"):
+            fields["activations"] = Activations(**fields["activations"])
         return cls(**fields)
     except TypeError as error:
         raise BadInput(f"no scheme can be made of {record}: {error}") from error

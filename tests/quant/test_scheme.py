@@ -1,17 +1,125 @@
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 import torch
 from llmopt.quant.errors import BadInput
-from llmopt.quant.methods.rtn import round_to_nearest
-from llmopt.quant.scheme import IntScheme
+from llmopt.quant.methods.int_grid import round_to_nearest
+from llmopt.quant.scheme import (
+    GGUF_BLOCKS,
+    Activations,
+    CodebookScheme,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    LookupScheme,
+    Scheme,
+    VectorwiseScheme,
+    read_scheme,
+    scheme_record,
+)
 from llmopt.quant.tensors.integer import IntTensor
 
+# A scheme of each kind, its label, and its bits per weight in a [128, 256] linear, counted by hand.
+SCHEMES: list[tuple[Scheme, str, float]] = [
+    (IntScheme(4, 128, False), "int4 g128 asym", 4 + 2 * (16 + 4) / 256),
+    (IntScheme(3, 32, False, permuted=True), "int3 g32 asym act-order", 3 + (16 + 3) / 32),
+    (IntScheme(8, -1, True), "int8 channel sym", 8 + 16 / 256),
+    (
+        IntScheme(8, -1, True, Activations("int8")),
+        "int8 channel sym a-int8-token",
+        8 + 16 / 256,
+    ),
+    (FloatScheme("tensor"), "fp8 tensor", 8 + 32 / (128 * 256)),
+    (
+        FloatScheme("channel", Activations("fp8", "tensor", dynamic=False)),
+        "fp8 channel a-fp8-tensor-static",
+        8 + 32 / 256,
+    ),
+    (
+        FloatScheme("block", Activations("fp8", "group128")),
+        "fp8 block a-fp8-group128",
+        8 + 64 / (128 * 256),
+    ),
+    (CodebookScheme("nf4"), "nf4 b64", 4.5),
+    (CodebookScheme("fp4", double_quant=True), "fp4 b64 double", 4 + (8 + 32 / 256) / 64),
+    (VectorwiseScheme(5.0), "llm.int8 t5", 8 + 32 / 256),
+    (LookupScheme(3), "lookup3", 3 + 16 * 8 / 256),
+    (LookupScheme(4, 0.0045), "lookup4 s0.45%", 4 + 16 * 16 / 256 + 48 * 0.0045),
+    (GgufScheme("Q4_K"), "Q4_K", 4.5),
+    (GgufScheme("Q6_K"), "Q6_K", 6.5625),
+]
 
-@pytest.mark.parametrize("bits", [0, 3, 16])
+
+@pytest.mark.parametrize(("scheme", "label", "bits"), SCHEMES, ids=[s[1] for s in SCHEMES])
+def test_labels_and_bits_per_weight(scheme: Scheme, label: str, bits: float) -> None:
+    assert scheme.label == label
+    assert scheme.bits_per_weight(128, 256) == pytest.approx(bits, abs=1e-12)
+
+
+@pytest.mark.parametrize("scheme", [s[0] for s in SCHEMES], ids=[s[1] for s in SCHEMES])
+def test_a_scheme_survives_json(scheme: Scheme) -> None:
+    assert read_scheme(json.loads(json.dumps(scheme_record(scheme)))) == scheme
+
+
+def test_records_of_schemes_differ() -> None:
+    records = [json.dumps(scheme_record(scheme), sort_keys=True) for scheme, _, _ in SCHEMES]
+    assert len(set(records)) == len(SCHEMES)
+
+
+def test_a_record_without_a_grid_is_an_integer_scheme() -> None:
+    """Manifests of the first version named none."""
+    assert read_scheme({"bits": 4, "group_size": 64, "symmetric": True}) == IntScheme(4, 64, True)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"grid": "ternary"},
+        {"grid": "int", "bits": 4},
+        {"grid": "lookup", "bits": 4, "zeros": True},
+        {"grid": "float", "granularity": "row"},
+        {"grid": "codebook", "kind": "af4"},
+        {"grid": "codebook", "kind": "nf4", "block_size": 48},
+        {"grid": "int", "bits": 8, "group_size": -1, "symmetric": True}
+        | {"activations": {"kind": "int4", "granularity": "token", "dynamic": True}},
+        {"grid": "float", "granularity": "tensor", "activations": {"kind": "fp8", "range": 3}},
+    ],
+)
+def test_records_that_are_no_scheme_are_refused(record: dict[str, Any]) -> None:
+    with pytest.raises(BadInput):
+        read_scheme(record)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 7, 16])
 def test_other_widths_are_refused(bits: int) -> None:
     with pytest.raises(BadInput, match=str(bits)):
         IntScheme(bits, 128, True)
+
+
+@pytest.mark.parametrize("bits", [0, 5, 6])
+def test_other_widths_of_tables_are_refused(bits: int) -> None:
+    with pytest.raises(BadInput, match=str(bits)):
+        LookupScheme(bits)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 0.5, 2.0])
+def test_meaningless_sparse_fractions_are_refused(fraction: float) -> None:
+    with pytest.raises(BadInput, match="sparse fraction"):
+        LookupScheme(4, fraction)
+
+
+def test_unknown_gguf_types_are_refused() -> None:
+    with pytest.raises(BadInput, match="IQ2_XS"):
+        GgufScheme("IQ2_XS")
+    assert all(GgufScheme(name).bits in range(4, 9) for name in GGUF_BLOCKS)
+
+
+def test_a_static_scale_is_one_for_the_whole_input() -> None:
+    with pytest.raises(BadInput, match="static"):
+        Activations("int8", "token", dynamic=False)
 
 
 @pytest.mark.parametrize("group_size", [0, -2])
@@ -27,9 +135,10 @@ def test_groups_of_a_row() -> None:
         IntScheme(4, 128, True).num_groups(172)
 
 
-def test_labels() -> None:
-    assert IntScheme(4, 128, False).label == "int4 g128 asym"
-    assert IntScheme(8, -1, True).label == "int8 channel sym"
+def test_scales_of_fp8_blocks_at_the_edge() -> None:
+    assert FloatScheme("tensor").scale_shape(200, 130) == (1, 1)
+    assert FloatScheme("channel").scale_shape(200, 130) == (200, 1)
+    assert FloatScheme("block").scale_shape(200, 130) == (2, 2)
 
 
 def test_dequantize_by_hand() -> None:
