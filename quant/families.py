@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .checkpoint import Checkpoint
 from .errors import BadInput
 
 
@@ -34,11 +35,15 @@ class Family:
         shared_inputs: the linears, grouped by the tensor that they read, in the order of execution.
         folds: pairs in the order in which they are searched.
         unclipped: linears whose clipping harms attention scores more than it helps the rounding.
+        routers: weights that stay floats but read an input that folds may scale.
+        mapped: whether the folds are known; without them no method may move scales.
     """
 
     shared_inputs: tuple[tuple[str, ...], ...]
     folds: tuple[Fold, ...]
     unclipped: frozenset[str]
+    routers: tuple[str, ...] = ()
+    mapped: bool = True
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -76,3 +81,15 @@ def family_of(config: dict[str, Any]) -> Family:
             f"model type {model_type!r} cannot be quantized: supported are {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
+
+
+def layer_families(checkpoint: Checkpoint) -> tuple[Family, ...]:
+    """The family of every decoder layer of a checkpoint.
+
+    Raises:
+        BadInput: a model type that quantization does not know, or no usable number of layers.
+    """
+    num_layers = checkpoint.config.get("num_hidden_layers")
+    if not isinstance(num_layers, int) or num_layers < 1:
+        raise BadInput(f"{checkpoint.folder}/config.json has no usable num_hidden_layers")
+    return (family_of(checkpoint.config),) * num_layers

@@ -6,7 +6,7 @@ weights from the checkpoint when its turn comes and loses them afterwards. Every
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class LayerStream:
         self.vocab_size = int(self._model.config.vocab_size)
         self.hidden_size = int(self._model.config.hidden_size)
         self._arguments: list[dict[str, Any]] = []
+        self._norm = self._model.norm
+        self._model.norm = nn.Identity()
 
     def prefix(self, index: int) -> str:
         """Name of a layer in the checkpoint."""
@@ -53,12 +55,8 @@ class LayerStream:
         """
         recorders = [_Recorder() for _ in range(self.num_layers)]
         layers, self._model.layers = self._model.layers, nn.ModuleList(recorders)
-        embedding = self._embedding()
-        self._model.norm = nn.Identity()
         try:
-            self._model(
-                inputs_embeds=nn.functional.embedding(token_ids[:1], embedding), use_cache=False
-            )
+            self._model(inputs_embeds=self.embed(token_ids[:1]), use_cache=False)
         finally:
             self._model.layers = layers
         self._arguments = [recorder.arguments for recorder in recorders]
@@ -66,10 +64,15 @@ class LayerStream:
     @torch.no_grad()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states `[samples, length, hidden]` that enter the first layer, float32."""
-        return nn.functional.embedding(token_ids, self._embedding())
+        table = self.checkpoint.tensor("model.embed_tokens.weight")
+        return nn.functional.embedding(token_ids, table).to(torch.float32)
 
-    def _embedding(self) -> torch.Tensor:
-        return self.checkpoint.tensor("model.embed_tokens.weight").to(torch.float32)
+    @torch.no_grad()
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `lm_head` reads, from the outputs of the last layer."""
+        weight = self.checkpoint.tensor("model.norm.weight").to(torch.float32)
+        self._norm.load_state_dict({"weight": weight}, assign=True)
+        return self._norm(hidden)
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
         """The tensors of a layer in the checkpoint's dtype, named relative to the layer."""
@@ -102,14 +105,26 @@ class LayerStream:
         self._model.layers[index].to("meta")
 
     @torch.no_grad()
-    def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Outputs `[samples, length, hidden]` of a loaded layer."""
+    def run(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        out: torch.Tensor | None = None,
+        **overrides: Any,
+    ) -> torch.Tensor:
+        """Outputs `[samples, length, hidden]` of a loaded layer.
+
+        Args:
+            out: where to put them; `hidden` itself will do, since no sample looks at another.
+            overrides: in place of what the model passes to its layers, such as `past_key_values`.
+        """
         layer = self._model.layers[index]
-        outputs = torch.empty_like(hidden)
+        outputs = torch.empty_like(hidden) if out is None else out
+        arguments = self._arguments[index] | overrides
         batch = max(1, TOKENS_PER_BATCH // hidden.shape[1])
         for start in range(0, hidden.shape[0], batch):
             rows = slice(start, start + batch)
-            result = layer(hidden[rows], **self._arguments[index])
+            result = layer(hidden[rows], **arguments)
             outputs[rows] = result[0] if isinstance(result, tuple) else result
         return outputs
 
@@ -130,6 +145,28 @@ class LayerStream:
             for handle in handles:
                 handle.remove()
         return statistics
+
+    def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Float32 weights `[out, in]` of a loaded layer; they share its memory."""
+        layer = self._model.layers[index]
+        return {name: layer.get_parameter(f"{name}.weight").data for name in linears}
+
+    def substitute(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put other weights into a loaded layer, by the name of the linear, norm or router."""
+        layer = self._model.layers[index]
+        for name, tensor in tensors.items():
+            layer.get_parameter(f"{name}.weight").data = tensor.to(torch.float32)
+
+    def remeasure(
+        self, index: int, hidden: torch.Tensor, replaced: Mapping[str, torch.Tensor]
+    ) -> dict[str, InputStatistics]:
+        """`measure` with some weights replaced; the layer is afterwards as it was."""
+        before = self.weights(index, tuple(replaced))
+        self.substitute(index, replaced)
+        try:
+            return self.measure(index, hidden)
+        finally:
+            self.substitute(index, before)
 
 
 def _recording(record: InputStatistics) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
