@@ -12,6 +12,8 @@ from ..scheme import IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
 
 Config = Mapping[str, Any]
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_STREAM = 32  # codes after which a dense stream is at a word's beginning again, whatever its width
 
 
 class TensorSource(Protocol):
@@ -95,27 +97,53 @@ def only_scheme(name: str, schemes: Mapping[str, Scheme]) -> Scheme:
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the last axis into int32 words, the first code in the lowest bits.
+    """Pack the last axis into int32 words as one stream of bits, the first code in the lowest ones.
+
+    Widths that do not divide 32 lie dense: a code may begin in one word and end in the next.
 
     Args:
-        codes: uint8 `[..., n]`, where `n * bits` is a multiple of 32.
+        codes: uint8 `[..., n]`, each below `2**bits`.
 
     Returns:
-        int32 `[..., n * bits / 32]`.
+        int32 `[..., ceil(n * bits / 32)]`; what is left of the last word is zero.
     """
-    per_word = 32 // bits
-    fields = codes.unflatten(-1, (-1, per_word))
-    words = torch.zeros(fields.shape[:-1], dtype=torch.int32)
-    for index in range(per_word):
-        words |= fields[..., index].to(torch.int32) << (bits * index)
-    return words
+    num_words = -(-codes.shape[-1] * bits // 32)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % _STREAM))
+    if 8 % bits == 0:  # whole codes in every byte, and words are bytes in a row
+        per_byte = 8 // bits
+        packed = padded[..., 0::per_byte].clone()
+        for index in range(1, per_byte):
+            packed |= padded[..., index::per_byte] << (bits * index)
+        return packed.view(torch.int32)[..., :num_words].contiguous()
+    planes = padded.unflatten(-1, (-1, _STREAM)).movedim(-1, 0).contiguous()
+    words = torch.zeros((bits, *planes.shape[1:]), dtype=torch.int32)
+    for index in range(_STREAM):
+        word, shift = divmod(index * bits, 32)
+        fields = planes[index].to(torch.int32)
+        words[word] |= fields << shift
+        if shift + bits > 32:
+            words[word + 1] |= fields >> (32 - shift)
+    return words.movedim(0, -1).flatten(-2)[..., :num_words].contiguous()
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Undo `pack_words`: uint8 `[..., n]` from int32 `[..., n * bits / 32]`."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    fields = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
-    return fields.flatten(-2).to(torch.uint8)
+    """Undo `pack_words`: uint8 `[..., n]`, the codes that fit wholly into int32 `[..., words]`."""
+    if 8 % bits == 0:
+        packed = words.contiguous().view(torch.uint8)
+        parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+        return torch.stack(parts, dim=-1).flatten(-2)
+    count = words.shape[-1] * 32 // bits
+    stream = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits))
+    planes = stream.unflatten(-1, (-1, bits)).movedim(-1, 0).contiguous()
+    codes = torch.empty((_STREAM, *planes.shape[1:]), dtype=torch.uint8)
+    for index in range(_STREAM):
+        word, shift = divmod(index * bits, 32)
+        # A shift to the right copies the sign: what counts is in the lowest `32 - shift` bits.
+        fields = (planes[word] >> shift) & (2 ** min(bits, 32 - shift) - 1)
+        if shift + bits > 32:
+            fields |= planes[word + 1] << (32 - shift)
+        codes[index] = fields & (2**bits - 1)
+    return codes.movedim(0, -1).flatten(-2)[..., :count].contiguous()
 
 
 def expect_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -125,6 +153,26 @@ def expect_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> tor
             f"{name} has shape {tuple(tensor.shape)}, but its quantization_config implies {shape}"
         )
     return tensor
+
+
+def expect_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
+    """The tensor itself, or BadInput when the file holds numbers of another kind."""
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(dtype_name(dtype) for dtype in dtypes)
+        raise BadInput(f"{name} holds {dtype_name(tensor.dtype)}, but the format has {wanted} there")
+    return tensor
+
+
+def expect_matrix(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
+    """The tensor itself, or BadInput when it is no matrix of such numbers."""
+    if tensor.dim() != 2:
+        raise BadInput(f"{name} has shape {tuple(tensor.shape)}, but the format has a matrix there")
+    return expect_dtype(name, tensor, *dtypes)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """How a dtype is called in config files and messages: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def check_groups(module: str, in_features: int, scheme: IntScheme) -> None:
