@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..errors import BadInput
-from ..scheme import IntScheme
+from ..scheme import (
+    CodebookScheme,
+    FloatScheme,
+    IntScheme,
+    LookupScheme,
+    Scheme,
+    VectorwiseScheme,
+)
 from ..tensors.base import QuantizedTensor
-from .base import LayerProblem
+from ..tensors.fp8 import E4M3_MAX
+from .base import LayerProblem, LayerResult
+from .codebook_grid import round_to_codebook
+from .float_grid import round_to_fp8
 from .int_grid import round_to_nearest
+from .lookup_grid import round_to_uniform_tables
+from .vectorwise_grid import round_to_rows
 
 
 def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> QuantizedTensor:
@@ -18,6 +32,57 @@ def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qu
         BadInput: NaN or infinite weights, scales beyond their dtype, or a scheme without a rounding.
     """
     scheme, module = problem.schemes[linear], f"{problem.prefix}.{linear}"
+    dtype = problem.scale_dtypes[linear]
+    require_finite(weight, module)
     if isinstance(scheme, IntScheme):
-        return round_to_nearest(weight, scheme, problem.scale_dtypes[linear], name=module)
+        codes = round_to_nearest(weight, scheme, dtype, name=module)
+        return replace(codes, input_scale=input_scale(problem, linear))
+    if isinstance(scheme, FloatScheme):
+        scale = input_scale(problem, linear)
+        return round_to_fp8(weight, scheme, dtype, input_scale=scale, name=module)
+    if isinstance(scheme, CodebookScheme):
+        return round_to_codebook(weight, scheme)
+    if isinstance(scheme, VectorwiseScheme):
+        return round_to_rows(weight, scheme, name=module)
+    if isinstance(scheme, LookupScheme):
+        return round_to_uniform_tables(weight, scheme, name=module)
     raise BadInput(f"{module}: no method here rounds to {scheme.label}")
+
+
+def require_finite(weight: torch.Tensor, module: str) -> None:
+    """Raises BadInput naming the module whose weight holds NaN or infinity."""
+    if not bool(torch.isfinite(weight).all()):
+        raise BadInput(f"{module} holds NaN or infinite values: the checkpoint is damaged")
+
+
+def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
+    """The scale of a linear's static activations, float32 `[1]`; None where its scheme has none.
+
+    It covers the largest input that calibration saw; an input that is always zero gets 1.
+
+    Raises:
+        BadInput: no calibration token reached the linear.
+    """
+    scheme: Scheme = problem.schemes[linear]
+    activations = scheme.activations
+    if activations is None or activations.dynamic:
+        return None
+    statistics = problem.statistics[linear]
+    if not statistics.num_tokens:
+        raise BadInput(
+            f"no calibration token reached {problem.prefix}.{linear}, so that it has no static "
+            "activation scale: give more --num-samples, or dynamic activations"
+        )
+    scale = statistics.abs_max.max() / (127.5 if activations.kind == "int8" else E4M3_MAX)
+    return torch.where(scale > 0, scale, 1.0).to(torch.float32).view(1)
+
+
+def round_layer(problem: LayerProblem) -> LayerResult:
+    """Round every linear of a layer to its scheme."""
+    weights: dict[str, QuantizedTensor] = {}
+    reports = []
+    for linear, weight in problem.weights.items():
+        weights[linear] = round_weight(problem, linear, weight)
+        effective = weights[linear].dequantize()
+        reports.append(problem.report(linear, effective, effective))
+    return LayerResult(weights=weights, norms={}, reports=reports)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..scheme import IntScheme, Scheme
 from .base import LayerProblem, LayerResult, SchemeOptions
-from .rounding import round_weight
+from .rounding import round_layer
 
 
 class RoundToNearest:
@@ -20,11 +20,4 @@ class RoundToNearest:
         return IntScheme(options.bits or 4, options.group_size or 128, symmetric)
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        weights = {
-            linear: round_weight(problem, linear, w) for linear, w in problem.weights.items()
-        }
-        reports = []
-        for linear, codes in weights.items():
-            effective = codes.dequantize()
-            reports.append(problem.report(linear, effective, effective))
-        return LayerResult(weights=dict(weights), norms={}, reports=reports)
+        return round_layer(problem)
