@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from .awq import Awq
 from .base import Method
+from .codebook_methods import Codebook
+from .fp8 import Fp8
+from .int8 import Int8
 from .rtn import RoundToNearest
 
-METHODS: dict[str, Method] = {method.name: method for method in (Awq(), RoundToNearest())}
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Awq(),
+        RoundToNearest(),
+        Int8(),
+        Fp8(),
+        Codebook("nf4"),
+        Codebook("fp4"),
+    )
+}

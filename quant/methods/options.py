@@ -1,0 +1,41 @@
+"""Checks of what was asked of a grid, shared by the methods that have no choice of their own in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from ..errors import BadInput
+from .base import SchemeOptions
+
+_SHARED = ("act_order",)  # GPTQ's, and always filled in
+
+
+def choose_bits(method: str, asked: int | None, widths: Sequence[int], default: int) -> int:
+    """The width that was asked for, or the default.
+
+    Raises:
+        BadInput: a width that the method does not have.
+    """
+    bits = default if asked is None else asked
+    if bits not in widths:
+        known = ", ".join(str(width) for width in widths)
+        raise BadInput(f"--bits {bits}: method {method} has {known}")
+    return bits
+
+
+def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:
+    """Raises BadInput naming an option that was given although the method has no use for it.
+
+    `--symmetric` agrees with every grid that has no zero code; only `--asymmetric` is refused there.
+    """
+    blank = SchemeOptions()
+    for field in fields(options):
+        name, value = field.name, getattr(options, field.name)
+        if name in (*known, *_SHARED) or value == getattr(blank, name):
+            continue
+        if name == "symmetric":
+            if not value:
+                raise BadInput(f"--asymmetric: method {method} has no zero codes")
+            continue
+        raise BadInput(f"--{name.replace('_', '-')} {value}: method {method} has no such choice")
