@@ -1,0 +1,283 @@
+"""The GGUF file itself, version 3: a header, typed keys and values, tensor infos, and aligned tensor data.
+
+Layout, all little endian (ggml's `docs/gguf.md`):
+
+    "GGUF"  u32 version  u64 tensors  u64 keys
+    each key:     string key, u32 type, value             (a string is u64 length, then utf-8)
+    each tensor:  string name, u32 dims, u64 × dims (row length first), u32 type, u64 offset
+    padding, then the data; offsets count from its start, and each is a multiple of the alignment
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..durable import TEMPORARY_SUFFIX, flush_folder, no_space_or
+from ..errors import BadInput
+from ..scheme import GGUF_BLOCKS
+
+MAGIC = b"GGUF"
+VERSION = 3
+ALIGNMENT = 32
+_MAX_DIMS = 4
+
+# Weights in a block and its bytes, by the name of the type; then ggml's numbers for the names.
+TYPE_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **GGUF_BLOCKS}
+TYPE_NUMBERS = {
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "BF16": 30,
+}
+_TYPE_NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file.
+
+    Attributes:
+        shape: as torch has it, the row length last.
+        type: name of its ggml type, such as `Q4_K`.
+        start: first byte of its data in the file.
+        nbytes: bytes of its data.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    start: int
+    nbytes: int
+
+
+def data_bytes(type_name: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor of this type; rows are whole blocks."""
+    per_block, block_bytes = TYPE_SIZES[type_name]
+    count = 1
+    for size in shape:
+        count *= size
+    return count // per_block * block_bytes
+
+
+class GgufFile:
+    """A GGUF file that was opened and checked: every tensor lies inside it.
+
+    Attributes:
+        metadata: the keys and values; arrays are lists.
+        tensors: by name, in the order of the file.
+
+    Raises:
+        BadInput: not a GGUF file, another version, cut off, or a tensor type that cannot be read here.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < 24:
+                    raise BadInput(f"{self.path} has only {size} bytes: it is no whole GGUF file")
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise BadInput(f"{self.path} cannot be read: {error.strerror}") from error
+        cursor = _Cursor(self._bytes, self.path)
+        if cursor.take(4, "its first bytes") != MAGIC:
+            raise BadInput(f"{self.path} is no GGUF file: it does not begin with 'GGUF'")
+        version = cursor.number("I", "the version")
+        if version != VERSION:
+            raise BadInput(f"{self.path} has GGUF version {version}: this reads version {VERSION}")
+        num_tensors = cursor.number("Q", "the number of tensors")
+        num_keys = cursor.number("Q", "the number of keys")
+        self.metadata: dict[str, Any] = {}
+        for index in range(num_keys):
+            key = cursor.string(f"key {index} of {num_keys}")
+            self.metadata[key] = cursor.value(cursor.number("I", key), key)
+        self.tensors = self._read_infos(cursor, num_tensors)
+
+    def _read_infos(self, cursor: _Cursor, count: int) -> dict[str, TensorInfo]:
+        raw = []
+        for index in range(count):
+            name = cursor.string(f"tensor {index} of {count}")
+            dims = cursor.number("I", name)
+            if not 1 <= dims <= _MAX_DIMS:
+                raise BadInput(f"{self.path}: tensor {name} has {dims} dimensions: it is damaged")
+            sizes = [cursor.number("Q", name) for _ in range(dims)]
+            number, offset = cursor.number("I", name), cursor.number("Q", name)
+            raw.append((name, tuple(reversed(sizes)), number, offset))
+        alignment = self.metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise BadInput(f"{self.path}: general.alignment is {alignment!r}: it is damaged")
+        base = -(-cursor.position // alignment) * alignment
+        infos: dict[str, TensorInfo] = {}
+        for name, shape, number, offset in raw:
+            type_name = _TYPE_NAMES.get(number)
+            if type_name is None:
+                raise BadInput(
+                    f"{self.path}: tensor {name} has ggml type {number}, which is not read here "
+                    f"(read are {', '.join(TYPE_NUMBERS)})"
+                )
+            if shape[-1] % TYPE_SIZES[type_name][0]:
+                raise BadInput(f"{self.path}: rows of {shape[-1]} do not fit {type_name} ({name})")
+            if name in infos:
+                raise BadInput(f"{self.path} holds tensor {name} twice: it is damaged")
+            info = TensorInfo(name, shape, type_name, base + offset, data_bytes(type_name, shape))
+            if info.start + info.nbytes > len(self._bytes):
+                raise BadInput(
+                    f"{self.path} is cut off: tensor {name} should end at byte "
+                    f"{info.start + info.nbytes}, the file has {len(self._bytes)}"
+                )
+            infos[name] = info
+        return infos
+
+    def data(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor, `[nbytes]`, read-only and still in the file."""
+        info = self.tensors[name]
+        return np.frombuffer(self._bytes, np.uint8, count=info.nbytes, offset=info.start)
+
+
+class _Cursor:
+    """Reads forward through the bytes of a file; what is missing is a BadInput that names it."""
+
+    def __init__(self, data: mmap.mmap, path: Path):
+        self._data = data
+        self._path = path
+        self.position = 0
+
+    def take(self, count: int, what: str) -> bytes:
+        end = self.position + count
+        if end > len(self._data):
+            raise BadInput(
+                f"{self._path} is cut off or damaged: it ends within {what} "
+                f"(byte {self.position} of {len(self._data)})"
+            )
+        taken = self._data[self.position : end]
+        self.position = end
+        return taken
+
+    def number(self, code: str, what: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]
+
+    def string(self, what: str) -> str:
+        # Vocabularies of old files hold bytes that are no utf-8; they come back as lone surrogates.
+        data = self.take(self.number("Q", what), what)
+        return data.decode("utf-8", errors="surrogateescape")
+
+    def value(self, kind: int, key: str) -> Any:
+        if kind == _STRING:
+            return self.string(key)
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind], key)
+        if kind != _ARRAY:
+            raise BadInput(f"{self._path}: key {key!r} has value type {kind}: it is damaged")
+        inner, count = self.number("I", key), self.number("Q", key)
+        if inner in _SCALARS:
+            code = f"<{count}{_SCALARS[inner]}"
+            return list(struct.unpack(code, self.take(count * struct.calcsize(f"<{code[-1]}"), key)))
+        return [self.value(inner, key) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorToWrite:
+    """A tensor of a file that is being written.
+
+    Attributes:
+        shape: as torch has it.
+        type: name of its ggml type.
+        chunks: gives its bytes, in pieces, when its turn has come.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    chunks: Callable[[], Iterable[bytes]]
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:
+    """Write a file under a temporary name, one tensor in memory at a time, and rename it into place.
+
+    Args:
+        metadata: str, bool, int (stored as u32), float (f32), or a list of str, int (i32) or float.
+
+    Raises:
+        BadInput: the disk is full. What was there before is untouched.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with temporary.open("wb") as file:
+            _write(file, metadata, tensors)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        flush_folder(path.parent)
+    except OSError as error:
+        raise no_space_or(error, path) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write(
+    file: IO[bytes], metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]
+) -> None:
+    file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata)))
+    for key, value in metadata.items():
+        file.write(_string(key) + _typed(value))
+    offset = 0
+    for tensor in tensors:
+        sizes = struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape))
+        file.write(_string(tensor.name) + struct.pack("<I", len(tensor.shape)) + sizes)
+        file.write(struct.pack("<IQ", TYPE_NUMBERS[tensor.type], offset))
+        offset += _aligned(data_bytes(tensor.type, tensor.shape))
+    file.write(bytes(_aligned(file.tell()) - file.tell()))
+    for tensor in tensors:
+        start, expected = file.tell(), data_bytes(tensor.type, tensor.shape)
+        for chunk in tensor.chunks():
+            file.write(chunk)
+        written = file.tell() - start
+        if written != expected:
+            raise ValueError(f"{tensor.name} gave {written} bytes, its shape says {expected}")
+        file.write(bytes(_aligned(written) - written))
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _string(text: str) -> bytes:
+    data = text.encode("utf-8", errors="surrogateescape")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _typed(value: Any) -> bytes:
+    """The number of the type, then the value."""
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _string(value)
+    if value and isinstance(value[0], str):
+        head = struct.pack("<IIQ", _ARRAY, _STRING, len(value))
+        return head + b"".join(_string(item) for item in value)
+    number, code = (6, "f") if value and isinstance(value[0], float) else (5, "i")
+    return struct.pack(f"<IIQ{len(value)}{code}", _ARRAY, number, len(value), *value)
