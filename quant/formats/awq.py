@@ -1,4 +1,6 @@
-"""The GEMM format of AutoAWQ (`quant_method: awq`), read by vLLM, transformers and this engine.
+"""The formats of AutoAWQ (`quant_method: awq`), read by vLLM, transformers and this engine.
+
+GEMM is what AutoAWQ writes by default, and all that is written here.
 
 Per linear `P`, with groups of `g` input channels:
 
@@ -8,6 +10,12 @@ Per linear `P`, with groups of `g` input channels:
 
 The matrix lies transposed to torch's `[out, in]`, and the order interleaves even and odd channels so
 that a GPU turns one word into four pairs of halves with few instructions.
+
+GEMV, which is read too, is not transposed and has no such order; its groups are padded to `w` words:
+
+    P.qweight  int32    [out, in/8]
+    P.qzeros   int32    [out, w]
+    P.scales   float16  [out, 8*w]
 """
 
 from __future__ import annotations
@@ -18,13 +26,16 @@ from typing import Any
 import torch
 
 from ..errors import BadInput
-from ..scheme import IntScheme, Scheme
+from ..scheme import PER_CHANNEL, IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import (
+    SCALE_DTYPES,
     Config,
     TensorSource,
     check_groups,
+    expect_dtype,
+    expect_matrix,
     expect_shape,
     int_scheme,
     only_scheme,
@@ -43,7 +54,7 @@ def _reorder(codes: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
 
 
 class AwqFormat:
-    """AWQ GEMM: 4 bits, asymmetric, float16 scales."""
+    """AWQ: 4 bits, asymmetric, float16 scales."""
 
     name = "awq"
     markers: tuple[str, ...] = (".qweight",)
@@ -89,22 +100,41 @@ class AwqFormat:
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> IntTensor:
         scheme = self.scheme(config, module)
-        qweight = source.tensor(f"{module}.qweight")
-        in_features, out_features = qweight.shape[0], qweight.shape[1] * _PER_WORD
+        name = f"{module}.qweight"
+        words = expect_matrix(name, source.tensor(name), torch.int32)
+        if _layout(config) == "gemv":
+            return self._unpack_gemv(module, source, scheme, words)
+        in_features, out_features = words.shape[0], words.shape[1] * _PER_WORD
         check_groups(module, in_features, scheme)
         groups = scheme.num_groups(in_features)
-        qzeros = expect_shape(
-            f"{module}.qzeros",
-            source.tensor(f"{module}.qzeros"),
-            (groups, out_features // _PER_WORD),
-        )
-        scales = expect_shape(
-            f"{module}.scales", source.tensor(f"{module}.scales"), (groups, out_features)
-        )
+        name = f"{module}.qzeros"
+        zeros = expect_shape(name, source.tensor(name), (groups, out_features // _PER_WORD))
+        zeros = unpack_words(expect_dtype(name, zeros, torch.int32), _BITS)
+        name = f"{module}.scales"
+        scales = expect_shape(name, source.tensor(name), (groups, out_features))
         return IntTensor(
-            codes=_reorder(unpack_words(qweight, _BITS), _UNDO).t().contiguous(),
-            scales=scales.t().contiguous(),
-            zeros=_reorder(unpack_words(qzeros, _BITS), _UNDO).t().contiguous(),
+            codes=_reorder(unpack_words(words, _BITS), _UNDO).t().contiguous(),
+            scales=expect_dtype(name, scales, *SCALE_DTYPES).t().contiguous(),
+            zeros=_reorder(zeros, _UNDO).t().contiguous(),
+            scheme=scheme,
+        )
+
+    @staticmethod
+    def _unpack_gemv(
+        module: str, source: TensorSource, scheme: IntScheme, words: torch.Tensor
+    ) -> IntTensor:
+        out_features, in_features = words.shape[0], words.shape[1] * _PER_WORD
+        check_groups(module, in_features, scheme)
+        groups = scheme.num_groups(in_features)
+        name = f"{module}.qzeros"
+        zeros = expect_matrix(name, source.tensor(name), torch.int32)
+        expect_shape(name, zeros, (out_features, max(zeros.shape[1], -(-groups // _PER_WORD))))
+        name = f"{module}.scales"
+        scales = expect_shape(name, source.tensor(name), (out_features, zeros.shape[1] * _PER_WORD))
+        return IntTensor(
+            codes=unpack_words(words, _BITS),
+            scales=expect_dtype(name, scales, *SCALE_DTYPES)[:, :groups].contiguous(),
+            zeros=unpack_words(zeros, _BITS)[:, :groups].contiguous(),
             scheme=scheme,
         )
 
@@ -120,16 +150,20 @@ class AwqFormat:
         }
 
     def scheme(self, config: Config, module: str) -> IntScheme:
-        # transformers 5 calls the layout `format`, AutoAWQ called it `version`.
-        layout = str(config.get("format") or config.get("version") or "gemm").lower()
-        if layout != "gemm":
+        if _layout(config) not in ("gemm", "gemv"):
             raise BadInput(
-                f"quant_method awq with the {layout!r} layout is not supported: only gemm"
+                f"quant_method awq with the {_layout(config)!r} layout is not supported: "
+                "only gemm and gemv"
             )
         bits = config.get("bits", config.get("w_bit", _BITS))
         if bits != _BITS:
             raise BadInput(f"quant_method awq with {bits} bits is not supported: only 4")
         if not config.get("zero_point", True):
             raise BadInput("quant_method awq without zero points is not supported")
-        group_size = config.get("group_size", config.get("q_group_size", 128))
-        return IntScheme(bits=_BITS, group_size=int(group_size), symmetric=False)
+        group_size = int(config.get("group_size", config.get("q_group_size", 128)))
+        return IntScheme(_BITS, PER_CHANNEL if group_size < 1 else group_size, symmetric=False)
+
+
+def _layout(config: Config) -> str:
+    """transformers 5 calls it `format`, AutoAWQ called it `version`, in capitals or not."""
+    return str(config.get("format") or config.get("version") or "gemm").lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -159,7 +160,9 @@ def expect_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch
     """The tensor itself, or BadInput when the file holds numbers of another kind."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(dtype_name(dtype) for dtype in dtypes)
-        raise BadInput(f"{name} holds {dtype_name(tensor.dtype)}, but the format has {wanted} there")
+        raise BadInput(
+            f"{name} holds {dtype_name(tensor.dtype)}, but the format has {wanted} there"
+        )
     return tensor
 
 
@@ -168,6 +171,16 @@ def expect_matrix(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torc
     if tensor.dim() != 2:
         raise BadInput(f"{name} has shape {tuple(tensor.shape)}, but the format has a matrix there")
     return expect_dtype(name, tensor, *dtypes)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression of a config matches the beginning of a module's name."""
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise BadInput(
+            f"the quantization_config has {pattern!r}, which is no regular expression: {error}"
+        ) from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,14 +1,8 @@
-"""The `pack-quantized` format of compressed-tensors, read by transformers, vLLM and this engine.
+"""The format of compressed-tensors, read by transformers, vLLM and this engine.
 
-Per linear `P`, for `b`-bit codes and `G` groups per row:
-
-    P.weight_packed      int32        [out, in*b/32]   code + 2**(b-1), lowest bits first along `in`
-    P.weight_scale       model dtype  [out, G]
-    P.weight_zero_point  int32        [out*b/32, G]    asymmetric only; packed along `out`
-    P.weight_shape       int64        [2]              (out, in)
-
-The library counts codes from -2**(b-1) and adds 2**(b-1) before it packs; ours count from 0, so what
-lies on disk is our code as it is.
+Its layouts are in `ct_layouts`, its config in `ct_config`. Modules of one model may follow several schemes;
+then every group of the config names its modules, and where they also differ in layout, the model's own is
+called `mixed-precision`.
 """
 
 from __future__ import annotations
@@ -19,172 +13,111 @@ from typing import Any
 import torch
 
 from ..errors import BadInput
-from ..scheme import PER_CHANNEL, IntScheme, Scheme
+from ..scheme import FloatScheme, IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
+from ..tensors.fp8 import Fp8Tensor
 from ..tensors.integer import IntTensor
-from .base import (
-    Config,
-    TensorSource,
-    check_groups,
-    expect_shape,
-    int_scheme,
-    only_scheme,
-    pack_words,
-    unpack_words,
-)
-
-_LAYOUT = "pack-quantized"
-_BITS = (4, 8)
-
-
-def _unsupported(what: str) -> BadInput:
-    return BadInput(f"quant_method compressed-tensors with {what} is not supported")
+from .base import Config, TensorSource, check_groups
+from .ct_config import FLOAT, INT8, MIXED, CtScheme, find_group, group_of, layout_of, read_group
+from .ct_layouts import pack_codes, pack_float, pack_int8, unpack_codes, unpack_float, unpack_int8
 
 
 class CompressedTensorsFormat:
-    """compressed-tensors `pack-quantized`: int4 or int8 weights, 16-bit activations."""
+    """compressed-tensors: integer codes of 2 to 8 bits, int8 and fp8 weights with or without activations."""
 
     name = "compressed-tensors"
-    markers: tuple[str, ...] = (".weight_packed",)
+    markers: tuple[str, ...] = (".weight_packed", ".weight_scale")
     suffixes: tuple[str, ...] = (
         ".weight_packed",
+        ".weight",
         ".weight_scale",
         ".weight_zero_point",
         ".weight_shape",
+        ".weight_g_idx",
+        ".input_scale",
+        ".input_zero_point",
     )
 
+    def _scheme(self, scheme: Scheme) -> CtScheme:
+        if not isinstance(scheme, IntScheme | FloatScheme):
+            raise BadInput(f"format {self.name} cannot hold {scheme.label} weights")
+        return scheme
+
     def check_scheme(self, scheme: Scheme) -> None:
-        scheme = int_scheme(self.name, scheme)
-        if scheme.bits not in _BITS or scheme.activations is not None or scheme.permuted:
-            raise BadInput(f"format compressed-tensors cannot hold {scheme.label} weights yet")
+        layout_of(self._scheme(scheme))
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
-        scheme = int_scheme(self.name, scheme)
-        per_word = 32 // scheme.bits
-        widths = [("inputs", in_features)]
-        if not scheme.symmetric:
-            widths.append(("outputs", out_features))  # zero codes are packed along the outputs
-        for side, width in widths:
-            if width % per_word:
-                raise BadInput(
-                    f"format compressed-tensors cannot pack {module}: its {width} {side} are no "
-                    f"multiple of {per_word}; leave it out with --ignore, or use --bits 8"
-                )
-        check_groups(module, in_features, scheme)
+        # Rows are padded to whole words, so any width packs; what must fit are the groups.
+        if isinstance(scheme, IntScheme):
+            check_groups(module, in_features, scheme)
 
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return weights
 
     def loads_in(self, scheme: Scheme) -> str:
-        if int_scheme(self.name, scheme).symmetric:
-            return "llmopt, vLLM, transformers (with compressed-tensors)"
-        return (
-            "llmopt, vLLM, transformers (with compressed-tensors, and only when asked with "
-            "CompressedTensorsConfig(dequantize=True))"
-        )
+        scheme = self._scheme(scheme)
+        transformers = "transformers (with compressed-tensors)"
+        if isinstance(scheme, FloatScheme) or scheme.activations is not None:
+            return f"llmopt, vLLM, {transformers}"
+        if not scheme.symmetric:
+            transformers = (
+                "transformers (with compressed-tensors, and only when asked with "
+                "CompressedTensorsConfig(dequantize=True))"
+            )
+        if scheme.bits in (4, 8):
+            return f"llmopt, vLLM, {transformers}"
+        return f"llmopt, {transformers}; vLLM has no kernel for {scheme.bits} bits"
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        if isinstance(tensor, Fp8Tensor):
+            return pack_float(module, tensor)
         assert isinstance(tensor, IntTensor)
-        bits = tensor.scheme.bits
-        packed = {
-            f"{module}.weight_packed": pack_words(tensor.codes, bits),
-            f"{module}.weight_scale": tensor.scales.contiguous(),
-            f"{module}.weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
-        }
-        if not tensor.scheme.symmetric:
-            zeros = pack_words(tensor.zeros.t(), bits).t().contiguous()
-            packed[f"{module}.weight_zero_point"] = zeros
-        return packed
+        return (pack_int8 if layout_of(tensor.scheme) == INT8 else pack_codes)(module, tensor)
 
-    def unpack(self, module: str, source: TensorSource, config: Config) -> IntTensor:
-        scheme = self.scheme(config, module)
-        words = source.tensor(f"{module}.weight_packed")
-        shape = expect_shape(
-            f"{module}.weight_shape", source.tensor(f"{module}.weight_shape"), (2,)
-        )
-        out_features, in_features = (int(width) for width in shape)
-        check_groups(module, in_features, scheme)
-        groups = scheme.num_groups(in_features)
-        per_word = 32 // scheme.bits
-        expect_shape(f"{module}.weight_packed", words, (out_features, -(-in_features // per_word)))
-        scales = expect_shape(
-            f"{module}.weight_scale",
-            source.tensor(f"{module}.weight_scale"),
-            (out_features, groups),
-        )
-        if scheme.symmetric:
-            zeros = torch.full((out_features, groups), scheme.middle, dtype=torch.uint8)
-        else:
-            name = f"{module}.weight_zero_point"
-            packed = expect_shape(name, source.tensor(name), (-(-out_features // per_word), groups))
-            zeros = unpack_words(packed.t().contiguous(), scheme.bits)
-            zeros = zeros[:, :out_features].t().contiguous()
-        return IntTensor(
-            # The library pads a row to whole words, so a foreign file may hold more fields than codes.
-            codes=unpack_words(words, scheme.bits)[:, :in_features].contiguous(),
-            scales=scales,
-            zeros=zeros,
-            scheme=scheme,
-        )
+    def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
+        layout, scheme = read_group(*find_group(config, module))
+        if layout == FLOAT:
+            assert isinstance(scheme, FloatScheme)
+            return unpack_float(module, source, scheme)
+        assert isinstance(scheme, IntScheme)
+        return (unpack_int8 if layout == INT8 else unpack_codes)(module, source, scheme)
 
-    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-        scheme = int_scheme(self.name, only_scheme(self.name, schemes))
-        weights: dict[str, Any] = {
-            "num_bits": scheme.bits,
-            "type": "int",
-            "symmetric": scheme.symmetric,
-            "strategy": "channel",
-            "dynamic": False,
-        }
-        if scheme.group_size != PER_CHANNEL:
-            weights |= {"strategy": "group", "group_size": scheme.group_size}
+    def config(
+        self, schemes: Mapping[str, Scheme], ignore: Sequence[str], *, kv_cache: str | None = None
+    ) -> dict[str, Any]:
+        """As the protocol says.
+
+        Args:
+            kv_cache: `fp8` or `int8` where `k_scale` and `v_scale` are stored beside the attention layers.
+        """
+        members: dict[CtScheme, list[str]] = {}
+        for module, scheme in schemes.items():
+            members.setdefault(self._scheme(scheme), []).append(module)
+        layouts = {scheme: layout_of(scheme) for scheme in members}
+        mixed = len(set(layouts.values())) > 1
+        groups = {}
+        for index, (scheme, modules) in enumerate(members.items()):
+            group = group_of(scheme, ["Linear"] if len(members) == 1 else modules)
+            groups[f"group_{index}"] = group | ({"format": layouts[scheme]} if mixed else {})
         return {
-            "quant_method": "compressed-tensors",
-            "format": _LAYOUT,
+            "quant_method": self.name,
+            "format": MIXED if mixed else next(iter(layouts.values())),
             "quantization_status": "compressed",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": weights,
-                    "input_activations": None,
-                    "output_activations": None,
-                }
-            },
+            "config_groups": groups,
             "ignore": list(ignore),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": None if kv_cache is None else _kv_cache_record(kv_cache),
         }
 
-    def scheme(self, config: Config, module: str) -> IntScheme:
-        layout = config.get("format")
-        if layout != _LAYOUT:
-            raise BadInput(
-                f"quant_method compressed-tensors with format {layout!r} is not supported: "
-                f"only {_LAYOUT!r}"
-            )
-        if config.get("kv_cache_scheme"):
-            raise _unsupported("a quantized KV cache")
-        groups = config.get("config_groups")
-        if not isinstance(groups, dict) or not groups:
-            raise _unsupported("no config_groups")
-        schemes = {self._group_scheme(group) for group in groups.values()}
-        if len(schemes) != 1:
-            raise _unsupported("several schemes in one model")
-        return schemes.pop()
+    def scheme(self, config: Config, module: str) -> CtScheme:
+        return read_group(*find_group(config, module))[1]
 
-    @staticmethod
-    def _group_scheme(group: Config) -> IntScheme:
-        weights = group.get("weights") or {}
-        if group.get("input_activations") or group.get("output_activations"):
-            raise _unsupported("quantized activations")
-        if weights.get("type", "int") != "int" or weights.get("num_bits") not in _BITS:
-            raise _unsupported(f"{weights.get('num_bits')}-bit {weights.get('type')} weights")
-        if weights.get("actorder") == "group":
-            raise _unsupported("permuted groups (actorder: group)")
-        strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
-        if strategy not in ("group", "channel"):
-            raise _unsupported(f"the {strategy!r} strategy")
-        return IntScheme(
-            bits=weights["num_bits"],
-            group_size=int(weights["group_size"]) if strategy == "group" else PER_CHANNEL,
-            symmetric=bool(weights.get("symmetric", True)),
-        )
+
+def _kv_cache_record(kind: str) -> dict[str, Any]:
+    """Static per-tensor scales, which is what engines take from a checkpoint."""
+    return {
+        "num_bits": 8,
+        "type": {"fp8": "float", "int8": "int"}[kind],
+        "symmetric": True,
+        "strategy": "tensor",
+        "dynamic": False,
+    }

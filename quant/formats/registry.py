@@ -7,11 +7,21 @@ from typing import Any
 from ..errors import BadInput
 from .awq import AwqFormat
 from .base import WeightFormat
+from .bitsandbytes import BitsAndBytesFormat
 from .compressed_tensors import CompressedTensorsFormat
+from .fp8 import Fp8Format
+from .gptq import GptqFormat
+from .squeezellm import SqueezeLlmFormat
 
-FORMATS: dict[str, WeightFormat] = {
-    weight_format.name: weight_format for weight_format in (AwqFormat(), CompressedTensorsFormat())
-}
+_ALL: tuple[WeightFormat, ...] = (
+    AwqFormat(),
+    BitsAndBytesFormat(),
+    CompressedTensorsFormat(),
+    Fp8Format(),
+    GptqFormat(),
+    SqueezeLlmFormat(),
+)
+FORMATS: dict[str, WeightFormat] = {weight_format.name: weight_format for weight_format in _ALL}
 
 
 def format_of(quantization_config: dict[str, Any]) -> WeightFormat:

@@ -1,0 +1,133 @@
+"""A layout of our own for look-up tables (`quant_method: squeezellm`), which only this engine reads.
+
+Per linear `P` with `b`-bit codes:
+
+    P.qweight        int32    [out, ceil(in*b/32)]  one bit stream for each row, the lowest bits first
+    P.lookup_table   float16  [out, 2**b]
+    P.weight_shape   int64    [2]                   (out, in)
+    P.sparse_rows    int32    [out + 1]             where the sparse weights of each row begin (CSR)
+    P.sparse_columns int32    [nonzeros]
+    P.sparse_values  float16  [nonzeros]            added to what the table says
+
+The names of the first two are those of the authors' code (github.com/SqueezeAILab/SqueezeLLM), whose own
+packing is bound to its CUDA kernels and has no config at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import BadInput
+from ..scheme import LookupScheme, Scheme
+from ..tensors.base import QuantizedTensor
+from ..tensors.lookup import LookupTensor
+from .base import (
+    Config,
+    TensorSource,
+    expect_dtype,
+    expect_matrix,
+    expect_shape,
+    only_scheme,
+    pack_words,
+    unpack_words,
+)
+
+
+class SqueezeLlmFormat:
+    """Tables and sparse weights, in a layout of our own."""
+
+    name = "squeezellm"
+    markers: tuple[str, ...] = (".lookup_table",)
+    suffixes: tuple[str, ...] = (
+        ".qweight",
+        ".lookup_table",
+        ".weight_shape",
+        ".sparse_rows",
+        ".sparse_columns",
+        ".sparse_values",
+    )
+
+    def _scheme(self, scheme: Scheme) -> LookupScheme:
+        if not isinstance(scheme, LookupScheme):
+            raise BadInput(
+                f"format squeezellm cannot hold {scheme.label} weights: only look-up tables"
+            )
+        return scheme
+
+    def check_scheme(self, scheme: Scheme) -> None:
+        self._scheme(scheme)
+
+    def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
+        # Rows are padded to whole words, so any width fits.
+        self._scheme(scheme)
+
+    def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
+        return torch.float16
+
+    def loads_in(self, scheme: Scheme) -> str:
+        return "llmopt only"
+
+    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        assert isinstance(tensor, LookupTensor)
+        stored = {
+            f"{module}.qweight": pack_words(tensor.codes, tensor.scheme.bits),
+            f"{module}.lookup_table": tensor.table,
+            f"{module}.weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
+        }
+        sparse = (tensor.sparse_rows, tensor.sparse_columns, tensor.sparse_values)
+        for name, part in zip(("rows", "columns", "values"), sparse, strict=True):
+            if part is not None:
+                stored[f"{module}.sparse_{name}"] = part
+        return stored
+
+    def unpack(self, module: str, source: TensorSource, config: Config) -> LookupTensor:
+        scheme = self.scheme(config, module)
+        name = f"{module}.weight_shape"
+        out_features, in_features = expect_shape(name, source.tensor(name), (2,)).tolist()
+        name = f"{module}.qweight"
+        words = expect_matrix(name, source.tensor(name), torch.int32)
+        expect_shape(name, words, (out_features, -(-in_features * scheme.bits // 32)))
+        name = f"{module}.lookup_table"
+        table = expect_shape(name, source.tensor(name), (out_features, 2**scheme.bits))
+        codes = unpack_words(words, scheme.bits)[:, :in_features].contiguous()
+        rows, columns, values = self._sparse(module, source, out_features, in_features)
+        return LookupTensor(
+            codes, expect_dtype(name, table, torch.float16), scheme, rows, columns, values
+        )
+
+    @staticmethod
+    def _sparse(
+        module: str, source: TensorSource, out_features: int, in_features: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        names = [f"{module}.sparse_{part}" for part in ("rows", "columns", "values")]
+        if not any(name in source for name in names):
+            return None, None, None
+        rows = expect_shape(names[0], source.tensor(names[0]), (out_features + 1,))
+        rows = expect_dtype(names[0], rows, torch.int32)
+        if int(rows[0]) != 0 or bool((rows.diff() < 0).any()):
+            raise BadInput(f"{names[0]} does not begin at 0 or goes backwards")
+        count = int(rows[-1])
+        columns = expect_shape(names[1], source.tensor(names[1]), (count,))
+        columns = expect_dtype(names[1], columns, torch.int32)
+        if count and not 0 <= int(columns.min()) <= int(columns.max()) < in_features:
+            raise BadInput(f"{names[1]} names columns outside 0..{in_features - 1}")
+        values = expect_shape(names[2], source.tensor(names[2]), (count,))
+        return rows, columns, expect_dtype(names[2], values, torch.float16)
+
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        scheme = self._scheme(only_scheme(self.name, schemes))
+        return {
+            "quant_method": "squeezellm",
+            "bits": scheme.bits,
+            "sparse_fraction": scheme.sparse_fraction,
+            "modules_to_not_convert": list(ignore),
+        }
+
+    def scheme(self, config: Config, module: str) -> LookupScheme:
+        bits = config.get("bits", config.get("wbits"))
+        if not isinstance(bits, int):
+            raise BadInput("quant_method squeezellm without bits in its config is not supported")
+        return LookupScheme(bits, float(config.get("sparse_fraction", 0.0)))
