@@ -6,76 +6,115 @@ weights from the checkpoint when its turn comes and loses them afterwards. Every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from .architecture import Architecture
 from .checkpoint import Checkpoint
 from .errors import BadInput
 from .families import Family
 from .methods.base import InputStatistics
+from .skeleton import Skeleton
 
 TOKENS_PER_BATCH = 4096
 _IGNORED_BUFFER = "rotary_emb.inv_freq"  # old checkpoints carry what every model computes
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What the model passes to a layer besides the hidden states."""
+
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+
 class LayerStream:
     """The decoder layers of a checkpoint, materialised one by one.
 
+    All names of linears and tensors are those on disk, relative to the layer.
+
     Args:
-        checkpoint: a plain (unquantized) checkpoint of a supported family.
+        checkpoint: a plain (unquantized) checkpoint.
+        architecture: its layers.
 
     Raises:
         BadInput: transformers does not accept the config.
     """
 
-    def __init__(self, checkpoint: Checkpoint, family: Family):
+    def __init__(self, checkpoint: Checkpoint, architecture: Architecture):
         self.checkpoint = checkpoint
-        self._family = family
-        self._model = _meta_model(checkpoint)
-        self.num_layers = len(self._model.layers)
-        self.vocab_size = int(self._model.config.vocab_size)
-        self.hidden_size = int(self._model.config.hidden_size)
-        self._arguments: list[dict[str, Any]] = []
-        self._norm = self._model.norm
-        self._model.norm = nn.Identity()
+        self.architecture = architecture
+        self._skeleton = Skeleton(checkpoint)
+        self._layers = self._skeleton.layers
+        self.num_layers = len(self._layers)
+        self.vocab_size = int(self._skeleton.config.vocab_size)
+        self.hidden_size = int(self._skeleton.config.hidden_size)
+        self._calls: list[_Call] = []
+        self._max_rows: int | None = None
 
     def prefix(self, index: int) -> str:
         """Name of a layer in the checkpoint."""
-        return f"model.layers.{index}"
+        return self.architecture.layer_prefix(index)
 
-    @torch.no_grad()
+    def family(self, index: int) -> Family:
+        """Linears, routers and folds of a layer."""
+        return self.architecture.layers[index]
+
     def prepare(self, token_ids: torch.Tensor) -> None:
         """Learn what the model passes to each of its layers (mask, rotary angles) for samples of this length.
 
         Args:
             token_ids: int64 `[samples, length]`; one sample is enough, since all have one length.
-        """
-        recorders = [_Recorder() for _ in range(self.num_layers)]
-        layers, self._model.layers = self._model.layers, nn.ModuleList(recorders)
-        try:
-            self._model(inputs_embeds=self.embed(token_ids[:1]), use_cache=False)
-        finally:
-            self._model.layers = layers
-        self._arguments = [recorder.arguments for recorder in recorders]
 
-    @torch.no_grad()
+        Raises:
+            BadInput: the layers of this model do not form a chain.
+        """
+        with self._skeleton.surroundings():
+            self._calls = self._recorded(token_ids[:1])[1]
+            twice = self._recorded(token_ids[:1].repeat(2, 1))[1]
+        # Where an argument grows with the samples (ALiBi of some models), samples go one by one.
+        same = all(map(_broadcasts, self._calls, twice))
+        self._max_rows = None if same else 1
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states `[samples, length, hidden]` that enter the first layer, float32."""
-        table = self.checkpoint.tensor("model.embed_tokens.weight")
-        return nn.functional.embedding(token_ids, table).to(torch.float32)
+        with self._skeleton.surroundings():
+            parts = [self._recorded(rows)[0] for rows in token_ids.split(self._rows(token_ids))]
+        return torch.cat(parts)
 
     @torch.no_grad()
-    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What `lm_head` reads, from the outputs of the last layer."""
-        weight = self.checkpoint.tensor("model.norm.weight").to(torch.float32)
-        self._norm.load_state_dict({"weight": weight}, assign=True)
-        return self._norm(hidden)
+    def _recorded(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, list[_Call]]:
+        """Run the model without its layers; what enters the first one, and how each is called."""
+        failure: Exception | None = None
+        for as_tuple in (False, True):  # what the layers of a model return
+            records: list[tuple[torch.Tensor, _Call]] = []
+            try:
+                with _recording_layers(self._layers, records, as_tuple):
+                    self._skeleton.decoder(input_ids=token_ids, use_cache=False)
+            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+                failure = error
+                continue
+            if len(records) == self.num_layers and all(
+                hidden.shape == records[0][0].shape for hidden, _ in records
+            ):
+                return records[0][0], [call for _, call in records]
+        reason = str(failure).splitlines()[0] if failure and str(failure) else "unknown structure"
+        raise BadInput(
+            f"{self.checkpoint.folder}: the layers of model type "
+            f"{self.architecture.model_type!r} cannot be run one by one: {reason}"
+        )
+
+    def _rows(self, samples: torch.Tensor) -> int:
+        """How many samples `[samples, length, ...]` go through a layer at once."""
+        return self._max_rows or max(1, TOKENS_PER_BATCH // samples.shape[1])
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
-        """The tensors of a layer in the checkpoint's dtype, named relative to the layer."""
+        """The tensors of a layer in the checkpoint's dtype."""
         start = self.prefix(index) + "."
         return {
             name.removeprefix(start): tensor
@@ -83,62 +122,55 @@ class LayerStream:
             if not name.endswith(_IGNORED_BUFFER)
         }
 
-    def load(self, index: int, tensors: dict[str, torch.Tensor]) -> nn.Module:
+    def load(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
         """Give a layer its weights; `unload` takes them away again.
 
         Raises:
             BadInput: the checkpoint's tensors are not those of this architecture.
         """
-        layer = self._model.layers[index]
-        state = {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
-        try:
-            layer.load_state_dict(state, strict=True, assign=True)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise BadInput(
-                f"{self.checkpoint.folder}: {self.prefix(index)} does not fit its config: {reason}"
-            ) from error
-        return layer
+        self._skeleton.fill(index, tensors)
 
     def unload(self, index: int) -> None:
         """Free the weights of a layer."""
-        self._model.layers[index].to("meta")
+        self._skeleton.empty(index)
 
     @torch.no_grad()
-    def run(
-        self,
-        index: int,
-        hidden: torch.Tensor,
-        out: torch.Tensor | None = None,
-        **overrides: Any,
-    ) -> torch.Tensor:
-        """Outputs `[samples, length, hidden]` of a loaded layer.
-
-        Args:
-            out: where to put them; `hidden` itself will do, since no sample looks at another.
-            overrides: in place of what the model passes to its layers, such as `past_key_values`.
-        """
-        layer = self._model.layers[index]
-        outputs = torch.empty_like(hidden) if out is None else out
-        arguments = self._arguments[index] | overrides
-        batch = max(1, TOKENS_PER_BATCH // hidden.shape[1])
+    def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Outputs `[samples, length, hidden]` of a loaded layer."""
+        layer, call = self._layers[index], self._calls[index]
+        outputs = torch.empty_like(hidden)
+        batch = self._rows(hidden)
         for start in range(0, hidden.shape[0], batch):
             rows = slice(start, start + batch)
-            result = layer(hidden[rows], **arguments)
+            result = layer(hidden[rows], *call.arguments, **call.named)
             outputs[rows] = result[0] if isinstance(result, tuple) else result
         return outputs
 
-    def measure(self, index: int, hidden: torch.Tensor) -> dict[str, InputStatistics]:
-        """Run a loaded layer and gather what each linear sees; those with one input share one record."""
-        layer = self._model.layers[index]
+    def measure(
+        self, index: int, hidden: torch.Tensor, only: Collection[str] | None = None
+    ) -> dict[str, InputStatistics]:
+        """Run a loaded layer and gather what each linear and each router sees.
+
+        Those with one input share one record. An expert sees only the tokens that are sent to it: one
+        that gets none has a record of zeros.
+
+        Args:
+            only: names to gather for; None: all. A layer of many experts needs much memory for all.
+        """
+        family = self.family(index)
+        groups = [*family.shared_inputs, *((router,) for router in family.routers)]
         statistics: dict[str, InputStatistics] = {}
         handles = []
-        for group in self._family.shared_inputs:
-            linear = layer.get_submodule(group[0])
-            assert isinstance(linear, nn.Linear)
-            record = InputStatistics(linear.in_features)
-            statistics |= dict.fromkeys(group, record)
-            handles.append(linear.register_forward_pre_hook(_recording(record)))
+        for group in groups:
+            members = [name for name in group if only is None or name in only]
+            if not members:
+                continue
+            module = self._module(index, members[0])
+            record = InputStatistics(module.weight.shape[1])
+            statistics |= dict.fromkeys(members, record)
+            handles.append(
+                module.register_forward_pre_hook(_recording_inputs(record), with_kwargs=True)
+            )
         try:
             self.run(index, hidden)
         finally:
@@ -146,61 +178,67 @@ class LayerStream:
                 handle.remove()
         return statistics
 
-    def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Float32 weights `[out, in]` of a loaded layer; they share its memory."""
-        layer = self._model.layers[index]
-        return {name: layer.get_parameter(f"{name}.weight").data for name in linears}
-
-    def substitute(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put other weights into a loaded layer, by the name of the linear, norm or router."""
-        layer = self._model.layers[index]
-        for name, tensor in tensors.items():
-            layer.get_parameter(f"{name}.weight").data = tensor.to(torch.float32)
-
     def remeasure(
-        self, index: int, hidden: torch.Tensor, replaced: Mapping[str, torch.Tensor]
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        replaced: Mapping[str, torch.Tensor],
+        only: Collection[str] | None = None,
     ) -> dict[str, InputStatistics]:
-        """`measure` with some weights replaced; the layer is afterwards as it was."""
-        before = self.weights(index, tuple(replaced))
-        self.substitute(index, replaced)
+        """`measure` with some weights `[out, in]` replaced; afterwards the layer is as it was."""
+        modules = {name: self._module(index, name) for name in replaced}
+        before = {name: module.weight for name, module in modules.items()}
         try:
-            return self.measure(index, hidden)
+            for name, module in modules.items():
+                module.weight = nn.Parameter(replaced[name].to(torch.float32), requires_grad=False)
+            return self.measure(index, hidden, only)
         finally:
-            self.substitute(index, before)
+            for name, module in modules.items():
+                module.weight = before[name]
+
+    def _module(self, index: int, name: str) -> Any:
+        """The module of a linear or router."""
+        path = self._skeleton.names_in_layer(index)[f"{name}.weight"].removesuffix(".weight")
+        return self._layers[index].get_submodule(path)
 
 
-def _recording(record: InputStatistics) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        record.add(inputs[0])
+def _recording_inputs(record: InputStatistics) -> Callable[..., None]:
+    def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
+        record.add(inputs[0] if inputs else next(iter(named.values())))
 
     return hook
 
 
-class _Recorder(nn.Module):
-    """Stands where a layer was and keeps what the model passed to it."""
+@contextmanager
+def _recording_layers(
+    layers: nn.ModuleList, records: list[tuple[torch.Tensor, _Call]], as_tuple: bool
+) -> Iterator[None]:
+    """Make every layer pass its input on unchanged and write down how it was called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.arguments: dict[str, Any] = {}
+    def forward(*arguments: Any, **named: Any) -> Any:
+        hidden = arguments[0] if arguments else named.pop("hidden_states")
+        records.append((hidden, _Call(arguments[1:], named)))
+        return (hidden,) if as_tuple else hidden
 
-    def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        self.arguments = arguments
-        return hidden
-
-
-def _meta_model(checkpoint: Checkpoint) -> Any:
-    """The decoder of a checkpoint without weights, its rotary tables on the CPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    for layer in layers:
+        layer.forward = forward
     try:
-        config = AutoConfig.from_pretrained(checkpoint.folder)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        decoder: Any = model.model
-        decoder.rotary_emb = type(decoder.rotary_emb)(config=config)
-    except (
-        Exception
-    ) as error:  # a wrong config fails in whatever line of transformers meets it first
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInput(f"{checkpoint.folder}/config.json is not usable: {reason}") from error
-    return decoder.eval()
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _broadcasts(once: Any, twice: Any) -> bool:
+    """Whether what was passed for one sample serves for several at once."""
+    if isinstance(once, _Call):
+        return _broadcasts(once.arguments, twice.arguments) and _broadcasts(once.named, twice.named)
+    if isinstance(once, torch.Tensor):
+        return once.dim() == twice.dim() and all(
+            before in (1, after) for before, after in zip(once.shape, twice.shape, strict=True)
+        )
+    if isinstance(once, dict):
+        return all(_broadcasts(value, twice[name]) for name, value in once.items())
+    if isinstance(once, (tuple, list)):
+        return all(_broadcasts(*pair) for pair in zip(once, twice, strict=True))
+    return True

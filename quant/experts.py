@@ -1,0 +1,80 @@
+"""Experts as single linears, so that each can be measured and replaced on its own.
+
+transformers keeps the experts of a layer in two 3-D parameters; checkpoints mostly store one matrix for
+each projection of each expert. Calibration needs what the checkpoint has: every expert sees its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+# How gate, up and down are called on disk.
+LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+_Gate = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Expert(nn.Module):
+    """One gated MLP; `combine` is how the fused module makes one tensor of gate and up."""
+
+    def __init__(self, hidden: int, width: int, leaves: tuple[str, str, str], combine: _Gate):
+        super().__init__()
+        self._leaves = leaves
+        self._combine = combine
+        gate, up, down = leaves
+        self.add_module(gate, nn.Linear(hidden, width, bias=False))
+        self.add_module(up, nn.Linear(hidden, width, bias=False))
+        self.add_module(down, nn.Linear(width, hidden, bias=False))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (self.get_submodule(leaf) for leaf in self._leaves)
+        return down(self._combine(torch.stack((gate(tokens), up(tokens)))))
+
+
+class SplitExperts(nn.ModuleList):
+    """Takes the place of a fused experts module: the same arguments, the same result.
+
+    Args:
+        fused: transformers' module; only its activation is kept.
+        leaves: how gate, up and down are called in an expert.
+    """
+
+    def __init__(self, fused: Any, leaves: tuple[str, str, str]):
+        num_experts, hidden, width = fused.down_proj.shape
+        if getattr(fused, "is_transposed", False):
+            hidden, width = width, hidden
+        concatenated = getattr(fused, "is_concatenated", True)
+        apply_gate = fused._apply_gate
+
+        def combine(gate_and_up: torch.Tensor) -> torch.Tensor:
+            if concatenated:
+                return apply_gate(torch.cat((gate_and_up[0], gate_and_up[1]), dim=-1))
+            return apply_gate(gate_and_up.movedim(0, -1).flatten(-2))
+
+        super().__init__(_Expert(hidden, width, leaves, combine) for _ in range(num_experts))
+        del fused.gate_up_proj, fused.down_proj
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs `[tokens, hidden]`; index and weights are `[tokens, top_k]`."""
+        outputs = torch.zeros_like(hidden_states)
+        for number, expert in enumerate(self):
+            tokens, slots = torch.where(top_k_index == number)
+            if tokens.numel():
+                weighted = expert(hidden_states[tokens]) * top_k_weights[tokens, slots, None]
+                outputs.index_add_(0, tokens, weighted.to(outputs.dtype))
+        return outputs
+
+
+def fused_experts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of every fused, gated experts module without biases in a layer."""
+    for path, module in layer.named_modules():
+        shapes = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+        fused = all(isinstance(shape, nn.Parameter) and shape.dim() == 3 for shape in shapes)
+        if fused and hasattr(module, "_apply_gate") and not getattr(module, "has_bias", False):
+            yield path, module
