@@ -112,7 +112,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % _STREAM))
     if 8 % bits == 0:  # whole codes in every byte, and words are bytes in a row
         per_byte = 8 // bits
-        packed = padded[..., 0::per_byte].clone()
+        packed = padded[..., 0::per_byte].clone(memory_format=torch.contiguous_format)
         for index in range(1, per_byte):
             packed |= padded[..., index::per_byte] << (bits * index)
         return packed.view(torch.int32)[..., :num_words].contiguous()

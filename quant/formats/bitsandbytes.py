@@ -27,7 +27,8 @@ from ..tensors.vectorwise import VectorwiseTensor
 from .base import Config, TensorSource, expect_dtype, expect_matrix, expect_shape, only_scheme
 
 _STATE = ".weight.quant_state.bitsandbytes__"
-_KINDS: tuple[Literal["nf4", "fp4"], ...] = ("nf4", "fp4")
+_Kind = Literal["nf4", "fp4"]
+_KINDS: tuple[_Kind, ...] = ("nf4", "fp4")
 # What its kernels compute in; bitsandbytes casts to the model's own dtype afterwards.
 _COMPUTE_DTYPE = "bfloat16"
 
@@ -111,7 +112,7 @@ class BitsAndBytesFormat:
     def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
         if f"{module}.SCB" in source:
             return self._unpack_int8(module, source, config)
-        kind = next((kind for kind in _KINDS if module + _STATE + kind in source), "nf4")
+        kind: _Kind = "fp4" if f"{module}{_STATE}fp4" in source else "nf4"
         state = _read_state(module + _STATE + kind, source)
         out_features, in_features = state["shape"]
         size, count = state["blocksize"], out_features * in_features

@@ -57,8 +57,12 @@ class CompressedTensorsFormat:
     def loads_in(self, scheme: Scheme) -> str:
         scheme = self._scheme(scheme)
         transformers = "transformers (with compressed-tensors)"
-        if isinstance(scheme, FloatScheme) or scheme.activations is not None:
+        if isinstance(scheme, FloatScheme):
             return f"llmopt, vLLM, {transformers}"
+        if scheme.activations is not None:
+            if scheme.symmetric:
+                return f"llmopt, vLLM, {transformers}"
+            return f"llmopt, {transformers}; vLLM multiplies symmetric int8 weights only"
         if not scheme.symmetric:
             transformers = (
                 "transformers (with compressed-tensors, and only when asked with "
