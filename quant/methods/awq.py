@@ -24,6 +24,7 @@ from ..scheme import CodebookScheme, GgufScheme, IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
 from .awq_clip import clip_groups
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
+from .folding import can_fold, fold_into_norm, row_scales
 from .rounding import round_weight
 
 GRID = 20
@@ -113,7 +114,7 @@ class Awq:
             linear.error = linear.rtn_error = state.error(name, linear.columns, linear.rows)
             state.linears[name] = linear
         for fold in problem.family.folds:
-            if _can_fold(fold, problem):
+            if can_fold(fold, problem):
                 _search_fold(fold, state)
         weights: dict[str, QuantizedTensor] = {}
         reports: list[ModuleReport] = []
@@ -121,22 +122,6 @@ class Awq:
             weights[name], report = _finish(name, state)
             reports.append(report)
         return LayerResult(weights, state.norms, reports, state.routers)
-
-
-def _can_fold(fold: Fold, problem: LayerProblem) -> bool:
-    """Whether the pair is there to be scaled.
-
-    A target that stays unquantized would have to be stored rounded again, and so would a bias of the
-    source; neither is worth a worse float weight. A grouped value head feeds several query heads, so its
-    rows do not match the columns of the output projection.
-    """
-    if any(name not in problem.weights and name not in problem.routers for name in fold.targets):
-        return False
-    if fold.source in problem.norms:
-        return True
-    if fold.source not in problem.weights or fold.source in problem.with_bias:
-        return False
-    return problem.weights[fold.source].shape[0] == problem.weights[fold.targets[0]].shape[1]
 
 
 def _search_fold(fold: Fold, state: _State) -> None:
@@ -153,7 +138,7 @@ def _search_fold(fold: Fold, state: _State) -> None:
         _run_length(problem.schemes[targets[0]], problem.weights[targets[0]].shape[1]),
     ):
         if fold.source in problem.norms:
-            norm, scales = fold_into_norm(problem.norms[fold.source], wanted)
+            norm, scales = fold_into_norm(problem.norms[fold.source], wanted, fold.norm_offset)
         else:
             norm, scales = None, wanted
         errors = {
@@ -161,8 +146,9 @@ def _search_fold(fold: Fold, state: _State) -> None:
             for target in targets
         }
         if norm is None:
-            columns = state.linears[fold.source].columns
-            errors[fold.source] = state.candidate_error(fold.source, columns, scales)
+            source = state.linears[fold.source]
+            rows = row_scales(fold, len(source.rows), scales)
+            errors[fold.source] = state.candidate_error(fold.source, source.columns, rows)
         worse = any(not error <= state.linears[name].rtn_error for name, error in errors.items())
         total = sum(errors[target] for target in targets)
         if not worse and math.isfinite(total) and total < best:
@@ -176,7 +162,8 @@ def _search_fold(fold: Fold, state: _State) -> None:
     for router in routers:
         state.routers[router] = problem.routers[router] * scales
     if norm is None:
-        state.linears[fold.source].rows = scales
+        source = state.linears[fold.source]
+        source.rows = row_scales(fold, len(source.rows), scales)
     else:
         state.norms[fold.source] = norm
     for name, error in errors.items():
@@ -230,19 +217,3 @@ def scale_candidates(
         scales = scales.clamp(min=1e-4)
         scales = scales / (scales.max() * scales.min()).sqrt()
         yield ratio, torch.where(torch.isfinite(scales) & (scales > 0), scales, 1.0)
-
-
-def fold_into_norm(norm: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide a norm's weight by scales, and say which scales were really divided out.
-
-    The result is stored in the norm's own dtype, often bfloat16. Taking the scales from what is stored
-    keeps the fold exact: the linears make good precisely what the norm lost, its rounding included.
-
-    Returns:
-        The new norm weight `[in]` in its dtype, and the float32 scales `[in]`.
-    """
-    before = norm.to(torch.float32)
-    stored = (before / scales).to(norm.dtype)
-    exact = before / stored.to(torch.float32)
-    usable = torch.isfinite(exact) & (exact > 0)
-    return torch.where(usable, stored, norm), torch.where(usable, exact, 1.0)

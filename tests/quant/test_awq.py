@@ -5,7 +5,8 @@ import torch
 from llmopt.quant.errors import BadInput
 from llmopt.quant.families import FAMILIES, family_of
 from llmopt.quant.methods import awq
-from llmopt.quant.methods.awq import Awq, fold_into_norm, scale_candidates
+from llmopt.quant.methods.awq import Awq, scale_candidates
+from llmopt.quant.methods.folding import fold_into_norm
 from llmopt.quant.methods.awq_clip import Clipped, clip_groups
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult
 from llmopt.quant.methods.int_grid import round_to_nearest
