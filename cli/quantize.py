@@ -19,7 +19,9 @@ def quantize(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     method: Annotated[str, typer.Option(help="How codes are chosen: awq or rtn.")] = "awq",
-    bits: Annotated[int, typer.Option(help="Bits of a weight: 4 or 8.")] = 4,
+    bits: Annotated[
+        int | None, typer.Option(help="Bits of a weight. Default: the method's own, mostly 4.")
+    ] = None,
     group_size: Annotated[
         int | None,
         typer.Option(
@@ -83,7 +85,7 @@ def quantize(
     name = model or model_option or DEFAULT_MODEL
     folder = resolve_model(name)
     label = Path(name).name or folder.resolve().name
-    target = output or Path(f"{label}-{method}-{bits}bit")
+    target = output or Path(f"{label}-{method}-{bits or 4}bit")
 
     from ..quant.pipeline import quantize as run
     from ..quant.plan import QuantizeRequest

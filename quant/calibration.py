@@ -16,6 +16,7 @@ import torch
 
 from ..recipes import DATA
 from .errors import BadInput
+from .hygiene import length_histogram, refuse_overlap, without_duplicates
 
 BUNDLED = DATA / "calibration.txt"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -31,19 +32,35 @@ class Calibration:
 
     Attributes:
         token_ids: int64 `[samples, length]`.
+        held_out: int64 `[samples, length]` of other documents, which no method sees; may be empty.
         source: where the text came from, for the record.
-        sha256: of shape and ids, so that two runs can be told apart.
+        sha256: of shapes and ids, so that two runs can be told apart.
         chat_template: whether conversations went through the model's chat template.
+        documents: how many were used; `duplicates` more were dropped from the whole source.
+        with_bos: how many of them begin with the tokenizer's first token.
+        lengths: how many documents have how many tokens.
     """
 
     token_ids: torch.Tensor
+    held_out: torch.Tensor
     source: str
     sha256: str
     chat_template: bool
+    documents: int
+    duplicates: int
+    with_bos: int
+    lengths: dict[str, int]
 
 
 def load_calibration(
-    source: str | None, tokenizer: Any, *, num_samples: int, seq_len: int, seed: int
+    source: str | None,
+    tokenizer: Any,
+    *,
+    num_samples: int,
+    seq_len: int,
+    seed: int,
+    held_out: int = 0,
+    evaluation: Path | None = None,
 ) -> Calibration:
     """Texts of `source`, shuffled by `seed`, tokenized, joined and cut into equal samples.
 
@@ -52,34 +69,82 @@ def load_calibration(
             `conversations` in each line), a hub dataset id, or None for the bundled stories. Only a hub
             id touches the network.
         tokenizer: a transformers tokenizer; its chat template is applied to conversations, if it has one.
+        held_out: further samples, from documents behind those of the calibration.
+        evaluation: a file of texts that must not be among these.
 
     Raises:
-        BadInput: nothing is there, nothing is in it, or a line cannot be read.
+        BadInput: nothing is there, nothing is in it, a line cannot be read, or it overlaps with
+            `evaluation`.
     """
-    if num_samples < 1 or seq_len < 1:
+    if num_samples < 1 or seq_len < 1 or held_out < 0:
         raise BadInput(
             f"{num_samples} samples of {seq_len} tokens are no calibration: ask for more"
         )
     name, documents = _documents(source)
     if not documents:
         raise BadInput(f"calibration data {name} is empty: give a file with text in it")
-    random.Random(seed).shuffle(documents)
-    wanted = num_samples * seq_len
-    token_ids: list[int] = []
-    templated = False
-    for document in documents:
-        ids, used_template = _tokenize(document, tokenizer)
-        token_ids += ids
-        templated = templated or used_template
-        if len(token_ids) >= wanted:
-            break
+    unique = without_duplicates(documents, _plain_text)
+    random.Random(seed).shuffle(unique)
+    stream = _Stream(unique, tokenizer)
+    token_ids = stream.take(num_samples * seq_len)
     if not token_ids:
         raise BadInput(f"calibration data {name} holds no tokens for this model's tokenizer")
     length = min(seq_len, len(token_ids))
+    samples = _cut(token_ids, num_samples, length)
+    others = _cut(stream.take(held_out * length) if held_out else [], held_out, length)
+    if evaluation is not None:
+        used = [_plain_text(document) for document in unique[: len(stream.lengths)]]
+        texts = [_plain_text(document) for document in _documents(str(evaluation))[1]]
+        refuse_overlap(name, used, evaluation.name, texts)
+    digest = hashlib.sha256()
+    for part in (samples, others):
+        digest.update(f"{part.shape[0]}x{length}:".encode() + part.numpy().astype("<i8").tobytes())
+    return Calibration(
+        token_ids=samples,
+        held_out=others,
+        source=name,
+        sha256=digest.hexdigest(),
+        chat_template=stream.templated,
+        documents=len(stream.lengths),
+        duplicates=len(documents) - len(unique),
+        with_bos=stream.with_bos,
+        lengths=length_histogram(stream.lengths),
+    )
+
+
+class _Stream:
+    """Documents turned into tokens as far as they are needed."""
+
+    def __init__(self, documents: list[str | Messages], tokenizer: Any):
+        self._documents = iter(documents)
+        self._tokenizer = tokenizer
+        self.lengths: list[int] = []
+        self.templated = False
+        self.with_bos = 0
+
+    def take(self, wanted: int) -> list[int]:
+        """At least `wanted` ids of whole documents, or all that is left."""
+        token_ids: list[int] = []
+        while len(token_ids) < wanted and (document := next(self._documents, None)) is not None:
+            ids, used_template = _tokenize(document, self._tokenizer)
+            token_ids += ids
+            self.lengths.append(len(ids))
+            self.templated = self.templated or used_template
+            self.with_bos += ids[:1] == [self._tokenizer.bos_token_id]
+        return token_ids
+
+
+def _cut(token_ids: list[int], num_samples: int, length: int) -> torch.Tensor:
+    """As many whole samples as there are ids for, at most `num_samples`."""
     rows = min(num_samples, len(token_ids) // length)
-    samples = torch.tensor(token_ids[: rows * length], dtype=torch.int64).view(rows, length)
-    digest = hashlib.sha256(f"{rows}x{length}:".encode() + samples.numpy().astype("<i8").tobytes())
-    return Calibration(samples, name, digest.hexdigest(), templated)
+    return torch.tensor(token_ids[: rows * length], dtype=torch.int64).view(rows, length)
+
+
+def _plain_text(document: str | Messages) -> str:
+    """The words of a document, whoever says them."""
+    if isinstance(document, str):
+        return document
+    return "\n".join(turn["content"] for turn in document)
 
 
 def _documents(source: str | None) -> tuple[str, list[str | Messages]]:
@@ -171,5 +236,4 @@ def _tokenize(document: str | Messages, tokenizer: Any) -> tuple[list[int], bool
         text = tokenizer.apply_chat_template(document, tokenize=False)
         # The template writes the special tokens itself.
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], True
-    text = "\n".join(turn["content"] for turn in document)
-    return tokenizer(text, verbose=False)["input_ids"], False
+    return tokenizer(_plain_text(document), verbose=False)["input_ids"], False

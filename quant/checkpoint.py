@@ -94,6 +94,10 @@ class Checkpoint:
             self._handles[shard] = safe_open(self._checked(shard), framework="pt")
         return self._handles[shard]
 
+    def release(self) -> None:
+        """Unmap the shards: their pages no longer count as this process's memory; reading maps them anew."""
+        self._handles.clear()
+
     @cached_property
     def names(self) -> list[str]:
         """All tensor names, sorted."""

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from .errors import BadInput
 
+if TYPE_CHECKING:
+    import torch
+
 TEMPORARY_SUFFIX = ".writing"
+_PIECE = 16 * 2**20
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, flush it to the disk, and rename it into place.
+class TensorsByName(Protocol):
+    """Tensors that need not all be in memory at once."""
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
+
+@contextmanager
+def durable_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write under a temporary name, flushed to the disk and renamed into place at the end.
 
     Raises:
         BadInput: the disk is full. What was there before is untouched.
@@ -20,7 +36,7 @@ def write_durably(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -28,6 +44,96 @@ def write_durably(path: Path, data: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise no_space_or(error, path) from error
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a whole file at once; see `durable_file`."""
+    with durable_file(path) as file:
+        file.write(data)
+
+
+def write_tensors(path: Path, tensors: TensorsByName, layout: Mapping[str, Entry]) -> str:
+    """Write a safetensors file without a second copy of its tensors in memory; its SHA-256.
+
+    Args:
+        tensors: asked for one after the other.
+        layout: dtype and shape of each, see `layout_of`.
+    """
+    names = sorted(layout, key=lambda name: (-_SIZES[layout[name][0]], name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        dtype, shape = layout[name]
+        size = _SIZES[dtype] * _count(shape)
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with durable_file(path) as file:
+        for start in (len(text).to_bytes(8, "little"), text):
+            digest.update(start)
+            file.write(start)
+        for name in names:
+            view = memoryview(_raw(tensors[name]))
+            for begin in range(0, len(view), _PIECE):
+                digest.update(view[begin : begin + _PIECE])
+                file.write(view[begin : begin + _PIECE])
+    return digest.hexdigest()
+
+
+Entry = tuple[str, tuple[int, ...]]
+"""Dtype, as safetensors spells it, and shape of a tensor."""
+
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_SIZES = {
+    name: 8 if "64" in name else 4 if "32" in name else 2 if "16" in name else 1
+    for name in _NAMES.values()
+}
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
+    """What `write_tensors` must know of each tensor before it writes the first."""
+    return {
+        name: (_NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+
+
+def entry_bytes(entry: Entry) -> int:
+    """Bytes of a tensor of this dtype and shape."""
+    return _SIZES[entry[0]] * _count(entry[1])
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for width in shape:
+        count *= width
+    return count
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    """The elements in row order, sharing the memory of a tensor that lies so already."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data  # pyright: ignore[reportReturnType]
 
 
 def flush_folder(folder: Path) -> None:

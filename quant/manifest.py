@@ -12,8 +12,8 @@ import torch
 
 from .calibration import Calibration
 from .journal import sha256_of, sha256_of_file
-from .methods.base import ModuleReport
-from .plan import Plan
+from .methods.base import MethodOptions, ModuleReport
+from .plan import Plan, QuantizeRequest
 from .scheme import scheme_record
 from .tensors.base import QuantizedTensor
 
@@ -73,35 +73,44 @@ def summarise(
 
 def build_manifest(
     plan: Plan,
+    number: int,
     calibration: Calibration,
     *,
-    model_name: str,
+    request: QuantizeRequest,
     signature: str,
-    seed: int,
     source_hashes: dict[str, str],
     modules: list[dict[str, Any]],
     files: dict[str, dict[str, Any]],
     summary: Summary,
 ) -> dict[str, Any]:
-    """The manifest. It holds no time and no path, so that equal runs write equal bytes."""
+    """The manifest of the format of this number.
+
+    It holds no time and no path, so that equal runs write equal bytes.
+    """
     samples, length = calibration.token_ids.shape
     return {
         "llmopt": version("llmopt"),
         "torch": version("torch"),
         "transformers": version("transformers"),
-        "model": model_name,
+        "model": request.model_name or request.model.resolve().name,
         "signature": signature,
         "source_sha256": source_hashes,
         "method": plan.method.name,
-        "format": plan.format.name,
+        "format": plan.formats[number].name,
         "scheme": plan.label,
+        "options": _options(request),
         "ignored": list(plan.ignored),
         "calibration": {
             "source": calibration.source,
             "samples": samples,
             "tokens_per_sample": length,
+            "held_out_samples": calibration.held_out.shape[0],
             "chat_template": calibration.chat_template,
-            "seed": seed,
+            "documents": calibration.documents,
+            "documents_with_bos": calibration.with_bos,
+            "duplicates_dropped": calibration.duplicates,
+            "tokens_by_document": calibration.lengths,
+            "seed": request.seed,
             "sha256": calibration.sha256,
         },
         "error": ERROR_FORMULA,
@@ -125,7 +134,17 @@ def to_json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
 
 
-def model_card(plan: Plan, manifest: dict[str, Any]) -> bytes:
+def _options(request: QuantizeRequest) -> dict[str, Any]:
+    """What was asked for beyond method and scheme, wherever it is not the default."""
+    asked = asdict(request.options) | {
+        "overrides": list(request.overrides),
+        "revert_worse": request.revert_worse,
+    }
+    usual = asdict(MethodOptions()) | {"overrides": [], "revert_worse": False}
+    return {name: value for name, value in asked.items() if value != usual[name]}
+
+
+def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
     """A short README, made from the manifest and nothing else."""
     summary, calibration = manifest["summary"], manifest["calibration"]
     worst = max(manifest["modules"], key=lambda module: module["error"])
@@ -138,7 +157,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> bytes:
         "| | |",
         "|---|---|",
         f"| quantized linears | {summary['num_modules']} |",
-        f"| left as they were | {', '.join(plan.ignored) or 'none'} (embeddings, norms and lm_head always) |",
+        f"| left as they were | {', '.join(plan.unquantized) or 'none'} (embeddings and norms always) |",
         f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",
         f"| bytes of all weights | {summary['checkpoint_bytes']:,}, from {summary['source_bytes']:,} |",
         f"| mean relative output error | {summary['error']:.3e} "
@@ -146,7 +165,7 @@ def model_card(plan: Plan, manifest: dict[str, Any]) -> bytes:
         f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
         f"| calibration | {calibration['samples']} × {calibration['tokens_per_sample']} tokens, "
         f"{calibration['source']} |",
-        f"| loads in | {plan.loads_in} |",
+        f"| loads in | {plan.loads_in(plan.formats[number])} |",
         "",
         f"The error is {ERROR_FORMULA}. All figures by module, and digests of the computed codes, are in "
         f"`{MANIFEST_NAME}`; `llmopt verify` holds the files against them.",

@@ -1,38 +1,43 @@
 """Quantize a checkpoint, one decoder layer in memory at a time, so that a kill costs one layer at most.
 
-For each layer: run it in float on the inputs that the layers before it produce, choose codes, run it
-again with the codes in place of the weights, and pass those outputs on. Later layers are thus calibrated
-on what they will really see. The finished layer goes to its own shard and into the journal.
+For each layer: learn what its linears read, choose codes, and write the finished layer to its own shard
+and into the journal; see `propagation` for what the next layer then sees.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
 
+from ..recipes import DATA
 from .calibration import Calibration, load_calibration
 from .checkpoint import Checkpoint, read_json
-from .durable import write_durably
+from .durable import layout_of, write_tensors
 from .errors import BadInput
 from .journal import Journal, remove_work, sha256_of, sha256_of_file, work_folder
 from .layer_stream import LayerStream
-from .manifest import MANIFEST_NAME, module_record
-from .methods.base import LayerProblem
+from .layer_work import HEAD_FAMILY, Work, quantize_tensors
+from .manifest import MANIFEST_NAME
 from .plan import Plan, QuantizeRequest, make_plan
 from .progress import Progress, Silent
-from .publish import write_final_files
+from .propagation import Live, Source
+from .publish import shard_folder, write_final_files
 from .scheme import scheme_record
+from .selection import HEAD
+
+__all__ = ["QuantizeResult", "Session", "prepare", "quantize"]
 
 _SLACK_BYTES = 16 * 2**20  # headers, tokenizer, manifest
+_BUNDLED_EVALUATION = DATA / "evaluation.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,12 @@ class QuantizeResult:
     """A finished checkpoint.
 
     Attributes:
-        output: its folder.
-        manifest: the content of its manifest.
+        output: its folder; with several formats, the folder of one folder for each.
+        manifest: the content of its manifest (of the first format).
         loads_in: who can read it.
         notes: choices that were made for the user.
         resumed_layers: how many layers an earlier run had finished.
+        layer_seconds: what choosing the codes took, for each layer.
     """
 
     output: Path
@@ -52,6 +58,59 @@ class QuantizeResult:
     loads_in: str
     notes: tuple[str, ...]
     resumed_layers: int
+    layer_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A request with everything read that the work needs.
+
+    Attributes:
+        signature: digest of all that the bytes of the result depend on.
+    """
+
+    request: QuantizeRequest
+    plan: Plan
+    calibration: Calibration
+    stream: LayerStream
+    source_hashes: dict[str, str]
+    signature: str
+    notes: tuple[str, ...]
+
+
+def prepare(request: QuantizeRequest) -> Session:
+    """Check a request and read its calibration data, without writing anything.
+
+    Raises:
+        BadInput: the request cannot be done as asked.
+    """
+    plan = make_plan(request)
+    notes = list(plan.notes)
+    asked = request.num_samples // 8 if request.held_out is None else request.held_out
+    calibration = load_calibration(
+        request.calibration,
+        _tokenizer(plan.checkpoint),
+        num_samples=request.num_samples,
+        seq_len=plan.seq_len,
+        seed=request.seed,
+        held_out=asked,
+        evaluation=Path(request.evaluation) if request.evaluation else _BUNDLED_EVALUATION,
+    )
+    samples, length = calibration.token_ids.shape
+    if (samples, length) != (request.num_samples, plan.seq_len):
+        notes.append(f"note: the calibration text gives {samples} samples of {length} tokens")
+    if len(calibration.held_out) < asked:
+        notes.append(
+            f"note: the text left gives {len(calibration.held_out)} held-out samples, not {asked}"
+        )
+    if calibration.duplicates:
+        notes.append(f"note: {calibration.duplicates} repeated calibration texts were dropped")
+    stream = LayerStream(plan.checkpoint, plan.architecture)
+    if int(calibration.token_ids.max()) >= stream.vocab_size:
+        raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
+    source_hashes = _source_hashes(plan.checkpoint)
+    signature = _signature(request, plan, calibration, source_hashes)
+    return Session(request, plan, calibration, stream, source_hashes, signature, tuple(notes))
 
 
 def quantize(request: QuantizeRequest, progress: Progress | None = None) -> QuantizeResult:
@@ -65,38 +124,26 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
     output = request.output
     if output.exists() and not work_folder(output).exists():
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
-    plan = make_plan(request)
-    for note in plan.notes:
+    session = prepare(request)
+    for note in session.notes:
         progress.note(note)
-    calibration = load_calibration(
-        request.calibration,
-        _tokenizer(plan.checkpoint),
-        num_samples=request.num_samples,
-        seq_len=plan.seq_len,
-        seed=request.seed,
-    )
-    samples, length = calibration.token_ids.shape
-    if (samples, length) != (request.num_samples, plan.seq_len):
-        progress.note(f"note: the calibration text gives {samples} samples of {length} tokens")
-    stream = LayerStream(plan.checkpoint, plan.family)
-    if int(calibration.token_ids.max()) >= stream.vocab_size:
-        raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
-    source_hashes = _source_hashes(plan.checkpoint)
-    signature = _signature(request, plan, calibration, source_hashes)
-    resumed = 0
+    resumed, seconds = 0, ()
     if output.exists():
-        _require_same_work(output, signature)
+        _require_same_work(session)
         remove_work(work_folder(output))
     else:
         if request.restart:
             remove_work(work_folder(output))
-        journal = Journal(work_folder(output), signature, torch.get_num_threads())
+        journal = Journal(work_folder(output), session.signature, torch.get_num_threads())
         resumed = len(journal.layers)
         try:
-            _check_space(plan, calibration.token_ids.numel() * stream.hidden_size, journal)
+            _check_space(session, journal)
             with _threads(journal.threads):
-                _quantize_layers(stream, plan, calibration, journal, progress)
-            write_final_files(journal, plan, calibration, request, source_hashes)
+                _quantize_layers(session, journal, progress)
+            write_final_files(
+                journal, session.plan, session.calibration, request, session.source_hashes
+            )
+            seconds = tuple(record["seconds"] for record in journal.layers)
             journal.publish(output)
         except BadInput:
             if not journal.layers:
@@ -104,12 +151,14 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
             raise
         finally:
             journal.close()
+    plan = session.plan
     return QuantizeResult(
         output=output,
-        manifest=read_json(output / MANIFEST_NAME),
-        loads_in=plan.loads_in,
-        notes=plan.notes,
+        manifest=read_json(shard_folder(output, plan, 0) / MANIFEST_NAME),
+        loads_in=plan.loads_in(plan.format),
+        notes=session.notes,
         resumed_layers=resumed,
+        layer_seconds=seconds,
     )
 
 
@@ -142,7 +191,9 @@ def _signature(
         "calibration_source": calibration.source,
         "seed": request.seed,
         "method": plan.method.name,
-        "format": plan.format.name,
+        "options": asdict(plan.options),
+        "revert_worse": request.revert_worse,
+        "formats": [weight_format.name for weight_format in plan.formats],
         "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
         "ignored": plan.ignored,
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
@@ -150,12 +201,16 @@ def _signature(
     return sha256_of(json.dumps(facts, sort_keys=True).encode())
 
 
-def _check_space(plan: Plan, num_hidden_values: int, journal: Journal) -> None:
-    """Raises BadInput when the disk cannot hold the result and the hidden states of two layers."""
-    hidden_bytes = 2 * 4 * num_hidden_values
+def _check_space(session: Session, journal: Journal) -> None:
+    """Raises BadInput when the disk cannot hold the results and the hidden states of two layers."""
+    plan, calibration = session.plan, session.calibration
+    tokens = calibration.token_ids.numel() + calibration.held_out.numel()
+    hidden_bytes = 2 * 4 * tokens * session.stream.hidden_size
     rest = plan.checkpoint.weight_bytes - plan.plain_bytes
-    needed = plan.quantized_bytes + rest + hidden_bytes + _SLACK_BYTES
-    needed -= sum(record["bytes"] for record in journal.layers)
+    needed = len(plan.formats) * (plan.quantized_bytes + rest + _SLACK_BYTES) + hidden_bytes
+    needed -= sum(
+        shard["bytes"] for record in journal.layers for shard in record["shards"].values()
+    )
     free = shutil.disk_usage(journal.folder).free
     if free < needed:
         raise BadInput(
@@ -175,97 +230,91 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _require_same_work(output: Path, signature: str) -> None:
+def _require_same_work(session: Session) -> None:
     """An output beside a work folder: fine where a kill came between the last rename and the tidying up."""
-    path = output / MANIFEST_NAME
-    if not path.is_file() or read_json(path).get("signature") != signature:
+    output = session.request.output
+    path = shard_folder(output, session.plan, 0) / MANIFEST_NAME
+    if not path.is_file() or read_json(path).get("signature") != session.signature:
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
 
 
-def _quantize_layers(
-    stream: LayerStream,
-    plan: Plan,
-    calibration: Calibration,
-    journal: Journal,
-    progress: Progress,
-) -> None:
-    first = len(journal.layers)
-    if first == stream.num_layers:
+def _quantize_layers(session: Session, journal: Journal, progress: Progress) -> None:
+    plan, stream = session.plan, session.stream
+    first, total = len(journal.layers), stream.num_layers + plan.lm_head
+    if first == total:
         return
-    journal.checkpoint.mkdir(exist_ok=True)
-    stream.prepare(calibration.token_ids)
-    if first == 0:
-        hidden = stream.embed(calibration.token_ids)
-    else:
+    for index in range(len(plan.formats)):
+        shard_folder(journal.checkpoint, plan, index).mkdir(parents=True, exist_ok=True)
+    if first:
         progress.note(f"going on after layer {first} of {stream.num_layers}")
-        hidden = load_file(journal.hidden_path(first))["hidden"]
-    progress.start("quantizing", stream.num_layers, "layers")
+    source = Live(stream, session.calibration, journal.hidden_path(first) if first else None)
+    progress.start("quantizing", total, "layers")
     progress.advance(first)
-    for index in range(first, stream.num_layers):
-        record, hidden = _quantize_layer(stream, plan, journal, index, hidden)
-        if index + 1 < stream.num_layers:
-            write_durably(journal.hidden_path(index + 1), save({"hidden": hidden}))
+    for index in range(first, total):
+        if index < stream.num_layers:
+            work = _quantize_layer(session, source, index)
+        else:
+            work = _quantize_head(session, source)
+        record = _write_layer(plan, journal.checkpoint, index, work)
+        if index + 1 < total:
+            source.save(journal.hidden_path(index + 1))
         journal.append(record)
         journal.hidden_path(index).unlink(missing_ok=True)
+        plan.checkpoint.release()
         progress.advance()
     progress.finish()
 
 
-def _quantize_layer(
-    stream: LayerStream, plan: Plan, journal: Journal, index: int, hidden: torch.Tensor
-) -> tuple[dict[str, Any], torch.Tensor]:
-    """Quantize one layer and write its shard; its record, and the inputs of the next layer."""
-    prefix = stream.prefix(index)
+def _quantize_layer(session: Session, source: Source, index: int) -> Work:
+    plan, stream = session.plan, session.stream
+    family, prefix = stream.family(index), stream.prefix(index)
     tensors = stream.tensors(index)
-    stream.load(index, tensors)
-    statistics = stream.measure(index, hidden)
-    linears = [name for name in plan.family.linears if f"{prefix}.{name}" in plan.modules]
-    schemes = {name: plan.schemes[f"{prefix}.{name}"] for name in linears}
-    dtype = tensors[f"{plan.family.linears[0]}.weight"].dtype
-    with torch.no_grad():
-        result = plan.method.quantize_layer(
-            LayerProblem(
-                prefix=prefix,
-                family=plan.family,
-                schemes=schemes,
-                scale_dtypes={
-                    name: plan.format.scale_dtype(dtype, scheme) for name, scheme in schemes.items()
-                },
-                weights={name: tensors[f"{name}.weight"].to(torch.float32) for name in linears},
-                statistics={name: statistics[name] for name in linears},
-                norms={
-                    name: tensors[f"{name}.weight"]
-                    for name in {fold.source for fold in plan.family.folds}
-                    - set(plan.family.linears)
-                },
-                with_bias=frozenset(name for name in linears if f"{name}.bias" in tensors),
-            )
-        )
-    for name, norm in result.norms.items():
-        tensors[f"{name}.weight"] = norm
-    stored = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
-    for name, quantized in result.weights.items():
-        del stored[f"{prefix}.{name}.weight"]
-        stored |= plan.format.pack(f"{prefix}.{name}", quantized)
-        tensors[f"{name}.weight"] = quantized.dequantize()
-    stream.load(index, tensors)
-    outputs = stream.run(index, hidden)
-    stream.unload(index)
-    if not bool(torch.isfinite(outputs).all()):
-        raise BadInput(f"{prefix} gives NaN or infinite outputs: the checkpoint is damaged")
+    measured = source.measure(index, tensors)
+    work = quantize_tensors(
+        plan,
+        family,
+        prefix,
+        tensors,
+        source.weights(index, family.linears),
+        measured,
+        revert_worse=session.request.revert_worse,
+    )
+    source.finish(index, work)
+    return work
 
-    shard = f"model-layer-{index:05d}.safetensors"
-    data = save({name: stored[name].contiguous() for name in sorted(stored)}, {"format": "pt"})
-    write_durably(journal.checkpoint / shard, data)
-    record = {
-        "layer": index,
-        "shard": shard,
-        "sha256": sha256_of(data),
-        "bytes": len(data),
-        "tensors": {name: tensor.nbytes for name, tensor in sorted(stored.items())},
-        "modules": [
-            module_record(report, tensor)
-            for report, tensor in zip(result.reports, result.weights.values(), strict=True)
-        ],
+
+def _quantize_head(session: Session, source: Source) -> Work:
+    checkpoint = session.plan.checkpoint
+    tensors = {
+        f"{HEAD}.{part}": checkpoint.tensor(f"{HEAD}.{part}")
+        for part in ("weight", "bias")
+        if f"{HEAD}.{part}" in checkpoint
     }
-    return record, outputs
+    measured = source.measure_head()
+    revert = session.request.revert_worse
+    return quantize_tensors(
+        session.plan, HEAD_FAMILY, "", tensors, None, measured, revert_worse=revert
+    )
+
+
+def _write_layer(plan: Plan, folder: Path, index: int, work: Work) -> dict[str, Any]:
+    """Write the shards of a layer, one for each format; the record for the journal."""
+    name = f"model-layer-{index:05d}.safetensors" if work.prefix else "model-head.safetensors"
+    began = time.perf_counter()
+    shards = {}
+    for number, weight_format in enumerate(plan.formats):
+        stored = work.packed(plan, number)
+        path = shard_folder(folder, plan, number) / name
+        digest = write_tensors(path, stored, layout_of(stored))
+        shards[weight_format.name] = {
+            "shard": name,
+            "sha256": digest,
+            "bytes": path.stat().st_size,
+            "tensors": {name: tensor.nbytes for name, tensor in sorted(stored.items())},
+        }
+    return {
+        "layer": index,
+        "seconds": work.seconds + time.perf_counter() - began,
+        "shards": shards,
+        "modules": work.records(),
+    }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors.torch import save
+import torch
 
 from .calibration import Calibration
-from .checkpoint import INDEX_NAME
-from .durable import TEMPORARY_SUFFIX, write_durably
+from .checkpoint import INDEX_NAME, Checkpoint
+from .durable import TEMPORARY_SUFFIX, Entry, entry_bytes, write_durably, write_tensors
 from .errors import BadInput
 from .journal import Journal, sha256_of_file
 from .manifest import (
@@ -21,6 +21,7 @@ from .manifest import (
     to_json,
 )
 from .plan import Plan, QuantizeRequest
+from .selection import HEAD
 
 OTHER_SHARD = "model-other.safetensors"
 _COPIED = (
@@ -38,6 +39,11 @@ _COPIED = (
 _COPIED_PATTERNS = ("LICENSE*", "NOTICE*")
 
 
+def shard_folder(checkpoint: Path, plan: Plan, number: int) -> Path:
+    """The folder of the format of this number: one of its own where there are several."""
+    return checkpoint / plan.formats[number].name if len(plan.formats) > 1 else checkpoint
+
+
 def write_final_files(
     journal: Journal,
     plan: Plan,
@@ -52,14 +58,31 @@ def write_final_files(
     Raises:
         BadInput: a finished shard was changed since, or the disk is full.
     """
-    folder = journal.checkpoint
+    for number in range(len(plan.formats)):
+        _write_format(journal, plan, number, calibration, request, source_hashes)
+
+
+def _write_format(
+    journal: Journal,
+    plan: Plan,
+    number: int,
+    calibration: Calibration,
+    request: QuantizeRequest,
+    source_hashes: dict[str, str],
+) -> None:
+    weight_format = plan.formats[number]
+    folder = shard_folder(journal.checkpoint, plan, number)
     for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):  # of a kill in the middle of a write
         leftover.unlink()
-    for record in journal.layers:
-        shard = folder / record["shard"]
-        if not shard.is_file() or sha256_of_file(shard) != record["sha256"]:
+    shards = [record["shards"][weight_format.name] for record in journal.layers]
+    for written in shards:
+        shard = folder / written["shard"]
+        if not shard.is_file() or sha256_of_file(shard) != written["sha256"]:
             raise BadInput(f"{shard} was changed after it was written: begin again with --restart")
-    weight_map, total_bytes = _write_other_tensors(folder, journal, plan)
+    weight_map, total_bytes = _write_other_tensors(folder, plan)
+    for written in shards:
+        weight_map |= dict.fromkeys(written["tensors"], written["shard"])
+        total_bytes += sum(written["tensors"].values())
     index = {
         "metadata": {"total_size": total_bytes},
         "weight_map": dict(sorted(weight_map.items())),
@@ -68,16 +91,17 @@ def write_final_files(
     for path in _files_to_copy(plan.checkpoint.folder):
         write_durably(folder / path.name, path.read_bytes())
     config = dict(plan.checkpoint.config)
-    config["quantization_config"] = plan.format.config(plan.schemes, ["lm_head", *plan.ignored])
+    config["quantization_config"] = weight_format.config(plan.schemes, plan.unquantized)
     write_durably(folder / "config.json", to_json(config))
 
     modules = [module for record in journal.layers for module in record["modules"]]
+    stored = {name: size for shard in shards for name, size in shard["tensors"].items()}
     manifest = build_manifest(
         plan,
+        number,
         calibration,
-        model_name=request.model_name or request.model.resolve().name,
+        request=request,
         signature=journal.signature,
-        seed=request.seed,
         source_hashes=source_hashes,
         modules=modules,
         files=describe_files(folder),
@@ -86,32 +110,48 @@ def write_final_files(
             modules,
             checkpoint_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
             quantized_bytes=sum(
-                nbytes
-                for record in journal.layers
-                for name, nbytes in record["tensors"].items()
-                if name.endswith(plan.format.suffixes)
+                stored[module + suffix]
+                for module in plan.modules
+                for suffix in weight_format.suffixes
+                if module + suffix in stored
             ),
         ),
     )
     write_durably(folder / MANIFEST_NAME, to_json(manifest))
-    write_durably(folder / CARD_NAME, model_card(plan, manifest))
+    write_durably(folder / CARD_NAME, model_card(plan, number, manifest))
 
 
-def _write_other_tensors(folder: Path, journal: Journal, plan: Plan) -> tuple[dict[str, str], int]:
-    """Write embeddings, final norm and head as they are; the whole weight map, and the bytes of it all."""
-    layer_prefixes = tuple(f"model.layers.{index}." for index in range(plan.num_layers))
-    others = {
-        name: plan.checkpoint.tensor(name).contiguous()
-        for name in plan.checkpoint.names
-        if not name.startswith(layer_prefixes)
+def other_tensors(plan: Plan) -> dict[str, Entry]:
+    """What lies beside the quantized layers: embeddings, final norm, and the head where it stays."""
+    layers = range(plan.num_layers)
+    prefixes = tuple(f"{plan.architecture.layer_prefix(index)}." for index in layers)
+    if plan.lm_head:
+        prefixes += (f"{HEAD}.",)
+    checkpoint = plan.checkpoint
+    return {
+        name: (checkpoint.dtype_name(name), checkpoint.shape(name))
+        for name in checkpoint.names
+        if not name.startswith(prefixes)
     }
-    write_durably(folder / OTHER_SHARD, save(others, {"format": "pt"}))
-    weight_map = dict.fromkeys(others, OTHER_SHARD)
-    total_bytes = sum(tensor.nbytes for tensor in others.values())
-    for record in journal.layers:
-        weight_map |= dict.fromkeys(record["tensors"], record["shard"])
-        total_bytes += sum(record["tensors"].values())
-    return weight_map, total_bytes
+
+
+class _OneByOne:
+    """Tensors of a checkpoint, none of which stays mapped after the next is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, name: str, /) -> torch.Tensor:
+        self._checkpoint.release()
+        return self._checkpoint.tensor(name)
+
+
+def _write_other_tensors(folder: Path, plan: Plan) -> tuple[dict[str, str], int]:
+    """Write what is left as it is; its part of the weight map, and its bytes."""
+    layout = other_tensors(plan)
+    write_tensors(folder / OTHER_SHARD, _OneByOne(plan.checkpoint), layout)
+    plan.checkpoint.release()
+    return dict.fromkeys(layout, OTHER_SHARD), sum(map(entry_bytes, layout.values()))
 
 
 def _files_to_copy(source: Path) -> list[Path]:
