@@ -10,6 +10,7 @@ from .base import WeightFormat
 from .bitsandbytes import BitsAndBytesFormat
 from .compressed_tensors import CompressedTensorsFormat
 from .fp8 import Fp8Format
+from .gguf import GgufFormat
 from .gptq import GptqFormat
 from .squeezellm import SqueezeLlmFormat
 
@@ -18,6 +19,7 @@ _ALL: tuple[WeightFormat, ...] = (
     BitsAndBytesFormat(),
     CompressedTensorsFormat(),
     Fp8Format(),
+    GgufFormat(),
     GptqFormat(),
     SqueezeLlmFormat(),
 )

@@ -47,7 +47,19 @@ TYPE_NUMBERS = {
 }
 _TYPE_NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 
 
@@ -191,7 +203,9 @@ class _Cursor:
         inner, count = self.number("I", key), self.number("Q", key)
         if inner in _SCALARS:
             code = f"<{count}{_SCALARS[inner]}"
-            return list(struct.unpack(code, self.take(count * struct.calcsize(f"<{code[-1]}"), key)))
+            return list(
+                struct.unpack(code, self.take(count * struct.calcsize(f"<{code[-1]}"), key))
+            )
         return [self.value(inner, key) for _ in range(count)]
 
 
@@ -234,9 +248,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[Tensor
         temporary.unlink(missing_ok=True)
 
 
-def _write(
-    file: IO[bytes], metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]
-) -> None:
+def _write(file: IO[bytes], metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:
     file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata)))
     for key, value in metadata.items():
         file.write(_string(key) + _typed(value))

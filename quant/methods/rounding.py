@@ -18,6 +18,7 @@ from ..scheme import (
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import E4M3_MAX
 from .base import LayerProblem, LayerResult
+from .block_grid import round_to_blocks
 from .codebook_grid import round_to_codebook
 from .float_grid import round_to_fp8
 from .int_grid import round_to_nearest
@@ -29,7 +30,7 @@ def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qu
     """Round `weight` `[out, in]`, which may be a scaled form of the linear's own, to the linear's scheme.
 
     Raises:
-        BadInput: NaN or infinite weights, scales beyond their dtype, or a scheme without a rounding.
+        BadInput: NaN or infinite weights, or scales beyond their dtype.
     """
     scheme, module = problem.schemes[linear], f"{problem.prefix}.{linear}"
     dtype = problem.scale_dtypes[linear]
@@ -46,7 +47,7 @@ def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qu
         return round_to_rows(weight, scheme, name=module)
     if isinstance(scheme, LookupScheme):
         return round_to_uniform_tables(weight, scheme, name=module)
-    raise BadInput(f"{module}: no method here rounds to {scheme.label}")
+    return round_to_blocks(problem, linear, weight, scheme)
 
 
 def require_finite(weight: torch.Tensor, module: str) -> None:

@@ -1,0 +1,83 @@
+"""GGUF as a weight format. A module's blocks stream into layer shards under one name; when all layers are
+there, `quant.gguf.assemble` makes the one file of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import BadInput
+from ..gguf.integer import block_type_of, int_to_gguf
+from ..scheme import GgufScheme, Scheme
+from ..tensors.base import QuantizedTensor
+from ..tensors.gguf import GgufTensor
+from ..tensors.integer import IntTensor
+from .base import Config, TensorSource
+
+BLOCKS_SUFFIX = ".gguf_blocks"
+
+
+class GgufFormat:
+    """ggml blocks, and integer weights that are the same numbers (`gguf.integer`)."""
+
+    name = "gguf"
+    markers = (BLOCKS_SUFFIX,)
+    suffixes = (BLOCKS_SUFFIX,)
+
+    def check_scheme(self, scheme: Scheme) -> None:
+        if block_type_of(scheme) is None:
+            raise BadInput(
+                f"format gguf cannot hold {scheme.label} weights: choose a block type with "
+                "--gguf-type, or 4- or 8-bit symmetric ones in groups of 32"
+            )
+
+    def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
+        self.check_scheme(scheme)
+        width, _ = _gguf_scheme(scheme).block
+        if in_features % width:
+            raise BadInput(
+                f"{module} has {in_features} inputs, no multiple of the {width} weights in a "
+                f"{_gguf_scheme(scheme).type} block: leave it out with --ignore"
+            )
+
+    def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
+        return torch.float16
+
+    def loads_in(self, scheme: Scheme) -> str:
+        return "this engine, llama.cpp, transformers (package gguf; dequantized at load)"
+
+    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        if isinstance(tensor, IntTensor):
+            tensor = int_to_gguf(tensor, name=module)
+        if not isinstance(tensor, GgufTensor):
+            raise BadInput(f"{module}: format gguf cannot hold {tensor.scheme.label} weights")
+        return {module + BLOCKS_SUFFIX: tensor.data}
+
+    def unpack(self, module: str, source: TensorSource, config: Config) -> GgufTensor:
+        scheme, data = self.scheme(config, module), source.tensor(module + BLOCKS_SUFFIX)
+        if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] % scheme.block[1]:
+            raise BadInput(f"{module}: its {tuple(data.shape)} bytes are no {scheme.type} blocks")
+        return GgufTensor(data, scheme)
+
+    def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
+        return {
+            "quant_method": self.name,
+            "types": {module: _gguf_scheme(scheme).type for module, scheme in schemes.items()},
+            "modules_to_not_convert": list(ignore),
+        }
+
+    def scheme(self, config: Config, module: str) -> GgufScheme:
+        types = config.get("types")
+        if not isinstance(types, Mapping) or module not in types:
+            raise BadInput(f"the quantization_config gives {module} no GGUF type")
+        return GgufScheme(str(types[module]))
+
+
+def _gguf_scheme(scheme: Scheme) -> GgufScheme:
+    type_name = block_type_of(scheme)
+    if type_name is None:
+        raise BadInput(f"format gguf cannot hold {scheme.label} weights")
+    return GgufScheme(type_name)
