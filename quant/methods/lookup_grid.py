@@ -29,8 +29,12 @@ def round_to_uniform_tables(
 def largest_weights(scores: torch.Tensor, fraction: float) -> torch.Tensor:
     """A mask `[out, in]` of that share of the largest magnitudes; of equal ones, the first."""
     count = round(fraction * scores.numel())
-    mask = torch.zeros(scores.numel(), dtype=torch.bool)
-    mask[scores.abs().flatten().argsort(descending=True, stable=True)[:count]] = True
+    magnitudes = scores.abs().flatten()
+    if not count:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    least = magnitudes.topk(count, sorted=False).values.min()
+    mask = magnitudes > least
+    mask[(magnitudes == least).nonzero()[: count - int(mask.sum()), 0]] = True
     return mask.view(scores.shape)
 
 

@@ -6,8 +6,10 @@ from .awq import Awq
 from .base import Method
 from .codebook_methods import Codebook
 from .fp8 import Fp8
+from .hqq import Hqq
 from .int8 import Int8
 from .rtn import RoundToNearest
+from .squeezellm import SqueezeLlm
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -18,5 +20,7 @@ METHODS: dict[str, Method] = {
         Fp8(),
         Codebook("nf4"),
         Codebook("fp4"),
+        Hqq(),
+        SqueezeLlm(),
     )
 }

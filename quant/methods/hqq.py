@@ -1,0 +1,130 @@
+"""HQQ: fit the grid of each group to its weights by half-quadratic splitting, without any data.
+
+Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023
+(https://mobiusml.github.io/hqq_blog/).
+
+The rounding error of a group is measured in an lp norm with p < 1, which forgives the few weights that
+no good grid can reach. Splitting it into a sparse part and the rest gives two steps that have closed
+forms: shrink the present error, which tells what to give up, and fit the grid to what is left.
+
+Three things differ from the authors' program. The error is measured in steps of the grid, so that the
+strength of the shrinkage means the same for every layer. The scale is fitted along with the zero. And
+the zero ends as an integer code, because that is what the formats here store; each step is judged after
+that rounding, and of all steps the one with the least squared error stays, plain rounding being the
+first of them. No group is worse than plain rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..scheme import IntScheme, Scheme
+from ..tensors.base import QuantizedTensor
+from ..tensors.integer import IntTensor
+from .base import LayerProblem, LayerResult, SchemeOptions
+from .int_grid import round_to_nearest
+from .options import choose_bits, refuse_options
+from .rounding import require_finite, round_weight
+
+ITERATIONS = 20
+_NORM = 0.7
+_BETA = 10.0
+_BETA_GROWTH = 1.01
+_ROWS = 256  # that many at a time: the steps below hold about ten copies of them
+
+
+class Hqq:
+    """The method `hqq`."""
+
+    name = "hqq"
+    default_format = "compressed-tensors"
+    needs_statistics = False
+    grouped = True
+
+    def scheme(self, options: SchemeOptions) -> Scheme:
+        refuse_options(self.name, options, "bits", "group_size", "symmetric")
+        bits = choose_bits(self.name, options.bits, (2, 3, 4, 8), 4)
+        group_size = 64 if options.group_size is None else options.group_size
+        return IntScheme(bits, group_size, bool(options.symmetric))
+
+    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
+        weights: dict[str, QuantizedTensor] = {}
+        reports = []
+        for linear, weight in problem.weights.items():
+            scheme = problem.schemes[linear]
+            assert isinstance(scheme, IntScheme)
+            module = f"{problem.prefix}.{linear}"
+            require_finite(weight, module)
+            codes = fit_grid(weight, scheme, problem.scale_dtypes[linear], name=module)
+            weights[linear] = codes
+            rounded = round_weight(problem, linear, weight).dequantize()
+            reports.append(problem.report(linear, codes.dequantize(), rounded))
+        return LayerResult(weights=weights, norms={}, reports=reports)
+
+
+def fit_grid(
+    weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype, *, name: str = "weight"
+) -> IntTensor:
+    """Quantize a weight `[out, in]`: codes, scales in `scale_dtype` and integer zeros.
+
+    Raises:
+        BadInput: NaN or infinite weights, a scale overflows `scale_dtype`, or the group size does not
+            divide the row.
+    """
+    plain = round_to_nearest(weight, scheme, scale_dtype, name=name)
+    scales, zeros, codes = plain.scales.clone(), plain.zeros.clone(), plain.codes.clone()
+    grouped = weight.view(*scales.shape, -1)
+    for begin in range(0, weight.shape[0], _ROWS):
+        rows = slice(begin, begin + _ROWS)
+        scales[rows], zeros[rows] = _fit(grouped[rows], scales[rows], zeros[rows], scheme)
+        chosen = _codes(grouped[rows], scales[rows].float(), zeros[rows].float(), scheme)
+        codes[rows] = chosen.flatten(1).to(torch.uint8)
+    return IntTensor(codes, scales, zeros, scheme)
+
+
+def _codes(
+    grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, scheme: IntScheme
+) -> torch.Tensor:
+    """Codes (float32) `[out, groups, group_size]` for integer zeros `[out, groups]`."""
+    steps = torch.round(grouped / scales.unsqueeze(-1))
+    return (steps + zeros.unsqueeze(-1)).clamp_(0, scheme.max_code)
+
+
+def _squared_error(
+    grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, scheme: IntScheme
+) -> torch.Tensor:
+    """Of each group, float32 `[out, groups]`."""
+    codes = _codes(grouped, scales, zeros, scheme)
+    return ((codes - zeros.unsqueeze(-1)) * scales.unsqueeze(-1) - grouped).square().sum(dim=-1)
+
+
+def _fit(
+    grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, scheme: IntScheme
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best scales and zeros `[out, groups]` of all steps, in the dtypes in which they came."""
+    best_scales, best_zeros = scales.to(torch.float32), zeros.to(torch.float32)
+    least = _squared_error(grouped, best_scales, best_zeros, scheme)
+    scale, zero, beta = best_scales, best_zeros, _BETA
+    for _ in range(ITERATIONS):
+        step = scale.unsqueeze(-1)
+        codes = torch.round(grouped / step + zero.unsqueeze(-1)).clamp_(0, scheme.max_code)
+        error = grouped / step - (codes - zero.unsqueeze(-1))
+        sparse = error.sign() * torch.relu(error.abs() - error.abs().pow(_NORM - 1) / beta)
+        target = grouped - sparse * step
+        if not scheme.symmetric:
+            zero = (codes - target / step).mean(dim=-1)
+        offsets = codes - zero.unsqueeze(-1)
+        fitted = (offsets * target).sum(dim=-1) / offsets.square().sum(dim=-1)
+        # A group of one value, or of zeros, has no slope to fit.
+        scale = torch.where(torch.isfinite(fitted) & (fitted > 0), fitted, scale)
+        beta *= _BETA_GROWTH
+
+        stored = scale.to(scales.dtype).to(torch.float32)
+        integer = torch.round(zero).clamp(0, scheme.max_code)
+        usable = torch.isfinite(stored) & (stored > 0)
+        squared = _squared_error(grouped, stored, integer, scheme)
+        better = usable & (squared < least)
+        least = torch.where(better, squared, least)
+        best_scales = torch.where(better, stored, best_scales)
+        best_zeros = torch.where(better, integer, best_zeros)
+    return best_scales.to(scales.dtype), best_zeros.to(torch.uint8)
