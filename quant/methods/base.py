@@ -12,6 +12,9 @@ from ..families import Family
 from ..scheme import Scheme
 from ..tensors.base import QuantizedTensor
 
+_GRAM_ROWS = 512  # of a symmetric matrix computed at a time, the mirrored half left out
+_ERROR_COLUMNS, _ERROR_ROWS = 256, 1024  # keeps what a product needs in the cache
+
 
 class InputStatistics:
     """What calibration tells about the input of a linear, gathered token by token.
@@ -35,7 +38,11 @@ class InputStatistics:
     def add(self, inputs: torch.Tensor) -> None:
         """Take in `[..., in]` float32 inputs."""
         tokens = inputs.reshape(-1, inputs.shape[-1])
-        self.gram += tokens.T @ tokens
+        for start in range(0, tokens.shape[1], _GRAM_ROWS):
+            rows = slice(start, start + _GRAM_ROWS)
+            stop = min(start + _GRAM_ROWS, tokens.shape[1])
+            self.gram[rows, :stop].addmm_(tokens[:, rows].T, tokens[:, :stop])
+            self.gram[:start, rows] = self.gram[rows, :start].T
         if not tokens.shape[0]:
             return
         magnitudes = tokens.abs()
@@ -50,13 +57,27 @@ class InputStatistics:
 
     def row_errors(self, delta: torch.Tensor) -> torch.Tensor:
         """Squared output error of each output channel, float64 `[out]`, for a weight change `[out, in]`."""
-        products = (delta @ self.gram).to(torch.float64) * delta.to(torch.float64)
-        return products.sum(dim=1).clamp_(min=0)
+        errors = torch.zeros(delta.shape[0], dtype=torch.float64)
+        for first in range(0, delta.shape[0], _ERROR_ROWS):
+            part, total = (one[first : first + _ERROR_ROWS] for one in (delta, errors))
+            for start in range(0, delta.shape[1], _ERROR_COLUMNS):
+                columns = slice(start, start + _ERROR_COLUMNS)
+                stop = start + _ERROR_COLUMNS
+                products = part[:, columns] @ self.gram[columns, columns]
+                # The Gram matrix is symmetric: what lies right of the block counts twice.
+                products.addmm_(part[:, stop:], self.gram[stop:, columns], alpha=2)
+                total += products.mul_(part[:, columns]).sum(dim=1, dtype=torch.float64)
+        return errors.clamp_(min=0)
 
     def relative_error(self, weight: torch.Tensor, effective: torch.Tensor) -> float:
         """`|X(W - W')ᵀ|² / |XWᵀ|²` of the weight `effective` used in place of `weight`, both `[out, in]`."""
         energy = float(self.row_errors(weight).sum())
-        return float(self.row_errors(weight - effective).sum()) / energy if energy else 0.0
+        return relative(float(self.row_errors(weight - effective).sum()), energy)
+
+
+def relative(error: float, energy: float) -> float:
+    """An output error over the energy of the output; 0 where there is no output at all."""
+    return error / energy if energy else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +160,19 @@ class LayerProblem:
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
     remeasure: Remeasure | None = None
     options: MethodOptions = MethodOptions()
+    _energies: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+
+    def energy(self, linear: str) -> float:
+        """Squared norm `|XWᵀ|²` of the linear's output on the calibration data, computed once."""
+        if linear not in self._energies:
+            errors = self.statistics[linear].row_errors(self.weights[linear])
+            self._energies[linear] = float(errors.sum())
+        return self._energies[linear]
 
     def error(self, linear: str, effective: torch.Tensor) -> float:
         """Relative output error on the calibration data of `effective` used in place of the weight."""
-        return self.statistics[linear].relative_error(self.weights[linear], effective)
+        errors = self.statistics[linear].row_errors(self.weights[linear] - effective)
+        return relative(float(errors.sum()), self.energy(linear))
 
     def report(
         self,
@@ -150,6 +180,8 @@ class LayerProblem:
         effective: torch.Tensor,
         rounded: torch.Tensor,
         *,
+        error: float | None = None,
+        rtn_error: float | None = None,
         ratio: float | None = None,
         clipped: float = 0.0,
         damp: float | None = None,
@@ -160,15 +192,27 @@ class LayerProblem:
         Args:
             effective: what the weight became, in the terms of the unscaled layer.
             rounded: what plain rounding would have made of it.
+            error, rtn_error: relative errors of the two, where they are known already.
         """
-        held_out = self.held_out.get(linear)
-        weight = self.weights[linear]
+        same = rounded is effective
+        if error is None:
+            error = self.error(linear, effective)
+        if rtn_error is None:
+            rtn_error = error if same else self.error(linear, rounded)
+        held_out_error = rtn_held_out_error = None
+        if linear in self.held_out:
+            weight, unseen = self.weights[linear], self.held_out[linear]
+            energy = float(unseen.row_errors(weight).sum())
+            lost = float(unseen.row_errors(weight - effective).sum())
+            rtn_lost = lost if same else float(unseen.row_errors(weight - rounded).sum())
+            held_out_error = relative(lost, energy)
+            rtn_held_out_error = relative(rtn_lost, energy)
         return ModuleReport(
             module=f"{self.prefix}.{linear}",
-            error=self.error(linear, effective),
-            rtn_error=self.error(linear, rounded),
-            held_out_error=held_out and held_out.relative_error(weight, effective),
-            rtn_held_out_error=held_out and held_out.relative_error(weight, rounded),
+            error=error,
+            rtn_error=rtn_error,
+            held_out_error=held_out_error,
+            rtn_held_out_error=rtn_held_out_error,
             num_tokens=self.statistics[linear].num_tokens,
             ratio=ratio,
             clipped=clipped,

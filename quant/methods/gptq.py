@@ -1,0 +1,177 @@
+"""GPTQ: round the input channels one after the other, each making good the errors of those before it.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR
+2023 (arXiv:2210.17323). What an error asks of the channels to come is in `gptq_feedback`, the loop in
+`gptq_solve`; here is who is quantized when, on which statistics, and what happens where it cannot be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+
+from ..scheme import PER_CHANNEL, IntScheme, Scheme
+from ..tensors.base import QuantizedTensor
+from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions
+from .gptq_feedback import Feedback, feedback, rounding_order
+from .gptq_solve import solve
+from .int_grid import group_ranges, search_ranges
+from .rounding import round_weight
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+class Gptq:
+    """The method `gptq`.
+
+    Groups lie side by side by default, with grids chosen before any channel is rounded, while the
+    channels are taken loudest first (static act-order): the file needs no group index, and the accuracy
+    is that of the permuted form.
+    """
+
+    name = "gptq"
+    default_format = "gptq"
+    needs_statistics = True
+    grouped = True
+
+    def scheme(self, options: SchemeOptions) -> Scheme:
+        group_size = options.group_size or 128
+        return IntScheme(
+            options.bits or 4,
+            group_size,
+            symmetric=True if options.symmetric is None else options.symmetric,
+            permuted=options.act_order == "dynamic" and group_size != PER_CHANNEL,
+        )
+
+    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
+        """See `Method.quantize_layer`; later linears are calibrated on what the earlier ones became."""
+        rounded = {name: round_weight(problem, name, w) for name, w in problem.weights.items()}
+        work = _Work(problem, rounded)
+        stages = _stages(problem)
+        for index, stage in enumerate(stages):
+            for linears in stage:
+                work.quantize(linears)
+            sequential = problem.options.true_sequential and problem.remeasure is not None
+            if sequential and index + 1 < len(stages):
+                work.remeasure()
+        reports = [work.report(name) for name in problem.weights]
+        return LayerResult({name: work.codes[name] for name in problem.weights}, {}, reports)
+
+
+def _stages(problem: LayerProblem) -> list[list[tuple[str, ...]]]:
+    """Linears that share an input, in the order of execution; those of one stage do not see each other.
+
+    Experts stand beside each other, so the first projections of all are one stage: whether one expert is
+    quantized changes nothing in what another one reads.
+    """
+    present = [
+        tuple(name for name in group if name in problem.weights)
+        for group in problem.family.shared_inputs
+    ]
+    known = {name for group in present for name in group}
+    alone = [(name,) for name in problem.weights if name not in known]
+    stages: dict[str, list[tuple[str, ...]]] = {}
+    for group in [*filter(None, present), *alone]:
+        stages.setdefault(_NUMBER.sub("", group[0]), []).append(group)
+    return list(stages.values())
+
+
+class _Work:
+    """A layer on its way.
+
+    Attributes:
+        codes: the linears that are done.
+    """
+
+    def __init__(self, problem: LayerProblem, rounded: dict[str, QuantizedTensor]):
+        self.problem = problem
+        self.codes: dict[str, QuantizedTensor] = {}
+        self._rounded = rounded
+        self._statistics = problem.statistics
+        self._damp: dict[str, float] = {}
+        self._fallback: dict[str, str] = {}
+
+    def remeasure(self) -> None:
+        """Go on with what the linears to come see behind those that are done."""
+        assert self.problem.remeasure is not None
+        self._statistics = self.problem.remeasure(
+            {name: codes.dequantize() for name, codes in self.codes.items()}
+        )
+
+    def quantize(self, linears: tuple[str, ...]) -> None:
+        """Choose the codes of linears that share their input, with one factorisation for all."""
+        statistics = self._statistics[linears[0]]
+        factors: dict[bool, Feedback | None] = {}
+        for scheme, names in self._alike(linears):
+            if not isinstance(scheme, IntScheme):
+                self._round(names, "gptq knows integer grids only")
+                continue
+            reason = _unusable(statistics)
+            if reason:
+                self._round(names, reason)
+                continue
+            act_order = self.problem.options.act_order
+            by_importance = scheme.permuted or act_order != "none"
+            if by_importance not in factors:
+                order = rounding_order(statistics.gram, by_importance=by_importance)
+                factors[by_importance] = feedback(statistics.gram, order, self.problem.options.damp)
+            factor = factors[by_importance]
+            if factor is None:
+                self._round(names, "the Hessian is not positive definite under any damping up to 1")
+                continue
+            self._solve(names, scheme, factor, by_importance and not scheme.permuted)
+
+    def report(self, name: str) -> ModuleReport:
+        rounded = self._rounded[name].dequantize()
+        fallback = self._fallback.get(name)
+        effective = rounded if fallback else self.codes[name].dequantize()
+        return self.problem.report(
+            name, effective, rounded, damp=self._damp.get(name), fallback=fallback
+        )
+
+    def _alike(self, linears: tuple[str, ...]) -> Iterator[tuple[Scheme, list[str]]]:
+        """Linears of one scheme and scale dtype, which can be rounded together."""
+        kinds: dict[tuple[Scheme, torch.dtype], list[str]] = {}
+        for name in linears:
+            kind = self.problem.schemes[name], self.problem.scale_dtypes[name]
+            kinds.setdefault(kind, []).append(name)
+        for (scheme, _), names in kinds.items():
+            yield scheme, names
+
+    def _solve(
+        self, names: list[str], scheme: IntScheme, factor: Feedback, static_groups: bool
+    ) -> None:
+        weights = [self.problem.weights[name] for name in names]
+        solved = solve(
+            weights[0] if len(weights) == 1 else torch.cat(weights),
+            factor,
+            scheme,
+            self.problem.scale_dtypes[names[0]],
+            search_ranges if self.problem.options.mse else group_ranges,
+            static_groups=static_groups,
+        )
+        if solved is None:
+            self._round(names, "the corrections grew beyond what its scales can hold")
+            return
+        first = 0
+        for name, weight in zip(names, weights, strict=True):
+            self.codes[name] = solved.rows(slice(first, first + weight.shape[0]))
+            self._damp[name] = factor.damp
+            first += weight.shape[0]
+
+    def _round(self, names: list[str], reason: str) -> None:
+        for name in names:
+            self.codes[name] = self._rounded[name]
+            self._fallback[name] = reason
+
+
+def _unusable(statistics: InputStatistics) -> str | None:
+    """Why no Hessian can be made of these statistics; None: one can."""
+    diagonal = statistics.gram.diagonal()
+    if not bool(torch.isfinite(diagonal).all()):
+        return "calibration gave it NaN or infinite inputs"
+    if not bool((diagonal > 0).any()):
+        return "no calibration token reached it"
+    return None

@@ -1,0 +1,76 @@
+"""What the error of one rounded input channel asks of the channels that are not rounded yet.
+
+GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers", ICLR 2023, arXiv:2210.17323) reads this off the Cholesky factor of the inverse Hessian.
+The same numbers stand in the factor of the Hessian itself: with `H = R Rᵀ`, `R` upper triangular,
+and `D = W - W'`, the output error is `|D R|²`, and column `k` of `D R` is
+
+    R[k, k] * (w_k - w'_k + sum over j < k of (w_j - w'_j) * R[j, k] / R[k, k])
+
+so the best `w'_k`, given those before it, is `w_k` plus that sum, rounded. (Chee et al., "QuIP", NeurIPS
+2023, arXiv:2307.13304, prove that the two are one algorithm.) This needs one factorisation and no
+inverse: a quarter of the operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_MAX_DAMP = 1.0
+_LEAST_RAISED = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """Weights of the errors that came before.
+
+    Attributes:
+        channels: int64 `[in]`, the input channel at each position. The channel that is rounded first
+            stands last: there a Cholesky factorisation leaves it without another copy.
+        matrix: float32 `[in, in]`, unit upper triangular; row `p`, right of the diagonal: how much of
+            the error at each later position is added to position `p` before it is rounded.
+        damp: the damping that it took.
+    """
+
+    channels: torch.Tensor
+    matrix: torch.Tensor
+    damp: float
+
+
+def rounding_order(gram: torch.Tensor, *, by_importance: bool) -> torch.Tensor:
+    """Input channels int64 `[in]` in the order of rounding: the loudest first, or as they lie."""
+    if by_importance:
+        return gram.diagonal().argsort(descending=True, stable=True)
+    return torch.arange(gram.shape[0])
+
+
+def feedback(gram: torch.Tensor, order: torch.Tensor, damp: float) -> Feedback | None:
+    """Factor the damped Gram matrix of inputs that are not all zero.
+
+    `damp` times the mean of the diagonal is added to it, and twice as much after every failure. A channel
+    that no token used has no say: it is rounded plainly, and its error moves nothing.
+
+    Args:
+        gram: float32 `[in, in]`.
+        order: channels in the order in which they are rounded.
+
+    Returns:
+        None where no damping up to 1 makes the matrix positive definite.
+    """
+    diagonal = gram.diagonal()
+    alive = diagonal > 0
+    mean = diagonal[alive].mean(dtype=torch.float64)
+    channels = order.flip(0)
+    while damp <= _MAX_DAMP:
+        damped = gram.index_select(0, channels).index_select(1, channels)
+        damped.diagonal().add_(damp * float(mean))
+        damped.diagonal()[~alive[channels]] = float(mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        scale = lower.diagonal().clone()
+        if not int(failed) and bool(torch.isfinite(scale).all()) and bool((scale > 0).all()):
+            # Column-major as it comes, so the transpose lies row by row.
+            return Feedback(channels, lower.mT.div_(scale[:, None]), damp)
+        damp = max(2 * damp, _LEAST_RAISED)
+    return None
