@@ -9,6 +9,8 @@ from .formats.registry import format_of
 from .scheme import Scheme
 from .tensors.base import QuantizedTensor
 
+_CODES = ("I8", "U8", "F8_E4M3")  # dtypes in which no plain weight is stored
+
 
 def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
     """How the quantized modules of a checkpoint are stored.
@@ -52,7 +54,19 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
             f"in {endings}"
         )
     module_scheme(checkpoint, min(modules))
+    _refuse_codes_without_scales(checkpoint, modules)
     return modules
+
+
+def _refuse_codes_without_scales(checkpoint: Checkpoint, modules: set[str]) -> None:
+    """Raises BadInput for a weight that is stored as codes, but lacks what tells so."""
+    for name in checkpoint.names:
+        module = name.removesuffix(".weight")
+        if module != name and module not in modules and checkpoint.dtype_name(name) in _CODES:
+            raise BadInput(
+                f"{checkpoint.folder}: {name} holds {checkpoint.dtype_name(name)} codes, but its "
+                "scales are missing: the checkpoint is incomplete"
+            )
 
 
 def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ from .errors import BadInput
 from .journal import sha256_of_file
 from .manifest import MANIFEST_NAME
 from .progress import Progress, Silent
-from .raw_reader import READERS, Codes, read_headers
+from .raw.container import Raw, read_headers
+from .raw.readers import READERS
 from .read import checkpoint_format, module_scheme, quantized_modules, tensor_names
-from .scheme import IntScheme, Scheme
 
 PROVEN = "proven: the files hold what was computed"
 UNPROVEN = "read, not proven: no manifest"
@@ -88,29 +89,30 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
     config = checkpoint.quantization_config or {}
     _check_coverage(report, checkpoint, modules, config, manifest)
     entries = read_headers(sorted({folder / name for name in checkpoint.shard_of.values()}))
-    _, reader = READERS[weight_format.name]
+    reader = READERS[weight_format.name]
     recorded = {m["module"]: m for m in manifest["modules"]} if manifest is not None else None
     stored = weights = 0
     progress.start("verifying", len(modules), "modules")
     for module in modules:
         try:
-            codes = reader(entries, module, config)
-        except (KeyError, ValueError) as error:
+            raw = reader(entries, module, config)
+        except KeyError as error:
+            report.failures.append(f"{module} cannot be read: there is no tensor {error}")
+        except ValueError as error:
             report.failures.append(f"{module} cannot be read: {error}")
         else:
-            _check_module(report, module, codes, schemes[module])
-            weights += codes.codes.size
-            for name in tensor_names(checkpoint, module):
-                stored += entries[name].stop - entries[name].start
+            _check_module(report, module, raw)
+            weights += math.prod(raw.shape)
+            stored += sum(entries[name].nbytes for name in tensor_names(checkpoint, module))
             if recorded is not None and module in recorded:
-                _check_digests(report, module, codes, recorded[module])
+                _check_digests(report, module, raw, recorded[module])
         progress.advance()
     progress.finish()
     _check_size(report, stored, weights)
     if not report.failures:
-        report.passed.append(f"{len(modules)} modules: codes in range, scales finite and not zero")
+        report.passed.append(f"{len(modules)} modules: shapes fit, numbers finite, scales not zero")
         if recorded is not None:
-            report.passed.append("codes, scales and zeros of every module are those computed")
+            report.passed.append("all parts of every module are those computed")
             report.status = PROVEN
     else:
         report.status = FAILED
@@ -174,40 +176,47 @@ def _check_coverage(
 
 
 def _excused(config: dict[str, Any]) -> Callable[[str], bool]:
-    """Whether the config leaves a module out: AWQ by substring, compressed-tensors by name or `re:`."""
-    substrings = config.get("modules_to_not_convert") or []
+    """Whether the config leaves a module out.
+
+    AWQ and fp8 say so by a part of the name, bitsandbytes too, compressed-tensors by the name, a `re:`
+    pattern or a kind of module, GPTQ by a pattern under `dynamic` that begins with `-:`.
+    """
+    substrings = [
+        part
+        for key in ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
+        for part in config.get(key) or []
+    ]
     ignored = config.get("ignore") or []
+    patterns = [entry[3:] for entry in ignored if entry.startswith("re:")]
+    patterns += [key[2:] for key in config.get("dynamic") or {} if key.startswith("-:")]
 
     def excused(name: str) -> bool:
-        return any(part in name for part in substrings) or any(
-            re.match(entry[3:], name) if entry.startswith("re:") else entry == name
-            for entry in ignored
+        return (
+            name in ignored
+            or any(part in name for part in substrings)
+            or any(re.match(pattern, name) for pattern in patterns)
         )
 
     return excused
 
 
-def _check_module(report: VerifyReport, module: str, codes: Codes, scheme: Scheme) -> None:
-    """What must hold of any module: shapes that fit together, numbers that are numbers."""
-    out_features, in_features = codes.codes.shape
-    assert isinstance(scheme, IntScheme)
-    groups = scheme.num_groups(in_features) if scheme.divides(in_features) else -1
-    expected = (out_features, groups)
-    if codes.scales.shape != expected or codes.zeros.shape != expected:
-        report.failures.append(
-            f"{module}: scales {codes.scales.shape} and zeros {codes.zeros.shape} do not fit "
-            f"{codes.codes.shape} weights of {scheme.label}"
-        )
-    if not np.isfinite(codes.scale_values).all():
-        report.failures.append(f"{module} has scales that are NaN or infinite")
-    elif (codes.scale_values == 0).any():
-        report.failures.append(f"{module} has scales that are zero")
+def _check_module(report: VerifyReport, module: str, raw: Raw) -> None:
+    """What must hold of any module; that shapes fit together, its reader has seen."""
+    report.failures += [f"{module} {problem}" for problem in raw.problems]
+    for part, numbers in raw.numbers.items():
+        if not np.isfinite(numbers).all():
+            report.failures.append(f"{module} has {part} that are NaN or infinite")
+        elif part == "scales" and (numbers == 0).any():
+            report.failures.append(f"{module} has scales that are zero")
 
 
-def _check_digests(report: VerifyReport, module: str, codes: Codes, record: dict[str, Any]) -> None:
-    for part in ("codes", "scales", "zeros"):
-        data = np.ascontiguousarray(getattr(codes, part)).tobytes()
-        if hashlib.sha256(data).hexdigest() != record["sha256"][part]:
+def _check_digests(report: VerifyReport, module: str, raw: Raw, record: dict[str, Any]) -> None:
+    for part, expected in record["sha256"].items():
+        if part not in raw.parts:
+            report.failures.append(f"{module}: its {part} are not stored")
+            continue
+        data = np.ascontiguousarray(raw.parts[part]).tobytes()
+        if hashlib.sha256(data).hexdigest() != expected:
             report.failures.append(f"{module}: its {part} are not those that were computed")
 
 

@@ -1,0 +1,45 @@
+"""Which raw reader belongs to which `quant_method`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from .container import Entries, Raw
+from .floating import read_bitsandbytes, read_float8, read_fp8, read_input_scale, read_squeezellm
+from .integer import read_awq, read_gptq, read_int_quantized, read_pack_quantized
+
+Reader = Callable[[Entries, str, dict[str, Any]], Raw]
+
+
+def read_compressed_tensors(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+    """compressed-tensors: find the module's group of the config, then its layout."""
+
+    def rank(group: dict[str, Any]) -> int:
+        targets = group.get("targets") or []
+        if module in targets:
+            return 0
+        if any(name.startswith("re:") and re.match(name[3:], module) for name in targets):
+            return 1
+        return 2 if "Linear" in targets else 3
+
+    group = min(config["config_groups"].values(), key=rank)
+    weights = group["weights"]
+    activations = group.get("input_activations") or {"dynamic": True}
+    extra = {} if activations.get("dynamic") else read_input_scale(entries, module)
+    if weights.get("type") == "float":
+        return read_float8(entries, module, f"{module}.weight_scale", extra)
+    if (group.get("format") or config.get("format")) == "pack-quantized":
+        return read_pack_quantized(entries, module, weights)
+    return read_int_quantized(entries, module, weights, extra)
+
+
+READERS: dict[str, Reader] = {
+    "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "squeezellm": read_squeezellm,
+}
