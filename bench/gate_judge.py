@@ -16,10 +16,14 @@ from .text import size
 # The chance of a false alarm that one gate may have; its limits share it.
 FALSE_ALARMS = 0.02
 RESAMPLES = 500
-# With so many passes the spread between them holds the requests' own: the prompts are the same in each.
+# With so many passes the spread between them is believed, and holds the requests' own: the prompts are the
+# same in each. With fewer this one is taken unless theirs is larger: single passes have heavy tails.
 RUNS_THAT_SHOW_SPREAD = 3
-# Loading the same model anew moves its speed (addresses, caches, the clock's state), which the spread
-# between passes of one start does not show. From the recorded starts on an idle machine.
+FEW_PASSES_CV = 0.12
+# Loading the same model anew moves its speed (addresses, caches, the clock's state, the neighbours of a
+# virtual machine), which averaging the passes of one start does not take away. In the recorded starts that
+# is about as large as the spread between passes, and never below the second number.
+START_VARIANCES = 1.0
 START_CV = 0.015
 # A machine that others keep busier than this is named as the reason of a missing verdict.
 BUSY = 0.05
@@ -205,7 +209,15 @@ def effect_between(measured: Measured, base: RunData, new: RunData) -> Effect:
         percentile = percentile_of(measured.statistic)
         tables = (base.by_request(measured.column), new.by_request(measured.column))
         error = paired_error(*tables, percentile=percentile)
-    return effect_of_runs(before, after, error).with_error(START_CV * math.sqrt(2))
+    effect = effect_of_runs(
+        before,
+        after,
+        error,
+        between=START_VARIANCES,
+        assumed_cv=FEW_PASSES_CV,
+        believed=RUNS_THAT_SHOW_SPREAD,
+    )
+    return effect.with_error(START_CV * math.sqrt(2))
 
 
 def percentile_of(statistic: str | None) -> float:

@@ -174,20 +174,30 @@ class Effect:
 
 
 def effect_of_runs(
-    base: Sequence[float], new: Sequence[float], paired_error: float = 0.0
+    base: Sequence[float],
+    new: Sequence[float],
+    paired_error: float = 0.0,
+    *,
+    between: float = 0.0,
+    assumed_cv: float = ASSUMED_RUN_CV,
+    believed: int = 2,
 ) -> Effect:
     """The change between repeated runs of two arms, with the larger of two uncertainties.
 
     One is the spread between runs: pooled over both arms on the log scale, or the assumed one where an
-    arm has a single run and the measured one is not larger. The other, `paired_error`, is the spread of
-    the change from request to request.
+    arm has fewer than `believed` runs and the measured one is not larger. The other, `paired_error`, is
+    the spread of the change from request to request.
+
+    Args:
+        between: variance between two starts of the same thing, in variances between the runs of one
+            start: the runs of an arm share its start, so more of them do not make that part smaller.
     """
     logs_base, logs_new = np.log(base), np.log(new)
     estimate = float(logs_new.mean() - logs_base.mean())
-    reach = math.sqrt(1 / len(base) + 1 / len(new))
+    reach = math.sqrt(1 / len(base) + 1 / len(new) + 2 * between)
     candidates = [Effect(estimate, paired_error, math.inf)]
-    if min(len(base), len(new)) == 1:
-        candidates.append(Effect(estimate, ASSUMED_RUN_CV * reach, math.inf))
+    if min(len(base), len(new)) < believed:
+        candidates.append(Effect(estimate, assumed_cv * reach, math.inf))
     if (degrees := len(base) + len(new) - 2) > 0:
         squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in (logs_base, logs_new))
         candidates.append(Effect(estimate, math.sqrt(squares / degrees) * reach, degrees))
