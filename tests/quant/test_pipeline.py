@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from llmopt.quant import durable, journal, pipeline
+from llmopt.quant.architecture import architecture_of
 from llmopt.quant.checkpoint import Checkpoint
 from llmopt.quant.errors import BadInput
-from llmopt.quant.families import family_of
 from llmopt.quant.journal import work_folder
 from llmopt.quant.layer_stream import LayerStream
 from llmopt.quant.pipeline import QuantizeResult, quantize
@@ -204,7 +204,7 @@ def test_every_family_streams_like_transformers_and_survives_quantization(
 
     token_ids = torch.randint(0, 512, (3, 24))
     checkpoint = Checkpoint(source)
-    stream = LayerStream(checkpoint, family_of(checkpoint.config))
+    stream = LayerStream(checkpoint, architecture_of(checkpoint))
     stream.prepare(token_ids)
     hidden = stream.embed(token_ids)
     for index in range(stream.num_layers):
