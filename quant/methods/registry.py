@@ -6,6 +6,7 @@ from .awq import Awq
 from .base import Method
 from .codebook_methods import Codebook
 from .fp8 import Fp8
+from .gptq import Gptq
 from .hqq import Hqq
 from .int8 import Int8
 from .rtn import RoundToNearest
@@ -16,6 +17,7 @@ METHODS: dict[str, Method] = {
     for method in (
         Awq(),
         RoundToNearest(),
+        Gptq(),
         Int8(),
         Fp8(),
         Codebook("nf4"),
