@@ -72,46 +72,62 @@ class LayerStream:
             token_ids: int64 `[samples, length]`; one sample is enough, since all have one length.
 
         Raises:
-            BadInput: the layers of this model do not form a chain.
+            BadInput: the layers of this model do not form a chain, or look at the tokens themselves.
         """
-        with self._skeleton.surroundings():
-            self._calls = self._recorded(token_ids[:1])[1]
-            twice = self._recorded(token_ids[:1].repeat(2, 1))[1]
+        sample = token_ids[:1]
+        self._calls = self._recorded(sample)[1]
+        if not _all(torch.equal, self._calls, self._recorded(sample.flip(1))[1]):
+            raise self._no_chain("they are told more of each sample than its hidden states")
         # Where an argument grows with the samples (ALiBi of some models), samples go one by one.
-        same = all(map(_broadcasts, self._calls, twice))
-        self._max_rows = None if same else 1
+        broadcast = _all(_broadcasts, self._calls, self._recorded(sample.repeat(2, 1))[1])
+        self._max_rows = None if broadcast else 1
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states `[samples, length, hidden]` that enter the first layer, float32."""
-        with self._skeleton.surroundings():
-            parts = [self._recorded(rows)[0] for rows in token_ids.split(self._rows(token_ids))]
-        return torch.cat(parts)
+        hidden = torch.empty(*token_ids.shape, self.hidden_size)
+        batch = self._rows(token_ids)
+        for start in range(0, len(token_ids), batch):
+            rows = slice(start, start + batch)
+            hidden[rows] = self._recorded(token_ids[rows])[0]
+        return hidden
 
     @torch.no_grad()
     def _recorded(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, list[_Call]]:
         """Run the model without its layers; what enters the first one, and how each is called."""
-        failure: Exception | None = None
-        for as_tuple in (False, True):  # what the layers of a model return
-            records: list[tuple[torch.Tensor, _Call]] = []
-            try:
-                with _recording_layers(self._layers, records, as_tuple):
-                    self._skeleton.decoder(input_ids=token_ids, use_cache=False)
-            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-                failure = error
-                continue
-            if len(records) == self.num_layers and all(
-                hidden.shape == records[0][0].shape for hidden, _ in records
-            ):
-                return records[0][0], [call for _, call in records]
-        reason = str(failure).splitlines()[0] if failure and str(failure) else "unknown structure"
-        raise BadInput(
+        reason = "unknown structure"
+        with self._skeleton.surroundings(token_ids) as input_ids:
+            for as_tuple in (False, True):  # what the layers of a model return
+                records: list[tuple[torch.Tensor, _Call]] = []
+                try:
+                    with _recording_layers(self._layers, records, as_tuple):
+                        self._skeleton.decoder(input_ids=input_ids, use_cache=False)
+                except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+                    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                    continue
+                if len(records) == self.num_layers and all(
+                    hidden.shape == records[0][0].shape for hidden, _ in records
+                ):
+                    return records[0][0], [call for _, call in records]
+        raise self._no_chain(reason)
+
+    def _no_chain(self, reason: str) -> BadInput:
+        return BadInput(
             f"{self.checkpoint.folder}: the layers of model type "
             f"{self.architecture.model_type!r} cannot be run one by one: {reason}"
         )
 
+    @torch.no_grad()
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `lm_head` reads, from the outputs of the last layer.
+
+        Raises:
+            BadInput: this model type has no norm there.
+        """
+        return self._skeleton.final_norm()(hidden)
+
     def _rows(self, samples: torch.Tensor) -> int:
         """How many samples `[samples, length, ...]` go through a layer at once."""
-        return self._max_rows or max(1, TOKENS_PER_BATCH // samples.shape[1])
+        return self._max_rows or max(1, TOKENS_PER_BATCH // max(1, samples.shape[1]))
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
         """The tensors of a layer in the checkpoint's dtype."""
@@ -135,14 +151,22 @@ class LayerStream:
         self._skeleton.empty(index)
 
     @torch.no_grad()
-    def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Outputs `[samples, length, hidden]` of a loaded layer."""
+    def run(
+        self, index: int, hidden: torch.Tensor, out: torch.Tensor | None = None, **overrides: Any
+    ) -> torch.Tensor:
+        """Outputs `[samples, length, hidden]` of a loaded layer.
+
+        Args:
+            out: where to put them; `hidden` itself will do, since no sample looks at another.
+            overrides: in place of what the model passes to its layers, such as `past_key_values`.
+        """
         layer, call = self._layers[index], self._calls[index]
-        outputs = torch.empty_like(hidden)
+        outputs = torch.empty_like(hidden) if out is None else out
+        named = call.named | overrides
         batch = self._rows(hidden)
         for start in range(0, hidden.shape[0], batch):
             rows = slice(start, start + batch)
-            result = layer(hidden[rows], *call.arguments, **call.named)
+            result = layer(hidden[rows], *call.arguments, **named)
             outputs[rows] = result[0] if isinstance(result, tuple) else result
         return outputs
 
@@ -186,18 +210,24 @@ class LayerStream:
         only: Collection[str] | None = None,
     ) -> dict[str, InputStatistics]:
         """`measure` with some weights `[out, in]` replaced; afterwards the layer is as it was."""
-        modules = {name: self._module(index, name) for name in replaced}
-        before = {name: module.weight for name, module in modules.items()}
+        before = self.weights(index, replaced)
+        self.substitute(index, replaced)
         try:
-            for name, module in modules.items():
-                module.weight = nn.Parameter(replaced[name].to(torch.float32), requires_grad=False)
             return self.measure(index, hidden, only)
         finally:
-            for name, module in modules.items():
-                module.weight = before[name]
+            self.substitute(index, before)
+
+    def weights(self, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Float32 weights of a loaded layer, `[out, in]` of linears; they share its memory."""
+        return {name: self._module(index, name).weight.data for name in names}
+
+    def substitute(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put other weights into a loaded layer, by the name of the linear, norm or router."""
+        for name, tensor in tensors.items():
+            self._module(index, name).weight.data = tensor.to(torch.float32)
 
     def _module(self, index: int, name: str) -> Any:
-        """The module of a linear or router."""
+        """The module of a linear, norm or router."""
         path = self._skeleton.names_in_layer(index)[f"{name}.weight"].removesuffix(".weight")
         return self._layers[index].get_submodule(path)
 
@@ -229,16 +259,21 @@ def _recording_layers(
             del layer.forward
 
 
-def _broadcasts(once: Any, twice: Any) -> bool:
+def _broadcasts(once: torch.Tensor, twice: torch.Tensor) -> bool:
     """Whether what was passed for one sample serves for several at once."""
-    if isinstance(once, _Call):
-        return _broadcasts(once.arguments, twice.arguments) and _broadcasts(once.named, twice.named)
-    if isinstance(once, torch.Tensor):
-        return once.dim() == twice.dim() and all(
-            before in (1, after) for before, after in zip(once.shape, twice.shape, strict=True)
-        )
-    if isinstance(once, dict):
-        return all(_broadcasts(value, twice[name]) for name, value in once.items())
-    if isinstance(once, (tuple, list)):
-        return all(_broadcasts(*pair) for pair in zip(once, twice, strict=True))
+    return once.dim() == twice.dim() and all(
+        before in (1, after) for before, after in zip(once.shape, twice.shape, strict=True)
+    )
+
+
+def _all(agree: Callable[[torch.Tensor, torch.Tensor], bool], one: Any, other: Any) -> bool:
+    """Whether all tensors in two equally nested structures agree."""
+    if isinstance(one, torch.Tensor):
+        return agree(one, other)
+    if isinstance(one, _Call):
+        return _all(agree, (one.arguments, one.named), (other.arguments, other.named))
+    if isinstance(one, dict):
+        return all(_all(agree, value, other[name]) for name, value in one.items())
+    if isinstance(one, (tuple, list)):
+        return all(_all(agree, *pair) for pair in zip(one, other, strict=True))
     return True

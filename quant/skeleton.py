@@ -14,6 +14,8 @@ from .checkpoint import Checkpoint
 from .errors import BadInput
 from .experts import LEAVES, SplitExperts, fused_experts
 
+_FINAL_NORMS = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm")
+
 
 class Skeleton:
     """A causal language model on the meta device, and where its tensors lie on disk.
@@ -98,33 +100,62 @@ class Skeleton:
         _release(self.layers[index])
 
     @contextmanager
-    def surroundings(self) -> Iterator[None]:
-        """The weights of everything around the layers, the embedding above all, while they are needed.
+    def surroundings(self, token_ids: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The weights of everything around the layers while the model is run on `token_ids`.
+
+        Of the embedding only the rows of these tokens are there, in float32, so that a large vocabulary
+        needs no memory; the model must be given the ids that this yields.
 
         Raises:
-            BadInput: some are missing, or have other shapes.
+            BadInput: some weights are missing, or have other shapes.
         """
         start = f"{self._base_prefix}."
-        around = {
-            name
-            for name in self.decoder.state_dict()
-            if not (start + name).startswith(self._prefix + ".")
-        }
-        state = {
-            name.removeprefix(start): self.checkpoint.tensor(disk).to(torch.float32)
-            for disk, name in self.module_names.items()
-            if name.removeprefix(start) in around
-        }
-        lacking = sorted(around - set(state))
-        if lacking:
-            raise BadInput(f"{self.checkpoint.folder} has no tensor '{start}{lacking[0]}'")
+        disk_names = {name.removeprefix(start): disk for disk, name in self.module_names.items()}
         whole = self.decoder.state_dict()
-        self._load(self.decoder, whole | state, "what surrounds the layers")
+        around = [name for name in whole if not (start + name).startswith(self._prefix + ".")]
+        embedding: Any = self.decoder.get_input_embeddings()
+        table_name = next(
+            f"{path}.weight" for path, module in self.decoder.named_modules() if module is embedding
+        )
+        tokens, input_ids = token_ids.unique(return_inverse=True)
+        state: dict[str, torch.Tensor] = {}
+        for name in around:
+            if name not in disk_names:
+                raise BadInput(f"{self.checkpoint.folder} has no tensor '{start}{name}'")
+            tensor = self.checkpoint.tensor(disk_names[name])
+            state[name] = (tensor[tokens] if name == table_name else tensor).to(torch.float32)
+        table = state.pop(table_name)
+        full, embedding.padding_idx = embedding.weight, None
         try:
-            yield
+            embedding.weight = nn.Parameter(table, requires_grad=False)
+            whole[table_name] = table
+            self._load(self.decoder, whole | state, "what surrounds the layers")
+            yield input_ids
         finally:
+            embedding.weight = full
             meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
             self.decoder.load_state_dict(meta, strict=False, assign=True)
+
+    def final_norm(self) -> nn.Module:
+        """The norm behind the last layer, with its weights.
+
+        Raises:
+            BadInput: there is none under a name that is known.
+        """
+        parent, _, _ = self._prefix.removeprefix(f"{self._base_prefix}.").rpartition(".")
+        home = self.decoder.get_submodule(parent)
+        for name in _FINAL_NORMS:
+            norm = getattr(home, name, None)
+            if isinstance(norm, nn.Module):
+                path = ".".join(part for part in (self._base_prefix, parent, name) if part)
+                state = {
+                    name.removeprefix(path + "."): self.checkpoint.tensor(disk).to(torch.float32)
+                    for disk, name in self.module_names.items()
+                    if name.startswith(path + ".")
+                }
+                self._load(norm, state, "the norm behind the layers")
+                return norm
+        raise BadInput(f"{self.checkpoint.folder}: no norm is known behind the decoder layers")
 
 
 def _meta_model(checkpoint: Checkpoint) -> Any:
