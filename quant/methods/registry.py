@@ -10,6 +10,7 @@ from .gptq import Gptq
 from .hqq import Hqq
 from .int8 import Int8
 from .rtn import RoundToNearest
+from .smoothquant import SmoothQuant
 from .squeezellm import SqueezeLlm
 
 METHODS: dict[str, Method] = {
@@ -17,6 +18,7 @@ METHODS: dict[str, Method] = {
     for method in (
         Awq(),
         RoundToNearest(),
+        SmoothQuant(),
         Gptq(),
         Int8(),
         Fp8(),

@@ -1,0 +1,162 @@
+"""SmoothQuant: move the outliers of the inputs into the weights, so that both fit into 8 bits.
+
+Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
+ICML 2023 (arXiv:2211.10438).
+
+Input channel `j` is divided by `s_j = max|x_j|^a / max|w_j|^(1-a)`, which the norm before does, and
+column `j` of the linears that read it is multiplied. Only norms take part: what lies between the other
+linears has no such outliers. Weights get one scale per output channel, inputs one per token.
+
+The weights alone look worse for it as a rule. So the errors that are reported here, and held against
+those of not smoothing at all, have two parts: what the rounded weights change, measured on the
+calibration data, and what the rounded inputs add, as a bound that its statistics give. Where smoothing
+does not lower the sum over the linears behind a norm, that norm stays as it is and the report shows no
+ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import BadInput
+from ..families import Fold
+from ..scheme import PER_CHANNEL, Activations, IntScheme, Scheme
+from ..tensors.base import QuantizedTensor
+from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions, relative
+from .folding import can_fold, fold_into_norm
+from .options import choose_bits, refuse_options
+from .rounding import round_weight
+
+_INT8_STEPS = 127.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounded:
+    """A linear after rounding, the input scales `[in]` under which it was, and its relative error."""
+
+    codes: QuantizedTensor
+    columns: torch.Tensor
+    error: float
+
+
+class SmoothQuant:
+    """The method `smoothquant`: W8A8 with folded scales."""
+
+    name = "smoothquant"
+    default_format = "compressed-tensors"
+    needs_statistics = True
+    grouped = False
+
+    def scheme(self, options: SchemeOptions) -> Scheme:
+        refuse_options(self.name, options, "bits", "group_size", "activations")
+        bits = choose_bits(self.name, options.bits, (8,), 8)
+        if options.group_size not in (None, PER_CHANNEL):
+            raise BadInput(
+                f"--group-size {options.group_size}: method smoothquant has one scale per output "
+                "channel, -1"
+            )
+        if options.activations not in (None, "dynamic"):
+            raise BadInput(
+                f"--activations {options.activations}: method smoothquant gives each token its own "
+                "scale, dynamic"
+            )
+        return IntScheme(bits, PER_CHANNEL, True, Activations("int8"))
+
+    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
+        plain = {
+            name: _round(problem, name, torch.ones(weight.shape[1]))
+            for name, weight in problem.weights.items()
+        }
+        chosen, norms, routers = dict(plain), {}, {}
+        for fold in problem.family.folds:
+            if fold.source not in problem.norms or not can_fold(fold, problem):
+                continue
+            wanted = smoothing_scales(fold, problem)
+            norm, columns = fold_into_norm(problem.norms[fold.source], wanted, fold.norm_offset)
+            targets = [name for name in fold.targets if name in problem.weights]
+            try:
+                trial = {name: _round(problem, name, columns) for name in targets}
+            except BadInput:  # scaled weights beyond the dtype of their scales
+                continue
+            if sum(trial[name].error for name in targets) < sum(plain[n].error for n in targets):
+                chosen |= trial
+                norms[fold.source] = norm
+                readers = [name for name in fold.targets if name in problem.routers]
+                routers |= {name: problem.routers[name] * columns for name in readers}
+        reports = [_report(problem, name, chosen[name], plain[name]) for name in problem.weights]
+        weights: dict[str, QuantizedTensor] = {name: one.codes for name, one in chosen.items()}
+        return LayerResult(weights=weights, norms=norms, reports=reports, routers=routers)
+
+
+def smoothing_scales(fold: Fold, problem: LayerProblem) -> torch.Tensor:
+    """The scales `[in]` for one norm; 1 for channels without inputs or without weights.
+
+    Raises:
+        BadInput: an exponent outside of 0..1.
+    """
+    alpha = problem.options.alpha
+    if not 0 <= alpha <= 1:
+        raise BadInput(f"--alpha {alpha:g}: give 0 (all in the inputs) to 1 (all in the weights)")
+    readers = [name for name in fold.targets if name in problem.statistics]
+    inputs = torch.stack([problem.statistics[name].abs_max for name in readers]).amax(dim=0)
+    linears = [name for name in fold.targets if name in problem.weights]
+    columns = torch.stack([problem.weights[name].abs().amax(dim=0) for name in linears])
+    weights = columns.amax(dim=0)
+    scales = (inputs.pow(alpha) / weights.pow(1 - alpha)).clamp(min=1e-5)
+    usable = (inputs > 0) & (weights > 0) & torch.isfinite(scales)
+    return torch.where(usable, scales, 1.0)
+
+
+def _round(problem: LayerProblem, name: str, columns: torch.Tensor) -> _Rounded:
+    codes = round_weight(problem, name, problem.weights[name] * columns)
+    lost = _lost(problem.weights[name], codes, columns, problem.statistics[name])
+    return _Rounded(codes, columns, relative(lost, problem.energy(name)))
+
+
+def _lost(
+    weight: torch.Tensor,
+    codes: QuantizedTensor,
+    columns: torch.Tensor,
+    statistics: InputStatistics,
+) -> float:
+    """Squared output error of rounding a linear's weight and its inputs."""
+    scaled = codes.dequantize()
+    by_weights = float(statistics.row_errors(weight - scaled / columns).sum())
+    return by_weights + float(scaled.square().sum()) * input_noise(statistics, columns)
+
+
+def input_noise(statistics: InputStatistics, columns: torch.Tensor) -> float:
+    """What rounding adds to each input channel in squares, summed over the tokens: an upper bound.
+
+    A step of a token is its largest input over 127.5, and rounding errs by a twelfth of a squared step.
+    The squares of the largest inputs, averaged over tokens, are no more than the largest of all, and no
+    more than the mean squares of all channels together.
+
+    Args:
+        columns: by what each channel `[in]` is divided before it is rounded.
+    """
+    tokens = max(statistics.num_tokens, 1)
+    together = float((statistics.gram.diagonal() / columns.square()).sum()) / tokens
+    largest = float((statistics.abs_max / columns).max()) ** 2
+    return tokens * min(together, largest) / _INT8_STEPS**2 / 12
+
+
+def _report(problem: LayerProblem, name: str, chosen: _Rounded, plain: _Rounded) -> ModuleReport:
+    report = problem.report(
+        name,
+        chosen.codes.dequantize() / chosen.columns,
+        plain.codes.dequantize(),
+        error=chosen.error,
+        rtn_error=plain.error,
+        ratio=None if chosen is plain else problem.options.alpha,
+    )
+    if name not in problem.held_out:
+        return report
+    unseen, weight = problem.held_out[name], problem.weights[name]
+    energy = float(unseen.row_errors(weight).sum())
+    held_out, rtn_held_out = (
+        relative(_lost(weight, one.codes, one.columns, unseen), energy) for one in (chosen, plain)
+    )
+    return replace(report, held_out_error=held_out, rtn_held_out_error=rtn_held_out)
