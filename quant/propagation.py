@@ -65,7 +65,7 @@ class Live:
         return Measured(
             statistics=stream.measure(index, hidden),
             held_out=stream.measure(index, self._held_out) if len(self._held_out) else {},
-            remeasure=lambda replaced: stream.remeasure(index, hidden, replaced),
+            remeasure=lambda replaced, only: stream.remeasure(index, hidden, replaced, only),
         )
 
     def weights(self, index: int, linears: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -127,7 +127,7 @@ class ModuleReport:
     fallback: str | None = None
 
 
-Remeasure = Callable[[Mapping[str, torch.Tensor]], dict[str, InputStatistics]]
+Remeasure = Callable[[Mapping[str, torch.Tensor], Collection[str]], dict[str, InputStatistics]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ class LayerProblem:
         with_bias: the linears that have a bias.
         routers: float32 weights that stay floats but read an input that may be scaled.
         held_out: statistics of inputs that the method must not use, for the report; may be empty.
-        remeasure: runs the layer with some weights replaced by others and gives the statistics anew;
-            None where only stored statistics are at hand.
+        remeasure: runs the layer with some weights replaced by others and gives anew the statistics of
+            the linears that are named; None where only stored statistics are at hand.
     """
 
     prefix: str

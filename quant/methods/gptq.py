@@ -55,7 +55,7 @@ class Gptq:
                 work.quantize(linears)
             sequential = problem.options.true_sequential and problem.remeasure is not None
             if sequential and index + 1 < len(stages):
-                work.remeasure()
+                work.remeasure({name for linears in stages[index + 1] for name in linears})
         reports = [work.report(name) for name in problem.weights]
         return LayerResult({name: work.codes[name] for name in problem.weights}, {}, reports)
 
@@ -93,11 +93,11 @@ class _Work:
         self._damp: dict[str, float] = {}
         self._fallback: dict[str, str] = {}
 
-    def remeasure(self) -> None:
-        """Go on with what the linears to come see behind those that are done."""
+    def remeasure(self, linears: set[str]) -> None:
+        """Go on with what these linears see behind those that are done."""
         assert self.problem.remeasure is not None
         self._statistics = self.problem.remeasure(
-            {name: codes.dequantize() for name, codes in self.codes.items()}
+            {name: codes.dequantize() for name, codes in self.codes.items()}, linears
         )
 
     def quantize(self, linears: tuple[str, ...]) -> None:
