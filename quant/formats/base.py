@@ -130,7 +130,8 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Undo `pack_words`: uint8 `[..., n]`, the codes that fit wholly into int32 `[..., words]`."""
     if 8 % bits == 0:
-        packed = words.contiguous().view(torch.uint8)
+        # Flat first: strides of an axis of length 1 may be anything, and `view` looks at them.
+        packed = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
         parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
         return torch.stack(parts, dim=-1).flatten(-2)
     count = words.shape[-1] * 32 // bits
