@@ -7,16 +7,20 @@ floating-point copy of it: the fallback makes a tile of floats at a time and dro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ...quant.scheme import PER_CHANNEL, IntScheme, Scheme
+from ...quant.scheme import PER_CHANNEL, IntScheme, Scheme, VectorwiseScheme
 from ...quant.tensors.base import QuantizedTensor
+from ...quant.tensors.codebook import CodebookTensor
 from ...quant.tensors.integer import IntTensor
-from .activations import round_activations
+from ...quant.tensors.lookup import LookupTensor
+from .activations import round_inputs
 from .dispatch import Candidate, Operation
+from .int8_linear import Int8MatmulLinear, VectorwiseLinear
 from .linear import LinearKernel
 
 
@@ -46,20 +50,13 @@ class TiledDequantLinear:
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._rows = weight.out_features
-        self._held = (
-            _PairedCodes(weight)
-            if isinstance(weight, IntTensor)
-            and weight.scheme.bits <= 4
-            and not weight.in_features % 2
-            else weight
-        )
-        self._activations = weight.scheme.activations
+        self._held = _PairedCodes(weight) if _PairedCodes.fits(weight) else weight
+        self._scheme: Scheme = weight.scheme
         self._input_scale = weight.parts().get("input_scale")
         self.weight_bytes = self._held.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._activations is not None:
-            x = round_activations(x, self._activations, self._input_scale)
+        x = round_inputs(x, self._scheme, self._input_scale)
         tiles = [
             functional.linear(x, self._tile(slice(begin, begin + self.TILE_ROWS)))
             for begin in range(0, self._rows, self.TILE_ROWS)
@@ -72,19 +69,29 @@ class TiledDequantLinear:
 
 
 class _PairedCodes:
-    """Integer codes of at most 4 bits, two to a byte."""
+    """A weight whose codes, of at most 4 bits, lie two to a byte."""
 
-    def __init__(self, weight: IntTensor) -> None:
-        self._paired = (weight.codes[:, 0::2] | (weight.codes[:, 1::2] << 4)).contiguous()
-        self._scales, self._zeros = weight.scales, weight.zeros
-        self._scheme, self._index = weight.scheme, weight.group_index
-        rest = [part for name, part in weight.parts().items() if name != "codes"]
-        self.nbytes = self._paired.nbytes + sum(part.nbytes for part in rest)
+    def __init__(self, weight: QuantizedTensor) -> None:
+        codes = weight.parts()["codes"]
+        self._paired = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+        # All that the weight has but its codes: one byte stands for all of them.
+        self._rest = _with_codes(weight, codes.new_zeros(1, 1).expand(codes.shape))
+        self.nbytes = self._paired.nbytes + weight.nbytes - codes.nbytes
 
-    def rows(self, rows: slice) -> IntTensor:
+    @staticmethod
+    def fits(weight: QuantizedTensor) -> bool:
+        kinds = IntTensor | CodebookTensor | LookupTensor
+        return isinstance(weight, kinds) and weight.scheme.bits <= 4 and not weight.in_features % 2
+
+    def rows(self, rows: slice) -> QuantizedTensor:
         paired = self._paired[rows]
         codes = torch.stack([paired & 15, paired >> 4], dim=-1).flatten(1)
-        return IntTensor(codes, self._scales[rows], self._zeros[rows], self._scheme, self._index)
+        return _with_codes(self._rest.rows(rows), codes)
+
+
+def _with_codes(weight: QuantizedTensor, codes: torch.Tensor) -> QuantizedTensor:
+    anything: Any = weight
+    return replace(anything, codes=codes)
 
 
 class Int4PackLinear:
@@ -153,9 +160,36 @@ def _refuses_int8pack(situation: QuantizedLinearSituation) -> str | None:
     if (reason := _refuses_cpu_bf16(situation)) is not None:
         return reason
     scheme = situation.scheme
-    plain = isinstance(scheme, IntScheme) and scheme.activations is None and not scheme.permuted
-    if not plain or scheme.bits != 8 or not scheme.symmetric or scheme.group_size != PER_CHANNEL:
+    if (
+        not isinstance(scheme, IntScheme)
+        or scheme.activations is not None
+        or scheme.permuted
+        or scheme.bits != 8
+        or not scheme.symmetric
+        or scheme.group_size != PER_CHANNEL
+    ):
         return f"it is for symmetric int8 with one scale per channel, not {scheme.label}"
+    return None
+
+
+def _refuses_int8_product(situation: QuantizedLinearSituation) -> str | None:
+    scheme = situation.scheme
+    if situation.device != "cpu":
+        return "it is a CPU kernel"
+    if not isinstance(scheme, IntScheme) or scheme.activations is None:
+        return f"it is for int8 weights and int8 inputs, not {scheme.label}"
+    inputs = scheme.activations.kind == "int8" and scheme.activations.granularity != "group128"
+    whole = scheme.symmetric and scheme.group_size == PER_CHANNEL and scheme.bits == 8
+    if not inputs or not whole:
+        return f"it is for symmetric int8 with one scale per channel and token, not {scheme.label}"
+    return None
+
+
+def _refuses_vectorwise(situation: QuantizedLinearSituation) -> str | None:
+    if situation.device != "cpu":
+        return "it is a CPU kernel"
+    if not isinstance(situation.scheme, VectorwiseScheme):
+        return f"it is for LLM.int8(), not {situation.scheme.label}"
     return None
 
 
@@ -176,6 +210,8 @@ QUANTIZED_LINEAR: Operation[
     [
         Candidate("torch-int4pack", _refuses_int4pack, _int4pack),
         Candidate("torch-int8pack", _refuses_int8pack, _int8pack),
+        Candidate("torch-int8-product", _refuses_int8_product, Int8MatmulLinear),
+        Candidate("torch-int8-outliers", _refuses_vectorwise, VectorwiseLinear),
         Candidate("tiled-dequant", lambda situation: None, TiledDequantLinear),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,17 @@ from ...quant.tensors.base import QuantizedTensor
 from .decoder import DecoderWeights, LayerWeights
 from .projection import Projection
 from .spec import ModelSpec
+
+_log = logging.getLogger(__name__)
+
+KV_CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
+"""Endings of the scales that others use for a cache in 8 bits; the cache here keeps the model's dtype."""
 
 
 class CheckpointReader:
@@ -41,6 +53,10 @@ class CheckpointReader:
         self._unread.discard(name)
         return tensor.to(self._device, self._dtype)
 
+    def is_quantized(self, module: str) -> bool:
+        """Whether the checkpoint holds codes for the weight of a module."""
+        return module in self._quantized
+
     def projection(
         self, modules: Sequence[str], in_features: int, out_features: Sequence[int], *, bias: bool
     ) -> Projection:
@@ -58,11 +74,16 @@ class CheckpointReader:
 
     def finish(self, *, may_remain: Sequence[str] = ()) -> None:
         """Complain about tensors that nobody asked for; buffers that others save may remain."""
+        endings = ("rotary_emb.inv_freq", ".g_idx", *KV_CACHE_SCALES)
         left = sorted(
-            name
-            for name in self._unread
-            if not name.endswith(("rotary_emb.inv_freq", ".g_idx")) and name not in may_remain
+            name for name in self._unread if not name.endswith(endings) and name not in may_remain
         )
+        if any(name.endswith(KV_CACHE_SCALES) for name in self._unread):
+            _log.warning(
+                "%s has scales for a quantized KV cache; they are not used: the cache keeps the "
+                "engine's dtype",
+                self._checkpoint.folder,
+            )
         if left:
             raise BadInput(
                 f"{self._checkpoint.folder}: {len(left)} tensors have no place in the model that "
@@ -97,13 +118,15 @@ def load_weights(
     embedding = reader.tensor("model.embed_tokens.weight", vocab, hidden)
     layers = [_load_layer(reader, spec, f"model.layers.{i}") for i in range(spec.num_layers)]
     final_norm = reader.tensor("model.norm.weight", hidden)
-    if spec.tie_word_embeddings:
+    # A quantized head is a weight of its own, also where the config still calls it tied.
+    tied = spec.tie_word_embeddings and not reader.is_quantized("lm_head")
+    if tied:
         head = Projection([embedding], None, dtype)
     else:
         head = reader.projection(["lm_head"], hidden, [vocab], bias=False)
     # Some writers save the tied head a second time.
-    reader.finish(may_remain=["lm_head.weight"] if spec.tie_word_embeddings else [])
-    return DecoderWeights(embedding, layers, final_norm, head, spec.tie_word_embeddings)
+    reader.finish(may_remain=["lm_head.weight"] if tied else [])
+    return DecoderWeights(embedding, layers, final_norm, head, tied)
 
 
 def _load_layer(reader: CheckpointReader, spec: ModelSpec, prefix: str) -> LayerWeights:

@@ -10,7 +10,7 @@ from llmopt.engine.kernels.linear import LINEAR, LinearSituation, TorchLinear
 from llmopt.engine.kernels.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
 from llmopt.engine.kernels.table import table
 from llmopt.engine.model.projection import Projection
-from llmopt.quant.methods.rtn import round_to_nearest
+from llmopt.quant.methods.int_grid import round_to_nearest
 from llmopt.quant.scheme import IntScheme
 
 
