@@ -4,7 +4,10 @@
 
 Each tool lives in an environment of its own (`python -m venv ENV && ENV/bin/pip install guidellm`). All
 send the same 48 prompts to `/v1/completions` at the same concurrency and ask for the same number of tokens;
-they take turns, `--rounds` times, and the table holds the median of the rounds. Nothing leaves the machine.
+they take turns, `--rounds` times, each round beginning with another one, so that nobody always comes after
+the same neighbour. The table holds the median of the rounds. Ours comes twice: once asking for the count
+of tokens in every chunk, as `llmopt bench` does, and once for the total at the end, as the others do: the
+server pays for the difference. `server CPU` is what the server's process took. Nothing leaves the machine.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ PROMPTS, OUTPUT_LEN, CONCURRENCY = 48, 64, 4
 CONTEXT = 512
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 LIMIT_SECONDS = 180
+COUNTS_AT_THE_END = ("--extra-body", '{"stream_options": {"include_usage": true}}')
 Row = dict[str, float]
 
 
@@ -157,6 +161,12 @@ def aiperf(program: str, url: str, work: Path, prompts: Path) -> Row:
     }
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has had, from Linux's /proc."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def write_prompts(path: Path) -> None:
     """The texts of our workload, one JSON object a line."""
     tokenizer = load_tokenizer(MODELS / DEFAULT_MODEL)
@@ -194,7 +204,10 @@ def main() -> None:
         ) as server:
             assert server.stdout is not None
             url = json.loads(server.stdout.readline())["url"]
-            clients: dict[str, Callable[[], Row]] = {"llmopt": lambda: ours(url, work)}
+            clients: dict[str, Callable[[], Row]] = {
+                "llmopt": lambda: ours(url, work),
+                "llmopt, counts at the end": lambda: ours(url, work, *COUNTS_AT_THE_END),
+            }
             if asked.guidellm:
                 clients["guidellm"] = lambda: guidellm(asked.guidellm, url, work, prompts)
             if asked.aiperf:
@@ -203,9 +216,14 @@ def main() -> None:
             rounds: dict[str, list[Row]] = {name: [] for name in clients}
             try:
                 for number in range(asked.rounds):
-                    for name, client in clients.items():
+                    turn = number % len(clients)
+                    order = [*clients][turn:] + [*clients][:turn]
+                    for name in order:
                         print(f"round {number + 1}: {name}", file=sys.stderr)
-                        rounds[name].append(client())
+                        before = cpu_seconds(server.pid)
+                        row = clients[name]()
+                        spent = cpu_seconds(server.pid) - before
+                        rounds[name].append(row | ({"server CPU, s": spent} if spent else {}))
             finally:
                 server.terminate()
     if asked.json:
