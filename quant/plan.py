@@ -95,6 +95,11 @@ class Plan:
         return "; ".join(dict.fromkeys(readers))
 
     @property
+    def kv_scale_bytes(self) -> int:
+        """Bytes of the scales of the KV cache."""
+        return 0
+
+    @property
     def quantized_bytes(self) -> int:
         """Bytes that the quantized linears will take on disk, without headers."""
         bits = (

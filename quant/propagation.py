@@ -68,15 +68,15 @@ class Live:
             remeasure=lambda replaced, only: stream.remeasure(index, hidden, replaced, only),
         )
 
-    def weights(self, index: int, linears: tuple[str, ...]) -> None:
-        return None
+    def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        return self._stream.weights(index, linears)
 
     def finish(self, index: int, work: Work) -> None:
-        tensors = dict(work.others)
-        tensors |= {f"{n}.weight": q.dequantize() for n, q in work.result.weights.items()}
-        self._stream.load(index, tensors)
-        self._hidden = self._stream.run(index, self._hidden)
-        self._held_out = self._stream.run(index, self._held_out)
+        for name, quantized in work.result.weights.items():
+            self._stream.substitute(index, {name: quantized.dequantize()})
+        self._stream.substitute(index, work.result.norms | work.result.routers)
+        for hidden in (self._hidden, self._held_out):
+            self._stream.run(index, hidden, out=hidden)
         self._stream.unload(index)
         if not all(bool(torch.isfinite(part).all()) for part in (self._hidden, self._held_out)):
             raise BadInput(

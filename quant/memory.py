@@ -1,0 +1,48 @@
+"""How much memory a run takes: what the operating system says, from a point in time on."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from pathlib import Path
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """The most resident memory since this was made, beyond what was resident then."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):
+            _CLEAR.write_text("5")  # Linux: the peak starts anew
+        self._baseline = _field("VmRSS")
+        if self._baseline is None:
+            self._baseline = _ru_maxrss()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes, never negative; where the peak cannot be set back, that of the whole process counts."""
+        assert self._baseline is not None
+        peak = _field("VmHWM")
+        return max(0, (_ru_maxrss() if peak is None else peak) - self._baseline)
+
+
+def resident_bytes() -> int:
+    """Memory that this process has in use now (its largest so far, where nothing else is known)."""
+    now = _field("VmRSS")
+    return _ru_maxrss() if now is None else now
+
+
+def _field(name: str) -> int | None:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    line = next((line for line in lines if line.startswith(name + ":")), None)
+    return None if line is None else int(line.split()[1]) * 1024
+
+
+def _ru_maxrss() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

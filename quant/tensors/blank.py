@@ -1,0 +1,80 @@
+"""Quantized weights of zeros: what a format makes of them has the size of what it makes of real ones."""
+
+from __future__ import annotations
+
+import torch
+
+from ..scheme import (
+    CodebookScheme,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    LookupScheme,
+    Scheme,
+    VectorwiseScheme,
+)
+from .base import QuantizedTensor
+from .codebook import NESTED_BLOCK, CodebookTensor
+from .fp8 import Fp8Tensor
+from .gguf import GgufTensor
+from .integer import IntTensor
+from .lookup import LookupTensor
+from .vectorwise import VectorwiseTensor
+
+
+def blank_tensor(
+    scheme: Scheme, out_features: int, in_features: int, scale_dtype: torch.dtype
+) -> QuantizedTensor:
+    """A weight `[out, in]` of a scheme whose every code is 0."""
+    codes = torch.zeros(out_features, in_features, dtype=torch.uint8)
+    static = scheme.activations is not None and not scheme.activations.dynamic
+    input_scale = torch.ones(1) if static else None
+    if isinstance(scheme, IntScheme):
+        groups = scheme.num_groups(in_features)
+        index = torch.arange(in_features, dtype=torch.int32) * groups // in_features
+        return IntTensor(
+            codes=codes,
+            scales=torch.ones(out_features, groups, dtype=scale_dtype),
+            zeros=torch.full((out_features, groups), scheme.middle, dtype=torch.uint8),
+            scheme=scheme,
+            group_index=index.to(torch.int32) if scheme.permuted else None,
+            input_scale=input_scale,
+        )
+    if isinstance(scheme, FloatScheme):
+        scales = torch.ones(scheme.scale_shape(out_features, in_features), dtype=scale_dtype)
+        return Fp8Tensor(codes.to(torch.float8_e4m3fn), scales, scheme, input_scale)
+    if isinstance(scheme, CodebookScheme):
+        blocks = -(-codes.numel() // scheme.block_size)
+        if not scheme.double_quant:
+            return CodebookTensor(codes, torch.ones(blocks), scheme)
+        return CodebookTensor(
+            codes,
+            torch.zeros(blocks, dtype=torch.uint8),
+            scheme,
+            nested_absmax=torch.ones(-(-blocks // NESTED_BLOCK)),
+            nested_map=torch.zeros(256),
+            nested_offset=torch.zeros(1),
+        )
+    if isinstance(scheme, VectorwiseScheme):
+        return VectorwiseTensor(codes.to(torch.int8), torch.ones(out_features), scheme)
+    if isinstance(scheme, GgufScheme):
+        width, size = scheme.block
+        rows = torch.zeros(out_features, in_features // width * size, dtype=torch.uint8)
+        return GgufTensor(rows, scheme)
+    return _blank_lookup(codes, scheme)
+
+
+def _blank_lookup(codes: torch.Tensor, scheme: LookupScheme) -> LookupTensor:
+    out_features = codes.shape[0]
+    table = torch.zeros(out_features, 2**scheme.bits, dtype=torch.float16)
+    if not scheme.sparse_fraction:
+        return LookupTensor(codes, table, scheme)
+    kept = int(codes.numel() * scheme.sparse_fraction)
+    return LookupTensor(
+        codes,
+        table,
+        scheme,
+        sparse_rows=torch.zeros(out_features + 1, dtype=torch.int32),
+        sparse_columns=torch.zeros(kept, dtype=torch.int32),
+        sparse_values=torch.zeros(kept, dtype=torch.float16),
+    )
