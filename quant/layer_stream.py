@@ -7,7 +7,7 @@ weights from the checkpoint when its turn comes and loses them afterwards. Every
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +170,7 @@ class LayerStream:
             outputs[rows] = result[0] if isinstance(result, tuple) else result
         return outputs
 
+    @torch.no_grad()
     def measure(
         self, index: int, hidden: torch.Tensor, only: Collection[str] | None = None
     ) -> dict[str, InputStatistics]:
@@ -185,6 +186,7 @@ class LayerStream:
         groups = [*family.shared_inputs, *((router,) for router in family.routers)]
         statistics: dict[str, InputStatistics] = {}
         handles = []
+        unseen: set[InputStatistics] = set()
         for group in groups:
             members = [name for name in group if only is None or name in only]
             if not members:
@@ -193,10 +195,18 @@ class LayerStream:
             record = InputStatistics(module.weight.shape[1])
             statistics |= dict.fromkeys(members, record)
             handles.append(
-                module.register_forward_pre_hook(_recording_inputs(record), with_kwargs=True)
+                module.register_forward_pre_hook(
+                    _recording_inputs(record, unseen), with_kwargs=True
+                )
             )
+        records = set(statistics.values())
+        batch = self._rows(hidden)
+        layer, call = self._layers[index], self._calls[index]
         try:
-            self.run(index, hidden)
+            for start in range(0, hidden.shape[0], batch):
+                unseen |= records
+                with suppress(_AllSeen):
+                    layer(hidden[start : start + batch], *call.arguments, **call.named)
         finally:
             for handle in handles:
                 handle.remove()
@@ -232,9 +242,18 @@ class LayerStream:
         return self._layers[index].get_submodule(path)
 
 
-def _recording_inputs(record: InputStatistics) -> Callable[..., None]:
+class _AllSeen(Exception):
+    """What the layer computes from here on nobody asked for."""
+
+
+def _recording_inputs(record: InputStatistics, unseen: set[InputStatistics]) -> Callable[..., None]:
+    """A hook that takes in what a module reads and, where no other waits for its own, ends the pass."""
+
     def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
         record.add(inputs[0] if inputs else next(iter(named.values())))
+        unseen.discard(record)
+        if not unseen:
+            raise _AllSeen
 
     return hook
 
