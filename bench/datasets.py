@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..quant.checkpoint import Checkpoint
+from ..quant.checkpoint import open_checkpoint
 from ..quant.errors import BadInput
-from ..quant.models import resolve_model
+from ..quant.models import resolve_model, tokenizer_arguments
 from .arrivals import arrival_offsets, ramp_offsets
 from .custom import custom_workload
 from .freeze import is_frozen, read_frozen, write_frozen
@@ -107,7 +107,7 @@ def freeze_workload(options: BenchOptions, path: Path) -> Workload:
         BadInput: the model, the data set or the place to write to is unusable.
     """
     folder = resolve_model(options.model)
-    context = Checkpoint(folder).config.get("max_position_embeddings")
+    context = open_checkpoint(folder).config.get("max_position_embeddings")
     limit = options.max_model_len or context
     if type(limit) is not int or (type(context) is int and limit > context):
         raise BadInput(f"--max-model-len {limit}: the context of {folder.name} is {context}")
@@ -124,8 +124,9 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    arguments = tokenizer_arguments(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(**arguments)
     except Exception as error:  # transformers raises whatever the broken file led to
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{folder}: the tokenizer does not load: {reason}") from error

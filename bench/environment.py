@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.host import cpu_model, usable_cores
+from ..quant.checkpoint import gguf_file_of
 
 LIBRARIES = ("llmopt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 SECRET_OPTIONS = ("--api-key", "--header")
@@ -104,11 +105,14 @@ def commit() -> str | None:
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """Identity of a checkpoint: a hash of its config and weights.
+    """Identity of a checkpoint: a hash of its config and weights, or of its GGUF file.
 
     Up to 2 GiB every byte counts; beyond, sizes and 64 samples of each shard, and the prefix says so.
     """
-    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    file = gguf_file_of(folder)
+    files = (
+        sorted([folder / "config.json", *folder.glob("*.safetensors")]) if file is None else [file]
+    )
     whole = sum(path.stat().st_size for path in files) <= WHOLE_HASH_BYTES
     digest = hashlib.sha256()
     for path in files:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..quant.errors import BadInput
-from ..quant.models import bundled_models, resolve_model
+from ..quant.models import bundled_models, resolve_model, tokenizer_arguments
 from ..quant.progress import Progress, Silent
 from . import result as record
-from .client.address import BACKENDS, CHAT, Address, Body
+from .client.address import BACKENDS, Address, Body
 from .client.answer import Answer, chunk_tokens
 from .client.certify import ClientError, judge, measure_client
 from .client.fleet import Fleet, FleetPass, default_workers
@@ -80,7 +80,7 @@ class HttpSession:
         self._options = options = settled(options, self._workload)
         self._body = Body(
             self._served.model,
-            BACKENDS[options.backend] == CHAT,
+            BACKENDS[options.backend],
             tokenizer.decode,
             options.ignore_eos,
             options.temperature,
@@ -197,6 +197,7 @@ class HttpSession:
                 "url": self._address.url,
                 "path": self._address.path,
                 "max_model_len": self._served.max_model_len,
+                "started": options.started_server,
             },
             "phases": None,
             "preemptions": None,
@@ -403,8 +404,9 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    arguments = tokenizer_arguments(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(**arguments)
     except Exception as error:  # transformers raises whatever the broken file led to
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{folder}: the tokenizer does not load: {reason}") from error

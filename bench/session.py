@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..quant.checkpoint import Checkpoint
+from ..quant.checkpoint import open_checkpoint
 from ..quant.models import resolve_model
 from ..quant.progress import Progress, Silent
 from . import result as record
@@ -209,7 +209,7 @@ class BenchSession:
             "prefix_cache_hit_rate": sum(self._hit_rates) / len(self._hit_rates),
             "memory": {
                 "weight_bytes": engine.memory.weight_bytes,
-                "checkpoint_bytes": Checkpoint(self._model).weight_bytes,
+                "checkpoint_bytes": open_checkpoint(self._model).weight_bytes,
                 "kv_cache_bytes": engine.memory.kv_cache_bytes,
                 "peak_resident_bytes": peak_bytes,
             },
@@ -302,7 +302,7 @@ def identity(
     options: BenchOptions, engine: Engine, model: Path, workload: Workload
 ) -> dict[str, Any]:
     """What was measured and how: the part that decides whether two results may be compared."""
-    quantization = Checkpoint(model).quantization_config
+    quantization = open_checkpoint(model).quantization_config
     return {
         "model": options.model or model.name,
         "model_hash": checkpoint_hash(model),
@@ -368,7 +368,7 @@ def place_on_roofline(
     from ..quant.errors import BadInput
 
     try:
-        shape = ModelShape.from_config(Checkpoint(model).config)
+        shape = ModelShape.from_config(open_checkpoint(model).config)
     except BadInput:
         return None
     memory = engine.memory

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..quant.checkpoint import Checkpoint, read_json
+from ..quant.checkpoint import open_checkpoint, read_json
 from ..quant.errors import BadInput
-from ..quant.models import resolve_model
+from ..quant.models import resolve_model, tokenizer_arguments
 from .block_pool import BlockPool
 from .config import EngineConfig
 from .detokenizer import IncrementalDetokenizer
@@ -69,11 +69,11 @@ class Engine:
         self.device = _choose_device(config.device)
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads or usable_cores())
-        checkpoint = Checkpoint(self.folder)
+        checkpoint = open_checkpoint(self.folder)
         self.spec = ModelSpec.from_config(checkpoint.config)
         self.dtype = _choose_dtype(config.dtype, self.device)
         self.tokenizer = _load_tokenizer(self.folder)
-        self.eos_token_ids = _eos_token_ids(self.folder, checkpoint.config, self.tokenizer)
+        self.eos_token_ids = _eos_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
         self.max_model_len = _choose_max_model_len(config.max_model_len, self.spec.max_model_len)
 
         kind = self.device.type
@@ -318,14 +318,15 @@ def _choose_max_model_len(asked: int | None, own: int) -> int:
     return asked or own
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def _load_tokenizer(model: Path) -> Any:
     from transformers import AutoTokenizer
 
+    arguments = tokenizer_arguments(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(**arguments)
     except Exception as error:  # transformers raises whatever the broken file led to
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{folder}: the tokenizer does not load: {reason}") from error
+        raise BadInput(f"{model}: the tokenizer does not load: {reason}") from error
     # Our own check says how long is too long; the tokenizer's warning would only add noise.
     tokenizer.model_max_length = int(1e30)
     tokenizer.clean_up_tokenization_spaces = False

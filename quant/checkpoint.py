@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+GGUF_SUFFIX = ".gguf"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -135,3 +136,34 @@ class Checkpoint:
     def weight_bytes(self) -> int:
         """Bytes of all shards on disk."""
         return sum((self.folder / shard).stat().st_size for shard in set(self.shard_of.values()))
+
+
+def gguf_file_of(path: Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one in a folder without safetensors; else None.
+
+    Raises:
+        BadInput: a folder with several of them.
+    """
+    if path.is_file():
+        return path if path.suffix == GGUF_SUFFIX else None
+    if (path / INDEX_NAME).is_file() or (path / SINGLE_NAME).is_file():
+        return None
+    found = sorted(path.glob(f"*{GGUF_SUFFIX}"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise BadInput(f"{path} holds several models ({names}): give the path of one of them")
+    return found[0] if found else None
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open a model as a checkpoint: a folder of safetensors, a `.gguf` file, or a folder with one.
+
+    Raises:
+        BadInput: see `Checkpoint` and `gguf.checkpoint.GgufCheckpoint`.
+    """
+    file = gguf_file_of(Path(path))
+    if file is None:
+        return Checkpoint(path)
+    from .gguf.checkpoint import GgufCheckpoint
+
+    return GgufCheckpoint(file)

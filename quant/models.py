@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ..recipes import DEFAULT_MODEL, MODELS
+from .checkpoint import GGUF_SUFFIX, gguf_file_of
 from .errors import BadInput
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -18,7 +21,7 @@ def bundled_models() -> list[str]:
 
 
 def resolve_model(name: str | None) -> Path:
-    """The folder of a model: a directory, the name of a bundled model, or a hub id.
+    """Where a model lies: a directory, a `.gguf` file, the name of a bundled model, or a hub id.
 
     Only a hub id (`owner/name` that is no directory here) touches the network, and not even that
     under `HF_HUB_OFFLINE=1`, where the local hub cache must hold it.
@@ -29,8 +32,10 @@ def resolve_model(name: str | None) -> Path:
     name = name or DEFAULT_MODEL
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").is_file() and gguf_file_of(path) is None:
             raise BadInput(f"{path} is not a model: it has no config.json")
+        return path
+    if path.is_file() and path.suffix == GGUF_SUFFIX:
         return path
     if name in bundled_models():
         return MODELS / name
@@ -42,6 +47,25 @@ def resolve_model(name: str | None) -> Path:
         f"no model {name!r}: it is neither a folder, nor a bundled model "
         f"({', '.join(bundled_models())}), nor a hub id (owner/name)"
     )
+
+
+def tokenizer_arguments(model: Path) -> dict[str, Any]:
+    """What to call `AutoTokenizer.from_pretrained` with for a model that `resolve_model` found.
+
+    Raises:
+        BadInput: a GGUF file without a tokenizer beside it, where the package that reads its own is missing.
+    """
+    file = gguf_file_of(model)
+    folder = model if file is None else file.parent
+    arguments: dict[str, Any] = {"pretrained_model_name_or_path": folder, "local_files_only": True}
+    if file is not None and not (folder / "tokenizer.json").is_file():
+        if find_spec("gguf") is None:
+            raise BadInput(
+                f"{file} has no tokenizer.json beside it, and the tokenizer inside is read with a "
+                "package that is not installed: pip install 'llmopt[gguf]'"
+            )
+        arguments["gguf_file"] = file.name
+    return arguments
 
 
 def _from_hub(hub_id: str) -> Path:

@@ -1,0 +1,206 @@
+"""A model's shape as GGUF keys, and back: the `llama`, `qwen2` and `qwen3` architectures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import BadInput
+from .container import GgufFile
+
+ROPE_FACTORS = "rope_freqs.weight"
+# Llama 3.1 to 3.3 all stretch the rotation with these; GGUF keeps only the factors that they lead to.
+_LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_SHAPE_KEYS = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+}
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The `general.architecture` of a `config.json`.
+
+    Raises:
+        BadInput: a model type or a feature that these architectures do not have.
+    """
+    model_type = config.get("model_type")
+    if model_type not in _ARCHITECTURES:
+        raise BadInput(
+            f"model type {model_type!r} cannot be written as GGUF: supported are "
+            f"{', '.join(_ARCHITECTURES)}"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise BadInput(f"hidden_act {config['hidden_act']!r} cannot be written as GGUF")
+    window = config.get("sliding_window", 4096 if model_type == "mistral" else None)
+    if model_type != "mistral" and not config.get("use_sliding_window", False):
+        window = None
+    if window is not None and window < config.get("max_position_embeddings", window):
+        raise BadInput(f"a sliding window of {window} tokens cannot be written as GGUF")
+    return _ARCHITECTURES[model_type]
+
+
+def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
+    """Linears whose rows are in another order in GGUF, with their number of heads."""
+    if _ARCHITECTURES.get(str(config.get("model_type"))) != "llama":
+        return {}
+    heads = int(config["num_attention_heads"])
+    return {
+        "self_attn.q_proj": heads,
+        "self_attn.k_proj": int(config.get("num_key_value_heads") or heads),
+    }
+
+
+def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that describe the model of a `config.json`.
+
+    Raises:
+        BadInput: see `architecture_of`; a missing key, or a rotary embedding without words in GGUF.
+    """
+    name = architecture_of(config)
+    try:
+        shape = {ours: int(config[theirs]) for theirs, ours in _SHAPE_KEYS.items()}
+        vocab_size = int(config["vocab_size"])
+    except KeyError as error:
+        raise BadInput(f"config.json lacks {error.args[0]!r}") from error
+    heads = shape["attention.head_count"]
+    head_dim = _head_dim(config)
+    keys: dict[str, Any] = {
+        **shape,
+        "attention.head_count_kv": int(config.get("num_key_value_heads") or heads),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": _rope(config)[0],
+        "vocab_size": vocab_size,
+        **_rope_scaling_keys(config),
+    }
+    return {"general.architecture": name, **{f"{name}.{key}": v for key, v in keys.items()}}
+
+
+def rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
+    """What the rotary frequencies are divided by, float32 `[head_dim / 2]`, in Llama 3's rule; else None."""
+    theta, scaling = _rope(config)
+    if scaling.get("rope_type", scaling.get("type")) != "llama3":
+        return None
+    head_dim = _head_dim(config)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    wavelengths = 2 * math.pi * theta**exponents
+    factor = float(scaling["factor"])
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns = float(scaling["original_max_position_embeddings"]) / wavelengths
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """The `config.json` that the keys and tensors of a file amount to.
+
+    Raises:
+        BadInput: another architecture, a missing key, or a mixture of experts.
+    """
+    keys = file.metadata
+    name = str(keys.get("general.architecture"))
+    if name not in _ARCHITECTURES or name == "mistral":
+        raise BadInput(
+            f"{file.path}: architecture {name!r} is not read here: llama, qwen2 and qwen3 are"
+        )
+    if keys.get(f"{name}.expert_count"):
+        raise BadInput(f"{file.path} is a mixture of experts, which is not read from GGUF here")
+
+    def key(short: str) -> Any:
+        if f"{name}.{short}" not in keys:
+            raise BadInput(f"{file.path} lacks the key {name}.{short}: it is no whole model")
+        return keys[f"{name}.{short}"]
+
+    for needed in ("token_embd.weight", "output_norm.weight"):
+        if needed not in file.tensors:
+            raise BadInput(f"{file.path} lacks tensor {needed}: it is no whole model")
+    config: dict[str, Any] = {
+        "model_type": name,
+        "hidden_act": "silu",
+        **{theirs: int(key(ours)) for theirs, ours in _SHAPE_KEYS.items()},
+        "rms_norm_eps": float(key("attention.layer_norm_rms_epsilon")),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+        "dtype": "bfloat16",
+    }
+    heads = config["num_attention_heads"]
+    config["num_key_value_heads"] = int(keys.get(f"{name}.attention.head_count_kv", heads))
+    head_dim = keys.get(f"{name}.attention.key_length", config["hidden_size"] // heads)
+    config["head_dim"] = int(head_dim)
+    config["rope_parameters"] = _rope_parameters(file, name, config)
+    for token in ("bos", "eos"):
+        if f"tokenizer.ggml.{token}_token_id" in keys:
+            config[f"{token}_token_id"] = keys[f"tokenizer.ggml.{token}_token_id"]
+    return config
+
+
+def _rope_parameters(file: GgufFile, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    keys = file.metadata
+    parameters: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(keys.get(f"{name}.rope.freq_base", 10000.0)),
+    }
+    kind = keys.get(f"{name}.rope.scaling.type", "none")
+    if kind in ("linear", "yarn"):
+        parameters |= {"rope_type": kind, "factor": float(keys[f"{name}.rope.scaling.factor"])}
+        original = keys.get(f"{name}.rope.scaling.original_context_length")
+        if original is not None:
+            parameters["original_max_position_embeddings"] = int(original)
+    elif kind != "none":
+        raise BadInput(f"{file.path}: rope scaling {kind!r} is not read here")
+    if ROPE_FACTORS in file.tensors:
+        stored = torch.from_numpy(file.data(ROPE_FACTORS).copy()).view(torch.float32)
+        guess = {"rope_type": "llama3", "factor": float(stored.max()), **_LLAMA3_ROPE}
+        expected = rope_factors(config | {"rope_parameters": parameters | guess})
+        if expected is None or not torch.allclose(stored, expected, rtol=1e-4):
+            raise BadInput(
+                f"{file.path}: its rope_freqs are not Llama 3's: put the model's config.json beside it"
+            )
+        parameters |= guess
+    return parameters
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    default = int(config["hidden_size"]) // int(config["num_attention_heads"])
+    return int(config.get("head_dim") or (128 if config["model_type"] == "qwen3" else default))
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
+    """The base of the rotary frequencies, and how they are stretched."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return float(given.get("rope_theta", config.get("rope_theta", 10000.0))), given
+
+
+def _rope_scaling_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    _, scaling = _rope(config)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in ("default", "llama3"):
+        return {}
+    usual = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
+    if kind not in ("linear", "yarn") or set(scaling) - usual:
+        raise BadInput(f"rope_type {kind!r} with {sorted(set(scaling))} cannot be written as GGUF")
+    keys: dict[str, Any] = {
+        "rope.scaling.type": kind,
+        "rope.scaling.factor": float(scaling["factor"]),
+    }
+    if kind == "yarn":
+        original = scaling.get("original_max_position_embeddings") or config.get(
+            "max_position_embeddings"
+        )
+        keys["rope.scaling.original_context_length"] = int(original or 0)
+    return keys

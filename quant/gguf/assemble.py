@@ -1,0 +1,197 @@
+"""From finished layer shards to the one file that llama.cpp opens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ..checkpoint import Checkpoint
+from ..errors import BadInput
+from ..formats.gguf import BLOCKS_SUFFIX
+from ..scheme import GGUF_BLOCKS, Scheme
+from .architecture import ROPE_FACTORS, architecture_keys, permuted_heads, rope_factors
+from .blocks import quantize_blocks
+from .container import TensorToWrite, write_gguf
+from .integer import block_type_of
+from .mix import GGUF_TYPES, embedding_type, output_type
+from .names import to_gguf, to_interleaved
+from .tokenizer import tokenizer_keys
+
+_ROWS_AT_ONCE = 4096
+_PLAIN_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+
+
+def gguf_name(model_name: str, type_name: str) -> str:
+    """The usual name of a file, such as `stories3M-Q4_K_M.gguf`."""
+    return f"{model_name.rstrip('/').rsplit('/', 1)[-1]}-{type_name}.gguf"
+
+
+def check_source(source: Checkpoint) -> None:
+    """Raises BadInput where GGUF has no words for a model: its type, a tensor, its tokenizer."""
+    architecture_keys(source.config)
+    for name in _held(source.names, source.config):
+        _gguf_tensor_name(name)
+    tokenizer_keys(source.folder, int(source.config["vocab_size"]))
+
+
+def assemble(
+    source: Checkpoint,
+    layer_shards: Sequence[Path],
+    output: Path,
+    schemes: Mapping[str, Scheme],
+    type_name: str,
+) -> list[str]:
+    """Write a whole model as one GGUF file, one tensor in memory at a time.
+
+    Tensors come from the shards, and what these lack from the source. Blocks are copied, norms and biases
+    become float32, linears that were left alone keep their dtype, and embedding and output head are
+    rounded to what llama.cpp gives them in a file of this type.
+
+    Args:
+        source: the original checkpoint, with its `tokenizer.json`.
+        layer_shards: safetensors files that hold `<module>.gguf_blocks` and the other tensors of layers.
+        output: the file to write; it appears when it is whole.
+        schemes: of every module with blocks: a `GgufScheme`, or an integer one that is the same numbers.
+        type_name: one of `mix.GGUF_TYPES`.
+
+    Returns:
+        What to tell the user, one line each.
+
+    Raises:
+        BadInput: what `check_source` finds, NaN in a weight, or a full disk.
+    """
+    config = source.config
+    metadata = {
+        **architecture_keys(config),
+        "general.name": output.stem,
+        "general.file_type": GGUF_TYPES[type_name][1],
+        "general.quantization_version": 2,
+        **tokenizer_keys(source.folder, int(config["vocab_size"])),
+    }
+    handles = [safe_open(path, framework="pt") for path in layer_shards]
+    readers: dict[str, Callable[[str], torch.Tensor]] = dict.fromkeys(source.names, source.tensor)
+    for handle in handles:
+        readers |= dict.fromkeys(handle.keys(), handle.get_tensor)
+    packed = {n.removesuffix(BLOCKS_SUFFIX) for n in readers if n.endswith(BLOCKS_SUFFIX)}
+    names = [
+        name
+        for name in _held(readers, config)
+        if not name.endswith(".weight") or name.removesuffix(".weight") not in packed
+    ]
+    shapes = {name: _shape(name, handles, source) for name in names}
+    writer = _Writer(config, readers, schemes, _head_types(config, names, shapes, type_name))
+    tensors = [writer.tensor(name, shapes[name]) for name in sorted(names, key=_file_order)]
+    factors = rope_factors(config)
+    if factors is not None:
+        data = factors.numpy().tobytes()
+        tensors.append(TensorToWrite(ROPE_FACTORS, tuple(factors.shape), "F32", lambda: [data]))
+    write_gguf(output, metadata, tensors)
+    used = sorted({tensor.type for tensor in tensors})
+    return [f"note: {output.name} holds {', '.join(used)} tensors"]
+
+
+class _Writer:
+    """Turns tensors of Hugging Face's names into tensors of the file."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        readers: Mapping[str, Callable[[str], torch.Tensor]],
+        schemes: Mapping[str, Scheme],
+        head_types: Mapping[str, str],
+    ):
+        self._heads = permuted_heads(config)
+        self._readers = readers
+        self._schemes = schemes
+        self._head_types = head_types
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> TensorToWrite:
+        """What to write for one tensor."""
+        target = _gguf_tensor_name(name)
+        module = name.removesuffix(BLOCKS_SUFFIX)
+        if module != name:
+            block = block_type_of(self._schemes[module])
+            assert block is not None
+            width, block_bytes = GGUF_BLOCKS[block]
+            logical = shape[0], shape[1] // block_bytes * width
+            return TensorToWrite(target, logical, block, lambda: [_bytes(self._rows(name))])
+        if len(shape) == 1:
+            return TensorToWrite(
+                target, shape, "F32", lambda: [_bytes(self._rows(name).to(torch.float32))]
+            )
+        if name in self._head_types:
+            block = self._head_types[name]
+            return TensorToWrite(target, shape, block, lambda: self._rounded(name, block))
+        kept = _PLAIN_TYPES[self._readers[name](name).dtype]
+        return TensorToWrite(target, shape, kept, lambda: [_bytes(self._rows(name))])
+
+    def _rows(self, name: str) -> torch.Tensor:
+        """A tensor with its rows in the order of the file."""
+        tensor = self._readers[name](name)
+        for linear, heads in self._heads.items():
+            if f".{linear}." in name:
+                return to_interleaved(tensor, heads)
+        return tensor
+
+    def _rounded(self, name: str, block: str) -> Iterable[bytes]:
+        tensor = self._readers[name](name)
+        for rows in tensor.split(_ROWS_AT_ONCE):
+            yield _bytes(quantize_blocks(rows, block, name=name))
+
+
+def _held(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """The tensors that a file shall hold: no buffers, and no second copy of a tied head."""
+    tied = bool(config.get("tie_word_embeddings"))
+    return [
+        name
+        for name in names
+        if not name.endswith("rotary_emb.inv_freq") and not (tied and name.startswith(f"{_HEAD}."))
+    ]
+
+
+def _head_types(
+    config: Mapping[str, Any],
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    type_name: str,
+) -> dict[str, str]:
+    """Block types of the embedding and the output head, where they are not blocks already and one fits."""
+    tied = bool(config.get("tie_word_embeddings"))
+    choices = {f"{_EMBEDDING}.weight": output_type if tied else embedding_type}
+    choices[f"{_HEAD}.weight"] = output_type
+    found = {n: choose(type_name, shapes[n][1]) for n, choose in choices.items() if n in names}
+    return {name: block for name, block in found.items() if block is not None}
+
+
+def _shape(name: str, handles: Sequence[Any], source: Checkpoint) -> tuple[int, ...]:
+    for handle in handles:
+        if name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+            return tuple(handle.get_slice(name).get_shape())
+    return source.shape(name)
+
+
+def _gguf_tensor_name(name: str) -> str:
+    """`blk.3.attn_q.weight` for `model.layers.3.self_attn.q_proj.weight`, or for its blocks."""
+    for ending, theirs in ((BLOCKS_SUFFIX, ".weight"), (".weight", ".weight"), (".bias", ".bias")):
+        if name.endswith(ending):
+            module = to_gguf(name.removesuffix(ending))
+            if module is not None:
+                return module + theirs
+    raise BadInput(f"tensor {name} has no name in GGUF: such a model cannot be written")
+
+
+def _file_order(name: str) -> tuple[int, int, str]:
+    """Embedding, layers by number, then the rest."""
+    if name.startswith(_EMBEDDING):
+        return 0, 0, name
+    parts = name.split(".")
+    return (1, int(parts[2]), name) if name.startswith("model.layers.") else (2, 0, name)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()

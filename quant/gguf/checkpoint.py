@@ -1,0 +1,109 @@
+"""A GGUF file seen as a checkpoint: Hugging Face's names, order of rows and config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import Checkpoint, read_json
+from ..errors import BadInput
+from ..formats.gguf import BLOCKS_SUFFIX
+from ..scheme import GGUF_BLOCKS
+from .architecture import ROPE_FACTORS, config_of, permuted_heads
+from .blocks import dequantize_blocks
+from .container import GgufFile, TensorInfo
+from .names import from_gguf, to_halves
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Looked up by row, so it is held as floats whatever the file has.
+_EMBEDDING = "model.embed_tokens"
+
+
+class GgufCheckpoint(Checkpoint):
+    """A `.gguf` file, ours or llama.cpp's, through the interface of `Checkpoint`.
+
+    Linears in blocks appear as `<module>.gguf_blocks`, uint8 `[out, row bytes]`; everything else as
+    floats under its usual name. A `config.json` in the same folder counts for what the file does not say
+    (its model type must be of the file's architecture); without one the config is made from the keys.
+
+    Raises:
+        BadInput: a broken file, an architecture or a tensor that is not known, or a part of a split model.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.folder = self.path.parent
+        self._file = GgufFile(self.path)
+        if int(self._file.metadata.get("split.count", 0)) > 1:
+            raise BadInput(f"{self.path} is one part of several: merge them with llama-gguf-split")
+        self._infos: dict[str, TensorInfo] = {}
+        types: dict[str, str] = {}
+        for info in self._file.tensors.values():
+            if info.name == ROPE_FACTORS:
+                continue
+            stem, _, kind = info.name.rpartition(".")
+            module = from_gguf(stem)
+            if module is None or kind not in ("weight", "bias"):
+                raise BadInput(
+                    f"{self.path}: tensor {info.name} has no place in the models read here"
+                )
+            if info.type in GGUF_BLOCKS and module != _EMBEDDING:
+                self._infos[module + BLOCKS_SUFFIX] = info
+                types[module] = info.type
+            else:
+                self._infos[f"{module}.{kind}"] = info
+        self.config = self._config()
+        self.config.pop("quantization_config", None)
+        if types:
+            self.config["quantization_config"] = {"quant_method": "gguf", "types": types}
+        self._heads = permuted_heads(self.config)
+        self.shard_of = dict.fromkeys(self._infos, self.path.name)
+
+    def _config(self) -> dict[str, Any]:
+        from_keys = config_of(self._file)
+        beside = self.folder / "config.json"
+        if not beside.is_file():
+            return from_keys
+        config = read_json(beside)
+        same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        for name in (*same, "vocab_size"):
+            if config.get(name) != from_keys[name]:
+                raise BadInput(
+                    f"{beside} has {name} {config.get(name)!r}, but {self.path.name} beside it has "
+                    f"{from_keys[name]}: they do not belong together"
+                )
+        return config
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor: blocks as bytes, all others as floats (an embedding in blocks as float32)."""
+        if name not in self._infos:
+            raise BadInput(f"{self.path} has no tensor {name!r}")
+        info = self._infos[name]
+        # A copy, so that nobody writes into the file's own pages.
+        data = torch.from_numpy(self._file.data(info.name).copy())
+        if info.type in _DTYPES:
+            tensor = data.view(_DTYPES[info.type]).view(info.shape)
+        else:
+            tensor = data.view(info.shape[0], -1)
+            if not name.endswith(BLOCKS_SUFFIX):
+                tensor = dequantize_blocks(tensor, info.type)
+        for linear, heads in self._heads.items():
+            if f".{linear}." in name:
+                return to_halves(tensor, heads).contiguous()
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor as `tensor` gives it."""
+        info = self._infos[name]
+        if not name.endswith(BLOCKS_SUFFIX):
+            return info.shape
+        return info.shape[0], info.nbytes // info.shape[0]
+
+    def dtype_name(self, name: str) -> str:
+        """Dtype of a tensor as safetensors would spell it."""
+        if name.endswith(BLOCKS_SUFFIX):
+            return "U8"
+        kind = self._infos[name].type
+        return kind if kind in _DTYPES else "F32"
