@@ -145,7 +145,7 @@ def remove_work(folder: Path) -> None:
     if not journal.exists():
         _require_ours(folder)
     for path in folder.iterdir():
-        if path.name == _CHECKPOINT:
+        if path.is_dir():
             shutil.rmtree(path)
         elif path != journal:
             path.unlink()

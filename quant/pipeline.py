@@ -27,10 +27,12 @@ from .journal import Journal, remove_work, sha256_of, sha256_of_file, work_folde
 from .layer_stream import LayerStream
 from .layer_work import HEAD_FAMILY, Work, quantize_tensors
 from .manifest import MANIFEST_NAME
+from .memory import PeakMemory
 from .plan import Plan, QuantizeRequest, make_plan
+from .preflight import Preflight, preflight
 from .progress import Progress, Silent
 from .propagation import Live, Source
-from .publish import shard_folder, write_final_files
+from .publish import layer_folder, shard_folder, write_final_files
 from .scheme import scheme_record
 from .selection import HEAD
 
@@ -51,6 +53,8 @@ class QuantizeResult:
         notes: choices that were made for the user.
         resumed_layers: how many layers an earlier run had finished.
         layer_seconds: what choosing the codes took, for each layer.
+        preflight: what was predicted.
+        peak_bytes: the most memory that the run had, beyond the process as it began.
     """
 
     output: Path
@@ -59,6 +63,8 @@ class QuantizeResult:
     notes: tuple[str, ...]
     resumed_layers: int
     layer_seconds: tuple[float, ...]
+    preflight: Preflight
+    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +133,9 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
     session = prepare(request)
     for note in session.notes:
         progress.note(note)
+    expected = preflight(session)
+    progress.note(expected.line())
+    memory = PeakMemory()
     resumed, seconds = 0, ()
     if output.exists():
         _require_same_work(session)
@@ -159,6 +168,8 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
         notes=session.notes,
         resumed_layers=resumed,
         layer_seconds=seconds,
+        preflight=expected,
+        peak_bytes=memory.bytes,
     )
 
 
@@ -194,6 +205,7 @@ def _signature(
         "options": asdict(plan.options),
         "revert_worse": request.revert_worse,
         "formats": [weight_format.name for weight_format in plan.formats],
+        "gguf_type": plan.gguf_type,
         "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
         "ignored": plan.ignored,
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
@@ -245,6 +257,7 @@ def _quantize_layers(session: Session, journal: Journal, progress: Progress) -> 
         return
     for index in range(len(plan.formats)):
         shard_folder(journal.checkpoint, plan, index).mkdir(parents=True, exist_ok=True)
+        layer_folder(journal, plan, index).mkdir(exist_ok=True)
     if first:
         progress.note(f"going on after layer {first} of {stream.num_layers}")
     source = Live(stream, session.calibration, journal.hidden_path(first) if first else None)
@@ -255,7 +268,7 @@ def _quantize_layers(session: Session, journal: Journal, progress: Progress) -> 
             work = _quantize_layer(session, source, index)
         else:
             work = _quantize_head(session, source)
-        record = _write_layer(plan, journal.checkpoint, index, work)
+        record = _write_layer(plan, journal, index, work)
         if index + 1 < total:
             source.save(journal.hidden_path(index + 1))
         journal.append(record)
@@ -297,14 +310,14 @@ def _quantize_head(session: Session, source: Source) -> Work:
     )
 
 
-def _write_layer(plan: Plan, folder: Path, index: int, work: Work) -> dict[str, Any]:
+def _write_layer(plan: Plan, journal: Journal, index: int, work: Work) -> dict[str, Any]:
     """Write the shards of a layer, one for each format; the record for the journal."""
     name = f"model-layer-{index:05d}.safetensors" if work.prefix else "model-head.safetensors"
     began = time.perf_counter()
     shards = {}
     for number, weight_format in enumerate(plan.formats):
         stored = work.packed(plan, number)
-        path = shard_folder(folder, plan, number) / name
+        path = layer_folder(journal, plan, number) / name
         digest = write_tensors(path, stored, layout_of(stored))
         shards[weight_format.name] = {
             "shard": name,

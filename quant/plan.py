@@ -11,6 +11,9 @@ from .checkpoint import Checkpoint
 from .errors import BadInput
 from .formats.base import WeightFormat
 from .formats.registry import FORMATS
+from .gguf.assemble import check_source
+from .gguf.integer import block_type_of
+from .gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_notes
 from .methods.base import Method, MethodOptions, SchemeOptions
 from .methods.registry import METHODS
 from .request import QuantizeRequest, parse_override
@@ -19,6 +22,7 @@ from .selection import (
     BYTES_OF,
     DEFAULT_GROUP_SIZES,
     HEAD,
+    TORCH_DTYPES,
     Shapes,
     find_head,
     find_ignored,
@@ -32,6 +36,8 @@ __all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
 DEFAULT_SEQ_LEN = 256
 # Methods that move scales between operations need to know where they may.
 _SMOOTHING = ("awq", "smoothquant")
+# Methods that end in a rounding to whatever grid, ggml's blocks included.
+_BLOCK_METHODS = ("rtn", "awq")
 _Entry = TypeVar("_Entry")
 
 
@@ -47,6 +53,7 @@ class Plan:
         ignored: linears that stay as they are because they were asked to.
         options: the knobs of the method.
         seq_len: tokens in a calibration sample.
+        gguf_type: how a GGUF file calls the mix; empty where none is written.
         notes: choices made for the user, one line each.
     """
 
@@ -59,6 +66,7 @@ class Plan:
     ignored: tuple[str, ...]
     options: MethodOptions
     seq_len: int
+    gguf_type: str
     notes: tuple[str, ...]
 
     @property
@@ -126,24 +134,17 @@ def make_plan(request: QuantizeRequest) -> Plan:
     """
     method = known(METHODS, request.method, "method")
     formats = _formats(request, method)
+    if request.gguf_type is not None and all(one.name != "gguf" for one in formats):
+        raise BadInput("--gguf-type belongs to --format gguf")
+    if blocks_asked(request, formats):
+        return _blocks_plan(request, method, formats)
     base = _base_options(request, formats)
     # Widths are checked before the group size is chosen: what cannot be packed at all comes first.
     probe = method.scheme(replace(base, group_size=PER_CHANNEL) if method.grouped else base)
     for weight_format in formats:
         weight_format.check_scheme(probe)
 
-    checkpoint = Checkpoint(request.model)
-    if checkpoint.quantization_config is not None:
-        raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
-    architecture = architecture_of(checkpoint)
-    seq_len = _seq_len(request, checkpoint)
-    linears = find_linears(checkpoint, architecture)
-    if request.lm_head:
-        linears[HEAD] = find_head(checkpoint)
-    ignored = find_ignored(request.ignore, list(linears))
-    modules = {name: shape for name, shape in linears.items() if name not in ignored}
-    if not modules:
-        raise BadInput("--ignore matches every linear of the model: nothing is left to quantize")
+    checkpoint, architecture, modules, ignored = _selected(request)
     if not request.overrides:
         _check_widths(formats, modules, dict.fromkeys(modules, probe))
     overrides = [parse_override(text) for text in request.overrides]
@@ -159,17 +160,95 @@ def make_plan(request: QuantizeRequest) -> Plan:
         schemes=schemes,
         ignored=ignored,
         options=request.options,
-        seq_len=seq_len,
+        seq_len=_seq_len(request, checkpoint),
+        gguf_type=_gguf_type(formats, schemes),
         notes=(),
     )
     check_plan(plan)
     return replace(plan, notes=(*notes, *plan_notes(plan)))
 
 
+def blocks_asked(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> bool:
+    """Whether ggml's own block types are wanted, and not an integer grid that happens to fit them."""
+    alone = [weight_format.name for weight_format in formats] == ["gguf"]
+    return (
+        alone
+        and (request.gguf_type is not None or request.scheme_options == SchemeOptions())
+        and (request.method in _BLOCK_METHODS)
+    )
+
+
+def _blocks_plan(
+    request: QuantizeRequest, method: Method, formats: tuple[WeightFormat, ...]
+) -> Plan:
+    """A plan for a GGUF file of one of llama.cpp's mixes."""
+    if request.overrides or request.scheme_options != SchemeOptions():
+        raise BadInput("--gguf-type decides the bits of every weight: leave the other options out")
+    type_name = request.gguf_type or DEFAULT_GGUF_TYPE
+    checkpoint, architecture, modules, ignored = _selected(request)
+    num_layers = len(architecture.layers)
+    schemes: dict[str, Scheme] = dict(mix(type_name, modules, num_layers))
+    if not schemes:
+        raise BadInput(f"no linear of {request.model} has inputs in whole blocks of 32")
+    misfits = tuple(name for name in modules if name not in schemes)
+    plan = Plan(
+        checkpoint=checkpoint,
+        architecture=architecture,
+        method=method,
+        formats=formats,
+        modules={name: modules[name] for name in schemes},
+        schemes=schemes,
+        ignored=(*ignored, *misfits),
+        options=request.options,
+        seq_len=_seq_len(request, checkpoint),
+        gguf_type=type_name,
+        notes=(),
+    )
+    check_plan(plan)
+    notes = mix_notes(type_name, modules, num_layers)
+    return replace(plan, notes=(*notes, *architecture.notes))
+
+
+def _selected(
+    request: QuantizeRequest,
+) -> tuple[Checkpoint, Architecture, Shapes, tuple[str, ...]]:
+    """The source, its layers, the linears to quantize, and those that were asked to stay."""
+    checkpoint = Checkpoint(request.model)
+    if checkpoint.quantization_config is not None:
+        raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
+    architecture = architecture_of(checkpoint)
+    linears = find_linears(checkpoint, architecture)
+    if request.lm_head:
+        linears[HEAD] = find_head(checkpoint)
+    ignored = find_ignored(request.ignore, list(linears))
+    modules = {name: shape for name, shape in linears.items() if name not in ignored}
+    if not modules:
+        raise BadInput("--ignore matches every linear of the model: nothing is left to quantize")
+    return checkpoint, architecture, modules, ignored
+
+
+def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -> str:
+    """What a GGUF file of integer weights calls itself."""
+    if all(weight_format.name != "gguf" for weight_format in formats):
+        return ""
+    return max((block_type_of(scheme) or "" for scheme in schemes.values()), default="")
+
+
 def check_plan(plan: Plan) -> None:
     """Raises BadInput where the formats cannot hold the schemes of a plan together."""
     for weight_format in plan.formats:
         weight_format.config(plan.schemes, plan.unquantized)
+        if weight_format.name == "gguf":
+            check_source(plan.checkpoint)
+    for module, scheme in plan.schemes.items():
+        stored = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
+        dtypes = {one.name: one.scale_dtype(stored, scheme) for one in plan.formats}
+        if len(set(dtypes.values())) > 1:
+            listed = ", ".join(f"{name} in {dtype}" for name, dtype in dtypes.items())
+            raise BadInput(
+                f"--format {','.join(dtypes)}: these store scales in different dtypes ({listed}), so no "
+                "one set of codes serves all: write them in separate runs, or from a float16 checkpoint"
+            )
     unmapped = not all(family.mapped for family in plan.architecture.layers)
     if unmapped and plan.method.name in _SMOOTHING:
         raise BadInput(

@@ -15,12 +15,11 @@ from .formats.base import WeightFormat
 from .loaders import Loader, loaders
 from .plan import Plan
 from .scheme import Scheme
+from .selection import TORCH_DTYPES
 from .tensors.blank import blank_tensor
 
 if TYPE_CHECKING:
     from .pipeline import Session
-
-TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from .calibration import Calibration
 from .checkpoint import INDEX_NAME, Checkpoint
 from .durable import TEMPORARY_SUFFIX, Entry, entry_bytes, write_durably, write_tensors
 from .errors import BadInput
+from .gguf.assemble import assemble, gguf_name
 from .journal import Journal, sha256_of_file
 from .manifest import (
     CARD_NAME,
@@ -44,6 +46,13 @@ def shard_folder(checkpoint: Path, plan: Plan, number: int) -> Path:
     return checkpoint / plan.formats[number].name if len(plan.formats) > 1 else checkpoint
 
 
+def layer_folder(journal: Journal, plan: Plan, number: int) -> Path:
+    """Where the layer shards of a format go: a GGUF file is made of them at the end, and has none."""
+    if plan.formats[number].name == "gguf":
+        return journal.folder / "layers-gguf"
+    return shard_folder(journal.checkpoint, plan, number)
+
+
 def write_final_files(
     journal: Journal,
     plan: Plan,
@@ -72,22 +81,25 @@ def _write_format(
 ) -> None:
     weight_format = plan.formats[number]
     folder = shard_folder(journal.checkpoint, plan, number)
+    layers = layer_folder(journal, plan, number)
     for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):  # of a kill in the middle of a write
         leftover.unlink()
     shards = [record["shards"][weight_format.name] for record in journal.layers]
     for written in shards:
-        shard = folder / written["shard"]
+        shard = layers / written["shard"]
         if not shard.is_file() or sha256_of_file(shard) != written["sha256"]:
             raise BadInput(f"{shard} was changed after it was written: begin again with --restart")
-    weight_map, total_bytes = _write_other_tensors(folder, plan)
-    for written in shards:
-        weight_map |= dict.fromkeys(written["tensors"], written["shard"])
-        total_bytes += sum(written["tensors"].values())
-    index = {
-        "metadata": {"total_size": total_bytes},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    write_durably(folder / INDEX_NAME, to_json(index))
+    name = request.model_name or request.model.resolve().name
+    if weight_format.name == "gguf":
+        assemble(
+            plan.checkpoint,
+            [layers / written["shard"] for written in shards],
+            folder / gguf_name(name, plan.gguf_type),
+            plan.schemes,
+            plan.gguf_type,
+        )
+    else:
+        _write_index(folder, plan, shards)
     for path in _files_to_copy(plan.checkpoint.folder):
         write_durably(folder / path.name, path.read_bytes())
     config = dict(plan.checkpoint.config)
@@ -108,7 +120,11 @@ def _write_format(
         summary=summarise(
             plan,
             modules,
-            checkpoint_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+            checkpoint_bytes=sum(
+                path.stat().st_size
+                for path in folder.iterdir()
+                if path.suffix in (".safetensors", ".gguf")
+            ),
             quantized_bytes=sum(
                 stored[module + suffix]
                 for module in plan.modules
@@ -119,6 +135,19 @@ def _write_format(
     )
     write_durably(folder / MANIFEST_NAME, to_json(manifest))
     write_durably(folder / CARD_NAME, model_card(plan, number, manifest))
+
+
+def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None:
+    """The tensors that belong to no layer, and where each tensor lies."""
+    weight_map, total_bytes = _write_other_tensors(folder, plan)
+    for written in shards:
+        weight_map |= dict.fromkeys(written["tensors"], written["shard"])
+        total_bytes += sum(written["tensors"].values())
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    write_durably(folder / INDEX_NAME, to_json(index))
 
 
 def other_tensors(plan: Plan) -> dict[str, Entry]:

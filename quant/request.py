@@ -24,6 +24,7 @@ class QuantizeRequest:
         group_size: None takes the largest usual size that divides every quantized width.
         symmetric: None takes what the format prefers.
         granularity, activations, double_quant, outlier_threshold, sparse_fraction: see `SchemeOptions`.
+        gguf_type: block type or mix of a GGUF file; None takes `gguf.mix.DEFAULT_GGUF_TYPE`.
         options: the knobs of single methods.
         format: one name or several with commas; None takes the format that belongs to the method, if
             it can hold the scheme.
@@ -52,6 +53,7 @@ class QuantizeRequest:
     double_quant: bool = False
     outlier_threshold: float | None = None
     sparse_fraction: float | None = None
+    gguf_type: str | None = None
     options: MethodOptions = field(default_factory=MethodOptions)
     format: str | None = None
     overrides: tuple[str, ...] = ()

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import torch
+
 from .architecture import Architecture
 from .checkpoint import Checkpoint
 from .errors import BadInput
@@ -15,7 +17,8 @@ from .scheme import Scheme
 
 DEFAULT_GROUP_SIZES = (128, 64, 32, 16)
 HEAD = "lm_head"
-BYTES_OF = {"F16": 2, "BF16": 2, "F32": 4}
+TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+BYTES_OF = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
 Shapes = dict[str, tuple[int, int]]
 

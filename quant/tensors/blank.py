@@ -69,7 +69,7 @@ def _blank_lookup(codes: torch.Tensor, scheme: LookupScheme) -> LookupTensor:
     table = torch.zeros(out_features, 2**scheme.bits, dtype=torch.float16)
     if not scheme.sparse_fraction:
         return LookupTensor(codes, table, scheme)
-    kept = int(codes.numel() * scheme.sparse_fraction)
+    kept = round(codes.numel() * scheme.sparse_fraction)
     return LookupTensor(
         codes,
         table,
