@@ -50,6 +50,12 @@ class CompressedTensorsFormat:
         # Rows are padded to whole words, so any width packs; what must fit are the groups.
         if isinstance(scheme, IntScheme):
             check_groups(module, in_features, scheme)
+        activations = scheme.activations
+        if activations is not None and activations.granularity == "group128" and in_features % 128:
+            raise BadInput(
+                f"{module} has {in_features} inputs, and readers of compressed-tensors round inputs in "
+                "runs of 128 only where that divides them: leave it out with --ignore"
+            )
 
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from llmopt.quant.errors import BadInput
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.methods.codebook_grid import round_to_codebook
 from llmopt.quant.methods.float_grid import round_to_fp8
-from llmopt.quant.methods.int_grid import round_to_nearest
 from llmopt.quant.methods.vectorwise_grid import round_to_rows
 from llmopt.quant.scheme import (
     Activations,
@@ -33,7 +32,7 @@ MODULE = "model.layers.0.mlp.up_proj"
 
 _STATIC = Activations("fp8", "tensor", dynamic=False)
 # What each format holds: every bit width and every granularity.
-HELD: dict[str, list[Scheme]] = {
+HELD: dict[str, Sequence[Scheme]] = {
     "awq": [IntScheme(4, 32, False), IntScheme(4, -1, False)],
     "gptq": [
         IntScheme(bits, group, symmetric)
@@ -128,9 +127,7 @@ def _codes(largest: int, shape: tuple[int, ...], generator: torch.Generator) -> 
     return torch.randint(0, largest + 1, shape, generator=generator, dtype=torch.uint8)
 
 
-def _lookup(
-    scheme: LookupScheme, out: int, inner: int, generator: torch.Generator
-) -> LookupTensor:
+def _lookup(scheme: LookupScheme, out: int, inner: int, generator: torch.Generator) -> LookupTensor:
     codes = _codes(2**scheme.bits - 1, (out, inner), generator)
     table = torch.randn(out, 2**scheme.bits, generator=generator).sort(dim=1).values.half()
     if not scheme.sparse_fraction:

@@ -293,7 +293,7 @@ def test_mixed_schemes_of_gptq() -> None:
     config = GPTQ.config(schemes, ["lm_head", skipped])
     assert config["bits"] == 4
     assert {name: GPTQ.scheme(config, name) for name in schemes} == schemes
-    assert list(config["dynamic"])[0] == r"-:^model\.layers\.1\.mlp\.down_proj$"
+    assert next(iter(config["dynamic"])) == r"-:^model\.layers\.1\.mlp\.down_proj$"
     # vLLM asks for the fused name.
     assert GPTQ.scheme(config, "model.layers.1.self_attn.qkv_proj") == other
     with pytest.raises(BadInput, match="symmetric or none"):
