@@ -47,6 +47,11 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
     """
     config = checkpoint.config
     model_type = str(config.get("model_type"))
+    if "text_config" in config:
+        raise BadInput(
+            f"model type {model_type!r} is more than a text model: only causal language models can be "
+            "quantized"
+        )
     if model_type not in FAMILIES:
         return _discovered(checkpoint, model_type)
     num_layers = config.get("num_hidden_layers")
@@ -107,8 +112,8 @@ def _discovered(checkpoint: Checkpoint, model_type: str) -> Architecture:
     if not any(family.linears for family in layers):
         raise BadInput(f"model type {model_type!r} has no linears in its decoder layers")
     notes = [
-        f"note: no smoothing map is known for model type {model_type!r}: every linear of its decoder "
-        "layers is quantized by itself"
+        f"note: no smoothing map is known for model type {model_type!r}: the linears of its decoder "
+        "layers are quantized without moving scales between them"
     ]
     if left_alone:
         notes.append("note: its 3-D tensors (fused experts or convolutions) stay as they are")

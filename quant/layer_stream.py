@@ -74,40 +74,41 @@ class LayerStream:
         Raises:
             BadInput: the layers of this model do not form a chain, or look at the tokens themselves.
         """
-        sample = token_ids[:1]
-        self._calls = self._recorded(sample)[1]
-        if not _all(torch.equal, self._calls, self._recorded(sample.flip(1))[1]):
+        with self._skeleton.surroundings(token_ids[:1]) as sample:
+            self._calls = self._recorded(sample)[1]
+            mirrored = self._recorded(sample.flip(1))[1]
+            twice = self._recorded(sample.repeat(2, 1))[1]
+        if not _all(torch.equal, self._calls, mirrored):
             raise self._no_chain("they are told more of each sample than its hidden states")
         # Where an argument grows with the samples (ALiBi of some models), samples go one by one.
-        broadcast = _all(_broadcasts, self._calls, self._recorded(sample.repeat(2, 1))[1])
-        self._max_rows = None if broadcast else 1
+        self._max_rows = None if _all(_broadcasts, self._calls, twice) else 1
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states `[samples, length, hidden]` that enter the first layer, float32."""
         hidden = torch.empty(*token_ids.shape, self.hidden_size)
         batch = self._rows(token_ids)
-        for start in range(0, len(token_ids), batch):
-            rows = slice(start, start + batch)
-            hidden[rows] = self._recorded(token_ids[rows])[0]
+        with self._skeleton.surroundings(token_ids) as input_ids:
+            for start in range(0, len(token_ids), batch):
+                rows = slice(start, start + batch)
+                hidden[rows] = self._recorded(input_ids[rows])[0]
         return hidden
 
     @torch.no_grad()
-    def _recorded(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, list[_Call]]:
+    def _recorded(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, list[_Call]]:
         """Run the model without its layers; what enters the first one, and how each is called."""
         reason = "unknown structure"
-        with self._skeleton.surroundings(token_ids) as input_ids:
-            for as_tuple in (False, True):  # what the layers of a model return
-                records: list[tuple[torch.Tensor, _Call]] = []
-                try:
-                    with _recording_layers(self._layers, records, as_tuple):
-                        self._skeleton.decoder(input_ids=input_ids, use_cache=False)
-                except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-                    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                    continue
-                if len(records) == self.num_layers and all(
-                    hidden.shape == records[0][0].shape for hidden, _ in records
-                ):
-                    return records[0][0], [call for _, call in records]
+        for as_tuple in (False, True):  # what the layers of a model return
+            records: list[tuple[torch.Tensor, _Call]] = []
+            try:
+                with _recording_layers(self._layers, records, as_tuple):
+                    self._skeleton.decoder(input_ids=input_ids, use_cache=False)
+            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                continue
+            if len(records) == self.num_layers and all(
+                hidden.shape == records[0][0].shape for hidden, _ in records
+            ):
+                return records[0][0], [call for _, call in records]
         raise self._no_chain(reason)
 
     def _no_chain(self, reason: str) -> BadInput:

@@ -201,16 +201,18 @@ def _decoder_layers(decoder: Any) -> tuple[str, nn.ModuleList]:
 def _module_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
     """The module's tensor for each tensor on disk, by transformers' own renamings."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, apply_renamings
+    from transformers.core_model_loading import WeightRenaming
 
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     own = {name for name, _ in model.named_children()}
-    names = {disk: apply_renamings(disk, renamings) for disk in checkpoint.names}
-    return {
-        disk: name if name.split(".")[0] in own else f"{model.base_model_prefix}.{name}"
-        for disk, name in names.items()
-    }
+    names = {}
+    for disk in checkpoint.names:
+        name = disk
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        names[disk] = name if name.split(".")[0] in own else f"{model.base_model_prefix}.{name}"
+    return names
 
 
 def _split(layer: nn.Module, names: set[str]) -> None:
