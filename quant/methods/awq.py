@@ -14,20 +14,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ..errors import BadInput
 from ..families import Fold
-from ..scheme import CodebookScheme, GgufScheme, IntScheme, Scheme
+from ..scheme import IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
+from ..tensors.integer import IntTensor
 from .awq_clip import clip_groups
-from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
+from .awq_scales import run_length, scale_candidates
+from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions, relative
 from .folding import can_fold, fold_into_norm, row_scales
 from .rounding import round_weight
 
-GRID = 20
+_SAMPLED_ROWS = (
+    512  # output channels on which candidates are compared, shared by the linears of a pair
+)
+_SLACK = 1.02  # by how much a linear may look worse than plain rounding on those
 
 
 @dataclass(slots=True)
@@ -35,64 +40,24 @@ class _Linear:
     """A linear on its way: `weight * columns / rows` is what gets rounded.
 
     `columns` answers for an input that arrives divided by it, `rows` divides the output for a linear
-    that comes after.
+    that comes after. The errors are those of each output channel, in the terms of the unscaled layer.
     """
 
     columns: torch.Tensor
     rows: torch.Tensor
+    plain: QuantizedTensor
+    plain_errors: torch.Tensor
+    errors: torch.Tensor
     ratio: float | None = None
-    error: float = 0.0
-    rtn_error: float = 0.0
 
 
-@dataclass(slots=True)
-class _State:
-    problem: LayerProblem
-    linears: dict[str, _Linear] = field(default_factory=dict)
-    norms: dict[str, torch.Tensor] = field(default_factory=dict)
-    routers: dict[str, torch.Tensor] = field(default_factory=dict)
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """A candidate for one pair: input scales of the targets, and the norm that was divided by them."""
 
-    def quantize(
-        self, name: str, columns: torch.Tensor, rows: torch.Tensor
-    ) -> tuple[QuantizedTensor, torch.Tensor]:
-        """Codes of a linear under the given scales, and the weight that they amount to."""
-        weight = self.problem.weights[name] * columns / rows[:, None]
-        codes = round_weight(self.problem, name, weight)
-        return codes, self.effective(codes, columns, rows)
-
-    def clip(self, name: str) -> tuple[QuantizedTensor, torch.Tensor, float]:
-        """Codes of a linear after clipping, its weight, and the share of groups that were clipped."""
-        linear = self.linears[name]
-        weight = self.problem.weights[name] * linear.columns / linear.rows[:, None]
-        scheme = self.problem.schemes[name]
-        assert isinstance(scheme, IntScheme)
-        clipped = clip_groups(
-            weight,
-            self.problem.statistics[name].gram,
-            linear.columns,
-            scheme,
-            self.problem.scale_dtypes[name],
-        )
-        codes = round_weight(self.problem, name, clipped.weight)
-        return codes, self.effective(codes, linear.columns, linear.rows), clipped.share
-
-    @staticmethod
-    def effective(
-        codes: QuantizedTensor, columns: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """The weight, in the terms of the unscaled layer, that quantized codes amount to."""
-        return codes.dequantize() * rows[:, None] / columns
-
-    def error(self, name: str, columns: torch.Tensor, rows: torch.Tensor) -> float:
-        """Relative output error of a linear under the given scales."""
-        return self.problem.error(name, self.quantize(name, columns, rows)[1])
-
-    def candidate_error(self, name: str, columns: torch.Tensor, rows: torch.Tensor) -> float:
-        """The same for scales that are only tried: infinite where the stored dtype cannot hold them."""
-        try:
-            return self.error(name, columns, rows)
-        except BadInput:
-            return math.inf
+    ratio: float
+    columns: torch.Tensor
+    norm: torch.Tensor | None
 
 
 class Awq:
@@ -108,112 +73,167 @@ class Awq:
         return IntScheme(options.bits or 4, options.group_size or 128, symmetric)
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        state = _State(problem)
+        return _Work(problem).run()
+
+
+class _Work:
+    """A layer on its way."""
+
+    def __init__(self, problem: LayerProblem):
+        self.problem = problem
+        self.linears: dict[str, _Linear] = {}
+        self.norms: dict[str, torch.Tensor] = {}
+        self.routers: dict[str, torch.Tensor] = {}
+
+    def run(self) -> LayerResult:
+        problem = self.problem
         for name, weight in problem.weights.items():
-            linear = _Linear(torch.ones(weight.shape[1]), torch.ones(weight.shape[0]))
-            linear.error = linear.rtn_error = state.error(name, linear.columns, linear.rows)
-            state.linears[name] = linear
+            plain = round_weight(problem, name, weight)
+            errors = problem.statistics[name].row_errors(weight - plain.dequantize())
+            ones = torch.ones(weight.shape[1]), torch.ones(weight.shape[0])
+            self.linears[name] = _Linear(*ones, plain, errors, errors)
         for fold in problem.family.folds:
             if can_fold(fold, problem):
-                _search_fold(fold, state)
+                self._search(fold)
         weights: dict[str, QuantizedTensor] = {}
         reports: list[ModuleReport] = []
         for name in problem.weights:
-            weights[name], report = _finish(name, state)
+            weights[name], report = self._finish(name)
             reports.append(report)
-        return LayerResult(weights, state.norms, reports, state.routers)
+        return LayerResult(weights, self.norms, reports, self.routers)
+
+    def _search(self, fold: Fold) -> None:
+        """Take the best scales of the grid for one pair that make no linear worse than plain rounding.
+
+        The grid is ranked on some of the output channels; what is taken is judged on all of them.
+        """
+        problem = self.problem
+        targets = [name for name in fold.targets if name in problem.weights]
+        routers = [name for name in fold.targets if name in problem.routers]
+        linears = [self.linears[name] for name in targets]
+        ranked: list[tuple[float, _Scales]] = []
+        for scales in self._candidates(fold, targets, routers):
+            promise = self._promise(targets, scales)
+            if promise < 1:
+                ranked.append((promise, scales))
+        before = self._total(targets, [linear.errors for linear in linears])
+        for _, scales in sorted(ranked, key=lambda entry: entry[0]):
+            pairs = [(name, scales.columns, self.linears[name].rows) for name in targets]
+            if scales.norm is None:
+                source = self.linears[fold.source]
+                rows = row_scales(fold, len(source.rows), scales.columns)
+                pairs.append((fold.source, source.columns, rows))
+            errors = [self._errors_if_not_worse(*pair) for pair in pairs]
+            found = [error for error in errors if error is not None]
+            if len(found) < len(pairs) or not self._total(targets, found) < before:
+                continue
+            for (name, columns, rows), error in zip(pairs, found, strict=True):
+                linear = self.linears[name]
+                linear.columns, linear.rows, linear.errors = columns, rows, error
+            for linear in linears:
+                linear.ratio = scales.ratio
+            for router in routers:
+                self.routers[router] = problem.routers[router] * scales.columns
+            if scales.norm is not None:
+                self.norms[fold.source] = scales.norm
+            return
+
+    def _candidates(self, fold: Fold, targets: list[str], routers: list[str]) -> Iterator[_Scales]:
+        problem = self.problem
+        for ratio, wanted in scale_candidates(
+            # A router sees every token, an expert only its own.
+            problem.statistics[(routers or targets)[0]].mean_abs,
+            [problem.weights[target] for target in targets],
+            run_length(problem.schemes[targets[0]], problem.weights[targets[0]].shape[1]),
+        ):
+            if fold.source in problem.norms:
+                norm, scales = fold_into_norm(problem.norms[fold.source], wanted, fold.norm_offset)
+                yield _Scales(ratio, scales, norm)
+            else:
+                yield _Scales(ratio, wanted, None)
+
+    def _promise(self, targets: list[str], scales: _Scales) -> float:
+        """The error that sampled rows promise over the present one; infinite if a target looks worse."""
+        step_budget = max(1, _SAMPLED_ROWS // len(targets))
+        before = after = 0.0
+        for name in targets:
+            linear, energy = self.linears[name], self.problem.energy(name)
+            sample = slice(None, None, math.ceil(len(linear.rows) / step_budget))
+            errors = self._errors(name, scales.columns, linear.rows, sample)
+            if not float(errors.sum()) <= _SLACK * float(linear.plain_errors[sample].sum()):
+                return math.inf
+            before += relative(float(linear.errors[sample].sum()), energy)
+            after += relative(float(errors.sum()), energy)
+        return after / before if before else math.inf
+
+    def _errors_if_not_worse(
+        self, name: str, columns: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor | None:
+        errors = self._errors(name, columns, rows)
+        worse = not float(errors.sum()) <= float(self.linears[name].plain_errors.sum())
+        return None if worse else errors
+
+    def _errors(
+        self, name: str, columns: torch.Tensor, rows: torch.Tensor, sample: slice = slice(None)
+    ) -> torch.Tensor:
+        """Squared output error of output channels under the given scales.
+
+        Infinite where the stored dtype cannot hold the scales of the grid.
+        """
+        problem = self.problem
+        weight, divisors = problem.weights[name][sample], rows[sample, None]
+        try:
+            codes = round_weight(problem, name, weight * columns / divisors)
+        except BadInput:
+            return torch.full((len(weight),), torch.inf, dtype=torch.float64)
+        delta = codes.dequantize().mul_(divisors).div_(columns).sub_(weight)
+        return problem.statistics[name].row_errors(delta)
+
+    def _total(self, names: list[str], errors: list[torch.Tensor]) -> float:
+        """Relative errors of linears, added up."""
+        parts = zip(names, errors, strict=False)
+        return sum(relative(float(error.sum()), self.problem.energy(name)) for name, error in parts)
+
+    def _finish(self, name: str) -> tuple[QuantizedTensor, ModuleReport]:
+        """Clip and round a linear under its final scales; a row is clipped only where that helps it."""
+        problem, linear = self.problem, self.linears[name]
+        columns, rows = linear.columns, linear.rows[:, None]
+        scaled = problem.weights[name] * columns / rows
+        codes = round_weight(problem, name, scaled)
+        effective = codes.dequantize().mul_(rows).div_(columns)
+        errors, share, scheme = linear.errors, 0.0, problem.schemes[name]
+        if isinstance(scheme, IntScheme) and name not in problem.family.unclipped:
+            record, dtype = problem.statistics[name], problem.scale_dtypes[name]
+            clipped = clip_groups(scaled, record.gram, columns, scheme, dtype)
+            clipped_codes = round_weight(problem, name, clipped.weight)
+            candidate = clipped_codes.dequantize().mul_(rows).div_(columns)
+            clipped_errors = record.row_errors(candidate - problem.weights[name])
+            better = clipped_errors < errors
+            codes = _mixed(better, clipped_codes, codes)
+            effective = torch.where(better[:, None], candidate, effective)
+            errors = torch.where(better, clipped_errors, errors)
+            share = float((clipped.shares * better).mean())
+        energy = problem.energy(name)
+        return codes, problem.report(
+            name,
+            effective,
+            linear.plain.dequantize(),
+            error=relative(float(errors.sum()), energy),
+            rtn_error=relative(float(linear.plain_errors.sum()), energy),
+            ratio=linear.ratio,
+            clipped=share,
+        )
 
 
-def _search_fold(fold: Fold, state: _State) -> None:
-    """Try every scale of the grid for one pair and keep the best that makes no linear worse than RTN."""
-    problem = state.problem
-    targets = [name for name in fold.targets if name in problem.weights]
-    routers = [name for name in fold.targets if name in problem.routers]
-    best = sum(state.linears[target].error for target in targets)
-    chosen: tuple[float, torch.Tensor, torch.Tensor | None, dict[str, float]] | None = None
-    for ratio, wanted in scale_candidates(
-        # A router sees every token, an expert only its own.
-        problem.statistics[(routers or targets)[0]].mean_abs,
-        torch.cat([problem.weights[target] for target in targets]),
-        _run_length(problem.schemes[targets[0]], problem.weights[targets[0]].shape[1]),
-    ):
-        if fold.source in problem.norms:
-            norm, scales = fold_into_norm(problem.norms[fold.source], wanted, fold.norm_offset)
-        else:
-            norm, scales = None, wanted
-        errors = {
-            target: state.candidate_error(target, scales, state.linears[target].rows)
-            for target in targets
-        }
-        if norm is None:
-            source = state.linears[fold.source]
-            rows = row_scales(fold, len(source.rows), scales)
-            errors[fold.source] = state.candidate_error(fold.source, source.columns, rows)
-        worse = any(not error <= state.linears[name].rtn_error for name, error in errors.items())
-        total = sum(errors[target] for target in targets)
-        if not worse and math.isfinite(total) and total < best:
-            best, chosen = total, (ratio, scales, norm, errors)
-    if chosen is None:
-        return
-    ratio, scales, norm, errors = chosen
-    for target in targets:
-        state.linears[target].columns = scales
-        state.linears[target].ratio = ratio
-    for router in routers:
-        state.routers[router] = problem.routers[router] * scales
-    if norm is None:
-        source = state.linears[fold.source]
-        source.rows = row_scales(fold, len(source.rows), scales)
-    else:
-        state.norms[fold.source] = norm
-    for name, error in errors.items():
-        state.linears[name].error = error
-
-
-def _finish(name: str, state: _State) -> tuple[QuantizedTensor, ModuleReport]:
-    """Clip and round a linear under its final scales; the clipping stays only where it does not hurt."""
-    problem, linear = state.problem, state.linears[name]
-    codes, effective = state.quantize(name, linear.columns, linear.rows)
-    share = 0.0
-    clips = isinstance(problem.schemes[name], IntScheme)
-    if clips and name not in problem.family.unclipped:
-        clipped, clipped_effective, clipped_share = state.clip(name)
-        if problem.error(name, clipped_effective) < linear.error:
-            codes, effective, share = clipped, clipped_effective, clipped_share
-    rounded = round_weight(problem, name, problem.weights[name]).dequantize()
-    return codes, problem.report(name, effective, rounded, ratio=linear.ratio, clipped=share)
-
-
-def _run_length(scheme: Scheme, in_features: int) -> int:
-    """How many weights of a row share a scale."""
-    if isinstance(scheme, IntScheme):
-        return in_features // scheme.num_groups(in_features)
-    if isinstance(scheme, GgufScheme):
-        return 32
-    size = scheme.block_size if isinstance(scheme, CodebookScheme) else in_features
-    return size if in_features % size == 0 else in_features
-
-
-def scale_candidates(
-    mean_abs: torch.Tensor, weight: torch.Tensor, run_length: int
-) -> Iterator[tuple[float, torch.Tensor]]:
-    """The grid of input scales: `s = x^a / (w^(1-a) + 1e-4)` for 20 exponents `a`, centred around 1.
-
-    Args:
-        mean_abs: mean magnitude of each input channel `[in]`.
-        weight: the linears that share the input, stacked `[out, in]`.
-        run_length: how many weights of a row share a scale.
-
-    Yields:
-        The exponent, and positive finite scales `[in]`.
-    """
-    grouped = weight.abs().view(weight.shape[0], -1, run_length)
-    largest = grouped.amax(dim=-1, keepdim=True)
-    relative = (grouped / torch.where(largest > 0, largest, 1.0)).view(weight.shape)
-    mean_weight = relative.mean(dim=0)
-    for step in range(GRID):
-        ratio = step / GRID
-        scales = mean_abs.pow(ratio) / (mean_weight.pow(1 - ratio) + 1e-4)
-        scales = scales.clamp(min=1e-4)
-        scales = scales / (scales.max() * scales.min()).sqrt()
-        yield ratio, torch.where(torch.isfinite(scales) & (scales > 0), scales, 1.0)
+def _mixed(rows: torch.Tensor, first: QuantizedTensor, second: QuantizedTensor) -> IntTensor:
+    """`first` in the rows of the mask `[out]`, `second` in the others."""
+    assert isinstance(first, IntTensor) and isinstance(second, IntTensor)
+    mask = rows[:, None]
+    return IntTensor(
+        codes=torch.where(mask, first.codes, second.codes),
+        scales=torch.where(mask, first.scales, second.scales),
+        zeros=torch.where(mask, first.zeros, second.zeros),
+        scheme=first.scheme,
+        group_index=first.group_index,
+        input_scale=first.input_scale,
+    )

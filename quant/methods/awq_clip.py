@@ -7,18 +7,19 @@ from typing import NamedTuple
 import torch
 
 from ..scheme import IntScheme
-from .base import InputStatistics
-from .int_grid import round_to_nearest
+from .base import quadratic_form
+from .int_grid import range_grid
 
 _STEPS = 20
 _MAX_SHRINK = 0.5
+_MIN_ROWS, _VALUES = 256, 2**17  # weights tried at a time: small enough to stay in a core's cache
 
 
 class Clipped(NamedTuple):
-    """A weight `[out, in]` after clipping, and the share of its groups that were clipped."""
+    """A weight `[out, in]` after clipping, and the share of clipped groups in each row `[out]`."""
 
     weight: torch.Tensor
-    share: float
+    shares: torch.Tensor
 
 
 def clip_groups(
@@ -31,7 +32,7 @@ def clip_groups(
     """Clamp each group to the magnitude that gives the least output error on the calibration data.
 
     Ranges from the full one down to half of it are tried in steps of 1/20. Each group is judged alone,
-    as in AWQ; a row whose groups together come out worse than unclipped keeps its full ranges.
+    as in AWQ; whether the groups of a row do good together is for the caller to see.
 
     Args:
         weight: float32 `[out, in]`, already scaled.
@@ -39,43 +40,42 @@ def clip_groups(
         columns: the input scales `[in]` that `weight` was multiplied with.
     """
     out_features, in_features = weight.shape
-    groups = scheme.num_groups(in_features)
-    scaled_gram = gram / columns / columns[:, None]
-    blocks = scaled_gram.view(groups, in_features // groups, groups, -1)
-    blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
-    grouped = weight.view(out_features, groups, -1)
-    largest = grouped.abs().amax(dim=-1, keepdim=True)
+    size = in_features // scheme.num_groups(in_features)
+    clipped = torch.empty_like(weight)
+    num_clipped = torch.zeros(out_features)
+    at_once = max(_MIN_ROWS, _VALUES // size)
+    for start in range(0, in_features, size):
+        group = slice(start, start + size)
+        block = gram[group, group] / columns[group] / columns[group, None]
+        for first in range(0, out_features, at_once):
+            rows = slice(first, first + at_once)
+            part = weight[rows, group].contiguous()
+            limit, largest = _best_limit(part, block, scheme, scale_dtype)
+            torch.clamp(part, -limit[:, None], limit[:, None], out=part)
+            clipped[rows, group] = part
+            num_clipped[rows] += limit < largest
+    return Clipped(clipped, num_clipped * size / in_features)
 
-    best_limit = largest
-    best_error = torch.full((out_features, groups), torch.inf)
+
+def _best_limit(
+    part: torch.Tensor, block: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best of the tried limits of groups `[rows, size]`, and the largest magnitudes, both `[rows]`."""
+    low, high = part.aminmax(dim=-1)
+    largest = torch.maximum(-low, high)
+    best = largest
+    least = torch.full_like(largest, torch.inf, dtype=torch.float64)
+    delta = torch.empty_like(part)
     for step in range(int(_MAX_SHRINK * _STEPS)):
         limit = largest * (1 - step / _STEPS)
-        delta = _rounded(grouped, limit, scheme, scale_dtype) - grouped
-        by_group = delta.transpose(0, 1)
-        error = (torch.bmm(by_group, blocks) * by_group).sum(dim=-1).T
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_limit = torch.where(better.unsqueeze(-1), limit, best_limit)
-
-    whole = InputStatistics(in_features)
-    whole.gram = scaled_gram
-    clipped_rows = whole.row_errors(
-        (_rounded(grouped, best_limit, scheme, scale_dtype) - grouped).view_as(weight)
-    )
-    full_rows = whole.row_errors(
-        (_rounded(grouped, largest, scheme, scale_dtype) - grouped).view_as(weight)
-    )
-    accepted = (clipped_rows < full_rows)[:, None, None]
-    limit = torch.where(accepted, best_limit, largest)
-    return Clipped(
-        weight=grouped.clamp(-limit, limit).view_as(weight),
-        share=float((limit < largest).to(torch.float32).mean()),
-    )
-
-
-def _rounded(
-    grouped: torch.Tensor, limit: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype
-) -> torch.Tensor:
-    """What is read back of `[out, groups, group_size]` weights clamped to `limit` and rounded."""
-    clamped = grouped.clamp(-limit, limit).flatten(1)
-    return round_to_nearest(clamped, scheme, scale_dtype).dequantize().view_as(grouped)
+        scales, zeros = range_grid(
+            torch.maximum(low, -limit), torch.minimum(high, limit), scheme, scale_dtype
+        )
+        scale, zero = (values.to(torch.float32)[:, None] for values in (scales, zeros))
+        torch.clamp(part, -limit[:, None], limit[:, None], out=delta)
+        delta.div_(scale).round_().clamp_(-zero, scheme.max_code - zero).mul_(scale).sub_(part)
+        error = quadratic_form(delta, block)
+        better = error < least
+        least = torch.where(better, error, least)
+        best = torch.where(better, limit, best)
+    return best, largest

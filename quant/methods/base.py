@@ -57,22 +57,30 @@ class InputStatistics:
 
     def row_errors(self, delta: torch.Tensor) -> torch.Tensor:
         """Squared output error of each output channel, float64 `[out]`, for a weight change `[out, in]`."""
-        errors = torch.zeros(delta.shape[0], dtype=torch.float64)
-        for first in range(0, delta.shape[0], _ERROR_ROWS):
-            part, total = (one[first : first + _ERROR_ROWS] for one in (delta, errors))
-            for start in range(0, delta.shape[1], _ERROR_COLUMNS):
-                columns = slice(start, start + _ERROR_COLUMNS)
-                stop = start + _ERROR_COLUMNS
-                products = part[:, columns] @ self.gram[columns, columns]
-                # The Gram matrix is symmetric: what lies right of the block counts twice.
-                products.addmm_(part[:, stop:], self.gram[stop:, columns], alpha=2)
-                total += products.mul_(part[:, columns]).sum(dim=1, dtype=torch.float64)
-        return errors.clamp_(min=0)
+        return quadratic_form(delta, self.gram)
 
     def relative_error(self, weight: torch.Tensor, effective: torch.Tensor) -> float:
         """`|X(W - W')ᵀ|² / |XWᵀ|²` of the weight `effective` used in place of `weight`, both `[out, in]`."""
         energy = float(self.row_errors(weight).sum())
         return relative(float(self.row_errors(weight - effective).sum()), energy)
+
+
+def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """`d M dᵀ` of each row `d` of `delta` `[rows, n]`, for a symmetric `matrix` `[n, n]`; float64 `[rows]`.
+
+    Rounding never makes it negative, as it never is for a Gram matrix.
+    """
+    errors = torch.zeros(delta.shape[0], dtype=torch.float64)
+    for first in range(0, delta.shape[0], _ERROR_ROWS):
+        part, total = (one[first : first + _ERROR_ROWS] for one in (delta, errors))
+        for start in range(0, delta.shape[1], _ERROR_COLUMNS):
+            columns = slice(start, start + _ERROR_COLUMNS)
+            stop = start + _ERROR_COLUMNS
+            products = part[:, columns] @ matrix[columns, columns]
+            # What lies right of the block counts twice.
+            products.addmm_(part[:, stop:], matrix[stop:, columns], alpha=2)
+            total += products.mul_(part[:, columns]).sum(dim=1, dtype=torch.float64)
+    return errors.clamp_(min=0)
 
 
 def relative(error: float, energy: float) -> float:

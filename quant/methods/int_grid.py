@@ -103,10 +103,10 @@ def round_to_nearest(
     out_features, in_features = weight.shape
     num_groups = scheme.num_groups(in_features)
     grouped = weight.to(torch.float32).reshape(out_features, num_groups, -1)
-    if not bool(torch.isfinite(grouped).all()):
-        raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
     scales, zeros = group_ranges(grouped, scheme, scale_dtype)
-    if not bool(torch.isfinite(scales).all()):
+    if not bool(torch.isfinite(scales).all()):  # as for any group that holds NaN or infinity
+        if not bool(torch.isfinite(grouped).all()):
+            raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
         raise BadInput(f"{name} holds values too large for {scale_dtype} scales")
     codes = torch.round(grouped / scales.to(torch.float32).unsqueeze(-1))
     codes = codes.add_(zeros.to(torch.float32).unsqueeze(-1)).clamp_(0, scheme.max_code)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from llmopt.quant.families import family_of
 from llmopt.quant.methods import awq
-from llmopt.quant.methods.awq import Awq, scale_candidates
+from llmopt.quant.methods.awq import Awq
 from llmopt.quant.methods.awq_clip import Clipped, clip_groups
+from llmopt.quant.methods.awq_scales import scale_candidates
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult
 from llmopt.quant.methods.folding import fold_into_norm
 from llmopt.quant.methods.int_grid import round_to_nearest
@@ -105,7 +108,7 @@ def test_identity_scales_without_clipping_are_plain_rounding(
     monkeypatch.setattr(
         awq, "scale_candidates", lambda mean, *_: iter([(0.0, torch.ones_like(mean))])
     )
-    monkeypatch.setattr(awq, "clip_groups", lambda weight, *_: Clipped(weight, 0.0))
+    monkeypatch.setattr(awq, "clip_groups", lambda w, *_: Clipped(w, torch.zeros(len(w))))
     result = Awq().quantize_layer(problem)
     assert same_codes(result, RoundToNearest().quantize_layer(problem))
     assert result.norms == {}
@@ -164,22 +167,34 @@ def test_what_the_norm_loses_by_rounding_the_scales_make_good() -> None:
 
 
 def test_dead_inputs_give_finite_scales() -> None:
-    candidates = list(scale_candidates(torch.zeros(64), torch.zeros(8, 64), 32))
+    candidates = list(scale_candidates(torch.zeros(64), [torch.zeros(8, 64)], 32))
     assert len(candidates) == 20
     for _, scales in candidates:
         assert bool(torch.isfinite(scales).all()) and bool((scales > 0).all())
 
 
 def test_clipping_never_hurts_a_row() -> None:
-    problem = layer_problem()
-    weight, record = problem.weights["mlp.down_proj"].clone(), problem.statistics["mlp.down_proj"]
-    weight[:, 5] *= 6  # one loud weight per row on a quiet channel is worth clipping
-    clipped = clip_groups(weight, record.gram, torch.ones(FFN), SCHEME, torch.float16)
+    down = "mlp.down_proj"
+    scheme = IntScheme(3, 32, False)
+    problem = layer_problem(scheme=scheme)
+    problem.weights[down][:, 5] *= 6  # one loud weight per row on a quiet channel is worth clipping
+    record = problem.statistics[down]
+    clipped = clip_groups(
+        problem.weights[down], record.gram, torch.ones(FFN), scheme, torch.float16
+    )
 
     def errors(candidate: torch.Tensor) -> torch.Tensor:
-        rounded = round_to_nearest(candidate, SCHEME, torch.float16).dequantize()
-        return record.row_errors(weight - rounded)
+        rounded = round_to_nearest(candidate, scheme, torch.float16).dequantize()
+        return record.row_errors(problem.weights[down] - rounded)
 
-    assert bool((errors(clipped.weight) <= errors(weight)).all())
-    assert float(errors(clipped.weight).sum()) < float(errors(weight).sum())
-    assert clipped.share > 0
+    assert float(errors(clipped.weight).sum()) < float(errors(problem.weights[down]).sum())
+    assert float(clipped.shares.mean()) > 0
+    alone = replace(problem, weights={down: problem.weights[down]}, norms={})
+    result = Awq().quantize_layer(alone)
+    effective = result.weights[down].dequantize()
+    assert bool(
+        (
+            record.row_errors(problem.weights[down] - effective) <= errors(problem.weights[down])
+        ).all()
+    )
+    assert result.reports[0].error == pytest.approx(alone.error(down, effective), rel=1e-5)
