@@ -1,0 +1,222 @@
+"""Quantize a model with every method at every width, and measure what is left of it.
+
+    python tools/quality_table.py --output bench/results/cpu/quality-table.json --docs docs/quantization.md
+
+The bundled stories3M by default. Perplexity, KL from the original and top-1 agreement are taken on the
+bundled evaluation text, with inputs and arithmetic in float32, so that a difference is the weights'
+(and where a scheme rounds inputs, theirs). The methods that share a grid are given the same one:
+asymmetric, with one group size. Ends with 1 if a method's KL does not fall as its bits grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from llmopt.bench.quality import EVALUATION_TEXT, FORMULAS, log_probabilities, read_passage, score
+from llmopt.engine.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.quant.checkpoint import Checkpoint
+from llmopt.quant.errors import BadInput
+from llmopt.quant.methods.base import SchemeOptions
+from llmopt.quant.methods.registry import METHODS
+from llmopt.quant.models import resolve_model
+from llmopt.quant.pipeline import quantize
+from llmopt.quant.read import module_scheme, quantized_modules, read_quantized
+from llmopt.quant.request import QuantizeRequest
+
+WIDTHS = (2, 3, 4, 8)
+SHARED_GRID = ("rtn", "hqq", "awq", "gptq")
+VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
+    "int8": ({}, {"outlier_threshold": 6.0}),
+    "fp8": ({"granularity": "tensor"}, {"granularity": "channel"}, {"granularity": "block"}),
+    "nf4": ({}, {"double_quant": True}),
+}
+BEGIN, END = "<!-- quality table: begin -->", "<!-- quality table: end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to quantize."""
+
+    method: str
+    bits: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of the model."""
+
+    method: str
+    scheme: str
+    bits: int
+    bits_per_weight: float
+    perplexity: float
+    kl_nats: float
+    top1_agreement: float
+    seconds: float
+
+
+def cases(methods: Sequence[str], group_size: int) -> Iterator[Case]:
+    """Every method at every width that it has."""
+    for method in methods:
+        grid = {"group_size": group_size, "symmetric": False} if method in SHARED_GRID else {}
+        for bits in WIDTHS:
+            for variant in VARIANTS.get(method, ({},)):
+                try:
+                    METHODS[method].scheme(SchemeOptions(bits=bits, **grid, **variant))
+                except BadInput:
+                    continue  # a width that the method does not have
+                # Only compressed-tensors holds every width of the shared grid.
+                format_name = {"format": "compressed-tensors"} if grid else {}
+                yield Case(method, bits, {**grid, **variant, **format_name})
+
+
+def measure(case: Case, model: Path, num_samples: int, quality: Any) -> Row:
+    """Quantize into a temporary folder, and score what lies there.
+
+    Args:
+        quality: from the folder of a checkpoint to its scores.
+    """
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "quantized"
+        request = QuantizeRequest(
+            model,
+            folder,
+            method=case.method,
+            bits=case.bits,
+            num_samples=num_samples,
+            **case.options,
+        )
+        began = time.perf_counter()
+        quantize(request)
+        seconds = time.perf_counter() - began
+        checkpoint = Checkpoint(folder)
+        modules = sorted(quantized_modules(checkpoint))
+        weights = bits = 0.0
+        for module in modules:
+            tensor = read_quantized(checkpoint, module)
+            count = tensor.out_features * tensor.in_features
+            weights += count
+            bits += count * tensor.scheme.bits_per_weight(tensor.out_features, tensor.in_features)
+        label = module_scheme(checkpoint, modules[0]).label
+        scores = quality(folder)
+    return Row(
+        case.method,
+        label,
+        case.bits,
+        bits / weights,
+        scores.perplexity,
+        scores.kl_nats,
+        scores.top1_agreement,
+        seconds,
+    )
+
+
+def rising(rows: Sequence[Row]) -> list[str]:
+    """Methods of which more bits do not mean less KL, in words."""
+    found = []
+    for method in dict.fromkeys(row.method for row in rows):
+        own = sorted((row for row in rows if row.method == method), key=lambda row: row.bits)
+        for fewer in own:
+            for more in own:
+                if more.bits > fewer.bits and more.kl_nats >= fewer.kl_nats:
+                    found.append(
+                        f"{method}: KL {more.kl_nats:.3g} at {more.bits} bits, "
+                        f"{fewer.kl_nats:.3g} at {fewer.bits}"
+                    )
+    return found
+
+
+def markdown(original: float, rows: Sequence[Row]) -> str:
+    """The table for the documentation."""
+    lines = [
+        "| method | grid | bits per weight | perplexity | KL from the original, nats | same top token |",
+        "|---|---|---:|---:|---:|---:|",
+        f"| the original | bfloat16 | 16 | {original:.3f} | 0 | 100 % |",
+    ]
+    lines += [
+        f"| `{row.method}` | {row.scheme} | {row.bits_per_weight:.2f} | {row.perplexity:.3f} | "
+        f"{row.kl_nats:.2g} | {100 * row.top1_agreement:.1f} % |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def write_docs(path: Path, table: str) -> None:
+    """Put the table between the two marks of a Markdown file, which must be there."""
+    text = path.read_text(encoding="utf-8")
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise BadInput(f"{path} has no lines {BEGIN!r} and {END!r} to put the table between")
+    path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", help="folder; the bundled stories3M by default")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--num-samples", type=int, default=64, help="calibration samples")
+    parser.add_argument("--num-tokens", type=int, default=8192, help="tokens that are scored")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--docs", type=Path, help="Markdown file with the marks for the table")
+    given = parser.parse_args()
+    model = resolve_model(given.model)
+    engine = Engine(EngineConfig(model, dtype="float32", device="cpu"))
+    passage = read_passage(
+        engine.tokenizer,
+        max_model_len=Checkpoint(model).config["max_position_embeddings"],
+        num_tokens=given.num_tokens,
+    )
+    reference = log_probabilities(engine, passage)
+    original = score(passage, reference)
+
+    def quality(folder: Path) -> Any:
+        quantized = Engine(EngineConfig(folder, dtype="float32", device="cpu"))
+        return score(passage, log_probabilities(quantized, passage), reference, model.name)
+
+    rows = []
+    for case in cases(given.methods.split(","), given.group_size):
+        row = measure(case, model, given.num_samples, quality)
+        rows.append(row)
+        print(
+            f"{row.method:12} {row.scheme:34} {row.bits_per_weight:6.2f} bpw  "
+            f"ppl {row.perplexity:8.3f}  KL {row.kl_nats:9.2e}  top-1 {row.top1_agreement:6.1%}  "
+            f"{row.seconds:5.1f} s",
+            flush=True,
+        )
+    wrong = rising(rows)
+    if given.output:
+        record = {
+            "model": model.name,
+            "evaluation": EVALUATION_TEXT.name,
+            "protocol": passage.protocol,
+            "token_sha256": passage.sha256,
+            "num_tokens": passage.num_scored,
+            "formulas": FORMULAS,
+            "calibration_samples": given.num_samples,
+            "torch": torch.__version__,
+            "original_perplexity": original.perplexity,
+            "rows": [asdict(row) for row in rows],
+            "kl_falls_as_bits_grow": not wrong,
+        }
+        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if given.docs:
+        write_docs(given.docs, markdown(original.perplexity, rows))
+    print("\n".join(wrong) or "KL falls as bits grow, for every method")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
