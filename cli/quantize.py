@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from .options import ModelArgument, ModelOption
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from ..quant.plan import QuantizeRequest
 
-    from ..quant.pipeline import QuantizeResult
+GRID, METHOD, DATA, RUN = "Grid", "Method", "Calibration data", "Run"
 
 
 def quantize(
     model: ModelArgument = None,
     model_option: ModelOption = None,
-    method: Annotated[str, typer.Option(help="How codes are chosen: awq or rtn.")] = "awq",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="How codes are chosen: awq, gptq, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
+            "nf4 or fp4."
+        ),
+    ] = "awq",
+    format_name: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="awq, gptq, compressed-tensors, bitsandbytes, fp8, squeezellm or gguf; several "
+            "with commas. Default: the method's own if it holds the scheme, else compressed-tensors.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder to create. Default: ./MODEL-METHOD-BITSbit."),
+    ] = None,
     bits: Annotated[
-        int | None, typer.Option(help="Bits of a weight. Default: the method's own, mostly 4.")
+        int | None,
+        typer.Option(help="Bits of a weight. Default: the method's own.", rich_help_panel=GRID),
     ] = None,
     group_size: Annotated[
         int | None,
         typer.Option(
             help="Input channels that share a scale; -1: one scale per output channel. "
-            "Default: the largest of 128, 64, 32, 16 that divides every width."
+            "Default: the largest of 128, 64, 32, 16 that divides every width.",
+            rich_help_panel=GRID,
         ),
     ] = None,
     symmetric: Annotated[
@@ -34,85 +54,250 @@ def quantize(
         typer.Option(
             "--symmetric/--asymmetric",
             help="Zero in the middle, or wherever fits. Default: as the format prefers.",
+            rich_help_panel=GRID,
         ),
     ] = None,
-    format_name: Annotated[
+    granularity: Annotated[
         str | None,
+        typer.Option(help="fp8: scales per tensor, channel or block.", rich_help_panel=GRID),
+    ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(help="8-bit inputs: dynamic, static or none.", rich_help_panel=GRID),
+    ] = None,
+    double_quant: Annotated[
+        bool,
         typer.Option(
-            "--format",
-            help="awq or compressed-tensors. Default: awq for 4-bit asymmetric --method awq, "
-            "else compressed-tensors.",
+            "--double-quant", help="nf4, fp4: magnitudes in 8 bits.", rich_help_panel=GRID
+        ),
+    ] = False,
+    outlier_threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="int8: inputs beyond it are multiplied in 16 bits (LLM.int8()).",
+            rich_help_panel=GRID,
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder to create. Default: ./MODEL-METHOD-BITSbit."),
+    sparse: Annotated[
+        float | None,
+        typer.Option(help="squeezellm: share of weights kept as floats.", rich_help_panel=GRID),
     ] = None,
-    calibration: Annotated[
+    gguf_type: Annotated[
         str | None,
-        typer.Option(help="A .txt or .jsonl file or a hub dataset id. Default: bundled stories."),
+        typer.Option(help="Block type or mix, such as Q4_K_M or Q8_0.", rich_help_panel=GRID),
     ] = None,
-    num_samples: Annotated[int, typer.Option(help="Calibration samples.")] = 64,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens in a sample. Default: 256, or the model's context if shorter."),
+    override: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Other options for the linears that a regular expression finds, such as "
+            "'down_proj$=bits:8,group_size:64'. Repeatable.",
+            rich_help_panel=GRID,
+        ),
     ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
-            help="Regular expression: linears that it finds stay as they are. Repeatable."
+            help="Regular expression: linears that it finds stay as they are. Repeatable.",
+            rich_help_panel=GRID,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Shuffles the calibration texts.")] = 0,
+    quantize_lm_head: Annotated[
+        bool,
+        typer.Option(
+            "--quantize-lm-head", help="Quantize the output projection too.", rich_help_panel=GRID
+        ),
+    ] = False,
+    act_order: Annotated[
+        Literal["static", "dynamic", "none"],
+        typer.Option(help="gptq: the order in which channels are rounded.", rich_help_panel=METHOD),
+    ] = "static",
+    damp: Annotated[
+        float, typer.Option(help="gptq: damping of the Hessian.", rich_help_panel=METHOD)
+    ] = 0.01,
+    mse: Annotated[
+        bool,
+        typer.Option("--mse", help="gptq: search the range of each group.", rich_help_panel=METHOD),
+    ] = False,
+    true_sequential: Annotated[
+        bool,
+        typer.Option(
+            "--true-sequential/--no-true-sequential",
+            help="gptq: later linears of a layer see what the earlier ones became.",
+            rich_help_panel=METHOD,
+        ),
+    ] = True,
+    alpha: Annotated[
+        float,
+        typer.Option(
+            help="smoothquant: how much of the difficulty moves into the weights.",
+            rich_help_panel=METHOD,
+        ),
+    ] = 0.5,
+    revert_worse: Annotated[
+        bool,
+        typer.Option(
+            "--revert-worse",
+            help="Round plainly what the method made worse than plain rounding.",
+            rich_help_panel=METHOD,
+        ),
+    ] = False,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="A .txt or .jsonl file or a hub dataset id. Default: bundled stories.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    num_samples: Annotated[
+        int, typer.Option(help="Calibration samples.", rich_help_panel=DATA)
+    ] = 64,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a sample. Default: 256, or the model's context if shorter.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    held_out: Annotated[
+        int | None,
+        typer.Option(
+            help="Further samples, to measure on alone. Default: an eighth.", rich_help_panel=DATA
+        ),
+    ] = None,
+    evaluation: Annotated[
+        str | None,
+        typer.Option(
+            help="A .txt or .jsonl file that calibration texts must not overlap with. "
+            "Default: the bundled evaluation text.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Shuffles the calibration texts.", rich_help_panel=DATA)
+    ] = 0,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only say what would be written, with what time and memory, and who loads it.",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size",
+            min=1,
+            help="Ranks of vLLM, for the table of loaders.",
+            rich_help_panel=RUN,
+        ),
+    ] = 1,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Throw away the unfinished work of an earlier run.")
+        bool,
+        typer.Option(
+            "--restart",
+            help="Throw away the unfinished work of an earlier run.",
+            rich_help_panel=RUN,
+        ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")
+        bool,
+        typer.Option(
+            "--json", help="Print the result alone, as JSON, on stdout.", rich_help_panel=RUN
+        ),
     ] = False,
 ) -> None:
     """Quantize a model's weights; an interrupted run goes on where it stopped."""
-    import time
-
     from ..quant.errors import BadInput
-    from ..quant.journal import work_folder
+    from ..quant.methods.base import MethodOptions
     from ..quant.models import resolve_model
+    from ..quant.plan import QuantizeRequest
     from ..recipes import DEFAULT_MODEL
-    from .output import TerminalProgress, emit_json, people, result_console
 
     if model is not None and model_option is not None and model != model_option:
         raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")
     name = model or model_option or DEFAULT_MODEL
     folder = resolve_model(name)
     label = Path(name).name or folder.resolve().name
-    target = output or Path(f"{label}-{method}-{bits or 4}bit")
+    options: dict[str, Any] = {
+        "model": folder,
+        "method": method,
+        "bits": bits,
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "granularity": granularity,
+        "activations": activations,
+        "double_quant": double_quant,
+        "outlier_threshold": outlier_threshold,
+        "sparse_fraction": sparse,
+        "gguf_type": gguf_type,
+        "options": MethodOptions(act_order, damp, true_sequential, mse, alpha),
+        "format": format_name,
+        "overrides": tuple(override or ()),
+        "calibration": calibration,
+        "num_samples": num_samples,
+        "seq_len": seq_len,
+        "held_out": held_out,
+        "evaluation": evaluation,
+        "ignore": tuple(ignore or ()),
+        "lm_head": quantize_lm_head,
+        "revert_worse": revert_worse,
+        "tensor_parallel": tensor_parallel,
+        "seed": seed,
+        "restart": restart,
+        "model_name": label,
+    }
+    target = output or Path(_default_output(label, method, bits, gguf_type))
+    request = QuantizeRequest(output=target, **options)
+    if dry_run:
+        _dry_run(request, as_json)
+    else:
+        _run(request, as_json)
 
+
+def _default_output(label: str, method: str, bits: int | None, gguf_type: str | None) -> str:
+    """The name of the folder: what was quantized, how, and to how many bits."""
+    from ..quant.methods.base import SchemeOptions
+    from ..quant.methods.registry import METHODS
+
+    if gguf_type is not None:
+        return f"{label}-{gguf_type}"
+    if bits is None and method in METHODS:
+        bits = METHODS[method].scheme(SchemeOptions()).bits
+    return f"{label}-{method}-{bits or 4}bit"
+
+
+def _dry_run(request: QuantizeRequest, as_json: bool) -> None:
+    from ..quant.pipeline import prepare
+    from ..quant.preflight import preflight
+    from .output import emit_json, people, result_console
+    from .quantize_tables import show_preflight
+
+    session = prepare(request)
+    for note in session.notes:
+        people.print(note, soft_wrap=True)
+    answer = preflight(session)
+    if as_json:
+        emit_json(answer.as_dict())
+    else:
+        show_preflight(answer, result_console(as_json))
+
+
+def _run(request: QuantizeRequest, as_json: bool) -> None:
+    import time
+
+    from ..quant.journal import work_folder
     from ..quant.pipeline import quantize as run
-    from ..quant.plan import QuantizeRequest
+    from .output import TerminalProgress, emit_json, people, result_console
+    from .quantize_tables import show_result
 
-    request = QuantizeRequest(
-        model=folder,
-        output=target,
-        method=method,
-        bits=bits,
-        group_size=group_size,
-        symmetric=symmetric,
-        format=format_name,
-        calibration=calibration,
-        num_samples=num_samples,
-        seq_len=seq_len,
-        ignore=tuple(ignore or ()),
-        seed=seed,
-        restart=restart,
-        model_name=label,
-    )
     progress = TerminalProgress()
     began = time.monotonic()
     try:
         result = run(request, progress)
     except KeyboardInterrupt:
         progress.finish()
-        where = work_folder(target)
+        where = work_folder(request.output)
         if where.exists():
             people.print(
                 f"interrupted: the finished layers are in {where}; the same command goes on from there",
@@ -129,51 +314,13 @@ def quantize(
             {
                 "output": str(result.output),
                 "seconds": round(seconds, 3),
+                "layer_seconds": [round(value, 3) for value in result.layer_seconds],
+                "peak_bytes": result.peak_bytes,
+                "preflight": result.preflight.as_dict(),
                 "resumed_layers": result.resumed_layers,
                 "loads_in": result.loads_in,
                 "notes": list(result.notes),
                 "manifest": result.manifest,
             }
         )
-    _show(result, seconds, result_console(as_json))
-
-
-def _show(result: QuantizeResult, seconds: float, console: Console) -> None:
-    """One row a layer, then the figures of the whole."""
-    from itertools import groupby
-
-    from rich.table import Table
-
-    manifest, summary = result.manifest, result.manifest["summary"]
-    label = manifest["scheme"]
-    table = Table(title=f"{manifest['model']}: {manifest['method']}, {label}, {manifest['format']}")
-    table.add_column("layer")
-    for column in ("linears", "error", "rtn error", "error / rtn", "worst linear"):
-        table.add_column(column, justify="left" if column == "worst linear" else "right")
-    for layer, group_of in groupby(manifest["modules"], key=lambda m: m["module"].split(".")[2]):
-        modules = list(group_of)
-        error = sum(module["error"] for module in modules) / len(modules)
-        rtn = sum(module["rtn_error"] for module in modules) / len(modules)
-        worst = max(modules, key=lambda module: module["error"])
-        table.add_row(
-            layer,
-            str(len(modules)),
-            f"{error:.3e}",
-            f"{rtn:.3e}",
-            f"{error / rtn:.3f}" if rtn else "-",
-            f"{worst['module'].split('.')[-1]} {worst['error']:.2e}",
-        )
-    console.print(table)
-    before, after = summary["source_bytes"], summary["checkpoint_bytes"]
-    ratio = summary["error"] / summary["rtn_error"] if summary["rtn_error"] else 1.0
-    console.print(
-        f"mean relative output error {summary['error']:.3e}, {ratio:.3f} × that of plain rounding",
-        soft_wrap=True,
-    )
-    console.print(
-        f"weights {after / 2**20:.2f} MiB, from {before / 2**20:.2f} MiB "
-        f"({before / after:.2f} × smaller); {summary['bits_per_weight']:.2f} bits per quantized weight",
-        soft_wrap=True,
-    )
-    console.print(f"loads in: {result.loads_in}", soft_wrap=True)
-    console.print(f"written to {result.output} in {seconds:.1f} s", soft_wrap=True)
+    show_result(result, seconds, result_console(as_json))

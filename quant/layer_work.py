@@ -9,18 +9,22 @@ from typing import Any
 
 import torch
 
+from .errors import BadInput
 from .families import Family
-from .manifest import module_record
+from .formats.base import WeightFormat
+from .manifest import is_worse, judged, module_record
 from .methods.base import (
     InputStatistics,
     LayerProblem,
     LayerResult,
-    ModuleReport,
     Remeasure,
 )
 from .methods.rounding import round_weight
 from .plan import Plan
-from .selection import HEAD
+from .selection import HEAD, TORCH_DTYPES
+from .tensors.base import QuantizedTensor
+from .tensors.fp8 import Fp8Tensor
+from .tensors.integer import IntTensor
 
 HEAD_FAMILY = Family(shared_inputs=((HEAD,),), folds=(), unclipped=frozenset({HEAD}))
 WORSE = "worse than plain rounding"
@@ -56,22 +60,41 @@ class Work:
     others: dict[str, torch.Tensor]
     seconds: float
 
-    def packed(self, plan: Plan, format_index: int) -> dict[str, torch.Tensor]:
-        """What lies on disk in one of the formats, by full name."""
-        weight_format = plan.formats[format_index]
-        stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
-        for name, quantized in self.result.weights.items():
-            stored |= weight_format.pack(full_name(self.prefix, name), quantized)
-        return stored
+    def packed(
+        self, plan: Plan, weight_format: WeightFormat
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        """What lies on disk in a format, by full name, and the modules for journal and manifest.
 
-    def records(self) -> list[dict[str, Any]]:
-        """The modules for journal and manifest."""
-        return [
-            module_record(report, tensor)
-            for report, tensor in zip(
-                self.result.reports, self.result.weights.values(), strict=True
-            )
-        ]
+        Raises:
+            BadInput: several formats are written, and this one cannot hold a scale of another's dtype.
+        """
+        stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
+        records = []
+        for report, (name, quantized) in zip(
+            self.result.reports, self.result.weights.items(), strict=True
+        ):
+            module = full_name(self.prefix, name)
+            if len(plan.formats) > 1:
+                quantized = _with_scales(plan, weight_format, module, quantized)
+            stored |= weight_format.pack(module, quantized)
+            records.append(module_record(report, quantized))
+        return stored, records
+
+
+def _with_scales(
+    plan: Plan, weight_format: WeightFormat, module: str, tensor: QuantizedTensor
+) -> QuantizedTensor:
+    """The same weight with its scales in the dtype of a format."""
+    if not isinstance(tensor, (IntTensor, Fp8Tensor)):
+        return tensor
+    stored = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
+    scales = tensor.scales.to(weight_format.scale_dtype(stored, tensor.scheme))
+    if not torch.equal(scales.to(torch.float32), tensor.scales.to(torch.float32)):
+        raise BadInput(
+            f"{module} has scales that {tensor.scales.dtype} holds and {scales.dtype} of format "
+            f"{weight_format.name} does not: write the formats in separate runs"
+        )
+    return replace(tensor, scales=scales)
 
 
 def full_name(prefix: str, name: str) -> str:
@@ -103,10 +126,7 @@ def quantize_tensors(
         prefix=prefix,
         family=family,
         schemes=schemes,
-        scale_dtypes={
-            name: plan.format.scale_dtype(tensors[f"{name}.weight"].dtype, scheme)
-            for name, scheme in schemes.items()
-        },
+        scale_dtypes={name: plan.scale_dtype(full_name(prefix, name)) for name in schemes},
         weights={
             name: weights[name] if weights else tensors[f"{name}.weight"].to(torch.float32)
             for name in linears
@@ -136,18 +156,6 @@ def quantize_tensors(
     for name, tensor in (*result.norms.items(), *result.routers.items()):
         others[f"{name}.weight"] = tensor.to(tensors[f"{name}.weight"].dtype)
     return Work(prefix, result, others, time.perf_counter() - began)
-
-
-def is_worse(error: float, rounded: float) -> bool:
-    """Whether an error is above that of plain rounding by more than the last digits of a sum."""
-    return error > rounded * (1 + 1e-6)
-
-
-def judged(report: ModuleReport) -> tuple[float, float]:
-    """The errors that decide, of the method and of plain rounding: on held-out tokens where there are."""
-    if report.held_out_error is not None and report.rtn_held_out_error is not None:
-        return report.held_out_error, report.rtn_held_out_error
-    return report.error, report.rtn_error
 
 
 def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:

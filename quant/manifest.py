@@ -28,9 +28,22 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
+def is_worse(error: float, rounded: float) -> bool:
+    """Whether an error is above that of plain rounding by more than the last digits of a sum."""
+    return error > rounded * (1 + 1e-6)
+
+
+def judged(report: ModuleReport) -> tuple[float, float]:
+    """The errors that decide, of the method and of plain rounding: on held-out tokens where there are."""
+    if report.held_out_error is not None and report.rtn_held_out_error is not None:
+        return report.held_out_error, report.rtn_held_out_error
+    return report.error, report.rtn_error
+
+
 def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, Any]:
     """One module for the manifest, with the digests of what was computed, before any packing."""
     return asdict(report) | {
+        "worse_than_rounding": is_worse(*judged(report)),
         "out_features": tensor.out_features,
         "in_features": tensor.in_features,
         "scheme": scheme_record(tensor.scheme),
@@ -43,12 +56,14 @@ class Summary:
     """The figures of a whole checkpoint, drawn from its modules.
 
     Attributes:
+        num_worse: how many ended worse than plain rounding, on held-out tokens where there are any.
         error, rtn_error: means of the relative output errors over the quantized linears.
         source_bytes, checkpoint_bytes: all weight files before and after.
         bits_per_weight: of the quantized linears with their scales and zeros.
     """
 
     num_modules: int
+    num_worse: int
     error: float
     rtn_error: float
     source_bytes: int
@@ -63,6 +78,7 @@ def summarise(
     num_weights = sum(out * inner for out, inner in plan.modules.values())
     return Summary(
         num_modules=len(modules),
+        num_worse=sum(module["worse_than_rounding"] for module in modules),
         error=sum(module["error"] for module in modules) / len(modules),
         rtn_error=sum(module["rtn_error"] for module in modules) / len(modules),
         source_bytes=plan.checkpoint.weight_bytes,

@@ -316,7 +316,7 @@ def _write_layer(plan: Plan, journal: Journal, index: int, work: Work) -> dict[s
     began = time.perf_counter()
     shards = {}
     for number, weight_format in enumerate(plan.formats):
-        stored = work.packed(plan, number)
+        stored, modules = work.packed(plan, weight_format)
         path = layer_folder(journal, plan, number) / name
         digest = write_tensors(path, stored, layout_of(stored))
         shards[weight_format.name] = {
@@ -324,10 +324,10 @@ def _write_layer(plan: Plan, journal: Journal, index: int, work: Work) -> dict[s
             "sha256": digest,
             "bytes": path.stat().st_size,
             "tensors": {name: tensor.nbytes for name, tensor in sorted(stored.items())},
+            "modules": modules,
         }
     return {
         "layer": index,
         "seconds": work.seconds + time.perf_counter() - began,
         "shards": shards,
-        "modules": work.records(),
     }

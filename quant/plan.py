@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
+
 from .architecture import Architecture, architecture_of
 from .checkpoint import Checkpoint
 from .errors import BadInput
@@ -94,6 +96,12 @@ class Plan:
         """The schemes in use, the commonest first."""
         labels = [scheme.label for scheme in self.schemes.values()]
         return ", ".join(sorted(set(labels), key=lambda label: (-labels.count(label), label)))
+
+    def scale_dtype(self, module: str) -> torch.dtype:
+        """The dtype that the scales of a module are chosen in: one that every format holds exactly."""
+        stored = TORCH_DTYPES[self.checkpoint.dtype_name(f"{module}.weight")]
+        wanted = [one.scale_dtype(stored, self.schemes[module]) for one in self.formats]
+        return min(wanted, key=lambda dtype: -torch.finfo(dtype).eps)
 
     def loads_in(self, weight_format: WeightFormat) -> str:
         """Who can read the result: for several schemes, what holds for each."""
@@ -240,15 +248,6 @@ def check_plan(plan: Plan) -> None:
         weight_format.config(plan.schemes, plan.unquantized)
         if weight_format.name == "gguf":
             check_source(plan.checkpoint)
-    for module, scheme in plan.schemes.items():
-        stored = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
-        dtypes = {one.name: one.scale_dtype(stored, scheme) for one in plan.formats}
-        if len(set(dtypes.values())) > 1:
-            listed = ", ".join(f"{name} in {dtype}" for name, dtype in dtypes.items())
-            raise BadInput(
-                f"--format {','.join(dtypes)}: these store scales in different dtypes ({listed}), so no "
-                "one set of codes serves all: write them in separate runs, or from a float16 checkpoint"
-            )
     unmapped = not all(family.mapped for family in plan.architecture.layers)
     if unmapped and plan.method.name in _SMOOTHING:
         raise BadInput(

@@ -106,7 +106,7 @@ def _write_format(
     config["quantization_config"] = weight_format.config(plan.schemes, plan.unquantized)
     write_durably(folder / "config.json", to_json(config))
 
-    modules = [module for record in journal.layers for module in record["modules"]]
+    modules = [module for written in shards for module in written["modules"]]
     stored = {name: size for shard in shards for name, size in shard["tensors"].items()}
     manifest = build_manifest(
         plan,

@@ -1,0 +1,131 @@
+"""Preflight and result of `llmopt quantize` as tables."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..quant.pipeline import QuantizeResult
+    from ..quant.preflight import Preflight
+
+MIB = 2**20
+
+
+def show_preflight(answer: Preflight, console: Console) -> None:
+    """What will be written, with what memory, and who can load it."""
+    modules = Table(box=box.SIMPLE_HEAD, title="what becomes of the linears")
+    for column in ("module", "count", "becomes", "MiB", "bits / weight"):
+        modules.add_column(column, justify="left" if column in ("module", "becomes") else "right")
+    for kind in answer.kinds:
+        modules.add_row(
+            kind.name,
+            str(kind.count),
+            kind.scheme or "stays as it is",
+            f"{kind.bytes / MIB:.2f}",
+            f"{kind.bits_per_weight:.3f}",
+        )
+    console.print(modules)
+    for name, size in answer.tensor_bytes.items():
+        about = "about " if name == "gguf" else ""
+        console.print(
+            f"{name}: {about}{size:,} bytes of tensors, from {answer.source_bytes:,}; "
+            f"{answer.bits_per_weight:.3f} bits per quantized weight",
+            soft_wrap=True,
+        )
+    memory = answer.memory
+    parts = ", ".join(
+        f"{name} {getattr(memory, name) / MIB:.1f}" for name in memory.__dataclass_fields__
+    )
+    console.print(
+        f"peak memory beyond the start: about {memory.bytes / MIB:.0f} MiB ({parts})",
+        soft_wrap=True,
+    )
+    console.print(f"time: about {answer.seconds:.0f} s (a guide)")
+    table = Table(box=box.SIMPLE_HEAD, title="loads in")
+    for column in ("format", "loader", "", "why"):
+        table.add_column(column)
+    for loader in answer.loaders:
+        table.add_row(loader.format, loader.name, "yes" if loader.loads else "no", loader.reason)
+    console.print(table)
+
+
+def show_result(result: QuantizeResult, seconds: float, console: Console) -> None:
+    """One row a layer, then the figures of the whole."""
+    manifest, summary = result.manifest, result.manifest["summary"]
+    title = f"{manifest['model']}: {manifest['method']}, {manifest['scheme']}, {manifest['format']}"
+    table = Table(title=title)
+    table.add_column("layer")
+    for column in ("linears", "error", "rtn error", "error / rtn", "held out", "worst linear"):
+        table.add_column(column, justify="left" if column == "worst linear" else "right")
+    for layer, members in groupby(manifest["modules"], key=_layer):
+        table.add_row(*_row(layer, list(members)))
+    console.print(table)
+    before, after = summary["source_bytes"], summary["checkpoint_bytes"]
+    ratio = summary["error"] / summary["rtn_error"] if summary["rtn_error"] else 1.0
+    lines = [
+        f"mean relative output error {summary['error']:.3e}, {ratio:.3f} × that of plain rounding",
+        *_remarks(manifest["modules"]),
+        f"weights {after / MIB:.2f} MiB, from {before / MIB:.2f} MiB "
+        f"({before / after:.2f} × smaller); {summary['bits_per_weight']:.2f} bits per quantized weight",
+        f"peak memory {result.peak_bytes / MIB:.0f} MiB beyond the start, "
+        f"predicted {result.preflight.memory.bytes / MIB:.0f} MiB",
+        f"loads in: {result.loads_in}",
+        f"written to {result.output} in {seconds:.1f} s",
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _layer(module: dict[str, Any]) -> str:
+    numbers = [part for part in module["module"].split(".") if part.isdigit()]
+    return numbers[0] if numbers else "head"
+
+
+def _row(layer: str, modules: list[dict[str, Any]]) -> list[str]:
+    error, rtn = (_mean(modules, name) for name in ("error", "rtn_error"))
+    assert error is not None and rtn is not None
+    held_out, rtn_held_out = (
+        _mean(modules, name) for name in ("held_out_error", "rtn_held_out_error")
+    )
+    worse = (
+        error > rtn if held_out is None or rtn_held_out is None else held_out > rtn_held_out
+    ) and any(module["error"] != module["rtn_error"] for module in modules)
+    worst = max(modules, key=lambda module: module["error"])
+    return [
+        layer,
+        str(len(modules)),
+        f"{error:.3e}",
+        f"{rtn:.3e}",
+        (f"{error / rtn:.3f}" if rtn else "-") + (" worse" if worse else ""),
+        f"{held_out:.3e}" if held_out is not None else "-",
+        f"{worst['module'].split('.')[-1]} {worst['error']:.2e}",
+    ]
+
+
+def _mean(modules: list[dict[str, Any]], name: str) -> float | None:
+    values = [module[name] for module in modules if module[name] is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _remarks(modules: list[dict[str, Any]]) -> list[str]:
+    """What went otherwise than asked, and linears that ended worse than plain rounding."""
+    lines = []
+    fallbacks: dict[str, list[str]] = {}
+    for module in modules:
+        if module["fallback"]:
+            fallbacks.setdefault(module["fallback"], []).append(module["module"])
+    for reason, names in fallbacks.items():
+        lines.append(f"rounded plainly: {len(names)} linears such as {names[0]} ({reason})")
+    worse = [module["module"] for module in modules if module["worse_than_rounding"]]
+    if worse:
+        lines.append(
+            f"warning: worse than plain rounding: {len(worse)} linears such as {worse[0]}; "
+            "--revert-worse takes them back"
+        )
+    return lines
