@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,12 @@ def client_section(ours: Mapping[str, Any]) -> Section:
         f"{ours['server']['url']}{ours['server']['path']}; output tokens of answers counted: "
         f"{counted or 'none'}; {client['late_connections']} connections were opened while the clock ran.",
     ]
+    if started := ours["server"].get("started"):
+        words.append(
+            f"The server was started for this run ({started['preset']}, version "
+            f"{started['version'] or 'unknown'}) and was ready after {started['seconds_to_ready']:.1f} s: "
+            f"{shlex.join(started['command'])}"
+        )
     header = ["client, ms", "median", "mean", "p99", "max", "measured median"]
     return Section("The client", words, (), (Table(header, rows),))
 

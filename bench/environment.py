@@ -17,7 +17,7 @@ from ..engine.host import cpu_model, usable_cores
 from ..quant.checkpoint import gguf_file_of
 
 LIBRARIES = ("llmopt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
-SECRET_OPTIONS = ("--api-key", "--header")
+SECRET_OPTIONS = ("--api-key", "--header", "--serve-args")
 WHOLE_HASH_BYTES = 2 << 30
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 20, 64
 

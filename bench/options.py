@@ -75,6 +75,12 @@ class BenchOptions(BaseModel):
     kv_cache_memory_bytes: PositiveInt | None = None
     enable_prefix_caching: bool = True
 
+    serve: str | None = None
+    serve_args: str | None = None
+    serve_program: Path | None = None
+    serve_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    # What is known of a server that was started for this run; not for people to set.
+    started_server: dict[str, Any] | None = None
     base_url: str | None = None
     backend: str = "openai"
     endpoint: str | None = None

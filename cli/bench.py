@@ -94,8 +94,12 @@ def bench(
         ),
     ] = 1.0,
     slowdown_where: v.SlowdownWhere = "step",
+    serve: s.Serve = None,
+    serve_args: s.ServeArgs = None,
+    serve_program: s.ServeProgram = None,
+    serve_timeout: s.ServeTimeout = 600.0,
     base_url: s.BaseUrl = None,
-    backend: s.Backend = "openai",
+    backend: s.Backend = None,
     endpoint: s.Endpoint = None,
     tokenizer: s.Tokenizer = None,
     api_key: s.ApiKey = None,
@@ -217,10 +221,11 @@ def bench(
     given = dict(locals())
     from ..bench.gate_run import OPTION_NAMES, VerdictWanted, run_judged
     from ..bench.options import BenchOptions, checked
+    from ..bench.served import served
     from ..quant.errors import BadInput
     from .output import TerminalProgress
 
-    if check_client and base_url is None:
+    if check_client and base_url is None and serve is None:
         _print_client_errors(client_workers, client_burden_ms, as_json)
         return
     if model is not None and model_option is not None and model != model_option:
@@ -258,7 +263,8 @@ def bench(
 
     progress = TerminalProgress()
     try:
-        judged = run_judged(options, wanted, progress)
+        with served(options, progress) as options:
+            judged = run_judged(options, wanted, progress)
     finally:
         progress.finish()
     folder = _report(judged, options, result_dir, as_json, csv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,10 +16,39 @@ BaseUrl = Annotated[
         rich_help_panel=SERVER,
     ),
 ]
-Backend = Annotated[
-    str,
+Serve = Annotated[
+    str | None,
     typer.Option(
-        help="openai: completions with prompts as token ids (vllm is the same); openai-chat: chats.",
+        help="Start a server of this kind with the model on a free port, measure it over HTTP, and stop it: "
+        "vllm, llama.cpp, transformers, llmopt.",
+        rich_help_panel=SERVER,
+    ),
+]
+ServeArgs = Annotated[
+    str | None,
+    typer.Option(
+        help='More words for the command line of that server, such as "--max-num-seqs 16".',
+        rich_help_panel=SERVER,
+    ),
+]
+ServeProgram = Annotated[
+    Path | None,
+    typer.Option(
+        help="The program to start. Default: the server's own name beside this Python or on the PATH.",
+        rich_help_panel=SERVER,
+    ),
+]
+ServeTimeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds that the server may take to load the model.", rich_help_panel=SERVER
+    ),
+]
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        help="openai (default): completions with prompts as token ids (vllm is the same); openai-chat: "
+        "chats; transformers: completions as `transformers serve` takes them.",
         rich_help_panel=SERVER,
     ),
 ]

@@ -54,6 +54,7 @@ def run_several(
 ) -> None:
     """Carry out a sweep or a search, write its folder and print its table and its answer."""
     from ..bench.metrics import parse_goodput
+    from ..bench.served import served
     from ..bench.slo import search_slo
     from ..bench.sweep import Rig, parse_loads, sweep_loads
     from ..bench.sweep_page import points_table, sweep_verdict, write_sweep
@@ -72,13 +73,14 @@ def run_several(
         options = options.model_copy(update={"goodput": (slo,)})
     progress = TerminalProgress()
     try:
-        rig = Rig(options, kind, progress)
-        if slo is not None:
-            record = search_slo(rig, slo, slo_share).as_dict()
-        else:
-            text = rate if concurrency is None else concurrency
-            assert text is not None
-            record = sweep_loads(rig, parse_loads(text, kind)).as_dict()
+        with served(options, progress) as options:
+            rig = Rig(options, kind, progress)
+            if slo is not None:
+                record = search_slo(rig, slo, slo_share).as_dict()
+            else:
+                text = rate if concurrency is None else concurrency
+                assert text is not None
+                record = sweep_loads(rig, parse_loads(text, kind)).as_dict()
     finally:
         progress.finish()
 

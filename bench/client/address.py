@@ -14,10 +14,20 @@ from urllib.parse import urlsplit
 from ...quant.errors import BadInput
 from .job import Endpoint
 
-CHAT, COMPLETIONS = "openai-chat", "openai"
-# vLLM's own names for the same two.
-BACKENDS = {"openai": COMPLETIONS, "vllm": COMPLETIONS, "llmopt": COMPLETIONS, "openai-chat": CHAT}
-PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
+CHAT, COMPLETIONS, TRANSFORMERS = "openai-chat", "openai", "transformers"
+# vLLM's own names for the first two.
+BACKENDS = {
+    "openai": COMPLETIONS,
+    "vllm": COMPLETIONS,
+    "llmopt": COMPLETIONS,
+    "openai-chat": CHAT,
+    "transformers": TRANSFORMERS,
+}
+PATHS = {
+    COMPLETIONS: "/v1/completions",
+    CHAT: "/v1/chat/completions",
+    TRANSFORMERS: "/v1/completions",
+}
 CARD_SECONDS = 10.0
 
 
@@ -145,13 +155,14 @@ class Body:
 
     Attributes:
         model: its name on the server.
-        is_chat: send the prompt as the text of one user message, not as token ids.
-        decode: token ids to text, for chats.
+        backend: `CHAT` sends the prompt as the text of one user message; `COMPLETIONS` as token ids;
+            `TRANSFORMERS` as text, and fixes the length in the way that server knows.
+        decode: token ids to text.
         extra: fields to add or replace; one of None is left out.
     """
 
     model: str
-    is_chat: bool
+    backend: str
     decode: Callable[[Sequence[int]], str]
     ignore_eos: bool = True
     temperature: float = 0.0
@@ -161,7 +172,9 @@ class Body:
     def encode(self, prompt: Sequence[int], output_len: int) -> bytes:
         """The JSON text that is sent."""
         fields: dict[str, Any] = {"model": self.model}
-        if self.is_chat:
+        if self.backend == TRANSFORMERS:
+            return self._plain(fields, prompt, output_len)
+        if self.backend == CHAT:
             fields["messages"] = [{"role": "user", "content": self.decode(prompt)}]
             fields["max_completion_tokens"] = output_len
         else:
@@ -177,6 +190,27 @@ class Body:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-        fields |= dict(self.extra)
-        kept = {name: value for name, value in fields.items() if value is not None}
+        return self._written(fields)
+
+    def _plain(self, fields: dict[str, Any], prompt: Sequence[int], output_len: int) -> bytes:
+        """For `transformers serve`, which refuses fields that it does not know."""
+        fields |= {
+            "prompt": self.decode(prompt),
+            "max_tokens": output_len,
+            "temperature": self.temperature,
+            "stream": True,
+        }
+        if self.temperature > 0:
+            fields["seed"] = self.seed
+        if self.ignore_eos:
+            fixed = {
+                "max_new_tokens": output_len,
+                "min_new_tokens": output_len,
+                "do_sample": self.temperature > 0,
+            }
+            fields["generation_config"] = json.dumps(fixed)
+        return self._written(fields)
+
+    def _written(self, fields: Mapping[str, Any]) -> bytes:
+        kept = {k: v for k, v in {**fields, **dict(self.extra)}.items() if v is not None}
         return json.dumps(kept, separators=(",", ":")).encode()

@@ -1,0 +1,159 @@
+"""`bench --serve`: real servers started, measured and stopped; stand-ins only for command lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from llmopt.bench.options import BenchOptions
+from llmopt.bench.served import served
+from llmopt.bench.server_presets import PRESETS, preset
+from llmopt.bench.session import run_bench
+from llmopt.quant.errors import BadInput
+from llmopt.recipes import MODELS
+
+SMALL = {"num_prompts": 4, "num_runs": 1, "output_len": 6, "max_concurrency": 2}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def stand_in(folder: Path, script: str) -> Path:
+    program = folder / "server"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return program
+
+
+def options(serve: str, **more: object) -> BenchOptions:
+    return BenchOptions.model_validate({**SMALL, "serve": serve, "check_client": False, **more})
+
+
+def test_a_real_server_is_measured_and_gone_afterwards() -> None:
+    with served(options("transformers")) as settled:
+        assert settled.serve is None and settled.base_url is not None
+        run = run_bench(settled)
+    started = run.result["llmopt"]["server"]["started"]
+    assert (run.result["completed"], run.result["failed"]) == (4, 0)
+    assert run.result["total_output_tokens"] == 4 * 6
+    assert started["preset"] == "transformers" and started["version"][0].isdigit()
+    assert started["command"][-1] == settled.base_url.rpartition(":")[2]
+    assert run.result["llmopt"]["name"] == "transformers-stories3M"
+    with pytest.raises(BadInput, match="no server answers"):
+        run_bench(settled.model_copy(update={"model": None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "vllm",
+            "serve {model} --served-model-name stories3M --host 127.0.0.1 --port {port} --x y z",
+        ),
+        ("llama.cpp", "--model {model} --alias m.gguf --host 127.0.0.1 --port {port} --x y z"),
+        ("transformers", "serve {model} --host 127.0.0.1 --port {port} --x y z"),
+    ],
+)
+def test_command_lines(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    is_file = PRESETS[name].needs_gguf
+    model = str(tmp_path / "m.gguf") if is_file else str(MODELS / "stories3M")
+    program = stand_in(
+        tmp_path, f'echo "$@" >> {tmp_path}/seen; echo loading; echo no memory; exit 7'
+    )
+    given = options(
+        name, serve_program=program, serve_args="--x 'y z'", model=model, tokenizer="stories3M"
+    )
+    with (
+        pytest.raises(BadInput, match=r"ended with code 7 .*loading \| no memory"),
+        served(given),
+    ):
+        pass
+    version, said = (tmp_path / "seen").read_text().splitlines()
+    assert version == " ".join(PRESETS[name].version)
+    port = said.split("--port ")[1].split()[0]
+    assert said == words.format(model=Path(model).resolve(), port=port)
+
+
+def test_a_server_that_is_never_ready_is_ended(tmp_path: Path) -> None:
+    program = stand_in(
+        tmp_path, f'[ "$1" = version ] && exit; echo $$ > {tmp_path}/pid; echo slow; exec sleep 60'
+    )
+    given = options("transformers", serve_program=program, serve_timeout=1.0)
+    with pytest.raises(BadInput, match=r"not ready after 1 s .*slow"), served(given):
+        pass
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"serve": "ollama"}, "none of vllm, llama.cpp, transformers, llmopt"),
+        ({"serve": "vllm", "base_url": "http://127.0.0.1:1"}, "one server"),
+        ({"serve": "vllm", "serve_program": "/nowhere/vllm"}, "no program that can be run"),
+        ({"serve": "llmopt", "serve_args": "'open"}, "No closing quotation"),
+        ({"serve_args": "--x"}, "needs --serve"),
+    ],
+)
+def test_usage_is_refused(given: dict[str, str], words: str) -> None:
+    with pytest.raises(BadInput, match=words), served(BenchOptions.model_validate(given)):
+        pass
+
+
+def test_a_missing_program_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(BadInput, match=r"no program 'vllm' here: pip install vllm"):
+        preset("vllm").find("vllm", None)
+    with pytest.raises(BadInput, match=r"no program 'llama-server' here: install llama.cpp"):
+        preset("llama.cpp").find("llama.cpp", None)
+    program = stand_in(tmp_path, "exit 0")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    for more, words in (
+        ({}, "give a .gguf file"),
+        ({"model": str(tmp_path / "m.gguf")}, "give --tokenizer"),
+    ):
+        given = options("llama.cpp", serve_program=program, **more)
+        with pytest.raises(BadInput, match=words), served(given):
+            pass
+
+
+def test_an_interrupt_writes_what_finished_and_stops_the_server(tmp_path: Path) -> None:
+    words = "bench --serve llmopt --no-check-client --num-prompts 4000 --num-runs 1 --output-len 8"
+    code = "from llmopt.cli.main import main; main()"
+    command = [sys.executable, "-c", code, *words.split(), "--result-dir", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = ""
+        for line in process.stderr:
+            if line.startswith("starting "):
+                port = line.split("--port ")[1].split()[0]
+            if "pass 1 of 1" in line:
+                break
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+        assert process.wait(30) == 130
+    (folder,) = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert result["llmopt"]["interrupted"] and result["completed"] > 0
+    assert port
+    for process_folder in Path("/proc").glob("[0-9]*"):
+        try:
+            said = (process_folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        assert port.encode() not in said
