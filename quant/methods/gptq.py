@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from ..scheme import PER_CHANNEL, IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
+from ..tensors.integer import IntTensor
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .gptq_feedback import Feedback, feedback, rounding_order
 from .gptq_solve import solve
@@ -157,7 +159,10 @@ class _Work:
             return
         first = 0
         for name, weight in zip(names, weights, strict=True):
-            self.codes[name] = solved.rows(slice(first, first + weight.shape[0]))
+            plain = self._rounded[name]
+            assert isinstance(plain, IntTensor)
+            codes = solved.rows(slice(first, first + weight.shape[0]))
+            self.codes[name] = replace(codes, input_scale=plain.input_scale)
             self._damp[name] = factor.damp
             first += weight.shape[0]
 

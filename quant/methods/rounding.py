@@ -34,10 +34,10 @@ def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qu
     """
     scheme, module = problem.schemes[linear], f"{problem.prefix}.{linear}"
     dtype = problem.scale_dtypes[linear]
-    require_finite(weight, module)
-    if isinstance(scheme, IntScheme):
+    if isinstance(scheme, IntScheme):  # finds what is not finite by itself
         codes = round_to_nearest(weight, scheme, dtype, name=module)
         return replace(codes, input_scale=input_scale(problem, linear))
+    require_finite(weight, module)
     if isinstance(scheme, FloatScheme):
         scale = input_scale(problem, linear)
         return round_to_fp8(weight, scheme, dtype, input_scale=scale, name=module)

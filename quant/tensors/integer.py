@@ -61,10 +61,10 @@ class IntTensor(QuantizedTensor):
         scales, zeros = self.scales.to(torch.float32), self.zeros.to(torch.float32)
         if self.group_index is not None:
             index = self.group_index.long()
-            weight = (self.codes.to(torch.float32) - zeros[:, index]) * scales[:, index]
+            weight = self.codes.to(torch.float32).sub_(zeros[:, index]).mul_(scales[:, index])
             return weight.to(dtype)
         grouped = self.codes.view(self.out_features, self.num_groups, -1).to(torch.float32)
-        weight = (grouped - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)
+        weight = grouped.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1))
         return weight.view(self.shape).to(dtype)
 
     def rows(self, rows: slice) -> IntTensor:
