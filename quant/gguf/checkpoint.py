@@ -94,6 +94,9 @@ class GgufCheckpoint(Checkpoint):
                 return to_halves(tensor, heads).contiguous()
         return tensor
 
+    def release(self) -> None:
+        """Nothing to let go: tensors are copies."""
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor as `tensor` gives it."""
         info = self._infos[name]
