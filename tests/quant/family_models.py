@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 HIDDEN, VOCAB, LENGTH = 32, 96, 20
 _BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -70,22 +69,22 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"embedding_multiplier": 3.0}),
     "stablelm": ("StableLmConfig", {}),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
-    "gptj": ("GPTJConfig", {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
+    "gptj": ("GPTJConfig", {"n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64}),
 }
 
 
-def make_model(name: str, seed: int = 0) -> Any:
+def make_model(name: str, vocab_size: int = VOCAB) -> Any:
     """A model with random weights, norms and biases, in float32."""
     kind, changes = (MAPPED | OTHERS)[name]
-    settings = {key: value for key, value in (_BASE | changes).items() if value is not None}
+    settings = _BASE | changes
     if "n_layer" in changes:  # these have names of their own for what the base says
-        settings = {"vocab_size": VOCAB, "hidden_size": HIDDEN} | changes
-        settings |= {"n_positions": 64} if name == "gptj" else {}
-    settings |= {key: None for key, value in changes.items() if key == "q_lora_rank" and not value}
-    torch.manual_seed(seed)
-    config = getattr(transformers, kind)(**settings)
+        settings = {"hidden_size": HIDDEN} | changes
+    if name == "gpt_neox":
+        del settings["num_key_value_heads"]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**(settings | {"vocab_size": vocab_size}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -94,11 +93,9 @@ def make_model(name: str, seed: int = 0) -> Any:
     return model
 
 
-def save_model(name: str, folder: Path, **changes: Any) -> Any:
+def save_model(name: str, folder: Path, vocab_size: int = VOCAB) -> Any:
     """Make a model and write it to a folder; the model."""
-    model = make_model(name)
-    for key, value in changes.items():
-        setattr(model.config, key, value)
+    model = make_model(name, vocab_size)
     model.save_pretrained(folder)
     return model
 
