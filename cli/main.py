@@ -24,6 +24,7 @@ app = typer.Typer(
 COMMANDS = {
     "quantize": "quantize",
     "verify": "verify",
+    "convert": "convert",
     "bench": "bench",
     "freeze": "freeze",
     "compare": "compare",

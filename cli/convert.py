@@ -1,0 +1,58 @@
+"""`llmopt convert`: a quantized checkpoint in another format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="Folder of a quantized checkpoint, or a .gguf file.")
+    ],
+    target: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="awq, bitsandbytes, compressed-tensors, fp8, gguf, gptq or squeezellm.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder to create. Default: ./SOURCE-FORMAT."),
+    ] = None,
+    allow_loss: Annotated[
+        bool,
+        typer.Option("--allow-loss", help="Round anew what the format cannot hold as it is."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")
+    ] = False,
+) -> None:
+    """Write a quantized checkpoint in another format, with the same numbers wherever the grids allow it."""
+    from dataclasses import asdict
+
+    from ..quant.checkpoint import open_checkpoint
+    from ..quant.convert import convert as run
+    from .output import TerminalProgress, emit_json, result_console
+
+    folder = output or Path(f"{source.resolve().name.removesuffix('.gguf')}-{target}")
+    result = run(
+        open_checkpoint(source), target, folder, allow_loss=allow_loss, progress=TerminalProgress()
+    )
+    if as_json:
+        emit_json(asdict(result) | {"lossless": result.lossless})
+    console = result_console(as_json)
+    changed = {name: record for name, record in result.modules.items() if record["reason"]}
+    for name, record in changed.items():
+        lost = f"{record['error']:.2e} of its square" if record["error"] else "weights the same"
+        console.print(f"  {name}: {lost}; {record['reason']}", soft_wrap=True, markup=False)
+    kept = len(result.modules) - len(changed)
+    console.print(
+        f"{result.output}: {result.source_format} → {result.target_format}, {result.scheme}; "
+        f"{kept} of {len(result.modules)} linears hold the same numbers",
+        soft_wrap=True,
+    )
+    console.print(f"loads in: {result.loads_in}", soft_wrap=True)
