@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+MAPPED_SHARDS = 2  # mapped at a time: pages that were read count as memory until a shard is let go
 GGUF_SUFFIX = ".gguf"
 
 
@@ -92,6 +93,8 @@ class Checkpoint:
         if shard not in self._handles:
             from safetensors import safe_open
 
+            if len(self._handles) >= MAPPED_SHARDS:
+                del self._handles[next(iter(self._handles))]
             self._handles[shard] = safe_open(self._checked(shard), framework="pt")
         return self._handles[shard]
 

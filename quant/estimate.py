@@ -12,7 +12,7 @@ from .selection import HEAD
 _FLOAT = 4
 # Float copies of the largest linears with one input that a method has beside the weights themselves.
 _COPIES = {"gptq": 4.0, "awq": 5.0, "smoothquant": 3.0, "hqq": 5.0, "squeezellm": 4.0}
-_FEW_COPIES = 3.0
+_FEW_COPIES = 5.0
 _STAGES = 4  # of a decoder layer under true-sequential: attention in and out, MLP in and out
 
 
