@@ -12,6 +12,7 @@ from .simple_blocks import dequantize_simple, quantize_simple
 
 # So many weights at a time: what the search makes of them stays in the processor's cache.
 _CHUNK_WEIGHTS = 2**17
+_LARGEST = torch.finfo(torch.float16).max
 
 
 def quantize_blocks(
@@ -47,13 +48,11 @@ def quantize_blocks(
         rows = weight[begin : begin + rows_at_once].to(torch.float32).contiguous()
         if not bool(torch.isfinite(rows).all()):
             raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
+        if bool((rows.abs() > _LARGEST).any()):
+            raise BadInput(f"{name} holds values too large for the float16 scales of {type_name}")
         spread = None if per_row is None else per_row.expand_as(rows).reshape(-1, width)
         blocks = _quantize(rows.view(-1, width), type_name, spread)
         packed[begin : begin + rows_at_once] = blocks.view(rows.shape[0], -1)
-    if float(weight.abs().max()) > 1e3 and not bool(
-        torch.isfinite(dequantize_blocks(packed, type_name)).all()
-    ):
-        raise BadInput(f"{name} holds values too large for the float16 scales of {type_name}")
     return packed
 
 

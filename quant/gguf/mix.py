@@ -26,13 +26,14 @@ DEFAULT_GGUF_TYPE = "Q4_K_M"
 # What llama.cpp takes where rows are no multiple of 256.
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_HEAD_TYPES = {"Q8_0": "Q8_0"}  # all others: Q6_K
 _SENSITIVE = ("self_attn.v_proj", "mlp.down_proj")
 
 
 def mix(
     type_name: str, modules: Mapping[str, tuple[int, int]], num_layers: int
 ) -> dict[str, GgufScheme]:
-    """The scheme of each linear of the decoder layers.
+    """The scheme of each linear of the decoder layers, and of `lm_head` where it is among them.
 
     In the mixes that end in `_M`, `v_proj` and `down_proj` get Q6_K in the first and the last eighth of
     the layers and in every third between. Where a type does not fit the width, the next larger one of
@@ -75,7 +76,7 @@ def mix_notes(type_name: str, modules: Mapping[str, tuple[int, int]], num_layers
 
 def output_type(type_name: str, in_features: int) -> str | None:
     """The block type of the output head, and of an embedding that serves as one; None: none fits."""
-    return fitting("Q8_0" if type_name == "Q8_0" else "Q6_K", in_features)
+    return fitting(_HEAD_TYPES.get(type_name, "Q6_K"), in_features)
 
 
 def embedding_type(type_name: str, in_features: int) -> str | None:
@@ -99,6 +100,8 @@ def _known(type_name: str) -> str:
 
 def _wanted(type_name: str, module: str, num_layers: int) -> str:
     """The block type that the rules give a linear, whatever its width."""
+    if module == "lm_head":
+        return _HEAD_TYPES.get(type_name, "Q6_K")
     layer = _LAYER.match(module)
     if type_name.endswith("_M") and module.endswith(_SENSITIVE) and layer:
         index, eighth = int(layer[1]), num_layers // 8
