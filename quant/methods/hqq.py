@@ -24,7 +24,7 @@ from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .int_grid import round_to_nearest
 from .options import choose_bits, refuse_options
-from .rounding import require_finite, round_weight
+from .rounding import module_name, require_finite, round_weight
 
 ITERATIONS = 20
 _NORM = 0.7
@@ -53,7 +53,7 @@ class Hqq:
         for linear, weight in problem.weights.items():
             scheme = problem.schemes[linear]
             assert isinstance(scheme, IntScheme)
-            module = f"{problem.prefix}.{linear}"
+            module = module_name(problem, linear)
             require_finite(weight, module)
             codes = fit_grid(weight, scheme, problem.scale_dtypes[linear], name=module)
             weights[linear] = codes

@@ -32,7 +32,7 @@ def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qu
     Raises:
         BadInput: NaN or infinite weights, or scales beyond their dtype.
     """
-    scheme, module = problem.schemes[linear], f"{problem.prefix}.{linear}"
+    scheme, module = problem.schemes[linear], module_name(problem, linear)
     dtype = problem.scale_dtypes[linear]
     if isinstance(scheme, IntScheme):  # finds what is not finite by itself
         codes = round_to_nearest(weight, scheme, dtype, name=module)
@@ -56,25 +56,34 @@ def require_finite(weight: torch.Tensor, module: str) -> None:
         raise BadInput(f"{module} holds NaN or infinite values: the checkpoint is damaged")
 
 
+def module_name(problem: LayerProblem, linear: str) -> str:
+    """The full name of a linear; the output projection belongs to no layer."""
+    return f"{problem.prefix}.{linear}" if problem.prefix else linear
+
+
 def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
     """The scale of a linear's static activations, float32 `[1]`; None where its scheme has none.
 
-    It covers the largest input that calibration saw; an input that is always zero gets 1.
+    It covers the largest input that calibration saw; an input that is always zero gets 1. An expert that
+    no token reached takes the largest input of its like in the other experts.
 
     Raises:
-        BadInput: no calibration token reached the linear.
+        BadInput: no calibration token reached the linear, nor any like it.
     """
     scheme: Scheme = problem.schemes[linear]
     activations = scheme.activations
     if activations is None or activations.dynamic:
         return None
-    statistics = problem.statistics[linear]
-    if not statistics.num_tokens:
+    leaf = linear.rpartition(".")[2]
+    alike = [name for name in problem.statistics if name.rpartition(".")[2] == leaf]
+    names = [linear] if problem.statistics[linear].num_tokens else alike
+    if not any(problem.statistics[name].num_tokens for name in names):
         raise BadInput(
-            f"no calibration token reached {problem.prefix}.{linear}, so that it has no static "
+            f"no calibration token reached {module_name(problem, linear)}, so that it has no static "
             "activation scale: give more --num-samples, or dynamic activations"
         )
-    scale = statistics.abs_max.max() / (127.5 if activations.kind == "int8" else E4M3_MAX)
+    largest = torch.stack([problem.statistics[name].abs_max.max() for name in names]).max()
+    scale = largest / (127.5 if activations.kind == "int8" else E4M3_MAX)
     return torch.where(scale > 0, scale, 1.0).to(torch.float32).view(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..scheme import IntScheme, Scheme
 from .base import LayerProblem, LayerResult, SchemeOptions
+from .options import refuse_options
 from .rounding import round_layer
 
 
@@ -16,6 +17,7 @@ class RoundToNearest:
     grouped = True
 
     def scheme(self, options: SchemeOptions) -> Scheme:
+        refuse_options(self.name, options, "bits", "group_size", "symmetric")
         symmetric = True if options.symmetric is None else options.symmetric
         return IntScheme(options.bits or 4, options.group_size or 128, symmetric)
 

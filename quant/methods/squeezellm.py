@@ -26,7 +26,7 @@ from .base import InputStatistics, LayerProblem, LayerResult, SchemeOptions
 from .lookup_grid import assign, largest_weights, uniform_tables
 from .lookup_kmeans import fit_tables, sort_rows
 from .options import choose_bits, refuse_options
-from .rounding import require_finite
+from .rounding import module_name, require_finite
 
 DEFAULT_SPARSE_FRACTION = 0.0045
 _SENSITIVE_SHARE = 1 / 9
@@ -54,7 +54,7 @@ class SqueezeLlm:
         for linear, weight in problem.weights.items():
             scheme = problem.schemes[linear]
             assert isinstance(scheme, LookupScheme)
-            module = f"{problem.prefix}.{linear}"
+            module = module_name(problem, linear)
             require_finite(weight, module)
             statistics = problem.statistics[linear]
             codes, rounded = fit_lookup(weight, statistics, scheme, name=module)

@@ -51,6 +51,7 @@ def test_schemes_of_methods(method: str, options: dict[str, Any], scheme: Scheme
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("rtn", {"bits": 7}, "7-bit"),
+    ("rtn", {"granularity": "block"}, "--granularity block"),
     ("int8", {"bits": 4}, "--bits 4"),
     ("int8", {"symmetric": False}, "--asymmetric"),
     ("int8", {"outlier_threshold": 0.0}, "--outlier-threshold 0"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_problems import heavy_weight, one_linear
+from layer_problems import heavy_weight, one_linear, statistics_of
 from llmopt.quant.errors import BadInput
 from llmopt.quant.methods.codebook_grid import round_to_codebook
 from llmopt.quant.methods.float_grid import round_to_fp8
@@ -173,6 +174,33 @@ def test_static_scales_cover_the_largest_input(kind: str, divisor: float, scheme
     assert input_scale(silent, "linear") == torch.ones(1)
     with pytest.raises(BadInput, match=r"no calibration token reached model\.layers\.0\.linear"):
         round_layer(one_linear(weight, scheme, torch.zeros(0, 64)))
+
+
+def test_static_scales_of_idle_experts_are_those_of_their_like() -> None:
+    scheme = FloatScheme("tensor", Activations("fp8", "tensor", dynamic=False))
+    problem = one_linear(heavy_weight(8, 64), scheme, torch.zeros(0, 64))
+    loud, other = statistics_of(torch.full((4, 64), 8.96)), statistics_of(torch.full((4, 64), 99.0))
+    statistics = {
+        "experts.0.linear": problem.statistics["linear"],
+        "experts.1.linear": loud,
+        "experts.1.other": other,
+    }
+    problem = replace(
+        problem,
+        statistics=statistics,
+        schemes=dict.fromkeys(statistics, scheme),
+    )
+    scale = input_scale(problem, "experts.0.linear")
+    assert scale is not None
+    assert float(scale) == pytest.approx(8.96 / 448)
+
+
+def test_the_output_projection_is_named_without_a_layer() -> None:
+    weight = heavy_weight(8, 64)
+    weight[0, 0] = torch.nan
+    problem = replace(one_linear(weight, CodebookScheme("nf4")), prefix="")
+    with pytest.raises(BadInput, match=r"^linear holds NaN"):
+        round_layer(problem)
 
 
 @settings(max_examples=40, deadline=None)
