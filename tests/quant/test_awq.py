@@ -198,3 +198,42 @@ def test_clipping_never_hurts_a_row() -> None:
         ).all()
     )
     assert result.reports[0].error == pytest.approx(alone.error(down, effective), rel=1e-5)
+
+
+def test_a_router_is_scaled_along_with_the_experts_behind_its_norm() -> None:
+    """Its logits must not change, or tokens would go to other experts."""
+    generator = torch.Generator().manual_seed(5)
+    leaves = [f"mlp.experts.{e}.{w}_proj" for e in range(3) for w in ("gate", "up", "down")]
+    names = ["mlp.gate.weight", *(f"{leaf}.weight" for leaf in leaves)]
+    family = family_of({"model_type": "qwen3_moe"}, names)
+    shapes = {leaf: (HIDDEN, FFN) if "down" in leaf else (FFN, HIDDEN) for leaf in leaves}
+    statistics: dict[str, InputStatistics] = {}
+    router = InputStatistics(HIDDEN)
+    for group in [group for group in family.shared_inputs if set(group) <= set(leaves)]:
+        inputs = torch.randn(100, shapes[group[0]][1], generator=generator)
+        inputs[:, ::16] *= 20
+        record = InputStatistics(inputs.shape[1])
+        record.add(inputs)
+        statistics |= dict.fromkeys(group, record)
+        if inputs.shape[1] == HIDDEN:
+            router.add(inputs)
+    gate = torch.randn(3, HIDDEN, generator=generator)
+    norm = torch.rand(HIDDEN, generator=generator) + 0.5
+    problem = LayerProblem(
+        prefix="model.layers.0",
+        family=family,
+        schemes=dict.fromkeys(leaves, SCHEME),
+        scale_dtypes=dict.fromkeys(leaves, torch.float16),
+        weights={n: torch.randn(*shape, generator=generator) for n, shape in shapes.items()},
+        statistics=statistics | {"mlp.gate": router},
+        norms={"post_attention_layernorm": norm},
+        with_bias=frozenset(),
+        routers={"mlp.gate": gate},
+    )
+    result = Awq().quantize_layer(problem)
+    columns = norm / result.norms["post_attention_layernorm"]
+    assert not torch.equal(columns, torch.ones(HIDDEN))
+    assert torch.allclose(result.routers["mlp.gate"] / columns, gate, rtol=1e-6)
+    assert list(result.weights) == leaves
+    assert all(report.error <= report.rtn_error for report in result.reports)
+    assert all(report.ratio is not None for report in result.reports if "down" not in report.module)
