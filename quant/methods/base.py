@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from ..errors import BadInput
 from ..families import Family
 from ..scheme import Scheme
 from ..tensors.base import QuantizedTensor
@@ -106,6 +107,12 @@ class MethodOptions:
     true_sequential: bool = True
     mse: bool = False
     alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise BadInput(
+                f"--alpha {self.alpha:g}: give 0 (all in the inputs) to 1 (all in the weights)"
+            )
 
 
 @dataclass(frozen=True, slots=True)

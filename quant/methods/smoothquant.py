@@ -91,14 +91,8 @@ class SmoothQuant:
 
 
 def smoothing_scales(fold: Fold, problem: LayerProblem) -> torch.Tensor:
-    """The scales `[in]` for one norm; 1 for channels without inputs or without weights.
-
-    Raises:
-        BadInput: an exponent outside of 0..1.
-    """
+    """The scales `[in]` for one norm; 1 for channels without inputs or without weights."""
     alpha = problem.options.alpha
-    if not 0 <= alpha <= 1:
-        raise BadInput(f"--alpha {alpha:g}: give 0 (all in the inputs) to 1 (all in the weights)")
     readers = [name for name in fold.targets if name in problem.statistics]
     inputs = torch.stack([problem.statistics[name].abs_max for name in readers]).amax(dim=0)
     linears = [name for name in fold.targets if name in problem.weights]
