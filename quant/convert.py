@@ -93,8 +93,8 @@ def convert(
     if work.exists():
         shutil.rmtree(work)
     work.mkdir(parents=True)
-    job = _Job(source, FORMATS[target], work, allow_loss, progress or Silent())
     try:
+        job = _Job(source, FORMATS[target], work, allow_loss, progress or Silent())
         result = job.run(output)
         flush_folder(work)
         work.rename(output)
