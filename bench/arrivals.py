@@ -53,18 +53,26 @@ def ramp_offsets(
     Raises:
         BadInput: a rate or burstiness that is not above zero, or an unknown strategy.
     """
-    if not (0 < start_rps < math.inf and 0 < end_rps < math.inf):
-        raise BadInput(f"ramp-up from {start_rps} to {end_rps}: both rates must be above 0")
+    rates = ramp_rates(count, strategy, start_rps, end_rps)
     if not burstiness > 0:
         raise BadInput(f"--burstiness is {burstiness}: it must be above 0")
-    done = np.arange(count) / max(count - 1, 1)
-    if strategy == "linear":
-        rates = start_rps + (end_rps - start_rps) * done
-    elif strategy == "exponential":
-        rates = start_rps * (end_rps / start_rps) ** done
-    else:
-        raise BadInput(f"--ramp-up-strategy is {strategy!r}: linear or exponential")
     if math.isinf(burstiness):
         return np.cumsum(1 / rates)
     rng = np.random.default_rng(seed)
     return np.cumsum(rng.gamma(shape=burstiness, scale=1 / (rates * burstiness)))
+
+
+def ramp_rates(count: int, strategy: str, start_rps: float, end_rps: float) -> np.ndarray:
+    """The rate under which each of `count` requests of a ramp is sent.
+
+    Raises:
+        BadInput: a rate that is not above zero, or an unknown strategy.
+    """
+    if not (0 < start_rps < math.inf and 0 < end_rps < math.inf):
+        raise BadInput(f"ramp-up from {start_rps} to {end_rps}: both rates must be above 0")
+    done = np.arange(count) / max(count - 1, 1)
+    if strategy == "linear":
+        return start_rps + (end_rps - start_rps) * done
+    if strategy == "exponential":
+        return start_rps * (end_rps / start_rps) ** done
+    raise BadInput(f"--ramp-up-strategy is {strategy!r}: linear or exponential")

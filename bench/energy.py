@@ -62,6 +62,19 @@ def read_rapl(root: Path = POWERCAP) -> tuple[Reading, str | None]:
     return Reading(joules, ranges), None
 
 
+def no_energy(reason: str) -> dict[str, Any]:
+    """`llmopt.energy` of a result whose energy cannot be known, as `EnergyMeter.part` gives it."""
+    found: dict[str, Any] = {}
+    for name in ("cpu", "gpu"):
+        found |= {f"{name}_joules": None, f"{name}_reason": reason}
+    return {
+        **found,
+        "joules": None,
+        "joules_per_million_input_tokens": None,
+        "joules_per_million_output_tokens": None,
+    }
+
+
 class EnergyMeter:
     """Adds up the energy of the spans between `start` and `stop`.
 

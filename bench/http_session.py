@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ from .client.fleet import Fleet, FleetPass, default_workers
 from .client.job import Exchange, Shot
 from .cost import cost_part
 from .datasets import arrival_words, build_workload, settled, warmup_workload
+from .energy import EnergyMeter, no_energy
 from .environment import describe, machine_name
+from .machine_load import CpuTimes, other_load
 from .machine_state import machine_state
 from .options import DEFAULT_CONCURRENCY, BenchOptions
 from .result import BenchRun
@@ -96,7 +99,12 @@ class HttpSession:
         self._counters: Counter[str] = Counter()
         self._lags: list[dict[str, float]] = []
         self._late_connections = 0
-        self._state_before = machine_state("cpu")
+        self._is_here = self._address.is_loopback
+        device = local_gpu() if self._is_here else "cpu"
+        self._energy = EnergyMeter(device)
+        self._device = device
+        self._state_before = machine_state(device)
+        self._machine_loads: list[float | None] = []
         self._fleet = Fleet(self._num_workers)
         try:
             self._error = self._check_client(streams)
@@ -148,9 +156,14 @@ class HttpSession:
     def run_pass(self) -> bool:
         """One more pass over the workload; False when it was interrupted."""
         number, count = len(self._passes) + 1, self._options.num_runs
+        clock, helpers = CpuTimes.now(), self._fleet.cpu_seconds()
+        self._energy.start()
         one, exchanges = self._drive(
             self._workload, f"{self.name}, pass {number} of {count}", self._first_tokens[number]
         )
+        self._energy.stop()
+        helpers = self._fleet.cpu_seconds() - helpers
+        self._machine_loads.append(other_load(clock, CpuTimes.now(), helpers))
         prompts = [e.answer for e in exchanges if e.answer.cached_tokens is not None]
         tokens = sum(answer.prompt_tokens or 0 for answer in prompts)
         hits = sum(answer.cached_tokens or 0 for answer in prompts)
@@ -184,8 +197,14 @@ class HttpSession:
             "num_warmups": options.warmups,
             "num_runs": len(passes),
             "runs": [
-                {**run, "prefix_cache_hit_rate": rate}
-                for run, rate in zip(runs, self._hit_rates, strict=True)
+                {
+                    **run,
+                    "prefix_cache_hit_rate": rate,
+                    # Beside a server on this machine nobody can say what is it and what are others.
+                    "other_load": None if self._is_here else load,
+                    "client_machine_load": load,
+                }
+                for run, rate, load in zip(runs, self._hit_rates, self._machine_loads, strict=True)
             ],
             "metrics": metrics,
             "spread": record.spread(runs),
@@ -207,10 +226,13 @@ class HttpSession:
             ),
             "quality": None,
             "roofline": None,
+            "energy": self._energy.part(found["total_input_tokens"], found["total_output_tokens"])
+            if self._is_here
+            else no_energy("the server is on another machine"),
             "environment": {
-                **describe("cpu"),
+                **describe(self._device),
                 "before": self._state_before,
-                "after": machine_state("cpu"),
+                "after": machine_state(self._device),
             },
         }
         if options.gpu_hour_price is not None:
@@ -334,7 +356,8 @@ class HttpSession:
             for item in workload.items
             if item.request_id in by_id
         ]
-        return LoadPass(traces, seen.ended - seen.origin, [], seen.interrupted)
+        began_at = time.time() - (time.perf_counter() - seen.origin)
+        return LoadPass(traces, seen.ended - seen.origin, [], seen.interrupted, began_at)
 
     def _trace(self, item: WorkloadItem, exchange: Exchange, origin: float) -> RequestTrace:
         answer = exchange.answer
@@ -360,6 +383,13 @@ class HttpSession:
         if answer.total is not None or not answer.times:
             return None
         return len(self._served.tokenizer.encode(answer.text, add_special_tokens=False))
+
+
+def local_gpu() -> str:
+    """The device whose counters and clocks stand for a server on this machine."""
+    import torch
+
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def find_served(options: BenchOptions, address: Address) -> Served:

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass
+from datetime import datetime
 
 from ..quant.errors import BadInput
 from ..quant.progress import Progress, Silent
@@ -58,7 +59,7 @@ def drive(
     # The collector would stop the loop at moments of its own choosing.
     gc.collect()
     gc.freeze()
-    origin = time.perf_counter()
+    origin, began_at = time.perf_counter(), datetime.now().timestamp()
     try:
         while pending or in_flight:
             now = time.perf_counter() - origin
@@ -88,7 +89,7 @@ def drive(
         progress.finish()
     order = {item.request_id: place for place, item in enumerate(workload.items)}
     ended.sort(key=lambda trace: order[trace.request_id])
-    return LoadPass(ended, duration, target.take_steps(origin), interrupted)
+    return LoadPass(ended, duration, target.take_steps(origin), interrupted, began_at)
 
 
 def record(trace: RequestTrace, chunk: Chunk, origin: float) -> bool:

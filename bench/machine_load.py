@@ -39,8 +39,18 @@ def machine_busy_seconds(stat: Path = STAT) -> float | None:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def other_load(before: CpuTimes, after: CpuTimes) -> float | None:
-    """Share of the machine's processors that everything but this process kept busy, from 0 to 1.
+def process_seconds(pid: int) -> float:
+    """Processor time that a process has had; 0 where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def other_load(before: CpuTimes, after: CpuTimes, helpers: float = 0.0) -> float | None:
+    """Share of the machine's processors that everything but this process kept busy, from 0 to 1; nor do
+    the `helpers` count, seconds that processes of ours took meanwhile.
 
     None where the system does not say, or where the span is below the resolution of its clock.
     """
@@ -50,5 +60,5 @@ def other_load(before: CpuTimes, after: CpuTimes) -> float | None:
     if wall < 5 / os.sysconf("SC_CLK_TCK"):
         return None
     busy = after.machine_busy - before.machine_busy
-    others = busy - (after.own - before.own)
+    others = busy - (after.own - before.own) - helpers
     return min(1.0, max(0.0, others / wall / (os.cpu_count() or 1)))

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..quant.errors import BadInput
 from . import statistics
+from .arrivals import ramp_rates
 from .metrics import aggregate, exact_peaks, parse_goodput, samples, summary
 from .options import BenchOptions
 from .trace import LoadPass, RequestTrace
@@ -74,6 +76,7 @@ def vllm_part(
             "ramp_up_strategy": options.ramp_up_strategy,
             "ramp_up_start_rps": options.ramp_up_start_rps,
             "ramp_up_end_rps": options.ramp_up_end_rps,
+            "rps_change_events": rps_change_events(options, passes),
         }
     found |= aggregate(
         passes,
@@ -83,6 +86,36 @@ def vllm_part(
     )
     if options.save_detailed:
         found |= detailed(traces)
+    return found
+
+
+def rps_change_events(options: BenchOptions, passes: Sequence[LoadPass]) -> list[dict[str, Any]]:
+    """When a ramp reached its next whole rate, by the wall clock: vLLM's record of it.
+
+    The first event is the start; then one for every whole number of requests a second that the rate has
+    climbed past, when the first request under it was sent. A falling ramp has no more than its start.
+    """
+    strategy, first, last = (
+        options.ramp_up_strategy,
+        options.ramp_up_start_rps,
+        options.ramp_up_end_rps,
+    )
+    if strategy is None or first is None or last is None:
+        return []
+    rates = ramp_rates(options.num_prompts, strategy, first, last)
+    found: list[dict[str, Any]] = []
+    for one in passes:
+
+        def event(rps: float, seconds: float, began_at: float = one.began_at) -> dict[str, Any]:
+            moment = datetime.fromtimestamp(began_at + seconds).isoformat()
+            return {"rps": rps, "timestamp": moment}
+
+        found.append(event(first, 0.0))
+        reached = int(first)
+        ordered = sorted(one.traces, key=lambda trace: trace.scheduled)
+        for rate, trace in zip(rates, ordered, strict=False):
+            found += [event(rps, trace.sent) for rps in range(reached + 1, int(rate) + 1)]
+            reached = max(reached, int(rate))
     return found
 
 

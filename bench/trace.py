@@ -96,9 +96,13 @@ class StepRecord:
 
 @dataclass(slots=True)
 class LoadPass:
-    """One pass over a workload: every request's trace, the steps, and how long it all took."""
+    """One pass over a workload: every request's trace, the steps, and how long it all took.
+
+    `began_at` is the wall clock at its start, in seconds since the epoch.
+    """
 
     traces: list[RequestTrace]
     duration: float
     steps: list[StepRecord] = field(default_factory=list)
     interrupted: bool = False
+    began_at: float = 0.0

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -90,6 +91,15 @@ class Address:
             tuple(given.items()),
             verify_tls,
         )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the server is on this machine, as far as its name says."""
+        host = urlsplit(self.url).hostname or ""
+        try:
+            return ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
 
     def endpoint(self, timeout: float) -> Endpoint:
         """Where the workers connect, with everything of a request but its length and body."""

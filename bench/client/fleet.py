@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...quant.progress import Progress, Silent
+from ..machine_load import process_seconds
 from .job import Endpoint, Exchange, Job, Report, Shot
 
+PIPE_BYTES = 1 << 16  # what a pipe holds on Linux
 START_SECONDS = 0.05  # from the last worker's readiness to the first request
 STREAMS_PER_WORKER = 64
 WAKE_SECONDS = 0.2  # how long an interrupt may go unheard
@@ -47,12 +50,17 @@ class Fleet:
 
     def __init__(self, num_workers: int) -> None:
         self._inbox: queue.Queue[tuple[int, Any]] = queue.Queue()
+        # A byte for every free place in flight; all workers take from it and give back.
+        self._places = os.pipe()
+        self._open_ends = list(self._places)
+        os.set_blocking(self._places[0], False)
         self._workers = [
             subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # a Ctrl-C is for the parent alone
+                pass_fds=self._places,
             )
             for _ in range(num_workers)
         ]
@@ -72,6 +80,8 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()
+        while self._open_ends:
+            os.close(self._open_ends.pop())
 
     def run(
         self,
@@ -85,17 +95,18 @@ class Fleet:
     ) -> FleetPass:
         """Send `shots`, in the order in which they are due, split over the workers in turn.
 
-        A concurrency limit is split too: each worker keeps its share. An interrupt ends the pass; what
-        was answered stays.
+        A concurrency limit holds over all workers together. An interrupt ends the pass; what was answered
+        stays.
         """
         progress = progress or Silent()
         count = min(len(self._workers), len(shots), limit or len(shots))
-        limits = [
-            None if limit is None else limit // count + (i < limit % count) for i in range(count)
-        ]
+        # More places than requests are no limit, and a pipe holds no more than so many bytes.
+        places = self._places if limit is not None and limit < len(shots) else None
+        if places is not None and limit is not None:
+            self._set_places(min(limit, PIPE_BYTES))
         ordered = sorted(shots, key=lambda shot: shot.due)
         for number in range(count):
-            job = Job(endpoint, tuple(ordered[number::count]), limits[number], burden)
+            job = Job(endpoint, tuple(ordered[number::count]), limit, burden, places)
             self._tell(number, job)
         reports: dict[int, Report] = {}
         ready, interrupted, origin, ended = 0, False, time.perf_counter(), 0.0
@@ -135,6 +146,17 @@ class Fleet:
             sum(report.late_connections for report in reports.values()),
             interrupted,
         )
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the workers have had; 0 where the system does not say."""
+        return sum(process_seconds(worker.pid) for worker in self._workers)
+
+    def _set_places(self, count: int) -> None:
+        """Exactly `count` free places; nobody holds one between passes."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._places[0], PIPE_BYTES):
+                pass
+        os.write(self._places[1], b"." * count)
 
     def _tell_all(self, count: int, message: Any) -> None:
         for number in range(count):

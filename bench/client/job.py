@@ -41,7 +41,9 @@ class Job:
     """One pass of one worker.
 
     Attributes:
-        limit: most requests of this worker in flight; None is no limit.
+        limit: most requests in flight, of all workers together; None is no limit.
+        places: (reading, writing) file descriptors of the pipe that holds a byte for every free place;
+            None without a limit.
         burden: seconds that the worker wastes in every twentieth of a second, to prove that a run with
             a starved client is noticed.
     """
@@ -50,6 +52,7 @@ class Job:
     shots: tuple[Shot, ...]
     limit: int | None
     burden: float = 0.0
+    places: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)

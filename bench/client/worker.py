@@ -83,6 +83,37 @@ def _tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
     return context
 
 
+class Places:
+    """Places for requests in flight that all workers share: a byte in a pipe for each free one, as the
+    jobserver of GNU make has them. Whoever is fast takes more, and the limit holds over all."""
+
+    def __init__(self, pipe: tuple[int, int]) -> None:
+        self._read, self._write = pipe
+
+    async def take(self) -> None:
+        """Wait for a place and take it; one waiter at a time."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                os.read(self._read, 1)
+                return
+            except BlockingIOError:
+                readable = loop.create_future()
+                loop.add_reader(self._read, _settle, readable)
+                try:
+                    await readable
+                finally:
+                    loop.remove_reader(self._read)
+
+    def give_back(self, _: object = None) -> None:
+        os.write(self._write, b".")
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 class Pass:
     """One pass over the shots of a job."""
 
@@ -99,7 +130,7 @@ class Pass:
 
     async def run(self, origin: float) -> None:
         """Send every shot when it is due and there is room; ends with the last answer or `stop`."""
-        room = asyncio.Semaphore(self._job.limit or len(self._job.shots))
+        room = Places(self._job.places) if self._job.places else None
         tasks: set[asyncio.Task[None]] = set()
         helpers = [asyncio.create_task(self._watch_lag())]
         if self._job.burden:
@@ -116,15 +147,18 @@ class Pass:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def _send_all(
-        self, origin: float, room: asyncio.Semaphore, tasks: set[asyncio.Task[None]]
+        self, origin: float, room: Places | None, tasks: set[asyncio.Task[None]]
     ) -> None:
         for shot, head in zip(self._job.shots, self._heads, strict=True):
             if (wait := origin + shot.due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            await room.acquire()
+            if room is not None:
+                await room.take()
             task = asyncio.create_task(self._one(shot, head))
             tasks.add(task)
-            task.add_done_callback(lambda done: (tasks.discard(done), room.release()))
+            task.add_done_callback(tasks.discard)
+            if room is not None:
+                task.add_done_callback(room.give_back)
 
     async def _one(self, shot: Shot, head: bytes) -> None:
         response, error = Response(), ""

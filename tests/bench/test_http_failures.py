@@ -220,10 +220,24 @@ def test_plain_against_tls_and_an_unknown_certificate(fleet: Fleet, tmp_path: Pa
 def test_connections_are_kept_and_reopened(server: Server, fleet: Fleet) -> None:
     before = server.connections
     fleet.run(endpoint(f"http://127.0.0.1:{server.port}/good"), shots(20), 4)
-    assert server.connections - before == 4
+    # Each of the two workers may have all four places, and opens what it may need before the clock starts.
+    assert server.connections - before == 8
     # A server that closes after each answer makes the client open again, while the clock runs.
-    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/closed-early"), shots(8), 4)
-    assert found.late_connections == 4
+    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/closed-early"), shots(16), 4)
+    assert found.late_connections == 8
+
+
+def test_one_limit_holds_over_all_workers(server: Server, fleet: Fleet) -> None:
+    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/slow-headers"), shots(13), 3)
+    spans = [(one.sent, one.ended) for one in found.exchanges]
+    in_flight = [sum(begin <= sent < end for begin, end in spans) for sent, _ in spans]
+    assert len(spans) == 13 and max(in_flight) == 3
+    # With a share for each worker one of them would end alone.
+    last = max(sent for sent, _ in spans[:-1])
+    assert sum(begin <= last < end for begin, end in spans) >= 2
+    # The places are all there again: for a larger limit, and after a pass that was cut short.
+    again = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/good"), shots(40), 5)
+    assert len(again.exchanges) == 40
 
 
 def llmopt(*words: str | Path) -> int:
