@@ -69,6 +69,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"embedding_multiplier": 3.0}),
     "stablelm": ("StableLmConfig", {}),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "gptj": ("GPTJConfig", {"n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64}),
