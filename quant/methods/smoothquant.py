@@ -16,7 +16,7 @@ ratio.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -27,18 +27,26 @@ from ..tensors.base import QuantizedTensor
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions, relative
 from .folding import can_fold, fold_into_norm
 from .options import choose_bits, refuse_options
-from .rounding import round_weight
+from .rounding import module_name, round_weight
 
 _INT8_STEPS = 127.5
 
 
 @dataclass(frozen=True, slots=True)
+class _Errors:
+    """Relative output errors of one linear, on calibration and on held-out tokens."""
+
+    seen: float
+    held_out: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Rounded:
-    """A linear after rounding, the input scales `[in]` under which it was, and its relative error."""
+    """A linear after rounding, and whether its inputs are smoothed."""
 
     codes: QuantizedTensor
-    columns: torch.Tensor
-    error: float
+    errors: _Errors
+    smoothed: bool
 
 
 class SmoothQuant:
@@ -65,11 +73,13 @@ class SmoothQuant:
         return IntScheme(bits, PER_CHANNEL, True, Activations("int8"))
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        plain = {
-            name: _round(problem, name, torch.ones(weight.shape[1]))
+        chosen = {
+            name: _round(problem, name, torch.ones(weight.shape[1]), smoothed=False)
             for name, weight in problem.weights.items()
         }
-        chosen, norms, routers = dict(plain), {}, {}
+        plain = {name: one.errors for name, one in chosen.items()}
+        norms: dict[str, torch.Tensor] = {}
+        routers: dict[str, torch.Tensor] = {}
         for fold in problem.family.folds:
             if fold.source not in problem.norms or not can_fold(fold, problem):
                 continue
@@ -77,16 +87,18 @@ class SmoothQuant:
             norm, columns = fold_into_norm(problem.norms[fold.source], wanted, fold.norm_offset)
             targets = [name for name in fold.targets if name in problem.weights]
             try:
-                trial = {name: _round(problem, name, columns) for name in targets}
+                trial = {name: _round(problem, name, columns, smoothed=True) for name in targets}
             except BadInput:  # scaled weights beyond the dtype of their scales
                 continue
-            if sum(trial[name].error for name in targets) < sum(plain[n].error for n in targets):
+            if sum(trial[name].errors.seen for name in targets) < sum(
+                plain[n].seen for n in targets
+            ):
                 chosen |= trial
                 norms[fold.source] = norm
                 readers = [name for name in fold.targets if name in problem.routers]
                 routers |= {name: problem.routers[name] * columns for name in readers}
-        reports = [_report(problem, name, chosen[name], plain[name]) for name in problem.weights]
         weights: dict[str, QuantizedTensor] = {name: one.codes for name, one in chosen.items()}
+        reports = [_report(problem, name, chosen[name], plain[name]) for name in weights]
         return LayerResult(weights=weights, norms=norms, reports=reports, routers=routers)
 
 
@@ -103,10 +115,15 @@ def smoothing_scales(fold: Fold, problem: LayerProblem) -> torch.Tensor:
     return torch.where(usable, scales, 1.0)
 
 
-def _round(problem: LayerProblem, name: str, columns: torch.Tensor) -> _Rounded:
-    codes = round_weight(problem, name, problem.weights[name] * columns)
-    lost = _lost(problem.weights[name], codes, columns, problem.statistics[name])
-    return _Rounded(codes, columns, relative(lost, problem.energy(name)))
+def _round(problem: LayerProblem, name: str, columns: torch.Tensor, *, smoothed: bool) -> _Rounded:
+    weight, unseen = problem.weights[name], problem.held_out.get(name)
+    codes = round_weight(problem, name, weight * columns)
+    seen = relative(_lost(weight, codes, columns, problem.statistics[name]), problem.energy(name))
+    held_out = None
+    if unseen is not None:
+        energy = float(unseen.row_errors(weight).sum())
+        held_out = relative(_lost(weight, codes, columns, unseen), energy)
+    return _Rounded(codes, _Errors(seen, held_out), smoothed)
 
 
 def _lost(
@@ -137,20 +154,13 @@ def input_noise(statistics: InputStatistics, columns: torch.Tensor) -> float:
     return tokens * min(together, largest) / _INT8_STEPS**2 / 12
 
 
-def _report(problem: LayerProblem, name: str, chosen: _Rounded, plain: _Rounded) -> ModuleReport:
-    report = problem.report(
-        name,
-        chosen.codes.dequantize() / chosen.columns,
-        plain.codes.dequantize(),
-        error=chosen.error,
-        rtn_error=plain.error,
-        ratio=None if chosen is plain else problem.options.alpha,
+def _report(problem: LayerProblem, name: str, chosen: _Rounded, plain: _Errors) -> ModuleReport:
+    return ModuleReport(
+        module=module_name(problem, name),
+        error=chosen.errors.seen,
+        rtn_error=plain.seen,
+        held_out_error=chosen.errors.held_out,
+        rtn_held_out_error=plain.held_out,
+        num_tokens=problem.statistics[name].num_tokens,
+        ratio=problem.options.alpha if chosen.smoothed else None,
     )
-    if name not in problem.held_out:
-        return report
-    unseen, weight = problem.held_out[name], problem.weights[name]
-    energy = float(unseen.row_errors(weight).sum())
-    held_out, rtn_held_out = (
-        relative(_lost(weight, one.codes, one.columns, unseen), energy) for one in (chosen, plain)
-    )
-    return replace(report, held_out_error=held_out, rtn_held_out_error=rtn_held_out)

@@ -145,6 +145,14 @@ def test_fp8_errs_by_a_sixteenth_at_most(
     assert bool(((tensor.dequantize() - weight).abs() <= bound).all())
 
 
+def test_fp8_of_a_scale_that_its_dtype_rounds_far_down() -> None:
+    """A float16 scale below the normal range may lose a third: e4m3 would turn what is beyond into NaN."""
+    weight = torch.tensor([[448 * 8.5e-8, 448 * 1e-8]])
+    tensor = round_to_fp8(weight, FloatScheme("channel"), torch.float16)
+    assert float(tensor.scales) == pytest.approx(5.96e-8, rel=1e-3)
+    assert tensor.values.float().tolist() == [[448.0, 72.0]]
+
+
 def test_fp8_blocks_do_not_look_at_each_other() -> None:
     weight = heavy_weight(200, 150)
     alone = round_to_fp8(weight[128:, 128:].contiguous(), FloatScheme("tensor"), torch.float32)
