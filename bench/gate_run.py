@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 from ..quant.errors import BadInput
 from ..quant.progress import Progress
 from ..recipes import DEFAULT_MODEL
+from .client.address import Address
 from .compare import Comparison, compare
 from .gate import Limit, parse_gate
 from .gate_outputs import write_benchmark_json, write_junit
+from .http_session import find_served
 from .options import BenchOptions
 from .result import BenchRun, plain
 from .run_data import RunData
@@ -96,10 +99,14 @@ def run_judged(
 
 def in_turns(options: BenchOptions, against: str) -> list[BenchOptions]:
     """The two arms, the base first. The base is the new one's reference unless it has another."""
-    if options.base_url is not None:
+    is_url = against.startswith(("http://", "https://"))
+    if is_url != (options.base_url is not None):
         raise BadInput(
-            "--against measures models of this process: it cannot be used with --base-url"
+            "--against names a model where a model of this process is measured, and a URL beside "
+            "--base-url or --serve: transport alone would be a difference"
         )
+    if is_url:
+        return servers_in_turns(options, against)
     reference = options.reference or (against if options.quality else None)
     name = options.name or options.label or Path(options.model or DEFAULT_MODEL).name
     own = Path(against).name
@@ -113,6 +120,34 @@ def in_turns(options: BenchOptions, against: str) -> list[BenchOptions]:
     return [
         options.model_copy(update=base),
         options.model_copy(update={"reference": reference, "name": name}),
+    ]
+
+
+def servers_in_turns(options: BenchOptions, against: str) -> list[BenchOptions]:
+    """The server at `against` and the one of `options`, with the same prompts for both.
+
+    The base is asked for its own model: two servers seldom call one model the same.
+    """
+    address = Address.parse(options.base_url or against)
+    own = find_served(options, address)
+    name = options.name or options.label or Path(own.model).name
+    host = against.partition("://")[2].rstrip("/")
+    base = {
+        "base_url": against,
+        "model": None,
+        "name": f"{host.replace(':', '-').replace('/', '-')}-base",
+        "started_server": None,
+        # A started server may need its requests written in its own way; the other is any server.
+        "backend": "openai" if options.started_server else options.backend,
+    }
+    # The same tokenizer and the same longest sequence make the same workload.
+    limits = [own.max_model_len]
+    with contextlib.suppress(BadInput):
+        limits.append(Address.parse(against).model_card().get("max_model_len") or own.max_model_len)
+    shared = {"tokenizer": own.tokenizer_name, "max_model_len": min(limits)}
+    return [
+        options.model_copy(update={**shared, **base}),
+        options.model_copy(update={**shared, "name": name}),
     ]
 
 

@@ -19,7 +19,7 @@ from ..quant.errors import BadInput
 from ..quant.models import bundled_models, resolve_model, tokenizer_arguments
 from ..quant.progress import Progress, Silent
 from . import result as record
-from .client.address import BACKENDS, Address, Body
+from .client.address import BACKENDS, CHAT, COMPLETIONS, Address, Body
 from .client.answer import Answer, chunk_tokens
 from .client.certify import ClientError, judge, measure_client
 from .client.fleet import Fleet, FleetPass, default_workers
@@ -262,7 +262,7 @@ class HttpSession:
                 "seed": options.seed,
             },
             "engine": {
-                "backend": BACKENDS[options.backend],
+                "backend": CHAT if BACKENDS[options.backend] == CHAT else COMPLETIONS,
                 "path": self._address.path,
                 "client_workers": self._num_workers,
                 "extra_body": options.extra_body or None,

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.planner.catalog import find_model
 from ..engine.planner.replay import WrittenPlan, read_plan
+from .page import Section, Table
 from .trace import LoadPass
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as ConsoleTable
 
     from ..engine.engine import Engine
 
@@ -64,12 +65,12 @@ def residuals(
     }
 
 
-def residual_table(part: Mapping[str, Any]) -> Table:
+def residual_table(part: Mapping[str, Any]) -> ConsoleTable:
     """The rows for a terminal."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Table as ConsoleTable
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = ConsoleTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("against the plan", no_wrap=True)
     for name in ("predicted", "measured", "residual"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -84,6 +85,23 @@ def residual_table(part: Mapping[str, Any]) -> Table:
             row["load"],
         )
     return table
+
+
+def plan_section(part: Mapping[str, Any]) -> Section:
+    """The rows for a page."""
+    rows = []
+    for row in part["rows"]:
+        share = row["residual"]
+        values = (_number(row["predicted"]), _number(row["measured"]))
+        residual = "" if share is None else f"{share * 100:+.1f} %"
+        rows.append([f"{row['quantity']}, {row['unit']}", *values, residual, row["load"]])
+    words = [
+        "What `llmopt kv-plan` had predicted beside what was measured. A residual is how far the measurement "
+        "lies above the prediction; times are predicted again for the mean load of this run.",
+        *(f"Not as planned: {difference}." for difference in part["differs"]),
+    ]
+    header = ["against the plan", "predicted", "measured", "residual", "for"]
+    return Section("Against the plan", words, (), (Table(header, rows),))
 
 
 def _row(

@@ -11,6 +11,7 @@ from . import metrics, quality, roofline, steady
 from .client import certify
 from .client_words import client_section
 from .page import Card, Figure, Page, Section, Table, Verdict, to_html, to_markdown
+from .plan_residuals import plan_section
 from .plots import SHORT, run_figures
 from .report_money import money_sections
 from .run_folder import write_whole
@@ -66,6 +67,8 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
                 (roofline_table({ours["name"]: ours["roofline"]}),),
             )
         )
+    if plan := ours.get("plan"):
+        sections.append(plan_section(plan))
     sections += [
         client_section(ours)
         if ours.get("client")

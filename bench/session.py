@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..engine.engine import Engine
+    from .http_session import HttpSession
 
 # Enough cache for one window of text at a time.
 SCORING_SEQUENCES = 1
@@ -262,20 +264,32 @@ def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchR
 def run_interleaved(
     options: Sequence[BenchOptions], progress: Progress | None = None
 ) -> list[BenchRun]:
-    """Measure several models under the same load, pass by pass in turns; all are loaded at once.
+    """Measure several models, or servers, under the same load, pass by pass in turns; all are there at once.
 
     Each round begins with another model, so that no one is always first. An interrupt ends all of
     them; those that have a pass are returned.
     """
     arms = uuid.uuid4().hex
-    sessions = [BenchSession(one, progress, arms=arms) for one in options]
-    sessions[0].say_notes()
-    for number in range(options[0].num_runs):
-        turn = number % len(sessions)
-        if not all(session.run_pass() for session in sessions[turn:] + sessions[:turn]):
-            begun = [session for session in sessions if session.has_passes]
-            return [session.finish(interrupted=True) for session in begun]
-    return [session.finish() for session in sessions]
+    with ExitStack() as stack:
+        sessions = [open_session(one, progress, arms, stack) for one in options]
+        sessions[0].say_notes()
+        for number in range(options[0].num_runs):
+            turn = number % len(sessions)
+            if not all(session.run_pass() for session in sessions[turn:] + sessions[:turn]):
+                begun = [session for session in sessions if session.has_passes]
+                return [session.finish(interrupted=True) for session in begun]
+        return [session.finish() for session in sessions]
+
+
+def open_session(
+    options: BenchOptions, progress: Progress | None, arms: str | None, stack: ExitStack
+) -> BenchSession | HttpSession:
+    """What measures the model, or the server at `base_url`; `stack` ends what a server's client started."""
+    if options.base_url is None:
+        return BenchSession(options, progress, arms=arms)
+    from .http_session import HttpSession
+
+    return stack.enter_context(HttpSession(options, progress, arms=arms))
 
 
 def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:

@@ -19,8 +19,9 @@ Baseline = Annotated[
 Against = Annotated[
     str | None,
     typer.Option(
-        help="A model to measure beside this one, pass by pass in turns: judge this one against it; the "
-        "exit code is the verdict's.",
+        help="A model, or beside --base-url and --serve the URL of a server, to measure beside this one, "
+        "pass by pass in turns: judge this one against it; the exit code is the verdict's. A server is "
+        "sent the same key and headers.",
         rich_help_panel=VERDICT,
     ),
 ]

@@ -126,3 +126,38 @@ def test_the_server_refuses_a_wrong_model(url: str, tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     result = json.loads((folder / "result.json").read_text())
     assert result["failed"] == 24 and "HTTP 404: no model 'someone-else'" in result["errors"][0]
+
+
+def test_two_servers_take_turns(url: str, tmp_path: Path, capsys) -> None:
+    words = ["--no-check-client", "--gpu-hour-price", "2"]
+    code = llmopt(
+        "bench", *FAST, *words, "--base-url", url, "--against", url.replace("127.0.0.1", "localhost"),
+        "--name", "new", "--result-dir", tmp_path, "--json",
+    )  # fmt: skip
+    said = capsys.readouterr()
+    # A client that was not checked certifies nothing, so there is no verdict on a speed.
+    assert code == 3, said.err
+    ours = json.loads(said.out)["llmopt"]
+    port = url.rpartition(":")[2]
+    assert (ours["verdict"]["base"], ours["verdict"]["new"]) == (f"localhost-{port}-base", "new")
+    assert "the client was not checked" in ours["verdict"]["reasons"][0]
+    results = [json.loads((one / "result.json").read_text()) for one in tmp_path.iterdir()]
+    assert len(results) == 2 and len({r["llmopt"]["arms"] for r in results}) == 1
+    assert len({r["llmopt"]["identity"]["workload_sha256"] for r in results}) == 1
+    # The server is on this machine: its counters count, and what it uses is not called others' load.
+    assert ours["energy"]["gpu_reason"] and "cpu_joules" in ours["energy"]
+    assert ours["cost"]["usd_per_million_output_tokens"] > 0
+    assert [run["other_load"] for run in ours["runs"]] == [None, None]
+    assert all(0 <= run["client_machine_load"] <= 1 for run in ours["runs"])
+
+
+def test_a_ramp_records_its_steps(url: str, tmp_path: Path) -> None:
+    words = "--num-prompts 12 --num-runs 1 --output-len 4 --no-check-client --num-warmups 0"
+    ramp = "--ramp-up-strategy linear --ramp-up-start-rps 20 --ramp-up-end-rps 24 --burstiness 1000"
+    common = ["--base-url", url, "--result-dir", tmp_path]
+    assert llmopt("bench", *words.split(), *ramp.split(), *common) == 0
+    (folder,) = tmp_path.iterdir()
+    events = json.loads((folder / "result.json").read_text())["rps_change_events"]
+    assert [event["rps"] for event in events] == [20, 21, 22, 23, 24]
+    assert events == sorted(events, key=lambda event: event["timestamp"])
+    assert events[0]["timestamp"].startswith("20")

@@ -15,6 +15,7 @@ from llmopt.bench.comparison_page import comparison_page
 from llmopt.bench.console_table import console_table
 from llmopt.bench.options import BenchOptions
 from llmopt.bench.page import Page, Section, Table, Verdict, to_html, to_markdown
+from llmopt.bench.plan_residuals import plan_section
 from llmopt.bench.report import formulas, write_report
 from llmopt.bench.run_folder import stamped, whole_folder, write_whole
 from llmopt.bench.trace import LoadPass, RequestTrace
@@ -336,3 +337,22 @@ def test_folders_are_whole_or_absent(tmp_path: Path) -> None:
         pass
     write_whole(tmp_path / "page", "text")
     assert (tmp_path / "page").read_text() == "text"
+
+
+def test_a_plan_is_shown_beside_what_was_measured() -> None:
+    part = {
+        "rows": [
+            {
+                "quantity": "TPOT",
+                "unit": "ms",
+                "predicted": 2.0,
+                "measured": 3.0,
+                "residual": 0.5,
+                "load": "8 sequences of 40 tokens",
+            }
+        ],
+        "differs": ["tokens of a block: 32 in the plan, 16 here (--block-size)"],
+    }
+    section = plan_section(part)
+    assert section.tables[0].rows == [["TPOT, ms", "2", "3", "+50.0 %", "8 sequences of 40 tokens"]]
+    assert "Not as planned: tokens of a block: 32" in section.paragraphs[1]
