@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_problems import heavy_weight, one_linear, statistics_of
 from llmopt.quant.errors import BadInput
-from llmopt.quant.methods.codebook_grid import round_to_codebook
+from llmopt.quant.methods.codebook_grid import nearest, round_to_codebook
 from llmopt.quant.methods.float_grid import round_to_fp8
 from llmopt.quant.methods.lookup_grid import largest_weights, round_to_uniform_tables
 from llmopt.quant.methods.rounding import input_scale, round_layer, round_weight
@@ -223,6 +223,12 @@ def test_codes_are_the_nearest_of_the_table(kind: Any, rows: int, columns: int, 
     distances = (codebook(kind) - (weight / magnitudes).unsqueeze(-1)).abs()
     chosen = distances.gather(-1, tensor.codes.long().unsqueeze(-1)).squeeze(-1)
     assert bool((chosen <= distances.amin(dim=-1) + 1e-6).all())
+
+
+def test_of_two_equally_near_values_the_lower_code_is_taken() -> None:
+    table = torch.tensor([3.0, 1.0, -1.0, 4.0, 1.0])
+    values = torch.tensor([2.0, 0.0, 3.5, 1.0, -9.0, 9.0, torch.nan])
+    assert nearest(values, table).tolist() == [0, 1, 0, 1, 2, 3, 0]
 
 
 def test_double_quantization_costs_little() -> None:
