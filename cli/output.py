@@ -42,6 +42,7 @@ class TerminalProgress:
         self._bar: RichProgress | None = None
         self._description = ""
         self._unit = ""
+        self._status = ""
         self._total = 0
         self._done = 0
         self._began = self._said = 0.0
@@ -49,6 +50,7 @@ class TerminalProgress:
     def start(self, description: str, total: int, unit: str) -> None:
         self.finish()
         self._description, self._total, self._unit, self._done = description, total, unit, 0
+        self._status = ""
         self._began = self._said = time.monotonic()
         if people.is_terminal:
             self._bar = RichProgress(
@@ -59,11 +61,12 @@ class TerminalProgress:
                 TaskProgressColumn(show_speed=True),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
+                TextColumn("{task.fields[status]}"),
                 console=people,
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task(description, total=total)
+            self._task = self._bar.add_task(description, total=total, status="")
 
     def advance(self, count: int = 1) -> None:
         self._done += count
@@ -74,6 +77,11 @@ class TerminalProgress:
         if now - self._said >= self.PLAIN_EVERY_SECONDS:
             self._said = now
             self._say(now)
+
+    def status(self, text: str) -> None:
+        self._status = text
+        if self._bar is not None:
+            self._bar.update(self._task, status=text)
 
     def note(self, message: str) -> None:
         people.print(message, soft_wrap=True)
@@ -91,6 +99,7 @@ class TerminalProgress:
         left = (self._total - self._done) / rate if rate else 0.0
         people.print(
             f"{self._description}: {self._done}/{self._total} {self._unit}, "
-            f"{rate:.1f} {self._unit}/s, {left:.0f} s left",
+            f"{rate:.1f} {self._unit}/s, {left:.0f} s left"
+            + (f", {self._status}" if self._status else ""),
             soft_wrap=True,
         )

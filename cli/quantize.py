@@ -22,7 +22,7 @@ def quantize(
         str,
         typer.Option(
             help="How codes are chosen: awq, gptq, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
-            "nf4 or fp4."
+            "nf4, fp4; or auto: gptq with the bits of each linear chosen under a target."
         ),
     ] = "awq",
     format_name: Annotated[
@@ -133,6 +133,22 @@ def quantize(
             rich_help_panel=METHOD,
         ),
     ] = 0.5,
+    target_bpw: Annotated[
+        float | None,
+        typer.Option(
+            help="auto: at most so many bits per quantized weight.", rich_help_panel=METHOD
+        ),
+    ] = None,
+    target_size: Annotated[
+        str | None,
+        typer.Option(help="auto: all tensors at most so large: 3.5GiB.", rich_help_panel=METHOD),
+    ] = None,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure and store scales for a KV cache of fp8 or int8.", rich_help_panel=METHOD
+        ),
+    ] = None,
     revert_worse: Annotated[
         bool,
         typer.Option(
@@ -175,6 +191,14 @@ def quantize(
     seed: Annotated[
         int, typer.Option(help="Shuffles the calibration texts.", rich_help_panel=DATA)
     ] = 0,
+    stats: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of statistics of the float model: measured into it once, read from it by "
+            "later runs with other bits, groups or methods.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -208,6 +232,7 @@ def quantize(
     ] = False,
 ) -> None:
     """Quantize a model's weights; an interrupted run goes on where it stopped."""
+    from ..engine.planner.units import parse_bytes
     from ..quant.errors import BadInput
     from ..quant.methods.base import MethodOptions
     from ..quant.models import resolve_model
@@ -242,12 +267,17 @@ def quantize(
         "ignore": tuple(ignore or ()),
         "lm_head": quantize_lm_head,
         "revert_worse": revert_worse,
+        "target_bpw": target_bpw,
+        "target_bytes": None if target_size is None else parse_bytes(target_size),
+        "kv_cache": kv_cache,
+        "stats": stats,
         "tensor_parallel": tensor_parallel,
         "seed": seed,
         "restart": restart,
         "model_name": label,
     }
-    target = output or Path(_default_output(label, method, bits, gguf_type))
+    kind = gguf_type or (f"{target_bpw:g}bpw" if target_bpw else target_size)
+    target = output or Path(_default_output(label, method, bits, kind))
     request = QuantizeRequest(output=target, **options)
     if dry_run:
         _dry_run(request, as_json)
@@ -255,13 +285,13 @@ def quantize(
         _run(request, as_json)
 
 
-def _default_output(label: str, method: str, bits: int | None, gguf_type: str | None) -> str:
+def _default_output(label: str, method: str, bits: int | None, kind: str | None) -> str:
     """The name of the folder: what was quantized, how, and to how many bits."""
     from ..quant.methods.base import SchemeOptions
     from ..quant.methods.registry import METHODS
 
-    if gguf_type is not None:
-        return f"{label}-{gguf_type}"
+    if kind is not None:
+        return f"{label}-{kind}"
     if bits is None and method in METHODS:
         bits = METHODS[method].scheme(SchemeOptions()).bits
     return f"{label}-{method}-{bits or 4}bit"
@@ -270,10 +300,10 @@ def _default_output(label: str, method: str, bits: int | None, gguf_type: str | 
 def _dry_run(request: QuantizeRequest, as_json: bool) -> None:
     from ..quant.pipeline import prepare
     from ..quant.preflight import preflight
-    from .output import emit_json, people, result_console
+    from .output import TerminalProgress, emit_json, people, result_console
     from .quantize_tables import show_preflight
 
-    session = prepare(request)
+    session = prepare(request, TerminalProgress())
     for note in session.notes:
         people.print(note, soft_wrap=True)
     answer = preflight(session)

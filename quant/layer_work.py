@@ -12,6 +12,7 @@ import torch
 from .errors import BadInput
 from .families import Family
 from .formats.base import WeightFormat
+from .kv_scales import KvRanges
 from .manifest import is_worse, judged, module_record
 from .methods.base import (
     InputStatistics,
@@ -38,11 +39,13 @@ class Measured:
         statistics: of calibration tokens, for each linear and router.
         held_out: of tokens that no method may use; may be empty.
         remeasure: see `LayerProblem`.
+        kv_ranges: of keys and values, where they were measured along with the rest.
     """
 
     statistics: dict[str, InputStatistics]
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
     remeasure: Remeasure | None = None
+    kv_ranges: KvRanges | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,40 +6,35 @@ and into the journal; see `propagation` for what the next layer then sees.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..recipes import DATA
-from .calibration import Calibration, load_calibration
-from .checkpoint import Checkpoint, read_json
+from .checkpoint import read_json
 from .durable import layout_of, write_tensors
 from .errors import BadInput
-from .journal import Journal, remove_work, sha256_of, sha256_of_file, work_folder
-from .layer_stream import LayerStream
+from .journal import Journal, remove_work, work_folder
 from .layer_work import HEAD_FAMILY, Work, quantize_tensors
 from .manifest import MANIFEST_NAME
 from .memory import PeakMemory
-from .plan import Plan, QuantizeRequest, make_plan
+from .plan import Plan, QuantizeRequest
 from .preflight import Preflight, preflight
 from .progress import Progress, Silent
 from .propagation import Live, Source
 from .publish import layer_folder, shard_folder, write_final_files
-from .scheme import scheme_record
 from .selection import HEAD
+from .session import Session, prepare, statistics_path
+from .statistics_folder import Stored
 
 __all__ = ["QuantizeResult", "Session", "prepare", "quantize"]
 
 _SLACK_BYTES = 16 * 2**20  # headers, tokenizer, manifest
-_BUNDLED_EVALUATION = DATA / "evaluation.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,58 +62,6 @@ class QuantizeResult:
     peak_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A request with everything read that the work needs.
-
-    Attributes:
-        signature: digest of all that the bytes of the result depend on.
-    """
-
-    request: QuantizeRequest
-    plan: Plan
-    calibration: Calibration
-    stream: LayerStream
-    source_hashes: dict[str, str]
-    signature: str
-    notes: tuple[str, ...]
-
-
-def prepare(request: QuantizeRequest) -> Session:
-    """Check a request and read its calibration data, without writing anything.
-
-    Raises:
-        BadInput: the request cannot be done as asked.
-    """
-    plan = make_plan(request)
-    notes = list(plan.notes)
-    asked = request.num_samples // 8 if request.held_out is None else request.held_out
-    calibration = load_calibration(
-        request.calibration,
-        _tokenizer(plan.checkpoint),
-        num_samples=request.num_samples,
-        seq_len=plan.seq_len,
-        seed=request.seed,
-        held_out=asked,
-        evaluation=Path(request.evaluation) if request.evaluation else _BUNDLED_EVALUATION,
-    )
-    samples, length = calibration.token_ids.shape
-    if (samples, length) != (request.num_samples, plan.seq_len):
-        notes.append(f"note: the calibration text gives {samples} samples of {length} tokens")
-    if len(calibration.held_out) < asked:
-        notes.append(
-            f"note: the text left gives {len(calibration.held_out)} held-out samples, not {asked}"
-        )
-    if calibration.duplicates:
-        notes.append(f"note: {calibration.duplicates} repeated calibration texts were dropped")
-    stream = LayerStream(plan.checkpoint, plan.architecture)
-    if int(calibration.token_ids.max()) >= stream.vocab_size:
-        raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
-    source_hashes = _source_hashes(plan.checkpoint)
-    signature = _signature(request, plan, calibration, source_hashes)
-    return Session(request, plan, calibration, stream, source_hashes, signature, tuple(notes))
-
-
 def quantize(request: QuantizeRequest, progress: Progress | None = None) -> QuantizeResult:
     """Do what `request` asks, going on where an interrupted run of the same request stopped.
 
@@ -130,7 +73,7 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
     output = request.output
     if output.exists() and not work_folder(output).exists():
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
-    session = prepare(request)
+    session = prepare(request, progress)
     for note in session.notes:
         progress.note(note)
     expected = preflight(session)
@@ -148,12 +91,14 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
         try:
             _check_space(session, journal)
             with _threads(journal.threads):
-                _quantize_layers(session, journal, progress)
+                _quantize_layers(session, journal, progress, memory)
             write_final_files(
                 journal, session.plan, session.calibration, request, session.source_hashes
             )
             seconds = tuple(record["seconds"] for record in journal.layers)
             journal.publish(output)
+            if request.stats is None and (left := statistics_path(request)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
         except BadInput:
             if not journal.layers:
                 journal.discard()
@@ -171,46 +116,6 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
         preflight=expected,
         peak_bytes=memory.bytes,
     )
-
-
-def _tokenizer(checkpoint: Checkpoint) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint.folder)
-    except Exception as error:  # a missing or broken file fails in many ways in there
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInput(f"{checkpoint.folder} has no usable tokenizer: {reason}") from error
-
-
-def _source_hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Digests of the config and of every weight file."""
-    hashes = {"config.json": sha256_of((checkpoint.folder / "config.json").read_bytes())}
-    for shard in sorted(set(checkpoint.shard_of.values())):
-        hashes[shard] = sha256_of_file(checkpoint.folder / shard)
-    return hashes
-
-
-def _signature(
-    request: QuantizeRequest, plan: Plan, calibration: Calibration, source_hashes: dict[str, str]
-) -> str:
-    """One digest of everything that the bytes of the result depend on."""
-    facts = {
-        "source": source_hashes,
-        "model_name": request.model_name,
-        "calibration": calibration.sha256,
-        "calibration_source": calibration.source,
-        "seed": request.seed,
-        "method": plan.method.name,
-        "options": asdict(plan.options),
-        "revert_worse": request.revert_worse,
-        "formats": [weight_format.name for weight_format in plan.formats],
-        "gguf_type": plan.gguf_type,
-        "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
-        "ignored": plan.ignored,
-        "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
-    }
-    return sha256_of(json.dumps(facts, sort_keys=True).encode())
 
 
 def _check_space(session: Session, journal: Journal) -> None:
@@ -250,7 +155,9 @@ def _require_same_work(session: Session) -> None:
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
 
 
-def _quantize_layers(session: Session, journal: Journal, progress: Progress) -> None:
+def _quantize_layers(
+    session: Session, journal: Journal, progress: Progress, memory: PeakMemory
+) -> None:
     plan, stream = session.plan, session.stream
     first, total = len(journal.layers), stream.num_layers + plan.lm_head
     if first == total:
@@ -260,7 +167,7 @@ def _quantize_layers(session: Session, journal: Journal, progress: Progress) -> 
         layer_folder(journal, plan, index).mkdir(exist_ok=True)
     if first:
         progress.note(f"going on after layer {first} of {stream.num_layers}")
-    source = Live(stream, session.calibration, journal.hidden_path(first) if first else None)
+    source = _source(session, journal.hidden_path(first) if first else None, progress)
     progress.start("quantizing", total, "layers")
     progress.advance(first)
     for index in range(first, total):
@@ -274,8 +181,31 @@ def _quantize_layers(session: Session, journal: Journal, progress: Progress) -> 
         journal.append(record)
         journal.hidden_path(index).unlink(missing_ok=True)
         plan.checkpoint.release()
+        progress.status(f"error {_mean_error(journal):.2e}, {memory.bytes / 2**20:.0f} MiB")
         progress.advance()
     progress.finish()
+
+
+def _source(session: Session, saved: Path | None, progress: Progress) -> Source:
+    """Statistics from the folder, measured now if it lacks them, or computed layer by layer."""
+    folder, calibration = session.statistics, session.calibration
+    kv = session.plan.kv_cache is not None
+    if folder is None:
+        return Live(session.stream, calibration, saved, kv=kv)
+    if not folder.complete:
+        head = session.plan.lm_head
+        folder.measure(session.stream, calibration, progress, head=head, kv=kv)
+    return Stored(folder, session.stream)
+
+
+def _mean_error(journal: Journal) -> float:
+    """Mean relative output error of the linears so far."""
+    errors = [
+        module["error"]
+        for record in journal.layers
+        for module in next(iter(record["shards"].values()))["modules"]
+    ]
+    return sum(errors) / max(1, len(errors))
 
 
 def _quantize_layer(session: Session, source: Source, index: int) -> Work:
@@ -292,7 +222,14 @@ def _quantize_layer(session: Session, source: Source, index: int) -> Work:
         measured,
         revert_worse=session.request.revert_worse,
     )
-    source.finish(index, work)
+    ranges = source.finish(index, work)
+    if plan.kv_cache is not None:
+        if ranges is None or not ranges.key:
+            raise BadInput(
+                f"--kv-cache: no keys and values of {prefix} were measured (statistics that were made "
+                "without --kv-cache do not have them)"
+            )
+        work.others.update(ranges.scales(plan.kv_cache))
     return work
 
 

@@ -16,6 +16,7 @@ from .formats.registry import FORMATS
 from .gguf.assemble import check_source
 from .gguf.integer import block_type_of
 from .gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_notes
+from .kv_scales import LARGEST
 from .methods.base import Method, MethodOptions, SchemeOptions
 from .methods.registry import METHODS
 from .request import QuantizeRequest, parse_override
@@ -56,6 +57,7 @@ class Plan:
         options: the knobs of the method.
         seq_len: tokens in a calibration sample.
         gguf_type: how a GGUF file calls the mix; empty where none is written.
+        kv_cache: the kind of cache that scales are stored for.
         notes: choices made for the user, one line each.
     """
 
@@ -69,6 +71,7 @@ class Plan:
     options: MethodOptions
     seq_len: int
     gguf_type: str
+    kv_cache: str | None
     notes: tuple[str, ...]
 
     @property
@@ -112,8 +115,8 @@ class Plan:
 
     @property
     def kv_scale_bytes(self) -> int:
-        """Bytes of the scales of the KV cache."""
-        return 0
+        """Bytes of the scales of the KV cache, two float32 for every layer."""
+        return 8 * self.num_layers if self.kv_cache else 0
 
     @property
     def quantized_bytes(self) -> int:
@@ -170,6 +173,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
         gguf_type=_gguf_type(formats, schemes),
+        kv_cache=request.kv_cache,
         notes=(),
     )
     check_plan(plan)
@@ -210,6 +214,7 @@ def _blocks_plan(
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
         gguf_type=type_name,
+        kv_cache=request.kv_cache,
         notes=(),
     )
     check_plan(plan)
@@ -244,6 +249,13 @@ def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -
 
 def check_plan(plan: Plan) -> None:
     """Raises BadInput where the formats cannot hold the schemes of a plan together."""
+    if plan.kv_cache is not None:
+        if plan.kv_cache not in LARGEST:
+            raise BadInput(f"--kv-cache {plan.kv_cache}: choose {' or '.join(LARGEST)}")
+        if any(weight_format.name != "compressed-tensors" for weight_format in plan.formats):
+            raise BadInput(
+                "--kv-cache: only --format compressed-tensors has a place for its scales"
+            )
     for weight_format in plan.formats:
         weight_format.config(plan.schemes, plan.unquantized)
         if weight_format.name == "gguf":

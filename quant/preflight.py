@@ -93,7 +93,7 @@ def preflight(session: Session) -> Preflight:
     """Predict the run of a prepared session; writes nothing."""
     plan, calibration = session.plan, session.calibration
     tokens = calibration.token_ids.numel() + calibration.held_out.numel()
-    sizes = [_sizes(plan, weight_format) for weight_format in plan.formats]
+    sizes = [module_sizes(plan, weight_format) for weight_format in plan.formats]
     others = unquantized_bytes(plan)
     extra = others + plan.kv_scale_bytes
     return Preflight(
@@ -122,7 +122,7 @@ def unquantized_bytes(plan: Plan) -> int:
     )
 
 
-def _sizes(plan: Plan, weight_format: WeightFormat) -> dict[str, int]:
+def module_sizes(plan: Plan, weight_format: WeightFormat) -> dict[str, int]:
     """Bytes of the tensors of every module, by packing weights of zeros of the same shape."""
     known: dict[tuple[Scheme, tuple[int, int], torch.dtype], int] = {}
     sizes = {}
@@ -164,8 +164,8 @@ def _kinds(plan: Plan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
 def _operations_per_second() -> float:
     """Rate of float32 matrix products on this machine, threads as they are now."""
     square = torch.ones(512, 512)
-    square @ square  # the first product sets things up
+    torch.mm(square, square)  # the first product sets things up
     began, rounds = time.perf_counter(), 8
     for _ in range(rounds):
-        square @ square
+        torch.mm(square, square)
     return rounds * 2 * 512**3 / (time.perf_counter() - began)

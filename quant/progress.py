@@ -16,6 +16,10 @@ class Progress(Protocol):
         """`count` more units are done."""
         ...
 
+    def status(self, text: str) -> None:
+        """What the current task is like by now, shown beside how far it is."""
+        ...
+
     def note(self, message: str) -> None:
         """Say one line to the person watching."""
         ...
@@ -32,6 +36,9 @@ class Silent:
         pass
 
     def advance(self, count: int = 1) -> None:
+        pass
+
+    def status(self, text: str) -> None:
         pass
 
     def note(self, message: str) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from .calibration import Calibration
 from .durable import layout_of, write_tensors
 from .errors import BadInput
+from .kv_scales import KvRanges
 from .layer_stream import TOKENS_PER_BATCH, LayerStream
 from .layer_work import Measured, Work
 from .methods.base import InputStatistics
@@ -32,8 +33,8 @@ class Source(Protocol):
         """The float32 weights of the layer that was measured, if they are in memory."""
         ...
 
-    def finish(self, index: int, work: Work) -> None:
-        """The layer is quantized: go on to the next."""
+    def finish(self, index: int, work: Work) -> KvRanges | None:
+        """The layer is quantized: go on to the next. How large its keys and values are, if known."""
         ...
 
     def measure_head(self) -> Measured:
@@ -48,8 +49,15 @@ class Source(Protocol):
 class Live:
     """Statistics from the hidden states behind the quantized layers, computed as they are needed."""
 
-    def __init__(self, stream: LayerStream, calibration: Calibration, saved: Path | None):
-        """Begin at the embedding, or behind the layers after which `saved` was written."""
+    def __init__(
+        self, stream: LayerStream, calibration: Calibration, saved: Path | None, *, kv: bool
+    ):
+        """Begin at the embedding, or behind the layers after which `saved` was written.
+
+        Args:
+            kv: whether the ranges of keys and values are wanted.
+        """
+        self._kv = kv
         self._stream = stream
         stream.prepare(calibration.token_ids)
         if saved is None:
@@ -71,17 +79,20 @@ class Live:
     def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
         return self._stream.weights(index, linears)
 
-    def finish(self, index: int, work: Work) -> None:
+    def finish(self, index: int, work: Work) -> KvRanges | None:
         for name, quantized in work.result.weights.items():
             self._stream.substitute(index, {name: quantized.dequantize()})
         self._stream.substitute(index, work.result.norms | work.result.routers)
+        ranges = KvRanges() if self._kv else None
+        cache = {"past_key_values": ranges} if self._kv else {}
         for hidden in (self._hidden, self._held_out):
-            self._stream.run(index, hidden, out=hidden)
+            self._stream.run(index, hidden, out=hidden, **cache)
         self._stream.unload(index)
         if not all(bool(torch.isfinite(part).all()) for part in (self._hidden, self._held_out)):
             raise BadInput(
                 f"{work.prefix} gives NaN or infinite outputs: the checkpoint is damaged"
             )
+        return ranges
 
     def measure_head(self) -> Measured:
         held_out = {HEAD: head_statistics(self._stream, self._held_out)}

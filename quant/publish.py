@@ -11,6 +11,8 @@ from .calibration import Calibration
 from .checkpoint import INDEX_NAME, Checkpoint
 from .durable import TEMPORARY_SUFFIX, Entry, entry_bytes, write_durably, write_tensors
 from .errors import BadInput
+from .formats.base import WeightFormat
+from .formats.compressed_tensors import CompressedTensorsFormat
 from .gguf.assemble import assemble, gguf_name
 from .journal import Journal, sha256_of_file
 from .manifest import (
@@ -103,7 +105,7 @@ def _write_format(
     for path in _files_to_copy(plan.checkpoint.folder):
         write_durably(folder / path.name, path.read_bytes())
     config = dict(plan.checkpoint.config)
-    config["quantization_config"] = weight_format.config(plan.schemes, plan.unquantized)
+    config["quantization_config"] = quantization_config(plan, weight_format)
     write_durably(folder / "config.json", to_json(config))
 
     modules = [module for written in shards for module in written["modules"]]
@@ -148,6 +150,13 @@ def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None
         "weight_map": dict(sorted(weight_map.items())),
     }
     write_durably(folder / INDEX_NAME, to_json(index))
+
+
+def quantization_config(plan: Plan, weight_format: WeightFormat) -> dict[str, Any]:
+    """What `config.json` says about the quantized linears, and the cache if scales for it are stored."""
+    if plan.kv_cache is not None and isinstance(weight_format, CompressedTensorsFormat):
+        return weight_format.config(plan.schemes, plan.unquantized, kv_cache=plan.kv_cache)
+    return weight_format.config(plan.schemes, plan.unquantized)
 
 
 def other_tensors(plan: Plan) -> dict[str, Entry]:

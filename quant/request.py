@@ -37,6 +37,9 @@ class QuantizeRequest:
         lm_head: whether the output projection is quantized too.
         revert_worse: whether linears of layers that end worse than plain rounding are rounded plainly.
         stats: folder of statistics measured once, on the float model; made where it does not exist.
+        target_bpw, target_bytes: what method `auto` may spend: bits per quantized weight, or bytes of all
+            tensors.
+        kv_cache: `fp8` or `int8`: measure and store scales for an 8-bit KV cache.
         tensor_parallel: ranks that vLLM would split the model over; for the table of loaders alone.
         restart: throw away the unfinished work of an earlier run.
         model_name: how the records call the model; empty: the name of its folder.
@@ -66,6 +69,9 @@ class QuantizeRequest:
     lm_head: bool = False
     revert_worse: bool = False
     stats: Path | None = None
+    target_bpw: float | None = None
+    target_bytes: int | None = None
+    kv_cache: str | None = None
     tensor_parallel: int = 1
     seed: int = 0
     restart: bool = False
