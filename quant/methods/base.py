@@ -98,7 +98,7 @@ class MethodOptions:
             with permuted groups (`dynamic`), or in their own order (`none`).
         damp: GPTQ: share of the mean diagonal that is added to it.
         true_sequential: GPTQ: later linears of a layer see what the earlier ones became.
-        mse: GPTQ: search the range of each group for the least squared rounding error.
+        mse: GPTQ: search the range of each group for the least `sum |w - w'|^2.4`.
         alpha: SmoothQuant: how much of the difficulty moves into the weights.
     """
 
@@ -113,6 +113,8 @@ class MethodOptions:
             raise BadInput(
                 f"--alpha {self.alpha:g}: give 0 (all in the inputs) to 1 (all in the weights)"
             )
+        if not 0 <= self.damp <= 1:
+            raise BadInput(f"--damp {self.damp:g}: give a share of the mean diagonal, 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,6 +255,12 @@ def test_damping_rises_until_the_hessian_is_definite() -> None:
     assert report.error < report.rtn_error
 
 
+@pytest.mark.parametrize("damp", [-0.1, 1.5, float("nan")])
+def test_a_damping_that_means_nothing_is_refused(damp: float) -> None:
+    with pytest.raises(BadInput, match="--damp"):
+        MethodOptions(damp=damp)
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
