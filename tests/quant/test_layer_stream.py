@@ -13,6 +13,7 @@ from llmopt.quant.errors import BadInput
 from llmopt.quant.experts import SplitExperts
 from llmopt.quant.layer_stream import LayerStream
 from llmopt.quant.methods.base import InputStatistics
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
@@ -267,3 +268,21 @@ def test_transposed_weights_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(BadInput, match=r"'gpt2'.*transposed"):
         architecture_of(Checkpoint(tmp_path))
+
+
+def test_names_without_the_prefix_of_the_model_are_found(tmp_path: Path) -> None:
+    """BLOOM's own checkpoints leave out `transformer.`."""
+    model = save_model("bloom", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint(tmp_path)
+    stream = LayerStream(checkpoint, architecture_of(checkpoint))
+    assert stream.prefix(1) == "h.1"
+    ids = token_ids()
+    stream.prepare(ids)
+    stream.load(0, stream.tensors(0))
+    hidden = stream.run(0, stream.embed(ids))
+    with torch.no_grad():
+        expected = model(ids, output_hidden_states=True).hidden_states[1]
+    assert (hidden - expected).abs().max() < 1e-5
