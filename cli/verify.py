@@ -9,7 +9,9 @@ import typer
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(help="The folder of a quantized checkpoint.")],
+    folder: Annotated[
+        Path, typer.Argument(help="The folder of a quantized checkpoint, or a .gguf file.")
+    ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")
     ] = False,

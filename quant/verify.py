@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoint import Checkpoint, read_json
+from .checkpoint import GGUF_SUFFIX, Checkpoint, open_checkpoint, read_json
 from .errors import BadInput
 from .journal import sha256_of_file
 from .manifest import MANIFEST_NAME
 from .progress import Progress, Silent
 from .raw.container import Raw, read_headers
+from .raw.gguf import read_gguf_headers
 from .raw.readers import READERS
 from .read import checkpoint_format, module_scheme, quantized_modules, tensor_names
 
@@ -64,15 +65,14 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
     """
     progress = progress or Silent()
     folder = Path(folder)
-    if not folder.is_dir():
+    if not folder.is_dir() and folder.suffix != GGUF_SUFFIX:
         raise BadInput(f"{folder} is no folder: give one that holds a quantized checkpoint")
     report = VerifyReport(folder)
-    manifest_path = folder / MANIFEST_NAME
-    manifest = read_json(manifest_path) if manifest_path.is_file() else None
+    manifest = _manifest(folder)
     if manifest is not None:
         _check_files(report, manifest)
     try:
-        checkpoint = Checkpoint(folder)
+        checkpoint = open_checkpoint(folder)
         weight_format = checkpoint_format(checkpoint)
         modules = sorted(quantized_modules(checkpoint))
         schemes = {module: module_scheme(checkpoint, module) for module in modules}
@@ -88,7 +88,11 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
     )
     config = checkpoint.quantization_config or {}
     _check_coverage(report, checkpoint, modules, config, manifest)
-    entries = read_headers(sorted({folder / name for name in checkpoint.shard_of.values()}))
+    paths = sorted({checkpoint.folder / name for name in checkpoint.shard_of.values()})
+    if weight_format.name == "gguf":
+        entries, config = read_gguf_headers(paths[0])
+    else:
+        entries = read_headers(paths)
     reader = READERS[weight_format.name]
     recorded = {m["module"]: m for m in manifest["modules"]} if manifest is not None else None
     stored = weights = 0
@@ -105,7 +109,7 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
             weights += math.prod(raw.shape)
             stored += sum(entries[name].nbytes for name in tensor_names(checkpoint, module))
             if recorded is not None and module in recorded:
-                _check_digests(report, module, raw, recorded[module])
+                _check_digests(report, module, raw, recorded[module]["sha256"])
         progress.advance()
     progress.finish()
     _check_size(report, stored, weights)
@@ -119,15 +123,25 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
     return report
 
 
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """What llmopt wrote beside the weights; it vouches for a single file only if it names it."""
+    if path.is_dir():
+        found = path / MANIFEST_NAME
+        return read_json(found) if found.is_file() else None
+    found = path.parent / MANIFEST_NAME
+    manifest = read_json(found) if found.is_file() else None
+    return manifest if manifest is not None and path.name in manifest.get("files", {}) else None
+
+
 def _check_files(report: VerifyReport, manifest: dict[str, Any]) -> None:
     """Sizes and digests of all files. A shard of another size was cut off, which is no checkpoint at all."""
     before = len(report.failures)
     for name, facts in _part(report, manifest, "files", dict).items():
-        path = report.folder / name
+        path = (report.folder if report.folder.is_dir() else report.folder.parent) / name
         if not path.is_file():
             raise BadInput(f"{path} is missing: the checkpoint is incomplete")
         size = path.stat().st_size
-        if size < facts["bytes"] and name.endswith(".safetensors"):
+        if size < facts["bytes"] and name.endswith((".safetensors", GGUF_SUFFIX)):
             raise BadInput(f"{path} is cut off: {size} bytes of {facts['bytes']}")
         if sha256_of_file(path) != facts["sha256"]:
             report.failures.append(f"{name} is not the file that was written: its bytes differ")
@@ -169,10 +183,16 @@ def _check_coverage(
         report.failures += [
             f"{name} is not quantized, and the config does not say that it should not be"
             for name in sorted({*plain} - {*modules})
-            if not excused(name)
+            if not excused(name) and not _unfit(checkpoint, name)
         ]
     if not report.failures:
         report.passed.append("every linear that should be quantized is")
+
+
+def _unfit(checkpoint: Checkpoint, module: str) -> bool:
+    """Whether rows are no whole blocks of ggml's, so that GGUF has no codes for them."""
+    config = checkpoint.quantization_config or {}
+    return config["quant_method"] == "gguf" and checkpoint.shape(f"{module}.weight")[-1] % 32 != 0
 
 
 def _excused(config: dict[str, Any]) -> Callable[[str], bool]:
@@ -210,13 +230,18 @@ def _check_module(report: VerifyReport, module: str, raw: Raw) -> None:
             report.failures.append(f"{module} has scales that are zero")
 
 
-def _check_digests(report: VerifyReport, module: str, raw: Raw, record: dict[str, Any]) -> None:
-    for part, expected in record["sha256"].items():
+def _check_digests(report: VerifyReport, module: str, raw: Raw, digests: dict[str, str]) -> None:
+    """Hold what was read against what was computed.
+
+    Integer weights that became ggml's blocks have scales of their own there, and share only the codes.
+    """
+    shared = digests.keys() & raw.parts.keys() if "data" in raw.parts else digests.keys()
+    for part in sorted(shared):
         if part not in raw.parts:
             report.failures.append(f"{module}: its {part} are not stored")
             continue
         data = np.ascontiguousarray(raw.parts[part]).tobytes()
-        if hashlib.sha256(data).hexdigest() != expected:
+        if hashlib.sha256(data).hexdigest() != digests[part]:
             report.failures.append(f"{module}: its {part} are not those that were computed")
 
 

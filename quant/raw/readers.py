@@ -8,6 +8,7 @@ from typing import Any
 
 from .container import Entries, Raw
 from .floating import read_bitsandbytes, read_float8, read_fp8, read_input_scale, read_squeezellm
+from .gguf import read_gguf
 from .integer import read_awq, read_gptq, read_int_quantized, read_pack_quantized
 
 Reader = Callable[[Entries, str, dict[str, Any]], Raw]
@@ -40,6 +41,7 @@ READERS: dict[str, Reader] = {
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
+    "gguf": read_gguf,
     "gptq": read_gptq,
     "squeezellm": read_squeezellm,
 }

@@ -11,6 +11,9 @@ STORIES = MODELS / "stories3M"
 TINY = MODELS / "stories260K"
 SAMPLES, LENGTH = 24, 128  # small enough to be quick, large enough that AWQ finds better scales
 
+# For tests that look at files, not at errors: a run through the pipeline as quick as may be.
+QUICK: dict[str, object] = {"num_samples": 2, "seq_len": 32, "held_out": 0}
+
 
 def llmopt_command() -> list[str]:
     """The command line in a new process."""

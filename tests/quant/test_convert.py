@@ -27,6 +27,7 @@ from llmopt.quant.scheme import (
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.integer import IntTensor
 from llmopt.quant.verify import PROVEN, verify
+from quant_support import QUICK
 
 SYM, ASYM = IntScheme(4, 32, True), IntScheme(4, 32, False)
 BLOCK = FloatScheme("block", Activations("fp8", "group128"))
@@ -164,7 +165,7 @@ def test_scales_of_the_cache_stay_where_the_format_has_a_place(tmp_path: Path) -
 
 
 def test_a_damaged_source_is_refused(quantized: Callable[..., Conversion], tmp_path: Path) -> None:
-    source = Path(shutil.copytree(quantized(method="awq").output, tmp_path / "source"))
+    source = Path(shutil.copytree(quantized(method="rtn", **QUICK).output, tmp_path / "source"))
     text = (source / MANIFEST_NAME).read_text()
     digest = read_json(source / MANIFEST_NAME)["modules"][0]["sha256"]["scales"]
     (source / MANIFEST_NAME).write_text(text.replace(digest, "0" * 64))
@@ -199,7 +200,7 @@ def test_a_whole_model_through_the_command_line(
     command: Callable[..., subprocess.CompletedProcess[str]],
     tmp_path: Path,
 ) -> None:
-    source = quantized(method="rtn").output
+    source = quantized(method="rtn", **QUICK).output
     done = command("convert", str(source), "--format", "awq", "-o", "awq")
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)
     assert "35 of 35 linears hold the same numbers" in done.stdout
@@ -209,10 +210,22 @@ def test_a_whole_model_through_the_command_line(
         read_quantized(before, module).dequantize(), read_quantized(after, module).dequantize()
     )
     assert verify(tmp_path / "awq").status == PROVEN
-    refused = command("convert", "awq", "--format", "bitsandbytes")
-    assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1 and "--allow-loss" in refused.stderr
-    gguf = command("convert", str(source), "--format", "gguf", "-o", "gguf", "--allow-loss")
-    assert gguf.returncode == 0, gguf.stderr
-    found = open_checkpoint(tmp_path / "gguf")
-    assert read_quantized(found, module).shape == read_quantized(before, module).shape
+
+
+def test_a_whole_model_as_gguf_and_back(
+    quantized: Callable[..., Conversion], tmp_path: Path
+) -> None:
+    """Groups of 64 become two blocks each; what comes back has groups of 32."""
+    options = {"bits": 8, "group_size": 64}
+    source = Checkpoint(quantized(method="rtn", **options, **QUICK).output)
+    module = "model.layers.3.self_attn.q_proj"
+    assert convert(source, "gguf", tmp_path / "gguf").lossless
+    file = open_checkpoint(tmp_path / "gguf")
+    weight = read_quantized(source, module).dequantize()
+    assert torch.equal(read_quantized(file, module).dequantize(), weight)
+    assert verify(tmp_path / "gguf").status == PROVEN
+    back = convert(file, "compressed-tensors", tmp_path / "back")
+    assert back.lossless and back.scheme == "int8 g32 sym"
+    read = read_quantized(Checkpoint(tmp_path / "back"), module)
+    assert torch.equal(read.dequantize(), weight)
+    assert verify(tmp_path / "back").status == PROVEN

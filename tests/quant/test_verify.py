@@ -13,10 +13,12 @@ from llmopt.quant.errors import BadInput
 from llmopt.quant.manifest import MANIFEST_NAME, tensor_bytes
 from llmopt.quant.pipeline import QuantizeResult
 from llmopt.quant.raw.container import read_headers
+from llmopt.quant.raw.gguf import read_gguf_headers
 from llmopt.quant.raw.readers import READERS
 from llmopt.quant.read import quantized_modules, read_quantized
 from llmopt.quant.verify import PROVEN, UNPROVEN, verify
 from llmopt.recipes import MODELS
+from quant_support import QUICK
 from safetensors.torch import load_file, save_file
 
 Quantized = Callable[..., QuantizeResult]
@@ -24,14 +26,23 @@ MODULE = "model.layers.2.mlp.down_proj"
 SHARD = "model-layer-00002.safetensors"
 OPTIONS = [
     {"method": "awq"},
-    {"method": "rtn"},
-    {"method": "rtn", "symmetric": False},
-    {"method": "rtn", "bits": 8, "group_size": -1},
+    {"method": "rtn", **QUICK},
+    {"method": "rtn", "symmetric": False, **QUICK},
+    {"method": "rtn", "bits": 8, "group_size": -1, **QUICK},
+]
+OTHERS = [
+    {"method": "gptq", "format": "gptq", **QUICK},
+    {"method": "fp8", "granularity": "block", **QUICK},
+    {"method": "nf4", **QUICK},
+    {"method": "int8", **QUICK},
+    {"method": "squeezellm", **QUICK},
+    {"method": "rtn", "format": "gguf", "gguf_type": "Q4_K_M", **QUICK},
+    {"method": "rtn", "format": "gguf", "gguf_type": "Q8_0", **QUICK},
 ]
 
 
 def ids(options: dict[str, object]) -> str:
-    return "-".join(str(value) for value in options.values())
+    return "-".join(str(value) for name, value in options.items() if name not in QUICK)
 
 
 @pytest.fixture
@@ -59,6 +70,36 @@ def test_what_we_write_is_proven(quantized: Quantized, options: dict[str, object
     assert report.status == PROVEN
     assert report.num_modules == 35
     assert report.ratio > (1.8 if options.get("bits") == 8 else 3.7)
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=ids)
+def test_what_we_write_in_other_formats_is_proven(
+    quantized: Quantized, options: dict[str, object]
+) -> None:
+    report = verify(quantized(**options).output)
+    assert (report.failures, report.status) == ([], PROVEN)
+    assert report.num_modules == 35
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K_M"])
+def test_a_gguf_file_alone(quantized: Quantized, tmp_path: Path, kind: str) -> None:
+    """Read without a manifest, proven with one, and a scale that is NaN found in it."""
+    output = quantized(method="rtn", format="gguf", gguf_type=kind, **QUICK).output
+    (file,) = output.glob("*.gguf")
+    assert verify(file).status == PROVEN
+    alone = Path(shutil.copy(file, tmp_path / "alone.gguf"))
+    report = verify(alone)
+    assert (report.failures, report.status, report.num_modules) == ([], UNPROVEN, 35)
+    entries, _ = read_gguf_headers(alone)
+    data = bytearray(alone.read_bytes())
+    start = entries["model.layers.2.self_attn.q_proj.gguf_blocks"].start
+    data[start : start + 2] = b"\x00\x7e"
+    alone.write_bytes(data)
+    (failure,) = verify(alone).failures
+    assert failure == "model.layers.2.self_attn.q_proj has block scales that are NaN or infinite"
+    alone.write_bytes(data[:-1000])
+    with pytest.raises(BadInput):
+        verify(alone)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=ids)

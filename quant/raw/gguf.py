@@ -1,0 +1,142 @@
+"""Raw reader of GGUF files, from the description of the container in ggml's `docs/gguf.md`."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from .container import Array, Entries, Entry, Raw
+
+_FORMATS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+# Number, weights and bytes of a block, and where in it float16 scales lie.
+_BLOCKS: dict[int, tuple[str, int, int, tuple[int, ...]]] = {
+    2: ("Q4_0", 32, 18, (0,)),
+    3: ("Q4_1", 32, 20, (0, 2)),
+    6: ("Q5_0", 32, 22, (0,)),
+    7: ("Q5_1", 32, 24, (0, 2)),
+    8: ("Q8_0", 32, 34, (0,)),
+    12: ("Q4_K", 256, 144, (0, 2)),
+    13: ("Q5_K", 256, 176, (0, 2)),
+    14: ("Q6_K", 256, 210, (208,)),
+}
+_BY_NAME = {block[0]: block for block in _BLOCKS.values()}
+_PLAIN = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
+_LINEARS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def read_gguf_headers(path: Path) -> tuple[Entries, dict[str, Any]]:
+    """Linears in blocks as `<module>.gguf_blocks`, and what their reader must know: heads to reorder.
+
+    llama.cpp's `llama` models rotate neighbouring channels of a head, so rows of q and k lie in another
+    order there; other architectures keep Hugging Face's.
+    """
+    with path.open("rb") as file:
+        magic, _, num_tensors, num_keys = struct.unpack("<4sIQQ", file.read(24))
+        if magic != b"GGUF":
+            raise ValueError(f"{path} does not begin with GGUF")
+        keys = {}
+        for _ in range(num_keys):
+            name = _string(file)
+            keys[name] = _value(file, *struct.unpack("<I", file.read(4)))
+        infos = []
+        for _ in range(num_tensors):
+            name = _string(file)
+            (dims,) = struct.unpack("<I", file.read(4))
+            shape = struct.unpack(f"<{dims}Q", file.read(8 * dims))[::-1]
+            infos.append((name, shape, *struct.unpack("<IQ", file.read(12))))
+        alignment = int(keys.get("general.alignment", 32))
+        start = -(-file.tell() // alignment) * alignment
+    entries: Entries = {}
+    for name, shape, number, offset in infos:
+        if number in _BLOCKS:
+            kind, weights, size, _ = _BLOCKS[number]
+        else:
+            kind, size = _PLAIN[number]
+            weights = 1
+        begin = start + offset
+        nbytes = int(np.prod(shape)) // weights * size
+        entries[_entry_name(name, number in _BLOCKS)] = Entry(
+            path, kind, tuple(shape), begin, begin + nbytes
+        )
+    heads = {}
+    if keys.get("general.architecture") == "llama":
+        queries = int(keys["llama.attention.head_count"])
+        heads = {
+            "q_proj": queries,
+            "k_proj": int(keys.get("llama.attention.head_count_kv", queries)),
+        }
+    return entries, {"heads": heads}
+
+
+def _entry_name(name: str, in_blocks: bool) -> str:
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if in_blocks and layer is not None and layer[2] in _LINEARS:
+        return f"model.layers.{layer[1]}.{_LINEARS[layer[2]]}.gguf_blocks"
+    if in_blocks and name == "output.weight":
+        return "lm_head.gguf_blocks"
+    return name
+
+
+def _string(file: BinaryIO) -> str:
+    (length,) = struct.unpack("<Q", file.read(8))
+    return file.read(length).decode()
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == 8:
+        return _string(file)
+    if kind == 9:
+        kind, count = struct.unpack("<IQ", file.read(12))
+        return [_value(file, kind) for _ in range(count)]
+    (value,) = struct.unpack("<" + _FORMATS[kind], file.read(struct.calcsize(_FORMATS[kind])))
+    return value
+
+
+def read_gguf(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+    """Blocks with rows in Hugging Face's order; integer codes too where the block has no more than these."""
+    entry = entries[f"{module}.gguf_blocks"]
+    kind, _, size, offsets = _BY_NAME[entry.dtype]
+    with entry.path.open("rb") as file:
+        file.seek(entry.start)
+        data = np.frombuffer(file.read(entry.nbytes), dtype=np.uint8).reshape(entry.shape[0], -1)
+    heads = config["heads"].get(module.rpartition(".")[2])
+    if heads:
+        pairs = data.reshape(heads, -1, 2, data.shape[1])
+        data = np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(data.shape)
+    blocks = data.reshape(-1, size)
+    scales = np.concatenate([blocks[:, at : at + 2] for at in offsets], axis=1)
+    numbers = np.ascontiguousarray(scales).view("<f2").astype(np.float32)
+    parts: dict[str, Array] = {"data": data}
+    shape = (entry.shape[0], entry.shape[1])
+    codes: Array | None = None
+    if kind == "Q8_0":
+        codes = blocks[:, 2:] ^ np.uint8(128)
+    elif kind == "Q4_0":
+        codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
+    if codes is not None:
+        parts["codes"] = codes.reshape(shape)
+    return Raw(parts, {"block scales": numbers}, shape)
