@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import BadInput
@@ -131,7 +132,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "model_type": name,
         "hidden_act": "silu",
         **{theirs: int(key(ours)) for theirs, ours in _SHAPE_KEYS.items()},
-        "rms_norm_eps": float(key("attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": _shortest(key("attention.layer_norm_rms_epsilon")),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -153,11 +154,11 @@ def _rope_parameters(file: GgufFile, name: str, config: dict[str, Any]) -> dict[
     keys = file.metadata
     parameters: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": float(keys.get(f"{name}.rope.freq_base", 10000.0)),
+        "rope_theta": _shortest(keys.get(f"{name}.rope.freq_base", 10000.0)),
     }
     kind = keys.get(f"{name}.rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
-        parameters |= {"rope_type": kind, "factor": float(keys[f"{name}.rope.scaling.factor"])}
+        parameters |= {"rope_type": kind, "factor": _shortest(keys[f"{name}.rope.scaling.factor"])}
         original = keys.get(f"{name}.rope.scaling.original_context_length")
         if original is not None:
             parameters["original_max_position_embeddings"] = int(original)
@@ -173,6 +174,11 @@ def _rope_parameters(file: GgufFile, name: str, config: dict[str, Any]) -> dict[
             )
         parameters |= guess
     return parameters
+
+
+def _shortest(value: float) -> float:
+    """The shortest number that is stored as this float32: 1e-06, and not 9.999999974752427e-07."""
+    return float(str(np.float32(value)))
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

@@ -64,7 +64,7 @@ def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
         for left, right in merges:
             rank.setdefault(left + right, len(rank))
         keys["tokenizer.ggml.scores"] = [
-            -float(rank.get(texts.get(i, ""), 0)) for i in range(vocab_size)
+            float(-rank.get(texts.get(i, ""), 0)) for i in range(vocab_size)
         ]
         keys["tokenizer.ggml.add_space_prefix"] = _adds_a_space(content)
         if unknown is not None:

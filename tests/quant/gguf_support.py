@@ -34,7 +34,7 @@ RANDOM_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
     "llama-bias": {"model_type": "llama", "attention_bias": True, "rope_parameters": ROPE_LLAMA3},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 32},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 128},
 }
 # How Llama 3 and Qwen2 split text, as their tokenizer.json say it.
 SPLITS = {

@@ -71,7 +71,9 @@ def test_golden_bytes_of_a_block():
     data = quantize_blocks(block, "Q8_0")[0]
     assert data[:2].view(torch.float16).item() == pytest.approx(16 / 7 / 127, rel=1e-3)
     assert data[2:].view(torch.int8).tolist()[:4] == [-127, -119, -111, -103]
-    digests = {t: hashlib.sha256(quantize_blocks(block, t).numpy()).hexdigest() for t in SIMPLE}
+    digests = {
+        t: hashlib.sha256(quantize_blocks(block, t).numpy().tobytes()).hexdigest() for t in SIMPLE
+    }
     assert digests == DIGESTS
 
 
