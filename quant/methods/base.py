@@ -15,6 +15,7 @@ from ..tensors.base import QuantizedTensor
 
 _GRAM_ROWS = 512  # of a symmetric matrix computed at a time, the mirrored half left out
 _ERROR_COLUMNS, _ERROR_ROWS = 256, 1024  # keeps what a product needs in the cache
+_REPORTED_ROWS = 1024
 
 
 class InputStatistics:
@@ -64,6 +65,16 @@ class InputStatistics:
         """`|X(W - W')ᵀ|² / |XWᵀ|²` of the weight `effective` used in place of `weight`, both `[out, in]`."""
         energy = float(self.row_errors(weight).sum())
         return relative(float(self.row_errors(weight - effective).sum()), energy)
+
+    def sampled_errors(self, weight: torch.Tensor, *effective: torch.Tensor) -> list[float]:
+        """`relative_error` of each `effective` on up to 1024 output channels, evenly spaced.
+
+        On wide layers the exact numbers would cost more than choosing the codes does.
+        """
+        rows = slice(None, None, -(-weight.shape[0] // _REPORTED_ROWS))
+        energy = float(self.row_errors(weight[rows]).sum())
+        deltas = (weight[rows] - other[rows] for other in effective)
+        return [relative(float(self.row_errors(delta).sum()), energy) for delta in deltas]
 
 
 def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -122,7 +133,9 @@ class ModuleReport:
     """What was done to one linear, and what it cost.
 
     Attributes:
-        error: relative output error on the calibration tokens, squared norm over squared norm.
+        error: relative output error on the calibration tokens, squared norm over squared norm; of a
+            linear with more than 1024 output channels, on at least 512 evenly spaced ones, unless the
+            method computed it on all of them anyway.
         rtn_error: the same for plain rounding to the same scheme.
         held_out_error, rtn_held_out_error: both on tokens that no method saw; None: none were given.
         num_tokens: calibration tokens that reached the linear.
@@ -209,27 +222,22 @@ class LayerProblem:
         Args:
             effective: what the weight became, in the terms of the unscaled layer.
             rounded: what plain rounding would have made of it.
-            error, rtn_error: relative errors of the two, where they are known already.
+            error, rtn_error: relative errors of the two, where both are known already.
         """
-        same = rounded is effective
-        if error is None:
-            error = self.error(linear, effective)
-        if rtn_error is None:
-            rtn_error = error if same else self.error(linear, rounded)
-        held_out_error = rtn_held_out_error = None
+        both = (effective,) if rounded is effective else (effective, rounded)
+        weight = self.weights[linear]
+        if error is None or rtn_error is None:
+            seen = self.statistics[linear].sampled_errors(weight, *both)
+            error, rtn_error = seen[0], seen[-1]
+        unseen: list[float | None] = [None]
         if linear in self.held_out:
-            weight, unseen = self.weights[linear], self.held_out[linear]
-            energy = float(unseen.row_errors(weight).sum())
-            lost = float(unseen.row_errors(weight - effective).sum())
-            rtn_lost = lost if same else float(unseen.row_errors(weight - rounded).sum())
-            held_out_error = relative(lost, energy)
-            rtn_held_out_error = relative(rtn_lost, energy)
+            unseen = [*self.held_out[linear].sampled_errors(weight, *both)]
         return ModuleReport(
             module=f"{self.prefix}.{linear}",
             error=error,
             rtn_error=rtn_error,
-            held_out_error=held_out_error,
-            rtn_held_out_error=rtn_held_out_error,
+            held_out_error=unseen[0],
+            rtn_held_out_error=unseen[-1],
             num_tokens=self.statistics[linear].num_tokens,
             ratio=ratio,
             clipped=clipped,

@@ -75,6 +75,20 @@ def test_error_from_the_gram_matrix_is_the_error_of_the_outputs() -> None:
     assert torch.allclose(record.mean_abs, inputs.abs().mean(dim=0), rtol=1e-5)
 
 
+def test_reported_errors_of_wide_linears_are_sampled_evenly() -> None:
+    record = InputStatistics(16)
+    record.add(torch.randn(300, 16))
+    for out_features, tolerance in ((1024, 1e-9), (5000, 0.1)):
+        weight = torch.randn(out_features, 16)
+        weight[: out_features // 2] *= 3
+        other = weight + 0.1 * torch.randn(out_features, 16)
+        exact = record.relative_error(weight, other)
+        assert record.sampled_errors(weight, other, weight) == [
+            pytest.approx(exact, rel=tolerance),
+            0,
+        ]
+
+
 @pytest.mark.parametrize("kv_features", [HIDDEN, HIDDEN // 2])
 @pytest.mark.parametrize(
     "scheme", [SCHEME, IntScheme(4, -1, True), IntScheme(8, 32, True)], ids=lambda s: s.label
