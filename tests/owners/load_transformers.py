@@ -1,0 +1,25 @@
+"""transformers with whatever reader a format needs. See `protocol`; option: `dequantize`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import torch
+import transformers
+from protocol import Answer, Task, answer_of, serve
+
+READERS = ("compressed-tensors", "bitsandbytes", "accelerate")
+
+
+def load_and_answer(task: Task) -> Answer:
+    options = {"dtype": getattr(torch, task["dtype"]), "device_map": "cpu"}
+    if task.get("dequantize"):
+        options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(task["folder"], **options).eval()
+    found = [f"transformers {transformers.__version__}"]
+    found += [f"{name} {importlib.metadata.version(name)}" for name in READERS]
+    return answer_of(model, task) | {"loader": f"{', '.join(found)}, {task['dtype']}"}
+
+
+if __name__ == "__main__":
+    serve(load_and_answer)

