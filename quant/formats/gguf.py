@@ -24,8 +24,8 @@ class GgufFormat:
     """ggml blocks, and integer weights that are the same numbers (`gguf.integer`)."""
 
     name = "gguf"
-    markers = (BLOCKS_SUFFIX,)
-    suffixes = (BLOCKS_SUFFIX,)
+    markers: tuple[str, ...] = (BLOCKS_SUFFIX,)
+    suffixes: tuple[str, ...] = (BLOCKS_SUFFIX,)
 
     def check_scheme(self, scheme: Scheme) -> None:
         if block_type_of(scheme) is None:
