@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..scheme import CodebookScheme
 from ..tensors.codebook import NESTED_BLOCK, CodebookTensor, codebook
 
-_PIECE = 2**20
+_PIECE = 2**18
 
 
 def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookTensor:
@@ -57,7 +57,7 @@ def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Codes (uint8) of the nearest table values; of two equally near, the lower code; 0 for NaN."""
     ordered, codes = table.sort(stable=True)
     first = torch.cat([torch.ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
-    ordered, codes = ordered[first], codes[first]  # fp4 has two zeros
+    ordered, codes = ordered[first], codes[first].to(torch.uint8)  # fp4 has two zeros
     chosen = torch.empty(values.numel(), dtype=torch.uint8)
     # In pieces, because the indices between take several times the memory of the values.
     for piece, out in zip(values.flatten().split(_PIECE), chosen.split(_PIECE), strict=True):

@@ -9,6 +9,7 @@ from ..scheme import LookupScheme
 from ..tensors.lookup import LookupTensor
 
 _ROWS = 256  # that many at a time, because indices take twice the memory of the weights
+_PIECE = 2**18
 
 
 def round_to_uniform_tables(
@@ -29,12 +30,21 @@ def round_to_uniform_tables(
 def largest_weights(scores: torch.Tensor, fraction: float) -> torch.Tensor:
     """A mask `[out, in]` of that share of the largest magnitudes; of equal ones, the first."""
     count = round(fraction * scores.numel())
-    magnitudes = scores.abs().flatten()
+    mask = torch.zeros(scores.numel(), dtype=torch.bool)
     if not count:
-        return torch.zeros_like(scores, dtype=torch.bool)
-    least = magnitudes.topk(count, sorted=False).values.min()
-    mask = magnitudes > least
-    mask[(magnitudes == least).nonzero()[: count - int(mask.sum()), 0]] = True
+        return mask.view(scores.shape)
+    pieces, largest = scores.flatten().split(_PIECE), torch.empty(0)
+    for piece in pieces:
+        largest = torch.cat([largest, piece.abs()])
+        largest = largest.topk(min(count, largest.numel()), sorted=False).values
+    least = largest.min()
+    equal = count - int((largest > least).sum())
+    for piece, chosen in zip(pieces, mask.split(_PIECE), strict=True):
+        magnitudes = piece.abs()
+        chosen.copy_(magnitudes > least)
+        first = (magnitudes == least).nonzero()[:equal, 0]
+        chosen[first] = True
+        equal -= first.numel()
     return mask.view(scores.shape)
 
 

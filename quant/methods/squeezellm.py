@@ -31,7 +31,7 @@ from .rounding import module_name, require_finite
 DEFAULT_SPARSE_FRACTION = 0.0045
 _SENSITIVE_SHARE = 1 / 9
 _FLOOR = 0.01  # of the mean: channels that calibration never saw still count a little
-_ROWS = 256  # that many at a time, because the running sums are float64
+_PIECE = 2**18  # weights at a time, because the running sums are float64
 
 
 class SqueezeLlm:
@@ -83,8 +83,7 @@ def fit_lookup(
     table = _tables(weight, sensitivity, kept, uniform_tables(weight, kept, scheme))
     if scheme.sparse_fraction:
         first = assign(weight, table, kept, scheme, name=name).dequantize()
-        costs = (weight - first).square() * sensitivity
-        costs[kept] = 0
+        costs = first.sub_(weight).square_().mul_(sensitivity).masked_fill_(kept, 0.0)
         missing = int(plain_kept.sum()) - int(kept.sum())
         kept = kept | largest_weights(costs, missing / weight.numel())
         table = _tables(weight, sensitivity, kept, table)
@@ -114,8 +113,9 @@ def _tables(
 ) -> torch.Tensor:
     """Tables `[out, 2**bits]` of all rows, fitted to the weights that are not `kept`."""
     table = torch.empty_like(start)
-    for begin in range(0, weight.shape[0], _ROWS):
-        rows = slice(begin, begin + _ROWS)
+    num_rows = max(1, _PIECE // weight.shape[1])
+    for begin in range(0, weight.shape[0], num_rows):
+        rows = slice(begin, begin + num_rows)
         importance = sensitivity.expand_as(weight[rows]).masked_fill(kept[rows], 0.0)
         table[rows] = fit_tables(sort_rows(weight[rows], importance), start[rows])
     return table

@@ -74,9 +74,14 @@ class CodebookTensor(QuantizedTensor):
         return values * outer + self.nested_offset
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        values = codebook(self.scheme.kind).to(self.codes.device)[self.codes.long()].flatten()
-        magnitudes = self.magnitudes().repeat_interleave(self.scheme.block_size)[: values.numel()]
-        return (values * magnitudes).view(self.shape).to(dtype)
+        table = codebook(self.scheme.kind).to(self.codes.device)
+        values = table.index_select(0, self.codes.flatten().to(torch.int32))
+        magnitudes, size = self.magnitudes(), self.scheme.block_size
+        whole = values.numel() // size
+        values[: whole * size].view(whole, size).mul_(magnitudes[:whole].unsqueeze(1))
+        if whole < magnitudes.numel():
+            values[whole * size :].mul_(magnitudes[-1])
+        return values.view(self.shape).to(dtype)
 
     def rows(self, rows: slice) -> CodebookTensor:
         start, stop, _ = rows.indices(self.out_features)

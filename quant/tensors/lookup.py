@@ -9,6 +9,8 @@ import torch
 from ..scheme import LookupScheme
 from .base import QuantizedTensor
 
+_ROWS = 256  # that many at a time, because 64-bit indices take twice the memory of the weights
+
 
 @dataclass(frozen=True, slots=True)
 class LookupTensor(QuantizedTensor):
@@ -35,7 +37,11 @@ class LookupTensor(QuantizedTensor):
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        weight = self.table.to(torch.float32).gather(1, self.codes.long())
+        table = self.table.to(torch.float32)
+        weight = torch.empty(self.shape, device=table.device)
+        for begin in range(0, self.out_features, _ROWS):
+            rows = slice(begin, begin + _ROWS)
+            torch.gather(table[rows], 1, self.codes[rows].long(), out=weight[rows])
         if self.sparse_rows is not None:
             assert self.sparse_columns is not None and self.sparse_values is not None
             counts = self.sparse_rows.diff().long()
