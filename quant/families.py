@@ -24,7 +24,7 @@ class Fold:
     Attributes:
         source: a norm, or a linear whose rows feed the targets channel by channel.
         targets: everything that reads this input: linears, and routers.
-        rows: first and last-but-one row of a fused source that feed the targets; None: all of them.
+        rows: the rows `[start, stop)` of a fused source that feed the targets; None: all of them.
         norm_offset: what is added to the norm's weight before it multiplies; 1 in Gemma.
     """
 

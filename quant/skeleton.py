@@ -79,12 +79,15 @@ class Skeleton:
         Raises:
             BadInput: they are not those of this architecture.
         """
-        state = {
-            self._by_layer[index].get(disk, disk): tensor.to(torch.float32)
-            for disk, tensor in tensors.items()
-            if not any(pattern.search(disk) for pattern in self._ignored)
-        }
-        self._load(self.layers[index], state, f"{self.disk_prefix}.{index}")
+        prefix, layer = f"{self.disk_prefix}.{index}", self.layers[index]
+        held = layer.state_dict().keys()
+        state = {}
+        for disk, tensor in tensors.items():
+            name = self._by_layer[index].get(disk, disk)
+            ignored = any(pattern.search(f"{prefix}.{disk}") for pattern in self._ignored)
+            if name in held or not ignored:
+                state[name] = tensor.to(torch.float32)
+        self._load(layer, state, prefix)
 
     def _load(self, module: nn.Module, state: dict[str, torch.Tensor], what: str) -> None:
         try:
@@ -123,6 +126,11 @@ class Skeleton:
             if name not in disk_names:
                 raise BadInput(f"{self.checkpoint.folder} has no tensor '{start}{name}'")
             tensor = self.checkpoint.tensor(disk_names[name])
+            if tensor.shape != whole[name].shape:
+                raise BadInput(
+                    f"{self.checkpoint.folder}: {disk_names[name]} has shape {list(tensor.shape)}, "
+                    f"but its config says {list(whole[name].shape)}"
+                )
             state[name] = (tensor[tokens] if name == table_name else tensor).to(torch.float32)
         table = state.pop(table_name)
         full, embedding.padding_idx = embedding.weight, None

@@ -286,3 +286,26 @@ def test_names_without_the_prefix_of_the_model_are_found(tmp_path: Path) -> None
     with torch.no_grad():
         expected = model(ids, output_hidden_states=True).hidden_states[1]
     assert (hidden - expected).abs().max() < 1e-5
+
+
+def test_buffers_of_old_checkpoints_are_no_surplus(tmp_path: Path) -> None:
+    save_model("gpt_neox", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint(tmp_path)
+    stream = LayerStream(checkpoint, architecture_of(checkpoint))
+    tensors = stream.tensors(0)
+    stream.load(0, tensors)
+    name = "attention.dense"
+    assert torch.equal(stream.weights(0, [name])[name], tensors[f"{name}.weight"])
+
+
+def test_an_embedding_of_another_size_is_named(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"vocab_size": 96', '"vocab_size": 95'))
+    checkpoint = Checkpoint(tmp_path)
+    stream = LayerStream(checkpoint, architecture_of(checkpoint))
+    with pytest.raises(BadInput, match=r"embed_tokens\.weight has shape \[96, 32\].*\[95, 32\]"):
+        stream.prepare(token_ids())
