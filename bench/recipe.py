@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..quant.errors import BadInput
 from ..recipes import DEFAULT_MODEL, ROOT
 from .compare import QualityGate, parse_share
 from .options import BenchOptions, checked
 from .recipe_lines import line_of
+from .sweep_loads import parse_loads
 
 BASE_NAME = "original"
 
@@ -70,8 +71,27 @@ class CompareStep(_Strict):
         return QualityGate(share(self.max_ppl_increase), self.max_kl, share(self.min_top1))
 
 
+class CapacityStep(_Strict):
+    """How many users one model serves here: a sweep, beside what the planner says of this machine.
+
+    Attributes:
+        loads: numbers of users such as `1,2,4,8`, or `auto`.
+        context: tokens that a sequence may grow to; by default the model's own limit.
+    """
+
+    loads: str = "auto"
+    context: Annotated[int, Field(ge=2)] | None = None
+
+    @field_validator("loads")
+    @classmethod
+    def _known(cls, text: str) -> str:
+        parse_loads(text, "concurrency")
+        return text
+
+
 class Recipe(_Strict):
-    """Quantize a model in one or several ways, verify each, bench them beside it, compare, report.
+    """Quantize a model in one or several ways, verify each, bench them beside it, compare, report; or
+    find the `capacity` of one model.
 
     `interleave` loads all of them at once and lets their passes take turns, so that a machine that
     changes its mind meanwhile hits all alike; without it they run one after another. `num_threads`
@@ -84,13 +104,14 @@ class Recipe(_Strict):
     interleave: bool = False
     num_threads: Annotated[int, Field(ge=1)] | None = None
     bench: BenchOptions = BenchOptions()
-    variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
+    variants: tuple[Variant, ...] = ()
+    capacity: CapacityStep | None = None
     compare: CompareStep = CompareStep()
 
     @field_validator("bench")
     @classmethod
     def _own_keys(cls, options: BenchOptions) -> BenchOptions:
-        for key in ("model", "name", "reference", "num_threads"):
+        for key in ("model", "name", "reference", "num_threads", "base_url", "serve"):
             if key in options.model_fields_set:
                 raise ValueError(f"{key!r} is set by the recipe itself")
         return options
@@ -102,6 +123,12 @@ class Recipe(_Strict):
         if len(set(names)) < len(names):
             raise ValueError(f"two variants have the same name among {', '.join(names)}")
         return variants
+
+    @model_validator(mode="after")
+    def _one_purpose(self) -> Self:
+        if bool(self.variants) == (self.capacity is not None):
+            raise ValueError("give variants to compare, or a capacity to find")
+        return self
 
 
 def read_recipe(name: str) -> Recipe:
@@ -146,6 +173,14 @@ def read_recipe(name: str) -> Recipe:
 def steps_of(recipe: Recipe) -> list[str]:
     """What carrying out the recipe would do, a line a step, in order. Nothing is loaded."""
     model = recipe.model or DEFAULT_MODEL
+    if recipe.capacity is not None:
+        return [
+            f"bench {model} with 1 user: the roofs of this machine and the shares of them that it reaches",
+            f"plan {model} with those roofs",
+            f"bench {model} with {recipe.capacity.loads} users: {recipe.bench.dataset}, "
+            f"{recipe.bench.num_prompts} prompts at each load",
+            "write report.html: the plan beside the measured knee",
+        ]
     found = []
     for one in recipe.variants:
         step = one.quantize

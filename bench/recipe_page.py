@@ -106,7 +106,7 @@ def quality_key(one: VariantRun) -> float:
     scored = one.data.result["llmopt"]["quality"]
     if scored and scored["kl_nats"] is not None:
         return scored["kl_nats"]
-    return one.quantized.manifest["summary"]["error"]
+    return one.manifest["summary"]["error"]
 
 
 def gate_sentence(run: RecipeRun) -> str:
@@ -156,7 +156,7 @@ def quantization_table(variants: Sequence[VariantRun]) -> Table:
     """How each checkpoint was made, its layer error, and the proof."""
     rows = []
     for one in variants:
-        manifest = one.quantized.manifest
+        manifest = one.manifest
         summary = manifest["summary"]
         rows.append(
             [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..quant.pipeline import QuantizeResult
 from ..quant.verify import VerifyReport
 from .compare import Comparison, Outcome, RunData
 from .recipe import BASE_NAME, Recipe, Variant
@@ -15,10 +14,10 @@ from .recipe import BASE_NAME, Recipe, Variant
 
 @dataclass(frozen=True, slots=True)
 class VariantRun:
-    """What became of one variant."""
+    """What became of one variant; `manifest` is its checkpoint's."""
 
     variant: Variant
-    quantized: QuantizeResult
+    manifest: Mapping[str, Any]
     verified: VerifyReport
     data: RunData
     comparison: Comparison

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ..quant.errors import BadInput
 from ..quant.progress import Progress
@@ -17,9 +17,9 @@ from .options import BenchOptions
 from .session import BenchSession
 from .statistics import run_cv
 from .steady import steady_state
+from .sweep_loads import Kind
 from .trace import LoadPass
 
-Kind = Literal["concurrency", "rate"]
 SCHEMA_VERSION = 1
 METRICS = ("ttft", "tpot", "itl", "e2el", "e2el_including_client_queue")
 # An automatic sweep doubles the load until that brings less than this more throughput.
@@ -279,22 +279,3 @@ def double_until_flat(
             return
         best = max(best, throughput)
         value = min(value * 2, most)
-
-
-def parse_loads(text: str, kind: Kind) -> list[float] | None:
-    """`1,2,4` as numbers, ascending; None for `auto`.
-
-    Raises:
-        BadInput: neither.
-    """
-    if text.strip() == "auto":
-        return None
-    flag = f"--sweep-{kind}"
-    try:
-        values = sorted({float(word) for word in text.split(",")})
-    except ValueError as error:
-        raise BadInput(f"{flag} {text!r}: write auto, or numbers such as 1,2,4") from error
-    for value in values:
-        if not 0 < value < math.inf or (kind == "concurrency" and value != int(value)):
-            raise BadInput(f"{flag} {text!r}: {value:g} is no {kind} to measure at")
-    return values

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
+from ..quant.checkpoint import read_json
 from ..quant.errors import BadInput
+from ..quant.manifest import MANIFEST_NAME
 from ..quant.models import resolve_model
-from ..quant.pipeline import QuantizeResult, quantize
+from ..quant.pipeline import quantize
 from ..quant.plan import QuantizeRequest
 from ..quant.progress import Progress, Silent
-from ..quant.verify import VerifyReport, verify
+from ..quant.verify import verify
 from ..recipes import DEFAULT_MODEL
 from .compare import Comparison, RunData, compare
 from .recipe import BASE_NAME, Recipe, Variant
@@ -21,10 +23,11 @@ from .recipe_run import RecipeRun, VariantRun
 from .result import BenchRun, to_json
 from .run_folder import write_whole
 from .session import run_bench, run_interleaved, write_run
+from .stages import Stages
 
 
-def run_recipe(recipe: Recipe, folder: Path, progress: Progress | None = None) -> RecipeRun:
-    """Carry out `recipe` inside `folder`, which is made.
+def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
+    """Carry out a recipe with variants in its folder, but for the stages that are finished there.
 
     Each part is written whole when it is finished, so an interrupt leaves what was done.
 
@@ -33,27 +36,29 @@ def run_recipe(recipe: Recipe, folder: Path, progress: Progress | None = None) -
         KeyboardInterrupt: it was interrupted.
     """
     progress = progress or Silent()
+    recipe, folder = stages.recipe, stages.folder
     model = recipe.model or DEFAULT_MODEL
     resolve_model(model)
-    folder.mkdir(parents=True)
     if recipe.num_threads is not None:
         torch.set_num_threads(recipe.num_threads)
-    made: list[tuple[QuantizeResult, VerifyReport]] = []
+    names, proofs = {BASE_NAME: model}, []
     for variant in recipe.variants:
-        progress.note(f"quantize: {variant.name}")
-        quantized = make_checkpoint(
-            recipe, variant, folder / "checkpoints" / variant.name, progress
-        )
-        verified = verify(quantized.output, progress)
+        output = folder / "checkpoints" / variant.name
+        # A checkpoint is published whole, so one that is there is finished, noted or not.
+        if not (output / MANIFEST_NAME).is_file():
+            progress.note(f"quantize: {variant.name}")
+            make_checkpoint(recipe, variant, output, progress)
+            stages.finish(f"quantize {variant.name}")
+        # Proven anew by a run that goes on: what lies there is what is measured.
+        verified = verify(output, progress)
         progress.note(f"verify {variant.name}: {verified.status}")
-        made.append((quantized, verified))
-    names = {BASE_NAME: model}
-    names |= {v.name: str(q.output) for v, (q, _) in zip(recipe.variants, made, strict=True)}
+        proofs.append((read_json(output / MANIFEST_NAME), verified))
+        names[variant.name] = str(output)
     progress.note(f"bench {', '.join(names)}")
-    base, *others = measure(recipe, names, folder, progress)
+    base, *others = measure(stages, names, progress)
     variants = tuple(
-        VariantRun(variant, quantized, verified, data, judge(recipe, base, data))
-        for variant, (quantized, verified), data in zip(recipe.variants, made, others, strict=True)
+        VariantRun(variant, manifest, verified, data, judge(recipe, base, data))
+        for variant, (manifest, verified), data in zip(recipe.variants, proofs, others, strict=True)
     )
     run = RecipeRun(recipe, folder, base, variants)
     write_whole(folder / "result.json", to_json(run.record()))
@@ -66,11 +71,10 @@ def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
     return compare(base, new, threshold=recipe.compare.share, gate=recipe.compare.quality_gate)
 
 
-def measure(
-    recipe: Recipe, models: Mapping[str, str], folder: Path, progress: Progress
-) -> list[RunData]:
+def measure(stages: Stages, models: Mapping[str, str], progress: Progress) -> list[RunData]:
     """Bench every model of {name: model} under the recipe's load, the first being the reference, into
-    `folder/name`."""
+    `folder/name`, but for what is finished. Models that take turns are one stage."""
+    recipe = stages.recipe
     reference = next(iter(models.values()))
     options = [
         recipe.bench.model_copy(
@@ -84,24 +88,28 @@ def measure(
         for name, model in models.items()
     ]
     if recipe.interleave:
-        return keep(run_interleaved(options, progress), folder)
-    return [data for one in options for data in keep([run_bench(one, progress)], folder)]
+        if not stages.is_done("bench in turns"):
+            keep(run_interleaved(options, progress), stages)
+            stages.finish("bench in turns")
+    else:
+        for name, one in zip(models, options, strict=True):
+            if not stages.is_done(f"bench {name}"):
+                keep([run_bench(one, progress)], stages)
+                stages.finish(f"bench {name}")
+    return [RunData.read(stages.folder / name) for name in models]
 
 
-def keep(runs: Sequence[BenchRun], folder: Path) -> list[RunData]:
+def keep(runs: Sequence[BenchRun], stages: Stages) -> None:
     """Write every run's folder, named like the run. Interrupted ones are written too, if a request
     finished, and then end the recipe."""
     for run in runs:
         if any(one.traces for one in run.passes):
-            write_run(run, folder / run.result["llmopt"]["name"])
+            write_run(run, stages.clear(run.result["llmopt"]["name"]))
     if any(run.interrupted for run in runs):
         raise KeyboardInterrupt
-    return [RunData.of_run(run) for run in runs]
 
 
-def make_checkpoint(
-    recipe: Recipe, variant: Variant, output: Path, progress: Progress
-) -> QuantizeResult:
+def make_checkpoint(recipe: Recipe, variant: Variant, output: Path, progress: Progress) -> None:
     """Quantize the recipe's model as `variant` says."""
     output.parent.mkdir(exist_ok=True)
     step = variant.quantize.model_dump()
@@ -112,6 +120,6 @@ def make_checkpoint(
         **step,
     )
     try:
-        return quantize(request, progress)
+        quantize(request, progress)
     except BadInput as error:
         raise BadInput(f"variant {variant.name}: {error}") from error

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..bench.recipe import Recipe
+    from ..bench.stages import Stages
+    from ..quant.progress import Progress
 
 
 def run(
     recipe: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="A YAML file, or a bundled recipe: quickstart, method-shootout or ci-regression."
+            help="A YAML file, or a bundled recipe: quickstart, method-shootout, ci-regression or capacity."
         ),
-    ],
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with the recipe in this run folder, from the first open stage."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print its steps; do nothing.")
     ] = False,
@@ -24,9 +37,9 @@ def run(
     ] = False,
 ) -> None:
     """Carry out a recipe: bench, quantize, verify, bench again, compare, report."""
-    from ..bench.recipe import read_recipe, steps_of
+    from ..bench.recipe import steps_of
 
-    steps = read_recipe(recipe)
+    stages, steps = _wanted(recipe, resume)
     if dry_run:
         from .output import emit_json, result_console
 
@@ -36,41 +49,100 @@ def run(
             result_console(as_json).print(f"{number}. {line}", markup=False, soft_wrap=True)
         return
 
-    from rich import box
-    from rich.table import Table
-
-    from ..bench.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
     from ..bench.run_folder import stamped
-    from ..bench.workflow import run_recipe
+    from ..bench.stages import Stages
     from .output import TerminalProgress, emit_json, people, result_console
 
-    folder = stamped(result_dir, steps.name)
+    stages = stages or Stages.begin(stamped(result_dir, steps.name), steps)
     progress = TerminalProgress()
     try:
-        done = run_recipe(steps, folder, progress)
+        done = _carry_out(stages, progress)
     except KeyboardInterrupt:
         progress.finish()
-        people.print(f"interrupted: what finished is in {folder}", markup=False, soft_wrap=True)
+        people.print(
+            f"interrupted: go on with `llmopt run --resume {stages.folder}`",
+            markup=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(130) from None
     finally:
         progress.finish()
     if as_json:
-        emit_json({"folder": str(folder), **done.record()})
+        emit_json({"folder": str(stages.folder), **done.record})
     out = result_console(as_json)
-    table = Table(title=steps.name, title_justify="left", box=box.SIMPLE, padding=0)
+    out.print(done.table)
+    for line in done.lines:
+        out.print(line, markup=False)
+    out.print(f"Report: {stages.folder / 'report.html'}", markup=False, soft_wrap=True)
+    if done.record["exit_code"]:
+        raise typer.Exit(done.record["exit_code"])
+
+
+def _wanted(recipe: str | None, resume: Path | None) -> tuple[Stages | None, Recipe]:
+    """(the journal to go on with, the recipe)."""
+    from ..bench.recipe import read_recipe
+    from ..bench.stages import Stages
+    from ..quant.errors import BadInput
+
+    if recipe is not None and resume is None:
+        return None, read_recipe(recipe)
+    if resume is not None and recipe is None:
+        stages = Stages.resume(resume)
+        return stages, stages.recipe
+    raise BadInput("give a recipe to begin, or --resume FOLDER to go on with one")
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What a finished recipe has to say on a terminal."""
+
+    record: Mapping[str, Any]
+    table: Table
+    lines: tuple[str, ...]
+
+
+def _carry_out(stages: Stages, progress: Progress) -> _Done:
+    if stages.recipe.capacity is not None:
+        return _capacity(stages, progress)
+    from ..bench.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
+    from ..bench.workflow import run_recipe
+
+    run = run_recipe(stages, progress)
     # The report has all columns; a terminal of 80 has room for these.
     shown = [number for number, heading in enumerate(HEADER) if heading != "TTFT"]
-    for number in shown:
+    rows = [[row[number] for number in shown] for row in verdict_rows(run)]
+    verdict = recipe_verdict(run)
+    return _Done(
+        run.record(),
+        _table(stages.recipe.name, [HEADER[number] for number in shown], rows),
+        (f"{verdict.headline} {verdict.sentence}", gate_sentence(run)),
+    )
+
+
+def _capacity(stages: Stages, progress: Progress) -> _Done:
+    from ..bench.capacity import run_capacity
+    from ..bench.capacity_page import capacity_table, capacity_verdict, write_capacity_report
+
+    run = run_capacity(stages, progress)
+    write_capacity_report(run)
+    table, verdict = capacity_table(run), capacity_verdict(run)
+    return _Done(
+        run.record,
+        _table(stages.recipe.name, table.header, table.rows),
+        (f"{verdict.headline} {verdict.sentence}",),
+    )
+
+
+def _table(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=name, title_justify="left", box=box.SIMPLE, padding=0)
+    for number, heading in enumerate(header):
         if number == 0:
-            table.add_column(HEADER[number], min_width=8, overflow="fold")
+            table.add_column(heading, min_width=8, overflow="fold")
         else:
-            table.add_column(HEADER[number], justify="right", no_wrap=True)
-    for row in verdict_rows(done):
-        table.add_row(*(row[number] for number in shown))
-    out.print(table)
-    verdict = recipe_verdict(done)
-    out.print(f"{verdict.headline} {verdict.sentence}", markup=False)
-    out.print(gate_sentence(done), markup=False)
-    out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
-    if done.exit_code:
-        raise typer.Exit(done.exit_code)
+            table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

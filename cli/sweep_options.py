@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from ..bench.options import BenchOptions
-    from ..bench.sweep import Kind
+    from ..bench.sweep_loads import Kind
 
 SWEEP = "Sweep"
 
@@ -56,7 +56,8 @@ def run_several(
     from ..bench.metrics import parse_goodput
     from ..bench.served import served
     from ..bench.slo import search_slo
-    from ..bench.sweep import Rig, parse_loads, sweep_loads
+    from ..bench.sweep import Rig, sweep_loads
+    from ..bench.sweep_loads import parse_loads
     from ..bench.sweep_page import points_table, sweep_verdict, write_sweep
     from ..quant.errors import BadInput
     from .output import TerminalProgress, emit_json, people, result_console

@@ -15,9 +15,9 @@ from llmopt.bench.sweep import (
     double_until_flat,
     find_knee,
     good_share,
-    parse_loads,
     sweep_loads,
 )
+from llmopt.bench.sweep_loads import parse_loads
 from llmopt.bench.sweep_page import sweep_page
 from llmopt.bench.trace import LoadPass, RequestTrace
 from llmopt.cli.main import main
