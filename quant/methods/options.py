@@ -9,6 +9,7 @@ from ..errors import BadInput
 from .base import SchemeOptions
 
 _SHARED = ("act_order",)  # GPTQ's, and always filled in
+_COMMAND_LINE = {"sparse_fraction": "sparse"}  # where the option has another name than the field
 
 
 def choose_bits(method: str, asked: int | None, widths: Sequence[int], default: int) -> int:
@@ -38,4 +39,5 @@ def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:
             if not value:
                 raise BadInput(f"--asymmetric: method {method} has no zero codes")
             continue
-        raise BadInput(f"--{name.replace('_', '-')} {value}: method {method} has no such choice")
+        option = _COMMAND_LINE.get(name, name).replace("_", "-")
+        raise BadInput(f"--{option} {value}: method {method} has no such choice")

@@ -69,7 +69,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("smoothquant", {"group_size": 128}, "--group-size 128"),
     ("smoothquant", {"activations": "static"}, "--activations static"),
     ("hqq", {"bits": 5}, "--bits 5"),
-    ("hqq", {"sparse_fraction": 0.01}, "--sparse-fraction 0.01"),
+    ("hqq", {"sparse_fraction": 0.01}, "--sparse 0.01"),
     ("squeezellm", {"bits": 6}, "--bits 6"),
     ("squeezellm", {"group_size": 64}, "--group-size 64"),
     ("squeezellm", {"sparse_fraction": 0.7}, "sparse fraction of 0.7"),

@@ -96,13 +96,17 @@ def test_error_falls_with_bits_and_no_row_is_worse_than_equal_steps(fraction: fl
 
 def test_kept_weights_are_the_largest_and_the_most_sensitive() -> None:
     weight, inputs = heavy_weight(40, 100), correlated_inputs(256, 100)
-    weight[7, 3] = 2.0
+    weight[7, 3] = 20.0
     fitted, rounded = fit_lookup(weight, statistics_of(inputs), LookupScheme(3, 36 / 4000))
     assert fitted.sparse_values is not None and rounded.sparse_values is not None
     assert fitted.sparse_rows is not None and fitted.sparse_columns is not None
     assert fitted.sparse_values.numel() == 36 == rounded.sparse_values.numel()
     row = slice(int(fitted.sparse_rows[7]), int(fitted.sparse_rows[8]))
     assert 3 in fitted.sparse_columns[row].tolist()
+    others = weight[7].masked_fill(torch.arange(100) == 3, 0.0)
+    assert (
+        float(fitted.table[7].max()) <= float(others.max()) + 1e-3
+    )  # it draws no value of the table
     counts = fitted.sparse_rows.diff().long()
     rows = torch.arange(40).repeat_interleave(counts)
     kept = fitted.dequantize()[rows, fitted.sparse_columns.long()]
