@@ -27,6 +27,7 @@ from .scheme import Scheme, scheme_record
 from .tensors.base import QuantizedTensor
 
 SHARD_BYTES = 2**30
+_UNFINISHED = ".converting"  # not the suffix of an unfinished `quantize`, whose work must stay
 _KV_SCALES = (".k_scale", ".v_scale")
 # Tokenizer, generation config, licence: what belongs to a model beside its weights.
 _COMPANIONS = (
@@ -89,7 +90,7 @@ def convert(
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
     if checkpoint_format(source).name == target:
         raise BadInput(f"{source.folder} is in the format {target} already")
-    work = output.with_name(output.name + ".partial")
+    work = output.with_name(output.name + _UNFINISHED)
     if work.exists():
         shutil.rmtree(work)
     work.mkdir(parents=True)

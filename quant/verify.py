@@ -17,7 +17,7 @@ from .errors import BadInput
 from .journal import sha256_of_file
 from .manifest import MANIFEST_NAME
 from .progress import Progress, Silent
-from .raw.container import Raw, read_headers
+from .raw.container import Entries, Raw, read_headers, read_numbers
 from .raw.gguf import read_gguf_headers
 from .raw.readers import READERS
 from .read import checkpoint_format, module_scheme, quantized_modules, tensor_names
@@ -25,6 +25,7 @@ from .read import checkpoint_format, module_scheme, quantized_modules, tensor_na
 PROVEN = "proven: the files hold what was computed"
 UNPROVEN = "read, not proven: no manifest"
 FAILED = "failed"
+_ATTENTION_LINEAR = re.compile(r"\.layers\.(\d+)\.(self_attn\.\w+_proj)\.")
 _DECODER_LINEAR = re.compile(r"\.layers\.\d+\..*(?:proj|fc\d|linear)$")
 
 
@@ -93,6 +94,7 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
         entries, config = read_gguf_headers(paths[0])
     else:
         entries = read_headers(paths)
+    _check_cache_scales(report, entries)
     reader = READERS[weight_format.name]
     recorded = {m["module"]: m for m in manifest["modules"]} if manifest is not None else None
     stored = weights = 0
@@ -185,8 +187,35 @@ def _check_coverage(
             for name in sorted({*plain} - {*modules})
             if not excused(name) and not _unfit(checkpoint, name)
         ]
+        report.failures += _lacking(checkpoint)
     if not report.failures:
         report.passed.append("every linear that should be quantized is")
+
+
+def _lacking(checkpoint: Checkpoint) -> list[str]:
+    """Layers that have no such attention linear as all the others, and layers that are not there."""
+    held: dict[str, set[int]] = {}
+    for name in checkpoint.names:
+        if found := _ATTENTION_LINEAR.search(name):
+            held.setdefault(found[2], set()).add(int(found[1]))
+    layers = set().union(*held.values())
+    num_layers = checkpoint.config.get("num_hidden_layers", len(layers))
+    if len(layers) not in (0, num_layers):
+        return [f"{len(layers)} decoder layers are there, but config.json says {num_layers}"]
+    return [
+        f"layer {(layers - having).pop()} has no {linear}, which all other layers have"
+        for linear, having in sorted(held.items())
+        if len(having) == len(layers) - 1 > 1
+    ]
+
+
+def _check_cache_scales(report: VerifyReport, entries: Entries) -> None:
+    """Scales of a quantized cache, where a checkpoint has them."""
+    for name in sorted(entries):
+        if name.endswith((".k_scale", ".v_scale")):
+            _, scale = read_numbers(entries[name])
+            if not (np.isfinite(scale).all() and (scale > 0).all()):
+                report.failures.append(f"{name} is no usable scale of the cache")
 
 
 def _unfit(checkpoint: Checkpoint, module: str) -> bool:

@@ -105,8 +105,7 @@ def test_bfloat16_scales_go_where_float16_holds_them(tmp_path: Path) -> None:
     checkpoint, _ = write(tmp_path / "small", "compressed-tensors", tensor)
     with pytest.raises(BadInput, match=r"bfloat16 scales are not exact in the format's float16"):
         convert(checkpoint, "gptq", tmp_path / "small-gptq")
-    assert not (tmp_path / "small-gptq").exists()
-    assert not (tmp_path / "small-gptq.partial").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"fine", "fine-gptq", "small"}
 
 
 LOSSY: list[tuple[str, Scheme, str, str]] = [
@@ -171,6 +170,20 @@ def test_a_damaged_source_is_refused(quantized: Callable[..., Conversion], tmp_p
     (source / MANIFEST_NAME).write_text(text.replace(digest, "0" * 64))
     with pytest.raises(BadInput, match="are not those that were computed"):
         convert(Checkpoint(source), "gptq", tmp_path / "result")
+
+
+def test_large_results_are_written_in_shards(
+    quantized: Callable[..., Conversion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmopt.quant.convert.SHARD_BYTES", 300_000)
+    source = Checkpoint(quantized(method="rtn", **QUICK).output)
+    (tmp_path / "result.partial").mkdir()  # an unfinished `quantize`
+    convert(source, "gptq", tmp_path / "result")
+    shards = sorted((tmp_path / "result").glob("*.safetensors"))
+    assert len(shards) > 3
+    assert all(path.stat().st_size < 1_000_000 for path in shards)
+    assert verify(tmp_path / "result").status == PROVEN
+    assert {path.name for path in tmp_path.iterdir()} == {"result", "result.partial"}
 
 
 @pytest.mark.parametrize("damage", ["exists", "format", "same", "plain"])

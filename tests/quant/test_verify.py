@@ -47,7 +47,8 @@ def ids(options: dict[str, object]) -> str:
 
 @pytest.fixture
 def folder(quantized: Quantized, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(quantized(method="awq").output, tmp_path / "checkpoint"))
+    output = quantized(method="rtn", format="awq", symmetric=False, **QUICK).output
+    return Path(shutil.copytree(output, tmp_path / "checkpoint"))
 
 
 def forget_manifest(folder: Path) -> None:
@@ -175,6 +176,38 @@ def test_a_linear_that_nobody_quantized_is_noticed(folder: Path) -> None:
     config["quantization_config"]["modules_to_not_convert"] = [MODULE]
     config_path.write_text(json.dumps(config))
     assert verify(folder).ok
+
+
+@pytest.mark.parametrize("gone", ["linear", "layer"])
+def test_what_is_not_there_at_all_is_noticed(folder: Path, gone: str) -> None:
+    forget_manifest(folder)
+    part = "model.layers.2.self_attn.k_proj." if gone == "linear" else "model.layers.2."
+    index_path = folder / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if not k.startswith(part)}
+    index_path.write_text(json.dumps(index))
+    (failure,) = verify(folder).failures
+    assert (
+        failure
+        == {
+            "linear": "layer 2 has no self_attn.k_proj, which all other layers have",
+            "layer": "4 decoder layers are there, but config.json says 5",
+        }[gone]
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_scales_of_the_cache_are_looked_at(folder: Path, value: float) -> None:
+    forget_manifest(folder)
+    tensors = load_file(folder / SHARD)
+    tensors["model.layers.2.self_attn.k_scale"] = torch.tensor([value])
+    save_file(tensors, folder / SHARD, {"format": "pt"})
+    index_path = folder / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    index["weight_map"]["model.layers.2.self_attn.k_scale"] = SHARD
+    index_path.write_text(json.dumps(index))
+    (failure,) = verify(folder).failures
+    assert failure == "model.layers.2.self_attn.k_scale is no usable scale of the cache"
 
 
 def test_a_file_that_was_edited_is_named(folder: Path) -> None:
