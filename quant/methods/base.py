@@ -15,7 +15,7 @@ from ..tensors.base import QuantizedTensor
 
 _GRAM_ROWS = 512  # of a symmetric matrix computed at a time, the mirrored half left out
 _ERROR_COLUMNS, _ERROR_ROWS = 256, 1024  # keeps what a product needs in the cache
-_REPORTED_ROWS = 1024
+_REPORTED_ROWS = 512
 
 
 class InputStatistics:
@@ -67,7 +67,7 @@ class InputStatistics:
         return relative(float(self.row_errors(weight - effective).sum()), energy)
 
     def sampled_errors(self, weight: torch.Tensor, *effective: torch.Tensor) -> list[float]:
-        """`relative_error` of each `effective` on up to 1024 output channels, evenly spaced.
+        """`relative_error` of each `effective` on up to 512 output channels, evenly spaced.
 
         On wide layers the exact numbers would cost more than choosing the codes does.
         """
@@ -134,7 +134,7 @@ class ModuleReport:
 
     Attributes:
         error: relative output error on the calibration tokens, squared norm over squared norm; of a
-            linear with more than 1024 output channels, on at least 512 evenly spaced ones, unless the
+            linear with more than 512 output channels, on at least 256 evenly spaced ones, unless the
             method computed it on all of them anyway.
         rtn_error: the same for plain rounding to the same scheme.
         held_out_error, rtn_held_out_error: both on tokens that no method saw; None: none were given.

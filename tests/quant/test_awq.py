@@ -78,7 +78,7 @@ def test_error_from_the_gram_matrix_is_the_error_of_the_outputs() -> None:
 def test_reported_errors_of_wide_linears_are_sampled_evenly() -> None:
     record = InputStatistics(16)
     record.add(torch.randn(300, 16))
-    for out_features, tolerance in ((1024, 1e-9), (5000, 0.1)):
+    for out_features, tolerance in ((512, 1e-9), (5000, 0.15)):
         weight = torch.randn(out_features, 16)
         weight[: out_features // 2] *= 3
         other = weight + 0.1 * torch.randn(out_features, 16)
