@@ -55,8 +55,8 @@ def random_model(folder: Path, name: str) -> Path:
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
         "initializer_range": 0.1,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
+        "bos_token_id": 1 if name.startswith("llama") else 0,
+        "eos_token_id": 2 if name.startswith("llama") else 1,
         **RANDOM_MODELS[name],
     }
     config = AutoConfig.for_model(options.pop("model_type"), **options)
@@ -93,7 +93,7 @@ def byte_level_tokenizer(folder: Path, split: str | None) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(TEXT.read_text(encoding="utf-8").splitlines()[:400], trainer)
+    tokenizer.train_from_iterator(TEXT.read_text(encoding="utf-8").splitlines()[:150], trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
