@@ -155,8 +155,13 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
     asked = asdict(request.options) | {
         "overrides": list(request.overrides),
         "revert_worse": request.revert_worse,
+        "stored_statistics": request.stats is not None,
+        "target_bpw": request.target_bpw,
+        "target_bytes": request.target_bytes,
+        "kv_cache": request.kv_cache,
     }
-    usual = asdict(MethodOptions()) | {"overrides": [], "revert_worse": False}
+    usual: dict[str, Any] = dict.fromkeys(asked) | asdict(MethodOptions())
+    usual |= {"overrides": [], "revert_worse": False, "stored_statistics": False}
     return {name: value for name, value in asked.items() if value != usual[name]}
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import resource
 import sys
 from pathlib import Path
 
+_M_MMAP_THRESHOLD, _OUTSIDE_BYTES = -3, 256 * 2**10
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -28,10 +30,16 @@ class PeakMemory:
         return max(0, (_ru_maxrss() if peak is None else peak) - self._baseline)
 
 
-def resident_bytes() -> int:
-    """Memory that this process has in use now (its largest so far, where nothing else is known)."""
-    now = _field("VmRSS")
-    return _ru_maxrss() if now is None else now
+def give_back() -> None:
+    """Return what was freed to the operating system, so that one layer's leavings do not add to the next's.
+
+    The C library keeps freed blocks in heaps whose holes fit no tensor of another size. From the first
+    call on, tensors of some size lie outside its heaps. Elsewhere than with glibc this does nothing.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _OUTSIDE_BYTES)
+        library.malloc_trim(0)
 
 
 def _field(name: str) -> int | None:

@@ -22,7 +22,7 @@ from .errors import BadInput
 from .journal import Journal, remove_work, work_folder
 from .layer_work import HEAD_FAMILY, Work, quantize_tensors
 from .manifest import MANIFEST_NAME
-from .memory import PeakMemory
+from .memory import PeakMemory, give_back
 from .plan import Plan, QuantizeRequest
 from .preflight import Preflight, preflight
 from .progress import Progress, Silent
@@ -78,6 +78,7 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
         progress.note(note)
     expected = preflight(session)
     progress.note(expected.line())
+    give_back()
     memory = PeakMemory()
     resumed, seconds = 0, ()
     if output.exists():
@@ -181,6 +182,7 @@ def _quantize_layers(
         journal.append(record)
         journal.hidden_path(index).unlink(missing_ok=True)
         plan.checkpoint.release()
+        give_back()
         progress.status(f"error {_mean_error(journal):.2e}, {memory.bytes / 2**20:.0f} MiB")
         progress.advance()
     progress.finish()

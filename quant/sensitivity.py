@@ -1,9 +1,9 @@
 """Mixed precision from measured sensitivity: which linears get more bits under a budget of bytes.
 
 Linears that servers load as one matrix (q/k/v, gate/up) are one choice. For each choice and each
-candidate width the output error on the calibration data is measured, relative to the energy of the
-output; the bytes are then spent where a byte takes away most error. No gradients are needed: the Gram
-matrices say what every rounding costs.
+candidate (a width and a group size) the output error on the calibration data is measured, relative to
+the energy of the output; the bytes are then spent where a byte takes away most error. No gradients are
+needed: the Gram matrices say what every rounding costs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from .methods.rounding import round_weight
 from .plan import Plan, check_plan
 from .preflight import module_sizes, unquantized_bytes
 from .progress import Progress
-from .scheme import Scheme
+from .scheme import IntScheme, Scheme
 from .statistics_folder import StatisticsFolder
 
-CANDIDATE_BITS = (2, 3, 4, 8)
+# Servers have kernels for 4 and 8 bits; fewer are tried only where the target asks for them.
+SERVED_BITS, ALL_BITS = (4, 8), (2, 3, 4, 8)
+GROUP_SIZES = (128, 64, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Choice:
     """Linears that get one scheme, and what each candidate costs them.
 
     Attributes:
-        bytes, errors: for each of `CANDIDATE_BITS`; the error is that of the joint output, relative.
+        bytes, errors: of each candidate, in the order of growing size; the relative errors of the
+            members' outputs are added.
     """
 
     modules: tuple[str, ...]
@@ -69,8 +72,8 @@ def measure_choices(
                 continue
             errors = _errors(plan, schemes, prefix, linears, measured)
             modules = tuple(prefix + linear for linear in linears)
-            costs = tuple(sum(size[module] for module in modules) for size in sizes)
-            choices.append(Choice(modules, costs, errors))
+            costs = [sum(size[module] for module in modules) for size in sizes]
+            choices.append(Choice(modules, tuple(costs), errors))
         plan.checkpoint.release()
         progress.advance()
     progress.finish()
@@ -84,13 +87,12 @@ def _errors(
     linears: tuple[str, ...],
     measured: Measured,
 ) -> tuple[float, ...]:
-    """Error of the joint output of linears with one input, relative to its energy, by candidate."""
-    energy, lost = 0.0, [0.0] * len(schemes)
+    """Relative output errors of linears with one input, added, for each candidate."""
+    lost = [0.0] * len(schemes)
     for linear in linears:
         module = prefix + linear
         weight = plan.checkpoint.tensor(f"{module}.weight").to(torch.float32)
         statistics = measured.statistics[linear]
-        energy += float(statistics.row_errors(weight).sum())
         for number, candidate in enumerate(schemes):
             problem = LayerProblem(
                 prefix=prefix.rstrip("."),
@@ -103,8 +105,8 @@ def _errors(
                 with_bias=frozenset(),
             )
             rounded = round_weight(problem, linear, weight).dequantize()
-            lost[number] += float(statistics.row_errors(weight - rounded).sum())
-    return tuple(error / energy if energy else 0.0 for error in lost)
+            lost[number] += statistics.relative_error(weight, rounded)
+    return tuple(lost)
 
 
 def spend(choices: Sequence[Choice], budget: int) -> list[int]:
@@ -120,8 +122,8 @@ def spend(choices: Sequence[Choice], budget: int) -> list[int]:
     free = budget - sum(choice.bytes[0] for choice in choices)
     if free < 0:
         raise BadInput(
-            f"the target is too small: with {CANDIDATE_BITS[0]} bits everywhere the linears take "
-            f"{budget - free:,} bytes, and {budget:,} are left for them"
+            f"the target is too small: with the fewest bits everywhere the linears take "
+            f"{budget - free:,} bytes, and {max(budget, 0):,} are left for them"
         )
     steps = [(*_best_step(choice, 0), number) for number, choice in enumerate(choices)]
     heapq.heapify(steps)
@@ -154,6 +156,32 @@ def _best_step(choice: Choice, now: int, last: int | None = None) -> tuple[float
     return min(steps, default=(0.0, now))
 
 
+def _candidates(
+    plan: Plan, widths: Sequence[int]
+) -> list[tuple[dict[str, Scheme], dict[str, int]]]:
+    """Schemes of all modules and the bytes that they take, the smallest first."""
+    divided = [
+        size
+        for size in GROUP_SIZES
+        if all(columns % size == 0 for _, columns in plan.modules.values())
+    ]
+    base = {name: scheme for name, scheme in plan.schemes.items() if isinstance(scheme, IntScheme)}
+    found = []
+    for bits in widths:
+        sizes = divided or sorted({scheme.group_size for scheme in base.values()})
+        for group_size in sizes:
+            kind: dict[str, Scheme] = {
+                name: replace(scheme, bits=bits, group_size=group_size)
+                for name, scheme in base.items()
+            }
+            mixed = replace(plan, schemes=kind)
+            for weight_format in plan.formats:
+                for name, shape in plan.modules.items():
+                    weight_format.check(name, *shape, kind[name])
+            found.append((kind, module_sizes(mixed, plan.format)))
+    return sorted(found, key=lambda pair: sum(pair[1].values()))
+
+
 def mixed_plan(
     plan: Plan,
     target_bpw: float | None,
@@ -161,22 +189,22 @@ def mixed_plan(
     folder: StatisticsFolder,
     progress: Progress,
 ) -> Plan:
-    """The plan with the widths that spend the target best; groups and symmetry stay as they are.
+    """The plan with the widths and group sizes that spend the target best.
 
     Raises:
         BadInput: the target is too small, or a format cannot mix widths.
     """
-    kinds = [
-        {name: replace(scheme, bits=bits) for name, scheme in plan.schemes.items()}
-        for bits in CANDIDATE_BITS
-    ]
-    sizes = [module_sizes(replace(plan, schemes=kind), plan.format) for kind in kinds]
     weights = sum(rows * columns for rows, columns in plan.modules.values())
     if target_bpw is not None:
         budget = int(target_bpw * weights / 8)
     else:
         assert target_bytes is not None
         budget = target_bytes - unquantized_bytes(plan) - plan.kv_scale_bytes
+    kinds = _candidates(plan, SERVED_BITS)
+    if sum(kinds[0][1].values()) > budget:
+        kinds = _candidates(plan, ALL_BITS)
+    sizes = [size for _, size in kinds]
+    kinds = [kind for kind, _ in kinds]
     choices = measure_choices(plan, kinds, sizes, folder, progress)
     chosen = spend(choices, budget)
     schemes = dict(plan.schemes)
@@ -185,10 +213,10 @@ def mixed_plan(
     mixed = replace(plan, schemes=schemes)
     check_plan(mixed)
     spent = sum(choice.bytes[number] for choice, number in zip(choices, chosen, strict=True))
-    counts = Counter(scheme.bits for scheme in schemes.values())
-    shares = ", ".join(f"{counts[bits]} with {bits}" for bits in sorted(counts))
+    counts = Counter(scheme.label for scheme in schemes.values())
+    shares = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
     note = (
         f"note: {spent * 8 / weights:.3f} bits a weight of at most {budget * 8 / weights:.3f}: "
-        f"linears by bits: {shares}"
+        f"{shares}"
     )
     return replace(mixed, notes=(*plan.notes, note))

@@ -26,6 +26,7 @@ from .families import Family
 from .kv_scales import KvRanges
 from .layer_stream import LayerStream
 from .layer_work import HEAD_FAMILY, Measured, Work
+from .memory import give_back
 from .methods.base import InputStatistics
 from .progress import Progress
 from .propagation import head_statistics
@@ -101,14 +102,15 @@ class StatisticsFolder:
             write_tensors(self._hidden(index + 1), state, layout_of(state))
             self._hidden(index).unlink(missing_ok=True)
             stream.checkpoint.release()
+            give_back()
             progress.advance()
         if head:
             records = [{HEAD: head_statistics(stream, part)} for part in hidden]
             self._write("head", HEAD_FAMILY, records, None)
         progress.finish()
         write_durably(self.folder / _FACTS, header)
-        self._hidden(stream.num_layers).unlink(missing_ok=True)
-        (self.folder / _BEGUN).unlink(missing_ok=True)
+        for path in (*self.folder.glob("hidden-*"), self.folder / _BEGUN):
+            path.unlink(missing_ok=True)
 
     def _measure_layer(
         self, stream: LayerStream, index: int, hidden: Sequence[torch.Tensor], *, kv: bool

@@ -1,6 +1,6 @@
 """Quantize a checkpoint that is several times larger than the memory the process may use.
 
-    python tools/memory_limit_run.py --method gptq --hidden 1024 --layers 80
+    python tools/memory_limit_run.py --method gptq --hidden 512 --layers 270
 
 Makes a random Llama-shaped checkpoint, then runs `llmopt quantize` on it in a process whose private memory
 the kernel limits (RLIMIT_DATA, which needs no privileges: an allocation beyond it fails). The limit is a
@@ -25,7 +25,7 @@ from llmopt.quant.durable import layout_of, write_tensors
 from llmopt.recipes import MODELS
 
 MIB = 2**20
-LAYERS_IN_A_SHARD = 4
+LAYERS_IN_A_SHARD = 1
 TOLERANCE = 0.2
 
 
@@ -122,8 +122,8 @@ def make_checkpoint(folder: Path, hidden: int, layers: int) -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--method", default="gptq")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=270)
     parser.add_argument(
         "--limit-mib", type=int, default=0, help="default: a third of the checkpoint"
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from llmopt.quant import durable, journal, pipeline
+from llmopt.quant import durable, journal, pipeline, session
 from llmopt.quant.architecture import architecture_of
 from llmopt.quant.checkpoint import Checkpoint
 from llmopt.quant.errors import BadInput
@@ -286,8 +286,8 @@ def test_a_crash_before_any_durable_step_changes_no_byte(
     tmp_path: Path, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps that touch the disk: every third, and each of the last ones, which tidy up."""
-    tokenizer = pipeline._tokenizer(Checkpoint(MODELS / "stories260K"))
-    monkeypatch.setattr(pipeline, "_tokenizer", lambda _: tokenizer)
+    tokenizer = session.load_tokenizer(Checkpoint(MODELS / "stories260K"))
+    monkeypatch.setattr(session, "load_tokenizer", lambda _: tokenizer)
     whole = quantize(small_request(tmp_path / "whole")).output
     expected = contents(whole)
     total = steps.count

@@ -35,9 +35,9 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
         time.sleep(0.002)
 
 
-def start(output: Path) -> subprocess.Popen[bytes]:
+def start(output: Path, method: str = "awq") -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*llmopt_command(), "quantize", "--method", "awq", *SMALL, "-o", str(output)],
+        [*llmopt_command(), "quantize", "--method", method, *SMALL, "-o", str(output)],
         cwd=output.parent,
         env=llmopt_environment(),
         stdout=subprocess.DEVNULL,
@@ -75,6 +75,30 @@ def test_killed_three_times_it_ends_with_the_same_bytes(
     for name in sorted(names):
         assert (output / name).read_bytes() == (expected / name).read_bytes(), name
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("method", ["gptq", "smoothquant"])
+def test_killed_and_taken_up_again_by_another_process(
+    quantized: Callable[..., QuantizeResult], tmp_path: Path, method: str
+) -> None:
+    output = tmp_path / "out"
+    process = start(output, method)
+    wait_for(lambda: finished_layers(output) >= 1, process)
+    process.kill()
+    process.communicate(timeout=60)
+    request = QuantizeRequest(
+        STORIES,
+        output,
+        method=method,
+        num_samples=SAMPLES,
+        seq_len=LENGTH,
+        model_name="stories3M",
+    )
+    assert quantize(request).resumed_layers >= 1
+    expected = quantized(method=method).output
+    assert {path.name for path in output.iterdir()} == {path.name for path in expected.iterdir()}
+    for path in expected.iterdir():
+        assert (output / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_quantize_and_verify_with_json(command: Command, tmp_path: Path) -> None:
