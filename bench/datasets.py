@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..quant.checkpoint import open_checkpoint
 from ..quant.errors import BadInput
 from ..quant.models import resolve_model, tokenizer_arguments
+from ..quant.open import open_checkpoint
 from .arrivals import arrival_offsets, ramp_offsets
 from .custom import custom_workload
 from .freeze import is_frozen, read_frozen, write_frozen

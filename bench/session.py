@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..quant.checkpoint import open_checkpoint
 from ..quant.models import resolve_model
+from ..quant.open import open_checkpoint
 from ..quant.progress import Progress, Silent
 from . import result as record
 from .ceilings import measure_ceilings
@@ -36,6 +36,7 @@ from .result import BenchRun
 from .roofline import roofline_part
 from .slow_sampler import slow_sampler
 from .steady import steady_state
+from .step_split import step_split
 from .trace import LoadPass
 from .workload import Workload
 
@@ -170,11 +171,19 @@ class BenchSession:
                 quality = score_quality(self._options, self._engine, self._progress)
             except KeyboardInterrupt:
                 interrupted = True
+        split = None
+        if not interrupted:
+            limit = self._load.max_concurrency
+            split = step_split(self._engine, self._target, self._workload, limit)
         with interrupts_held():
-            return self._record(quality, peak_bytes, interrupted)
+            return self._record(quality, peak_bytes, interrupted, split)
 
     def _record(
-        self, quality: dict[str, Any] | None, peak_bytes: int | None, interrupted: bool
+        self,
+        quality: dict[str, Any] | None,
+        peak_bytes: int | None,
+        interrupted: bool,
+        split: dict[str, Any] | None,
     ) -> BenchRun:
         options, engine, passes = self._options, self._engine, self._passes
         runs = [record.of_one_run(one) for one in passes]
@@ -207,6 +216,7 @@ class BenchSession:
             "steady_state": steady_state(passes, options.concurrency),
             "client_lag_ms": record.client_lag(passes),
             "phases": record.phases(passes),
+            "step_split": split,
             "preemptions": engine.stats.num_preemptions,
             "prefix_cache_hit_rate": sum(self._hit_rates) / len(self._hit_rates),
             "memory": {

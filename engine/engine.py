@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from ..quant.checkpoint import open_checkpoint, read_json
+from ..quant.checkpoint import read_json
 from ..quant.errors import BadInput
 from ..quant.models import resolve_model, tokenizer_arguments
+from ..quant.open import open_checkpoint
 from .block_pool import BlockPool
 from .config import EngineConfig
 from .detokenizer import IncrementalDetokenizer

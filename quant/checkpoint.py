@@ -156,17 +156,3 @@ def gguf_file_of(path: Path) -> Path | None:
         names = ", ".join(file.name for file in found)
         raise BadInput(f"{path} holds several models ({names}): give the path of one of them")
     return found[0] if found else None
-
-
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a model as a checkpoint: a folder of safetensors, a `.gguf` file, or a folder with one.
-
-    Raises:
-        BadInput: see `Checkpoint` and `gguf.checkpoint.GgufCheckpoint`.
-    """
-    file = gguf_file_of(Path(path))
-    if file is None:
-        return Checkpoint(path)
-    from .gguf.checkpoint import GgufCheckpoint
-
-    return GgufCheckpoint(file)

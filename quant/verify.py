@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoint import GGUF_SUFFIX, Checkpoint, open_checkpoint, read_json
+from .checkpoint import GGUF_SUFFIX, Checkpoint, read_json
 from .errors import BadInput
 from .journal import sha256_of_file
 from .manifest import MANIFEST_NAME
+from .open import open_checkpoint
 from .progress import Progress, Silent
 from .raw.container import Entries, Raw, read_headers, read_numbers
 from .raw.gguf import read_gguf_headers

@@ -12,8 +12,8 @@ from gguf_support import STORIES, TEXT, random_model, write_model
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant import models
-from llmopt.quant.checkpoint import open_checkpoint
 from llmopt.quant.errors import BadInput
+from llmopt.quant.open import open_checkpoint
 from llmopt.quant.read import quantized_modules, read_quantized
 from transformers import AutoModelForCausalLM
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from format_support import HELD, MODULE, make, stored, write_checkpoint
 from llmopt.cli.main import run_guarded
-from llmopt.quant.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint
+from llmopt.quant.checkpoint import INDEX_NAME, SINGLE_NAME
 from llmopt.quant.convert import convert
 from llmopt.quant.errors import BadInput
+from llmopt.quant.open import open_checkpoint
 from llmopt.quant.scheme import CodebookScheme, FloatScheme, Scheme, VectorwiseScheme
 from llmopt.quant.verify import verify
 from safetensors.torch import load_file, save_file

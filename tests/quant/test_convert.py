@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from format_support import MODULE, make, write_checkpoint
-from llmopt.quant.checkpoint import Checkpoint, open_checkpoint, read_json
+from llmopt.quant.checkpoint import Checkpoint, read_json
 from llmopt.quant.convert import Conversion, convert
 from llmopt.quant.errors import BadInput
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.manifest import MANIFEST_NAME
+from llmopt.quant.open import open_checkpoint
 from llmopt.quant.read import read_quantized
 from llmopt.quant.scheme import (
     Activations,

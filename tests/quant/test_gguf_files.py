@@ -22,7 +22,7 @@ from gguf_support import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.quant.checkpoint import Checkpoint, open_checkpoint
+from llmopt.quant.checkpoint import Checkpoint
 from llmopt.quant.errors import BadInput
 from llmopt.quant.formats.gguf import GgufFormat
 from llmopt.quant.gguf.architecture import architecture_keys, config_of, rope_factors
@@ -33,6 +33,7 @@ from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, w
 from llmopt.quant.gguf.names import from_gguf, to_gguf, to_halves, to_interleaved
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
 from llmopt.quant.models import resolve_model
+from llmopt.quant.open import open_checkpoint
 from llmopt.quant.read import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.scheme import GgufScheme, IntScheme
 from transformers import AutoModelForCausalLM

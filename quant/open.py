@@ -1,0 +1,18 @@
+"""Any kind of checkpoint by its path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .checkpoint import Checkpoint, gguf_file_of
+from .gguf.checkpoint import GgufCheckpoint
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open a model as a checkpoint: a folder of safetensors, a `.gguf` file, or a folder with one.
+
+    Raises:
+        BadInput: see `Checkpoint` and `gguf.checkpoint.GgufCheckpoint`.
+    """
+    file = gguf_file_of(Path(path))
+    return Checkpoint(path) if file is None else GgufCheckpoint(file)
