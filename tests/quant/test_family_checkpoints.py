@@ -120,6 +120,36 @@ def test_a_model_of_every_family_goes_through_and_transformers_loads_it(
     assert 0.001 < distance < 0.7
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_smoothed_models_stay_as_near_as_rounded_ones(tmp_path: Path, name: str) -> None:
+    """Norms are uneven, so that scales are moved, and any that were moved wrongly would show."""
+    model = make_model(name, vocab_size=VOCAB)
+    with torch.no_grad():
+        for path, norm in model.named_parameters():
+            if "layers." in path and "layernorm" in path:
+                norm[:3] = norm[:3] * 3 + (2 if name.startswith("gemma") else 0)
+    model.save_pretrained(tmp_path / "model")
+    source = with_tokenizer(tmp_path / "model")
+    before, original = Checkpoint(source), logits_of(source)
+
+    def distance(method: str, **options: Any) -> tuple[float, int]:
+        """How far the logits go, and how many norms were scaled."""
+        result = run(source, tmp_path / method, method=method, bits=8, **options)
+        after = Checkpoint(result.output)
+        norms = [tensor for tensor in before.names if "layernorm" in tensor]
+        moved = sum(not torch.equal(before.tensor(norm), after.tensor(norm)) for norm in norms)
+        plain = logits_of(dequantized(result.output, tmp_path / f"plain-{method}"))
+        return float((plain - original).norm() / original.norm()), moved
+
+    rounded, none = distance("rtn", group_size=-1)
+    assert none == 0
+    for method, options in {"awq": {"group_size": -1}, "smoothquant": {"symmetric": None}}.items():
+        smoothed, moved = distance(method, **options)
+        assert moved >= 1
+        assert smoothed < 2 * rounded
+    assert rounded < 0.1
+
+
 @pytest.mark.parametrize("method", ["fp8", "nf4"])
 def test_models_without_a_map_go_by_methods_without_data(
     source: Callable[[str], Path], tmp_path: Path, method: str
