@@ -24,6 +24,7 @@ from .report import (
     subtitle,
     warnings,
 )
+from .step_split import reason_in_words, split_table
 from .text import number, percent, size
 
 TONES: dict[Outcome, Tone] = {
@@ -262,9 +263,9 @@ def comparison_page(
             Section("Latency", (), [figures[n] for n in ("distributions",) if n in figures]),
             Section(
                 "Roofline",
-                (),
+                [reason] if (reason := reason_in_words(base.result, new.result)) else (),
                 [figures[n] for n in ("roofline",) if n in figures],
-                [roofline_table(roofs)],
+                [roofline_table(roofs), *([split] if (split := split_table(results)) else ())],
             ),
             Section("Quality and memory", (), (), quality_and_memory(results)),
             Section("How the verdict is made", (), (), (rules,)),

@@ -28,6 +28,7 @@ from .report import (
     warnings,
     write_page,
 )
+from .step_split import reason_in_words, split_table
 from .text import number, percent, size
 
 HEADER = (
@@ -114,6 +115,9 @@ def gate_sentence(run: RecipeRun) -> str:
     if run.recipe.compare.gate:
         return "The verdicts gate: a regression makes the command fail."
     decode = decode_explanation(run.base.result)
+    best = min(run.variants, key=quality_key)
+    if reason := reason_in_words(run.base.result, best.data.result):
+        decode = f"{decode} {best.variant.name}: {reason}"
     return (
         "The comparison informs and does not gate: smaller weights make a model faster only where "
         f"reading weights is what limits it. {decode}"
@@ -221,7 +225,7 @@ def recipe_page(run: RecipeRun) -> Page:
                 "Roofline",
                 [e for e in (decode_explanation(r) for r in results.values()) if e][:1],
                 figures[3:],
-                (roofline_table(roofs),),
+                (roofline_table(roofs), *([split] if (split := split_table(results)) else ())),
             ),
             Section("Quality and memory", (), (), quality_and_memory(results)),
             Section("What was run", (), (), (identity_table(run.base.result),)),

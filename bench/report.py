@@ -15,6 +15,7 @@ from .plan_residuals import plan_section
 from .plots import SHORT, run_figures
 from .report_money import money_sections
 from .run_folder import write_whole
+from .step_split import split_sentence, split_table
 from .text import bounds, interval, number, per_second, percent, size
 from .trace import LoadPass
 
@@ -59,14 +60,12 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
         Section("Timeline", (phase_sentence(ours),), timeline),
     ]
     if roof:
-        sections.append(
-            Section(
-                "Roofline",
-                [point["explanation"] for point in ours["roofline"]["points"]],
-                roof,
-                (roofline_table({ours["name"]: ours["roofline"]}),),
-            )
-        )
+        words = [point["explanation"] for point in ours["roofline"]["points"]]
+        tables = [roofline_table({ours["name"]: ours["roofline"]})]
+        if table := split_table({ours["name"]: result}):
+            tables.append(table)
+            words.append(split_sentence(result) or "")
+        sections.append(Section("Roofline", words, roof, tables))
     if plan := ours.get("plan"):
         sections.append(plan_section(plan))
     sections += [
