@@ -98,6 +98,7 @@ class _Work:
     def remeasure(self, linears: set[str]) -> None:
         """Go on with what these linears see behind those that are done."""
         assert self.problem.remeasure is not None
+        self._statistics = {}  # what was measured before is free from here on
         self._statistics = self.problem.remeasure(
             {name: codes.dequantize() for name, codes in self.codes.items()}, linears
         )
