@@ -8,7 +8,7 @@ import resource
 import sys
 from pathlib import Path
 
-_M_MMAP_THRESHOLD, _OUTSIDE_BYTES = -3, 256 * 2**10
+_M_MMAP_THRESHOLD, _OUTSIDE_BYTES = -3, 2**20
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 

@@ -54,7 +54,9 @@ def test_later_runs_pass_nothing_through_the_model(
     assert contents(again.output) == contents(first.output)
     for options in ({"bits": 3, "group_size": 64}, {"method": "awq"}, {"method": "smoothquant"}):
         other = quantize(
-            request(tmp_path, "-".join(map(str, options)), stats=folder / "stats", **options)
+            request(
+                tmp_path, "-".join(map(str, options.values())), stats=folder / "stats", **options
+            )
         )
         assert verify(other.output).status == PROVEN
         assert other.manifest["modules"][0]["held_out_error"] > 0
