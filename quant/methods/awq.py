@@ -25,8 +25,9 @@ from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .awq_clip import clip_groups
 from .awq_scales import run_length, scale_candidates
-from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions, relative
+from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .folding import can_fold, fold_into_norm, row_scales
+from .input_statistics import relative
 from .rounding import round_weight
 
 _SAMPLED_ROWS = (

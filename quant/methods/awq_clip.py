@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..scheme import IntScheme
-from .base import quadratic_form
+from .input_statistics import quadratic_form
 from .int_grid import range_grid
 
 _STEPS = 20
