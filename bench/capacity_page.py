@@ -23,6 +23,10 @@ def capacity_verdict(run: CapacityRun) -> Verdict:
             f"{said}, {fits:,} sequences of {record['sequence_tokens']:,}: computing, not memory, limits the "
             "users here."
         )
+    elif fits == knee:
+        sentence = (
+            f"{said}, as many sequences of {record['sequence_tokens']:,} as the knee has users."
+        )
     else:
         sentence = (
             f"{said}, no more than {fits:,} sequences of {record['sequence_tokens']:,}: memory limits the "

@@ -127,7 +127,11 @@ def sweep_cards(record: Mapping[str, Any]) -> list[Card]:
         cards.append(Card("Highest within the limits", value, UNITS[record["kind"]]))
     if point := knee_point(record):
         cards += [
-            Card("Knee", number(record["knee"], 2), UNITS[record["kind"]]),
+            Card(
+                "Knee",
+                number(record["knee"], 0 if record["kind"] == "concurrency" else 2),
+                UNITS[record["kind"]],
+            ),
             Card("Throughput there", number(point["output_throughput"], 0), "tokens/s"),
             Card("Median TTFT there", number(point["median_ttft_ms"], 1), "ms"),
             Card("Median TPOT there", number(point["median_tpot_ms"], 2), "ms"),
