@@ -97,7 +97,9 @@ def test_compare_catches_a_slowdown(
         if not is_disturbed:
             break
     else:
-        pytest.skip("others kept the machine busy through all attempts: no verdict is the right one")
+        pytest.skip(
+            "others kept the machine busy through all attempts: no verdict is the right one"
+        )
     assert code == 1, said
 
 
