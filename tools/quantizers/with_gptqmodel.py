@@ -1,0 +1,40 @@
+"""GPTQModel, for tools/quantizer_speed.py. The task is there."""
+
+# The package lives in an environment of its own.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from gptqmodel import GPTQModel, QuantizeConfig
+
+
+def main() -> None:
+    task = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(task["threads"])
+    # The file of a method is of its own format; AWQ's is asymmetric.
+    config = QuantizeConfig(
+        bits=4,
+        group_size=128,
+        sym=task["method"] == "gptq",
+        method=task["method"],
+        format="gptq" if task["method"] == "gptq" else "gemm",
+        device="cpu",
+    )
+    began = time.perf_counter()
+    model = GPTQModel.load(task["model"], config, dtype=torch.bfloat16)
+    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]
+    model.quantize(rows, batch_size=1)
+    model.save(task["output"])
+    seconds = time.perf_counter() - began
+    answer = {"seconds": seconds, "version": f"gptqmodel {version('gptqmodel')}"}
+    Path(sys.argv[2]).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

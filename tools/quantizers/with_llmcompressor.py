@@ -1,0 +1,50 @@
+"""llm-compressor, for tools/quantizer_speed.py. The task is there."""
+
+# The package lives in an environment of its own.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from transformers import AutoModelForCausalLM
+
+
+def main() -> None:
+    task = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(task["threads"])
+    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]
+    recipe = (
+        [GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])]
+        if task["method"] == "gptq"
+        else [
+            AWQModifier(),
+            QuantizationModifier(targets="Linear", scheme="W4A16_ASYM", ignore=["lm_head"]),
+        ]
+    )
+    began = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.bfloat16)
+    oneshot(
+        model=model,
+        dataset=Dataset.from_list(rows),
+        recipe=recipe,
+        max_seq_length=len(task["tokens"][0]),
+        num_calibration_samples=len(rows),
+        shuffle_calibration_samples=False,
+    )
+    model.save_pretrained(task["output"], save_compressed=True)
+    seconds = time.perf_counter() - began
+    answer = {"seconds": seconds, "version": f"llmcompressor {version('llmcompressor')}"}
+    Path(sys.argv[2]).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
