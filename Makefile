@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/installed
 OMP_NUM_THREADS ?= 2
 export OMP_NUM_THREADS
 
-.PHONY: demo test lint install clean
+.PHONY: demo test lint install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -18,6 +18,11 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright
+
+# Checkpoints of every format in the packages that own the formats, each in an environment of its own;
+# gigabytes of downloads the first time, and about half an hour on two cores.
+owners: $(INSTALLED)
+	$(VENV)/bin/python tools/owners.py --environments $(VENV)-owners --install
 
 install: $(INSTALLED)
 
