@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from .checkpoint import INDEX_NAME, Checkpoint, read_json
+from .conversion import Conversion, conversion_card
 from .durable import flush_folder, layout_of, no_space_or, write_durably, write_tensors
 from .errors import BadInput
 from .formats.base import WeightFormat
@@ -42,28 +42,6 @@ _COMPANIONS = (
     "LICENSE*",
     "NOTICE*",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What was written.
-
-    Attributes:
-        modules: of every quantized linear, what became of it: `error` 0 and `reason` empty without loss.
-        loads_in: who can read the result.
-    """
-
-    output: Path
-    source_format: str
-    target_format: str
-    scheme: str
-    modules: dict[str, dict[str, Any]]
-    loads_in: str
-
-    @property
-    def lossless(self) -> bool:
-        """Whether every weight stands for the same numbers as before."""
-        return not any(module["reason"] for module in self.modules.values())
 
 
 def convert(
@@ -155,7 +133,7 @@ class _Job:
             modules={record["module"]: record for record in self._records},
             loads_in="; ".join(readers),
         )
-        write_durably(self._work / CARD_NAME, _card(result, manifest))
+        write_durably(self._work / CARD_NAME, conversion_card(result, manifest))
         return result
 
     def _write_shards(self, *, drop_kv: bool) -> None:
@@ -298,27 +276,3 @@ class _Job:
             "modules": self._records,
             "files": describe_files(self._work),
         }
-
-
-def _card(result: Conversion, manifest: dict[str, Any]) -> bytes:
-    origin = manifest["converted_from"]
-    worst = max(manifest["modules"], key=lambda module: module["error"])
-    changed = (
-        "every weight stands for the same numbers as before"
-        if result.lossless
-        else f"some weights were rounded anew, `{worst['module']}` the most: by {worst['error']:.2e} "
-        "of its square"
-    )
-    lines = [
-        f"# {manifest['model']}, {result.scheme}",
-        "",
-        f"Converted by llmopt {manifest['llmopt']} from the format `{origin['format']}` to "
-        f"`{result.target_format}`: {changed}.",
-        "",
-        f"Loads in: {result.loads_in}.",
-        "",
-        f"`{MANIFEST_NAME}` holds digests of every part of every quantized linear and of the files that "
-        "they came from; `llmopt verify` holds the files against them.",
-        "",
-    ]
-    return "\n".join(lines).encode()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from format_support import MODULE, make, write_checkpoint
 from llmopt.quant.checkpoint import Checkpoint, read_json
-from llmopt.quant.convert import Conversion, convert
+from llmopt.quant.conversion import Conversion
+from llmopt.quant.convert import convert
 from llmopt.quant.errors import BadInput
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.manifest import MANIFEST_NAME
