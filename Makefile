@@ -22,7 +22,7 @@ lint: $(INSTALLED)
 # Checkpoints of every format in the packages that own the formats, each in an environment of its own;
 # gigabytes of downloads the first time, and about half an hour on two cores.
 owners: $(INSTALLED)
-	$(VENV)/bin/python tools/owners.py --environments $(VENV)-owners --install
+	$(VENV)/bin/python tools/owners.py --environments $(VENV)/owners --install
 
 install: $(INSTALLED)
 

@@ -69,8 +69,8 @@ def make_model(shape: str, folder: Path) -> None:
         dtype="bfloat16",
         **sizes,
     )
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     bundled = resolve_model("stories3M")
     for path in bundled.glob("*token*"):
         shutil.copy(path, folder)
