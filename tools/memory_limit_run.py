@@ -120,7 +120,7 @@ def make_checkpoint(folder: Path, hidden: int, layers: int) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--method", default="gptq")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=270)

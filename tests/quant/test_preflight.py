@@ -21,7 +21,8 @@ from quant_support import STORIES
 
 
 def request(output: Path, **options: Any) -> QuantizeRequest:
-    return QuantizeRequest(STORIES, output, **({"num_samples": 4, "seq_len": 32} | options))
+    settings: dict[str, Any] = {"num_samples": 4, "seq_len": 32}
+    return QuantizeRequest(STORIES, output, **(settings | options))
 
 
 @pytest.mark.parametrize(

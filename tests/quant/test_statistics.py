@@ -26,7 +26,12 @@ from transformers import AutoModelForCausalLM
 
 
 def request(folder: Path, name: str, **options: Any) -> QuantizeRequest:
-    settings = {"num_samples": 8, "seq_len": LENGTH, "model_name": "m", "method": "gptq"}
+    settings: dict[str, Any] = {
+        "num_samples": 8,
+        "seq_len": LENGTH,
+        "model_name": "m",
+        "method": "gptq",
+    }
     return QuantizeRequest(STORIES, folder / name, **(settings | options))
 
 
@@ -196,11 +201,11 @@ def test_scales_of_the_cache_are_those_of_the_model(tmp_path: Path, kind: str) -
     model = AutoModelForCausalLM.from_pretrained(result.output, dtype=torch.float32)
     with torch.inference_mode():
         model(token_ids, past_key_values=cache)
-    for index, layer in enumerate(cache.layers):
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
         for letter, states in (("k", layer.keys), ("v", layer.values)):
             stored = checkpoint.tensor(f"model.layers.{index}.self_attn.{letter}_scale")
             assert stored.shape == (1,) and stored.dtype == torch.float32
-            assert states is not None
             assert float(stored) * LARGEST[kind] == pytest.approx(
                 float(states.abs().max()), rel=1e-3
             )
