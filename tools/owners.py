@@ -72,7 +72,8 @@ class Reading:
 EXACT = Reading("transformers", "float32", 1e-4)
 # Its kernels take no float32.
 VLLM = Reading("vllm", "bfloat16", 0.1)
-GPTQMODEL = Reading("gptqmodel", "float32", 0.05)
+# Its float32 path reads asymmetric codes wrongly and takes no 8 bits; bfloat16 is what it is used with.
+GPTQMODEL = Reading("gptqmodel", "bfloat16", 0.1)
 ROUNDED = Reading("transformers", "float32", 0.1)  # 8-bit inputs: a code may fall on the other side
 
 
@@ -85,12 +86,13 @@ class Case:
     readings: tuple[Reading, ...]
 
 
-INT8_INPUTS = Reading("vllm", "bfloat16", 0.15)
+INT8_INPUTS = Reading("vllm", "bfloat16", 0.2)
 CASES = (
     Case("compressed-tensors int4 g128", {"method": "rtn"}, (EXACT, VLLM)),
     Case(
         "compressed-tensors int4 g128 asymmetric",
         {"method": "rtn", "symmetric": False},
+        # Dequantized into the checkpoint's own bfloat16 before anything else.
         (Reading("transformers", "float32", 0.05, {"dequantize": True}), VLLM),
     ),
     Case(

@@ -32,7 +32,7 @@ def serve(load_and_answer: Callable[[Task], Answer]) -> None:
             answers.append(load_and_answer(task))
         except Exception as error:  # whatever another package raises is its refusal
             lines = [line for line in str(error).splitlines() if line.strip()]
-            answers.append({"error": f"{type(error).__name__}: {lines[0] if lines else ''}"})
+            answers.append({"error": f"{type(error).__name__}: {' '.join(lines[:4])[:400]}"})
         Path(sys.argv[2]).write_text(json.dumps(answers))
 
 

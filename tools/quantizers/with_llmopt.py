@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from llmopt.quant.pipeline import quantize
 from llmopt.quant.request import QuantizeRequest
 
@@ -15,6 +16,8 @@ from llmopt.quant.request import QuantizeRequest
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
+    # What it imports on first use counts for none of the packages.
+    assert transformers.AutoModelForCausalLM and transformers.AutoTokenizer
     request = QuantizeRequest(
         Path(task["model"]),
         Path(task["output"]),
