@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .eval_tasks import metric_name, score_words
 from .metrics import METRICS, percentile_word
 
 WIDTH, LABEL = 50, 40
@@ -49,5 +50,14 @@ def console_table(
         for percentile in percentiles:
             word = percentile_word(percentile)
             figure(f"{word.upper()} {name} (ms):", result[f"{word}_{metric}_ms"])
+    if tasks := result.get("llmopt", {}).get("tasks"):
+        title = f"lm-eval {tasks['lm_eval_version']}"
+        lines.append(f"{title:-^{WIDTH}}")
+        for row in tasks["metrics"]:
+            lines.append(
+                f"{row['task'] + ' ' + metric_name(row) + ':':<{LABEL}} {score_words(row)}"
+            )
+        if tasks["error"] is not None:
+            lines.append(f"The tasks failed: {tasks['error']}")
     lines.append("=" * WIDTH)
     return "\n".join(line.rstrip() for line in lines)

@@ -102,6 +102,8 @@ class BenchOptions(BaseModel):
     quality_tokens: Annotated[int, Field(ge=2)] = 4096
     quality_text: Path | None = None
     reference: str | None = None
+    tasks: tuple[str, ...] = ()
+    tasks_limit: PositiveInt | None = None
 
     plan: Path | None = None
     gpu_hour_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -111,7 +113,7 @@ class BenchOptions(BaseModel):
     metadata: dict[str, str] = {}
     save_detailed: bool = False
 
-    @field_validator("percentile_metrics", "metric_percentiles", mode="before")
+    @field_validator("percentile_metrics", "metric_percentiles", "tasks", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
@@ -139,6 +141,14 @@ class BenchOptions(BaseModel):
             )
         if self.ramp_up_strategy is not None and self.request_rate is not None:
             raise ValueError("give --request-rate or a ramp-up, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_in_process(self) -> Self:
+        if self.tasks and (self.base_url is not None or self.serve is not None):
+            raise ValueError("--tasks needs the model's logits: leave --base-url and --serve away")
+        if self.tasks_limit is not None and not self.tasks:
+            raise ValueError("--tasks-limit limits --tasks: name some")
         return self
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 from . import metrics, quality, roofline, steady
 from .client import certify
 from .client_words import client_section
+from .eval_tasks import task_tables
 from .page import Card, Figure, Page, Section, Table, Verdict, to_html, to_markdown
 from .plan_residuals import plan_section
 from .plots import SHORT, run_figures
@@ -398,7 +399,7 @@ def quality_and_memory(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
             )
         )
     header = ["model", "weights held", "checkpoint on disk", "KV cache", "peak resident"]
-    return [*tables, Table(header, memory_rows)]
+    return [*tables, *task_tables(results), Table(header, memory_rows)]
 
 
 def identity_table(result: Mapping[str, Any]) -> Table:

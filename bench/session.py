@@ -24,6 +24,7 @@ from .environment import (
     peak_memory_bytes,
     restart_peak_memory,
 )
+from .eval_tasks import prepare_tasks, run_tasks
 from .inprocess import InProcessTarget
 from .interrupt import interrupts_held
 from .load import Load, drive
@@ -74,6 +75,7 @@ class BenchSession:
         self._arms = arms
         self._model = resolve_model(options.model)
         self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
+        self._tasks = prepare_tasks(options.tasks) if options.tasks else None
         restart_peak_memory()
         self._engine = engine or load_engine(options, self._model)
         tokenizer = self._engine.tokenizer
@@ -159,8 +161,8 @@ class BenchSession:
     def finish(self, *, interrupted: bool = False) -> BenchRun:
         """Score quality, place the run under the roofs, and put the record together.
 
-        An interrupt, be it of a pass, of the quality or elsewhere (`interrupted`), leaves the quality
-        out; the record then says so. Needs one pass.
+        An interrupt, be it of a pass, of the quality or elsewhere (`interrupted`), leaves out the
+        scores that were not finished; the record then says so. Needs one pass.
         """
         # With several sessions in one process there is no telling whose memory it is.
         peak_bytes = None if self._arms else peak_memory_bytes()
@@ -175,8 +177,21 @@ class BenchSession:
         if not interrupted:
             limit = self._load.max_concurrency
             split = step_split(self._engine, self._target, self._workload, limit)
+        preemptions = self._engine.stats.num_preemptions  # those of the load, before the tasks
+        tasks = None
+        if self._tasks is not None and not interrupted:
+            try:
+                tasks = run_tasks(
+                    self._tasks,
+                    self._engine,
+                    limit=self._options.tasks_limit,
+                    seed=self._options.seed,
+                    progress=self._progress,
+                )
+            except KeyboardInterrupt:
+                interrupted = True
         with interrupts_held():
-            return self._record(quality, peak_bytes, interrupted, split)
+            return self._record(quality, peak_bytes, interrupted, split, preemptions, tasks)
 
     def _record(
         self,
@@ -184,6 +199,8 @@ class BenchSession:
         peak_bytes: int | None,
         interrupted: bool,
         split: dict[str, Any] | None,
+        preemptions: int,
+        tasks: dict[str, Any] | None,
     ) -> BenchRun:
         options, engine, passes = self._options, self._engine, self._passes
         runs = [record.of_one_run(one) for one in passes]
@@ -217,7 +234,7 @@ class BenchSession:
             "client_lag_ms": record.client_lag(passes),
             "phases": record.phases(passes),
             "step_split": split,
-            "preemptions": engine.stats.num_preemptions,
+            "preemptions": preemptions,
             "prefix_cache_hit_rate": sum(self._hit_rates) / len(self._hit_rates),
             "memory": {
                 "weight_bytes": engine.memory.weight_bytes,
@@ -226,6 +243,7 @@ class BenchSession:
                 "peak_resident_bytes": peak_bytes,
             },
             "quality": quality,
+            "tasks": tasks,
             "roofline": place_on_roofline(engine, self._model, passes),
             "energy": self._energy.part(found["total_input_tokens"], found["total_output_tokens"]),
             "environment": {

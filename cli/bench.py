@@ -174,6 +174,17 @@ def bench(
             rich_help_panel=QUALITY,
         ),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="lm-eval tasks to score, NAME[,NAME]; a NAME may be the path of a task's YAML file. "
+            "Needs llmopt[eval].",
+            rich_help_panel=QUALITY,
+        ),
+    ] = None,
+    tasks_limit: Annotated[
+        int | None, typer.Option(help="Most samples of each task.", rich_help_panel=QUALITY)
+    ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -323,7 +334,7 @@ def _report(
         people.print(f"interrupted: what finished is in {folder}", markup=False)
         raise typer.Exit(130)
     out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
-    if run.result["completed"] == 0:
+    if run.result["completed"] == 0 or (run.result["llmopt"].get("tasks") or {}).get("error"):
         raise typer.Exit(1)
     return folder
 

@@ -59,20 +59,7 @@ def write_tensors(path: Path, tensors: TensorsByName, layout: Mapping[str, Entry
         tensors: asked for one after the other.
         layout: dtype and shape of each, see `layout_of`.
     """
-    names = sorted(layout, key=lambda name: (-_SIZES[layout[name][0]], name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in names:
-        dtype, shape = layout[name]
-        size = _SIZES[dtype] * _count(shape)
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    names, text = _header(layout)
     digest = hashlib.sha256()
     with durable_file(path) as file:
         for start in (len(text).to_bytes(8, "little"), text):
@@ -114,6 +101,25 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
         name: (_NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
+
+
+def file_bytes(layout: Mapping[str, Entry]) -> int:
+    """Bytes of the whole file that `write_tensors` makes of it, its header included."""
+    return 8 + len(_header(layout)[1]) + sum(map(entry_bytes, layout.values()))
+
+
+def _header(layout: Mapping[str, Entry]) -> tuple[list[str], bytes]:
+    """The tensors in the order of the file, widest elements first so that all are aligned; its header."""
+    names = sorted(layout, key=lambda name: (-_SIZES[layout[name][0]], name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        dtype, shape = layout[name]
+        end = offset + entry_bytes(layout[name])
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return names, text + b" " * (-len(text) % 8)
 
 
 def entry_bytes(entry: Entry) -> int:

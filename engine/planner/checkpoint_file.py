@@ -6,31 +6,15 @@ tensors, which is most of a percent of a small model; so here the tensors get th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from ...quant.durable import Entry, file_bytes
 from .shapes import ModelShape
 from .weights import WeightRecipe
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_HEADER_STEP = 8
-# Wide types first, as safetensors orders the tensors of a file.
-_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
 
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        total = _BYTES[self.dtype]
-        for width in self.shape:
-            total *= width
-        return total
+Named = tuple[str, Entry]
 
 
 def checkpoint_file_bytes(shape: ModelShape, recipe: WeightRecipe) -> int | None:
@@ -39,8 +23,8 @@ def checkpoint_file_bytes(shape: ModelShape, recipe: WeightRecipe) -> int | None
     if shape.model_type not in FAMILIES or recipe.name not in ("int4", "int8"):
         return None
     writer = _Writer(shape, recipe)
-    files = [list(writer.layer(index)) for index in range(shape.num_layers)]
-    return sum(_file_bytes(tensors) for tensors in (*files, list(writer.others())))
+    files = [dict(writer.layer(index)) for index in range(shape.num_layers)]
+    return sum(map(file_bytes, (*files, dict(writer.others()))))
 
 
 class _Writer:
@@ -50,16 +34,16 @@ class _Writer:
         self._shape, self._recipe = shape, recipe
         self._plain = "F32" if recipe.plain_bytes == 4 else "BF16"
 
-    def others(self) -> Iterator[_Named]:
+    def others(self) -> Iterator[Named]:
         """What belongs to no layer."""
         shape = self._shape
         matrix = (shape.vocab_size, shape.hidden_size)
-        yield _Named("model.embed_tokens.weight", self._plain, matrix)
+        yield "model.embed_tokens.weight", (self._plain, matrix)
         if not shape.tied:
-            yield _Named("lm_head.weight", self._plain, matrix)
-        yield _Named("model.norm.weight", self._plain, (shape.hidden_size,))
+            yield "lm_head.weight", (self._plain, matrix)
+        yield "model.norm.weight", (self._plain, (shape.hidden_size,))
 
-    def layer(self, index: int) -> Iterator[_Named]:
+    def layer(self, index: int) -> Iterator[Named]:
         """The tensors of one layer."""
         shape, prefix = self._shape, f"model.layers.{index}"
         hidden, width = shape.hidden_size, shape.intermediate_size
@@ -76,37 +60,24 @@ class _Writer:
         ):
             yield from self._linear(name, out_features, in_features)
             if biased:
-                yield _Named(f"{name}.bias", self._plain, (out_features,))
+                yield f"{name}.bias", (self._plain, (out_features,))
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield _Named(f"{prefix}.{norm}.weight", self._plain, (hidden,))
+            yield f"{prefix}.{norm}.weight", (self._plain, (hidden,))
         if shape.qk_norm:
             for norm in ("q_norm", "k_norm"):
-                yield _Named(f"{attention}.{norm}.weight", self._plain, (shape.head_dim,))
+                yield f"{attention}.{norm}.weight", (self._plain, (shape.head_dim,))
 
-    def _linear(self, name: str, out_features: int, in_features: int) -> Iterator[_Named]:
+    def _linear(self, name: str, out_features: int, in_features: int) -> Iterator[Named]:
         recipe = self._recipe
         bits = recipe.bits
         groups = 1 if recipe.group_size < 0 else in_features // recipe.group_size
         if recipe.bytes_per_tensor == 0:  # AWQ keeps no record of the shape
-            yield _Named(f"{name}.qweight", "I32", (in_features, out_features * bits // 32))
-            yield _Named(f"{name}.qzeros", "I32", (groups, out_features * bits // 32))
-            yield _Named(f"{name}.scales", "F16", (groups, out_features))
+            yield f"{name}.qweight", ("I32", (in_features, out_features * bits // 32))
+            yield f"{name}.qzeros", ("I32", (groups, out_features * bits // 32))
+            yield f"{name}.scales", ("F16", (groups, out_features))
             return
-        yield _Named(f"{name}.weight_packed", "I32", (out_features, in_features * bits // 32))
-        yield _Named(f"{name}.weight_scale", self._plain, (out_features, groups))
-        yield _Named(f"{name}.weight_shape", "I64", (2,))
+        yield f"{name}.weight_packed", ("I32", (out_features, in_features * bits // 32))
+        yield f"{name}.weight_scale", (self._plain, (out_features, groups))
+        yield f"{name}.weight_shape", ("I64", (2,))
         if recipe.zero_bits:
-            yield _Named(f"{name}.weight_zero_point", "I32", (out_features * bits // 32, groups))
-
-
-def _file_bytes(tensors: list[_Named]) -> int:
-    order = list(_BYTES)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in sorted(tensors, key=lambda one: (order.index(one.dtype), one.name)):
-        end = offset + tensor.num_bytes
-        span = [offset, end]
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": span}
-        offset = end
-    length = len(json.dumps(header, separators=(",", ":")).encode())
-    return 8 + -(-length // _HEADER_STEP) * _HEADER_STEP + offset
+            yield f"{name}.weight_zero_point", ("I32", (out_features * bits // 32, groups))
