@@ -28,6 +28,7 @@ from .awq_scales import run_length, scale_candidates
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .folding import can_fold, fold_into_norm, row_scales
 from .input_statistics import relative
+from .options import refuse_options
 from .rounding import round_weight
 
 _SAMPLED_ROWS = (
@@ -70,6 +71,7 @@ class Awq:
     grouped = True
 
     def scheme(self, options: SchemeOptions) -> Scheme:
+        refuse_options(self.name, options, "bits", "group_size", "symmetric")
         symmetric = False if options.symmetric is None else options.symmetric
         return IntScheme(options.bits or 4, options.group_size or 128, symmetric)
 

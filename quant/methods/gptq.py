@@ -20,6 +20,7 @@ from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, Sche
 from .gptq_feedback import Feedback, feedback, rounding_order
 from .gptq_solve import solve
 from .int_grid import group_ranges, search_ranges
+from .options import refuse_options
 from .rounding import round_weight
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -39,6 +40,7 @@ class Gptq:
     grouped = True
 
     def scheme(self, options: SchemeOptions) -> Scheme:
+        refuse_options(self.name, options, "bits", "group_size", "symmetric", "act_order")
         group_size = options.group_size or 128
         return IntScheme(
             options.bits or 4,

@@ -8,7 +8,6 @@ from dataclasses import fields
 from ..errors import BadInput
 from .base import SchemeOptions
 
-_SHARED = ("act_order",)  # GPTQ's, and always filled in
 _COMMAND_LINE = {"sparse_fraction": "sparse"}  # where the option has another name than the field
 
 
@@ -33,11 +32,12 @@ def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:
     blank = SchemeOptions()
     for field in fields(options):
         name, value = field.name, getattr(options, field.name)
-        if name in (*known, *_SHARED) or value == getattr(blank, name):
+        if name in known or value == getattr(blank, name):
             continue
         if name == "symmetric":
             if not value:
                 raise BadInput(f"--asymmetric: method {method} has no zero codes")
             continue
         option = _COMMAND_LINE.get(name, name).replace("_", "-")
-        raise BadInput(f"--{option} {value}: method {method} has no such choice")
+        given = f"--{option}" if value is True else f"--{option} {value}"
+        raise BadInput(f"{given}: method {method} has no such choice")
