@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache: causal, grouped-query, with an optional sliding window.
+"""Attention over a paged KV cache: causal, grouped-query, with windows, soft caps and learned sinks.
 
-The cache of a layer is `keys`, `values` [blocks, block_size, kv_heads, head_dim]. A batch is a run of
-tokens, sequence after sequence; token t of a sequence sees its own past: every position up to its own,
-or the last `window` of them.
+The cache of a layer is `keys` [blocks, block_size, kv_heads, head_dim] and `values` with a head size of
+their own. A batch is a run of tokens, sequence after sequence; token t of a sequence sees its own past:
+every position up to its own, the last `window` of them, or those of its own `chunk`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,30 @@ class AttentionSituation:
 
     def __str__(self) -> str:
         return f"heads of {self.head_dim} in {self.dtype} on {self.device}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRule:
+    """How a layer weighs what it sees.
+
+    Attributes:
+        scale: factor on the scores.
+        window: how many tokens a token sees, itself included; None: all before it.
+        chunk: a token sees back to the last multiple of `chunk` (Llama 4); None: no such border.
+        softcap: scores go through `cap * tanh(score / cap)` (Gemma 2).
+        sinks: [heads], a score of each head that takes part in the softmax and weighs no value (gpt-oss).
+    """
+
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's fused attention covers it."""
+        return self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,41 +97,45 @@ class AttentionBatch:
         self.decode = decode
         self.block_size = block_size
         self._dtype = dtype
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None, int | None], torch.Tensor] = {}
 
-    def decode_mask(self, window: int | None) -> torch.Tensor:
+    def decode_mask(self, rule: AttentionRule) -> torch.Tensor:
         """What the decode rows see: 0 or -inf, [sequences, 1, 1, width * block_size]."""
         assert self.decode is not None
-        if (-1, window) not in self._masks:
+        key = (-1, rule.window, rule.chunk)
+        if key not in self._masks:
             width = self.decode.block_ids.numel() // self.decode.rows.numel() * self.block_size
             position = torch.arange(width, device=self.decode.rows.device)
             last = self.decode.lengths[:, None]
-            self._masks[-1, window] = self._bias(position, last - 1, window)[:, None, None, :]
-        return self._masks[-1, window]
+            self._masks[key] = self._bias(position, last - 1, rule)[:, None, None, :]
+        return self._masks[key]
 
-    def span_mask(self, index: int, window: int | None) -> torch.Tensor:
+    def span_mask(self, index: int, rule: AttentionRule) -> torch.Tensor:
         """What the tokens of span `index` see: 0 or -inf, [tokens, num_cached]."""
-        if (index, window) not in self._masks:
+        key = (index, rule.window, rule.chunk)
+        if key not in self._masks:
             span = self.spans[index]
             device = span.block_ids.device
             position = torch.arange(span.num_cached, device=device)
             first = span.num_cached - (span.end - span.begin)
             own = torch.arange(first, span.num_cached, device=device)[:, None]
-            self._masks[index, window] = self._bias(position, own, window)
-        return self._masks[index, window]
+            self._masks[key] = self._bias(position, own, rule)
+        return self._masks[key]
 
-    def _bias(self, position: torch.Tensor, own: torch.Tensor, window: int | None) -> torch.Tensor:
+    def _bias(self, position: torch.Tensor, own: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         visible = position <= own
-        if window is not None:
-            visible &= position > own - window
+        if rule.window is not None:
+            visible &= position > own - rule.window
+        if rule.chunk is not None:
+            visible &= position >= own - own % rule.chunk
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=position.device)
         return bias.masked_fill_(~visible, float("-inf"))
 
 
 AttentionKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch, float, "int | None"], torch.Tensor
+    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch, AttentionRule], torch.Tensor
 ]
-"""(queries [tokens, heads, head_dim], keys, values, batch, scale, window) → like queries."""
+"""(queries [tokens, heads, head_dim], keys, values, batch, rule) → [tokens, heads, value head_dim]."""
 
 
 def attend_reference(
@@ -115,11 +143,10 @@ def attend_reference(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: AttentionBatch,
-    scale: float,
-    window: int | None,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """The definition, in float32, one token at a time. For tests."""
-    out = torch.empty_like(queries)
+    out = queries.new_empty(*queries.shape[:2], values.shape[-1])
     num_kv_heads = keys.shape[2]
     spans = list(batch.spans)
     if batch.decode is not None:
@@ -132,10 +159,17 @@ def attend_reference(
         first = span.num_cached - (span.end - span.begin)
         for offset, row in enumerate(range(span.begin, span.end)):
             end = first + offset + 1
-            begin = 0 if window is None else max(0, end - window)
+            begin = 0 if rule.window is None else max(0, end - rule.window)
+            if rule.chunk is not None:
+                begin = max(begin, (end - 1) // rule.chunk * rule.chunk)
             q = queries[row].float().view(num_kv_heads, -1, queries.shape[-1])
-            scores = torch.einsum("hgd,thd->hgt", q, k[begin:end]) * scale
-            mixed = torch.einsum("hgt,thd->hgd", scores.softmax(dim=-1), v[begin:end])
+            scores = torch.einsum("hgd,thd->hgt", q, k[begin:end]) * rule.scale
+            if rule.softcap is not None:
+                scores = rule.softcap * (scores / rule.softcap).tanh()
+            if rule.sinks is not None:
+                scores = torch.cat([scores, rule.sinks.float().view(num_kv_heads, -1, 1)], dim=-1)
+            weights = scores.softmax(dim=-1)[..., : end - begin]
+            mixed = torch.einsum("hgt,thd->hgd", weights, v[begin:end])
             out[row] = mixed.flatten(0, 1).to(out.dtype)
     return out
 
@@ -145,44 +179,62 @@ def attend_sdpa(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: AttentionBatch,
-    scale: float,
-    window: int | None,
+    rule: AttentionRule,
 ) -> torch.Tensor:
-    """torch's fused attention over gathered blocks; on any device.
+    """torch's attention over gathered blocks; on any device.
 
     The query heads of a key-value head are folded into the query length, so that keys are read once
     for all of them: repeating the keys, or `enable_gqa`, is ten times slower on a CPU.
     """
-    out = torch.empty_like(queries)
     heads, head_dim = queries.shape[1:]
-    num_kv_heads = keys.shape[2]
+    num_kv_heads, value_dim = values.shape[2:]
     group = heads // num_kv_heads
+    out = queries.new_empty(queries.shape[0], heads, value_dim)
+    sinks = None if rule.sinks is None else rule.sinks.view(1, num_kv_heads, group, 1)
     if (decode := batch.decode) is not None:
         count = decode.rows.numel()
         k = keys.index_select(0, decode.block_ids).view(count, -1, num_kv_heads, head_dim)
-        v = values.index_select(0, decode.block_ids).view(count, -1, num_kv_heads, head_dim)
+        v = values.index_select(0, decode.block_ids).view(count, -1, num_kv_heads, value_dim)
         q = queries.index_select(0, decode.rows).view(count, num_kv_heads, group, head_dim)
-        mixed = functional.scaled_dot_product_attention(
-            q,
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=batch.decode_mask(window),
-            scale=scale,
-        )
-        out.index_copy_(0, decode.rows, mixed.reshape(count, heads, head_dim))
+        mask = batch.decode_mask(rule)
+        mixed = _mix(q, k.transpose(1, 2), v.transpose(1, 2), mask, rule, sinks)
+        out.index_copy_(0, decode.rows, mixed.reshape(count, heads, value_dim))
     for index, span in enumerate(batch.spans):
         count = span.end - span.begin
         k = keys.index_select(0, span.block_ids).flatten(0, 1)[: span.num_cached].transpose(0, 1)
         v = values.index_select(0, span.block_ids).flatten(0, 1)[: span.num_cached].transpose(0, 1)
         q = queries[span.begin : span.end].view(count, num_kv_heads, group, head_dim)
         folded = q.permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * count, head_dim)
-        mask = batch.span_mask(index, window).repeat(group, 1)
-        mixed = functional.scaled_dot_product_attention(
-            folded, k[None], v[None], attn_mask=mask, scale=scale
-        )
-        unfolded = mixed.view(num_kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
-        out[span.begin : span.end] = unfolded.reshape(count, heads, head_dim)
+        mask = batch.span_mask(index, rule).repeat(group, 1)
+        row_sinks = None if sinks is None else sinks.repeat_interleave(count, dim=2)
+        mixed = _mix(folded, k[None], v[None], mask, rule, row_sinks)
+        unfolded = mixed.view(num_kv_heads, group, count, value_dim).permute(2, 0, 1, 3)
+        out[span.begin : span.end] = unfolded.reshape(count, heads, value_dim)
     return out
+
+
+def _mix(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    rule: AttentionRule,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of [batch, kv_heads, rows, head_dim]; `sinks` [1, kv_heads, rows, 1]."""
+    if rule.is_plain:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=rule.scale
+        )
+    scores = queries.float() @ keys.float().transpose(-1, -2) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * (scores / rule.softcap).tanh()
+    scores = scores + mask
+    if sinks is not None:
+        column = sinks.float().expand(scores.shape[0], -1, scores.shape[2], -1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
+    return weights.to(values.dtype) @ values
 
 
 PAGED_ATTENTION: Operation[AttentionSituation, AttentionKernel] = Operation(

@@ -9,7 +9,12 @@ import torch
 from torch.nn import functional
 
 from ..kernels.kv_write import write_kv
-from ..kernels.paged_attention import PAGED_ATTENTION, AttentionBatch, AttentionSituation
+from ..kernels.paged_attention import (
+    PAGED_ATTENTION,
+    AttentionBatch,
+    AttentionRule,
+    AttentionSituation,
+)
 from ..kernels.rotary import apply_rotary, expand_angles
 from .projection import Projection
 from .rope import rope_table
@@ -145,7 +150,6 @@ class Decoder:
             cache.keys,
             cache.values,
             inputs.batch,
-            spec.attention_scale,
-            spec.windows[index],
+            AttentionRule(spec.attention_scale, spec.windows[index]),
         )
         return layer.attention_output(mixed.flatten(1))

@@ -8,48 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...quant.errors import BadInput
+from .rope import RopeSpec
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding: base frequency and how it is stretched to longer contexts.
-
-    `kind` is "default", "linear", "llama3" or "yarn"; `parameters` are the config's own keys.
-    """
-
-    theta: float
-    kind: str
-    parameters: Mapping[str, float]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RopeSpec:
-        """Read either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
-        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind not in ("default", "linear", "llama3", "yarn"):
-            raise BadInput(
-                f"config.json asks for rope_type {kind!r}, which this decoder does not know"
-            )
-        theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
-        needed = {"linear": ["factor"], "yarn": ["factor"]}.get(kind, [])
-        if kind == "llama3":
-            needed = [
-                "factor",
-                "low_freq_factor",
-                "high_freq_factor",
-                "original_max_position_embeddings",
-            ]
-        missing = [key for key in needed if key not in given]
-        if missing:
-            raise BadInput(f"config.json: rope_type {kind!r} lacks {', '.join(missing)}")
-        numbers = {k: float(v) for k, v in given.items() if isinstance(v, (int, float))}
-        if kind == "yarn":
-            numbers.setdefault(
-                "original_max_position_embeddings", float(config["max_position_embeddings"])
-            )
-        return cls(float(theta), kind, numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,31 @@ def test_attention_agrees_with_its_definition(heads, kv_heads, head_dim, block_s
     case = attention_case(
         heads, kv_heads, head_dim, block_size, [1, 7, 20, 9, 13, 5], [1, 7, 1, 4, 1, 2]
     )
-    got = pa.attend_sdpa(*case, 0.3, window)
-    torch.testing.assert_close(got, pa.attend_reference(*case, 0.3, window), atol=1e-5, rtol=1e-5)
+    rule = pa.AttentionRule(0.3, window)
+    got = pa.attend_sdpa(*case, rule)
+    torch.testing.assert_close(got, pa.attend_reference(*case, rule), atol=1e-5, rtol=1e-5)
+
+
+RULES = {
+    "chunk": {"chunk": 4},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.linspace(-2, 3, 8)},
+    "all": {"window": 6, "softcap": 1.5, "sinks": torch.linspace(-2, 3, 8)},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("value_dim", [32, 20])
+def test_attention_rules_agree_with_their_definition(rule, value_dim):
+    case = attention_case(8, 4, 32, 4, [1, 7, 20, 9, 13, 5], [1, 7, 1, 4, 1, 2])
+    queries, keys, values, batch = case
+    values = values[..., :value_dim]
+    given = pa.AttentionRule(0.3, **RULES[rule])
+    got = pa.attend_sdpa(queries, keys, values, batch, given)
+    expected = pa.attend_reference(queries, keys, values, batch, given)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    plain = pa.attend_reference(queries, keys, values, batch, pa.AttentionRule(0.3))
+    assert (expected - plain).abs().max() > 0.05, "the rule should change something"
 
 
 def test_the_reference_is_plain_causal_attention():
@@ -64,15 +87,15 @@ def test_the_reference_is_plain_causal_attention():
     plain = torch.nn.functional.scaled_dot_product_attention(
         queries.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=0.25
     )
-    got = pa.attend_reference(queries, keys, values, batch, 0.25, None)
+    got = pa.attend_reference(queries, keys, values, batch, pa.AttentionRule(0.25))
     torch.testing.assert_close(got, plain[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
 def test_padding_reads_the_null_block_and_nothing_of_it_shows():
     queries, keys, values, batch = attention_case(4, 2, 8, 4, [3, 17], [1, 1])
-    before = pa.attend_sdpa(queries, keys, values, batch, 0.3, None)
+    before = pa.attend_sdpa(queries, keys, values, batch, pa.AttentionRule(0.3))
     keys[0], values[0] = 1e4, -1e4
-    assert torch.equal(before, pa.attend_sdpa(queries, keys, values, batch, 0.3, None))
+    assert torch.equal(before, pa.attend_sdpa(queries, keys, values, batch, pa.AttentionRule(0.3)))
 
 
 LINEARS = [

@@ -9,8 +9,8 @@ import torch
 import transformers
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.model.rope import rope_frequencies
-from llmopt.engine.model.spec import ModelSpec, RopeSpec
+from llmopt.engine.model.rope import RopeSpec, rope_frequencies
+from llmopt.engine.model.spec import ModelSpec
 from llmopt.quant.errors import BadInput
 from llmopt.recipes import MODELS
 
