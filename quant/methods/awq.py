@@ -7,7 +7,8 @@ A channel `j` of a linear's input may be divided by `s_j` where the operation be
 same, and column `j` of the weight multiplied: the float model does not change, but the column now takes
 a larger part of its group's range and so is rounded more finely. `s` is searched on a grid of one
 exponent per pair. Nothing is accepted that makes any linear worse than plain rounding does: the identity
-is a candidate, and both the scales and the clipping are held against it on the calibration data.
+is a candidate, and both the scales and the clipping are held against it on the calibration data. Only the
+experts of a mixture that read one norm are judged by the sum of their errors.
 """
 
 from __future__ import annotations
@@ -51,6 +52,20 @@ class _Linear:
     plain_errors: torch.Tensor
     errors: torch.Tensor
     ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A fold, and those of its targets that are there: linears, and routers that stay floats."""
+
+    fold: Fold
+    targets: list[str]
+    routers: list[str]
+
+    @property
+    def together(self) -> bool:
+        """Whether the targets are judged by the sum of their errors: those of experts."""
+        return bool(self.routers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +123,35 @@ class _Work:
     def _search(self, fold: Fold) -> None:
         """Take the best scales of the grid for one pair that make no linear worse than plain rounding.
 
-        The grid is ranked on some of the output channels; what is taken is judged on all of them.
+        Experts behind one norm are judged together: each of them has an input of its own and a say in
+        the same scales, and among a hundred there is always one that would do better without. The grid
+        is ranked on some of the output channels; what is taken is judged on all of them.
         """
         problem = self.problem
         targets = [name for name in fold.targets if name in problem.weights]
         routers = [name for name in fold.targets if name in problem.routers]
+        pair = _Pair(fold, targets, routers)
         linears = [self.linears[name] for name in targets]
         ranked: list[tuple[float, _Scales]] = []
-        for scales in self._candidates(fold, targets, routers):
-            promise = self._promise(targets, scales)
+        for scales in self._candidates(pair):
+            promise = self._promise(pair, scales)
             if promise < 1:
                 ranked.append((promise, scales))
-        before = self._total(targets, [linear.errors for linear in linears])
+        before = self._total(pair, [linear.errors for linear in linears])
         for _, scales in sorted(ranked, key=lambda entry: entry[0]):
-            pairs = [(name, scales.columns, self.linears[name].rows) for name in targets]
+            scaled = [(name, scales.columns, self.linears[name].rows) for name in targets]
             if scales.norm is None:
                 source = self.linears[fold.source]
                 rows = row_scales(fold, len(source.rows), scales.columns)
-                pairs.append((fold.source, source.columns, rows))
-            errors = [self._errors_if_not_worse(*pair) for pair in pairs]
-            found = [error for error in errors if error is not None]
-            if len(found) < len(pairs) or not self._total(targets, found) < before:
+                scaled.append((fold.source, source.columns, rows))
+            errors = [self._errors(*one) for one in scaled]
+            if not pair.together and any(
+                self._worse(name, error) for (name, _, _), error in zip(scaled, errors, strict=True)
+            ):
                 continue
-            for (name, columns, rows), error in zip(pairs, found, strict=True):
+            if not self._total(pair, errors) < before:
+                continue
+            for (name, columns, rows), error in zip(scaled, errors, strict=True):
                 linear = self.linears[name]
                 linear.columns, linear.rows, linear.errors = columns, rows, error
             for linear in linears:
@@ -141,11 +162,11 @@ class _Work:
                 self.norms[fold.source] = scales.norm
             return
 
-    def _candidates(self, fold: Fold, targets: list[str], routers: list[str]) -> Iterator[_Scales]:
-        problem = self.problem
+    def _candidates(self, pair: _Pair) -> Iterator[_Scales]:
+        problem, fold, targets = self.problem, pair.fold, pair.targets
         for ratio, wanted in scale_candidates(
             # A router sees every token, an expert only its own.
-            problem.statistics[(routers or targets)[0]].mean_abs,
+            problem.statistics[(pair.routers or targets)[0]].mean_abs,
             [problem.weights[target] for target in targets],
             run_length(problem.schemes[targets[0]], problem.weights[targets[0]].shape[1]),
         ):
@@ -155,26 +176,26 @@ class _Work:
             else:
                 yield _Scales(ratio, wanted, None)
 
-    def _promise(self, targets: list[str], scales: _Scales) -> float:
+    def _promise(self, pair: _Pair, scales: _Scales) -> float:
         """The error that sampled rows promise over the present one; infinite if a target looks worse."""
-        step_budget = max(1, _SAMPLED_ROWS // len(targets))
-        before = after = 0.0
-        for name in targets:
-            linear, energy = self.linears[name], self.problem.energy(name)
+        step_budget = max(1, _SAMPLED_ROWS // len(pair.targets))
+        before: list[torch.Tensor] = []
+        after: list[torch.Tensor] = []
+        for name in pair.targets:
+            linear = self.linears[name]
             sample = slice(None, None, math.ceil(len(linear.rows) / step_budget))
             errors = self._errors(name, scales.columns, linear.rows, sample)
-            if not float(errors.sum()) <= _SLACK * float(linear.plain_errors[sample].sum()):
+            plain = _SLACK * float(linear.plain_errors[sample].sum())
+            if not pair.together and not float(errors.sum()) <= plain:
                 return math.inf
-            before += relative(float(linear.errors[sample].sum()), energy)
-            after += relative(float(errors.sum()), energy)
-        return after / before if before else math.inf
+            before.append(linear.errors[sample])
+            after.append(errors)
+        present = self._total(pair, before)
+        return self._total(pair, after) / present if present else math.inf
 
-    def _errors_if_not_worse(
-        self, name: str, columns: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor | None:
-        errors = self._errors(name, columns, rows)
-        worse = not float(errors.sum()) <= float(self.linears[name].plain_errors.sum())
-        return None if worse else errors
+    def _worse(self, name: str, errors: torch.Tensor) -> bool:
+        """Whether plain rounding does better by a linear."""
+        return not float(errors.sum()) <= float(self.linears[name].plain_errors.sum())
 
     def _errors(
         self, name: str, columns: torch.Tensor, rows: torch.Tensor, sample: slice = slice(None)
@@ -192,10 +213,17 @@ class _Work:
         delta = codes.dequantize().mul_(divisors).div_(columns).sub_(weight)
         return problem.statistics[name].row_errors(delta)
 
-    def _total(self, names: list[str], errors: list[torch.Tensor]) -> float:
-        """Relative errors of linears, added up."""
-        parts = zip(names, errors, strict=False)
-        return sum(relative(float(error.sum()), self.problem.energy(name)) for name, error in parts)
+    def _total(self, pair: _Pair, errors: list[torch.Tensor]) -> float:
+        """Errors of the targets, added up: relative ones, but squared ones where they are judged together.
+
+        So an expert counts by what it adds to the layer's output, and one that saw few tokens counts
+        little.
+        """
+        sums = [float(error.sum()) for error in errors[: len(pair.targets)]]
+        if pair.together:
+            return sum(sums)
+        energies = [self.problem.energy(name) for name in pair.targets]
+        return sum(map(relative, sums, energies))
 
     def _finish(self, name: str) -> tuple[QuantizedTensor, ModuleReport]:
         """Clip and round a linear under its final scales; a row is clipped only where that helps it."""

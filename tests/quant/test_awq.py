@@ -214,26 +214,29 @@ def test_clipping_never_hurts_a_row() -> None:
     assert result.reports[0].error == pytest.approx(alone.error(down, effective), rel=1e-5)
 
 
-def test_a_router_is_scaled_along_with_the_experts_behind_its_norm() -> None:
-    """Its logits must not change, or tokens would go to other experts."""
+def mixture_problem(tokens: tuple[int, ...], outliers: tuple[float, ...]) -> LayerProblem:
+    """A layer of experts of which each sees so many tokens, and inputs with loud channels so loud."""
     generator = torch.Generator().manual_seed(5)
-    leaves = [f"mlp.experts.{e}.{w}_proj" for e in range(3) for w in ("gate", "up", "down")]
+    leaves = [
+        f"mlp.experts.{e}.{w}_proj" for e in range(len(tokens)) for w in ("gate", "up", "down")
+    ]
     names = ["mlp.gate.weight", *(f"{leaf}.weight" for leaf in leaves)]
     family = family_of({"model_type": "qwen3_moe"}, names)
     shapes = {leaf: (HIDDEN, FFN) if "down" in leaf else (FFN, HIDDEN) for leaf in leaves}
     statistics: dict[str, InputStatistics] = {}
     router = InputStatistics(HIDDEN)
     for group in [group for group in family.shared_inputs if set(group) <= set(leaves)]:
-        inputs = torch.randn(100, shapes[group[0]][1], generator=generator)
-        inputs[:, ::16] *= 20
+        expert = int(group[0].split(".")[2])
+        inputs = torch.randn(tokens[expert], shapes[group[0]][1], generator=generator)
+        inputs[:, ::16] *= outliers[expert]
         record = InputStatistics(inputs.shape[1])
         record.add(inputs)
         statistics |= dict.fromkeys(group, record)
         if inputs.shape[1] == HIDDEN:
             router.add(inputs)
-    gate = torch.randn(3, HIDDEN, generator=generator)
+    gate = torch.randn(len(tokens), HIDDEN, generator=generator)
     norm = torch.rand(HIDDEN, generator=generator) + 0.5
-    problem = LayerProblem(
+    return LayerProblem(
         prefix="model.layers.0",
         family=family,
         schemes=dict.fromkeys(leaves, SCHEME),
@@ -244,10 +247,40 @@ def test_a_router_is_scaled_along_with_the_experts_behind_its_norm() -> None:
         with_bias=frozenset(),
         routers={"mlp.gate": gate},
     )
+
+
+def test_a_router_is_scaled_along_with_the_experts_behind_its_norm() -> None:
+    """Its logits must not change, or tokens would go to other experts."""
+    problem = mixture_problem((100, 100, 100), (20.0, 20.0, 20.0))
     result = Awq().quantize_layer(problem)
-    columns = norm / result.norms["post_attention_layernorm"]
+    norm = "post_attention_layernorm"
+    columns = problem.norms[norm] / result.norms[norm]
     assert not torch.equal(columns, torch.ones(HIDDEN))
+    gate = problem.routers["mlp.gate"]
     assert torch.allclose(result.routers["mlp.gate"] / columns, gate, rtol=1e-6)
-    assert list(result.weights) == leaves
+    assert list(result.weights) == list(problem.weights)
     assert all(report.error <= report.rtn_error for report in result.reports)
     assert all(report.ratio is not None for report in result.reports if "down" not in report.module)
+
+
+def test_one_expert_that_loses_does_not_keep_the_others_from_gaining() -> None:
+    """Channels that are loud for all others are silent for the last, which saw few tokens."""
+    problem = mixture_problem((200, 200, 200, 20), (20.0, 20.0, 20.0, 0.01))
+    result = Awq().quantize_layer(problem)
+    assert "post_attention_layernorm" in result.norms
+    reports = [one for one in result.reports if "down" not in one.module]
+    assert any(report.error > report.rtn_error for report in reports)
+    energies = [problem.energy(one.module.removeprefix("model.layers.0.")) for one in reports]
+
+    def squared(errors: list[float]) -> float:
+        return sum(error * energy for error, energy in zip(errors, energies, strict=True))
+
+    plain = squared([report.rtn_error for report in reports])
+    assert squared([report.error for report in reports]) < 0.7 * plain
+
+
+def test_experts_that_lose_together_keep_their_norm() -> None:
+    """Most tokens go to the expert that the scales would harm."""
+    result = Awq().quantize_layer(mixture_problem((10, 2000), (20.0, 0.01)))
+    assert result.norms == {} and result.routers == {}
+    assert all(report.error <= report.rtn_error for report in result.reports)
