@@ -191,6 +191,14 @@ def quantize(
     seed: Annotated[
         int, typer.Option(help="Shuffles the calibration texts.", rich_help_panel=DATA)
     ] = 0,
+    compute: Annotated[
+        str,
+        typer.Option(
+            help="Products of the calibration passes: float32, bfloat16, or auto: bfloat16 for models "
+            "stored in it where the CPU is faster at it.",
+            rich_help_panel=DATA,
+        ),
+    ] = "auto",
     stats: Annotated[
         Path | None,
         typer.Option(
@@ -270,6 +278,7 @@ def quantize(
         "target_bpw": target_bpw,
         "target_bytes": None if target_size is None else parse_bytes(target_size),
         "kv_cache": kv_cache,
+        "compute": compute,
         "stats": stats,
         "tensor_parallel": tensor_parallel,
         "seed": seed,

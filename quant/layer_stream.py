@@ -1,13 +1,14 @@
 """A decoder run one layer at a time: only the layer in work has weights in memory.
 
 The model is built on the meta device from its config, so the layers are transformers' own; each gets its
-weights from the checkpoint when its turn comes and loses them afterwards. Everything is float32.
+weights from the checkpoint when its turn comes and loses them afterwards. Weights, hidden states and
+statistics are float32; products may be computed in bfloat16, see `compute_dtype`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +42,21 @@ class LayerStream:
     Args:
         checkpoint: a plain (unquantized) checkpoint.
         architecture: its layers.
+        compute: dtype of the matrix products inside the layers; sums and what lies between are float32.
 
     Raises:
         BadInput: transformers does not accept the config.
     """
 
-    def __init__(self, checkpoint: Checkpoint, architecture: Architecture):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        architecture: Architecture,
+        compute: torch.dtype = torch.float32,
+    ):
         self.checkpoint = checkpoint
         self.architecture = architecture
+        self.compute = compute
         self._skeleton = Skeleton(checkpoint)
         self._layers = self._skeleton.layers
         self.num_layers = len(self._layers)
@@ -167,7 +175,8 @@ class LayerStream:
         batch = self._rows(hidden)
         for start in range(0, hidden.shape[0], batch):
             rows = slice(start, start + batch)
-            result = layer(hidden[rows], *call.arguments, **named)
+            with self._precision():
+                result = layer(hidden[rows], *call.arguments, **named)
             outputs[rows] = result[0] if isinstance(result, tuple) else result
         return outputs
 
@@ -206,12 +215,16 @@ class LayerStream:
         try:
             for start in range(0, hidden.shape[0], batch):
                 unseen |= records
-                with suppress(_AllSeen):
+                with suppress(_AllSeen), self._precision():
                     layer(hidden[start : start + batch], *call.arguments, **call.named)
         finally:
             for handle in handles:
                 handle.remove()
         return statistics
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        enabled = self.compute != torch.float32
+        return torch.autocast("cpu", self.compute, enabled=enabled, cache_enabled=False)
 
     def remeasure(
         self,
@@ -241,6 +254,21 @@ class LayerStream:
         """The module of a linear, norm or router."""
         path = self._skeleton.names_in_layer(index)[f"{name}.weight"].removesuffix(".weight")
         return self._layers[index].get_submodule(path)
+
+
+def compute_dtype(asked: str, stored: torch.dtype) -> torch.dtype:
+    """The dtype of matrix products: `auto` takes bfloat16 where the weights are stored in it and the CPU
+    multiplies it faster than float32.
+
+    Raises:
+        BadInput: another word than `auto`, `float32` and `bfloat16`.
+    """
+    if asked == "auto":
+        quick = stored == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if quick else torch.float32
+    if asked not in ("float32", "bfloat16"):
+        raise BadInput(f"--compute {asked!r}: choose auto, float32 or bfloat16")
+    return torch.float32 if asked == "float32" else torch.bfloat16
 
 
 class _AllSeen(Exception):

@@ -128,6 +128,7 @@ def build_manifest(
             "tokens_by_document": calibration.lengths,
             "seed": request.seed,
             "sha256": calibration.sha256,
+            "compute": str(plan.compute).removeprefix("torch."),
         },
         "error": ERROR_FORMULA,
         "summary": asdict(summary),

@@ -190,13 +190,13 @@ def _quantize_layers(
 
 def _source(session: Session, saved: Path | None, progress: Progress) -> Source:
     """Statistics from the folder, measured now if it lacks them, or computed layer by layer."""
-    folder, calibration = session.statistics, session.calibration
-    kv = session.plan.kv_cache is not None
+    folder, calibration, plan = session.statistics, session.calibration, session.plan
+    kv = plan.kv_cache is not None
     if folder is None:
-        return Live(session.stream, calibration, saved, kv=kv)
+        sequential = plan.method.sequential and plan.options.true_sequential
+        return Live(session.stream, calibration, saved, sequential=sequential, kv=kv)
     if not folder.complete:
-        head = session.plan.lm_head
-        folder.measure(session.stream, calibration, progress, head=head, kv=kv)
+        folder.measure(session.stream, calibration, progress, head=plan.lm_head, kv=kv)
     return Stored(folder, session.stream)
 
 

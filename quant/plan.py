@@ -17,6 +17,7 @@ from .gguf.assemble import check_source
 from .gguf.integer import block_type_of
 from .gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_notes
 from .kv_scales import LARGEST
+from .layer_stream import compute_dtype
 from .methods.base import Method, MethodOptions, SchemeOptions
 from .methods.registry import METHODS
 from .request import QuantizeRequest, parse_override
@@ -56,6 +57,7 @@ class Plan:
         ignored: linears that stay as they are because they were asked to.
         options: the knobs of the method.
         seq_len: tokens in a calibration sample.
+        compute: dtype of the matrix products of the calibration passes.
         gguf_type: how a GGUF file calls the mix; empty where none is written.
         kv_cache: the kind of cache that scales are stored for.
         notes: choices made for the user, one line each.
@@ -70,6 +72,7 @@ class Plan:
     ignored: tuple[str, ...]
     options: MethodOptions
     seq_len: int
+    compute: torch.dtype
     gguf_type: str
     kv_cache: str | None
     notes: tuple[str, ...]
@@ -172,6 +175,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
         ignored=ignored,
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
+        compute=_compute(request, checkpoint, modules),
         gguf_type=_gguf_type(formats, schemes),
         kv_cache=request.kv_cache,
         notes=(),
@@ -213,6 +217,7 @@ def _blocks_plan(
         ignored=(*ignored, *misfits),
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
+        compute=_compute(request, checkpoint, modules),
         gguf_type=type_name,
         kv_cache=request.kv_cache,
         notes=(),
@@ -335,6 +340,11 @@ def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
             f"--seq-len {request.seq_len} is longer than the model's context of {context} tokens"
         )
     return request.seq_len
+
+
+def _compute(request: QuantizeRequest, checkpoint: Checkpoint, modules: Shapes) -> torch.dtype:
+    stored = [checkpoint.dtype_name(f"{module}.weight") for module in modules]
+    return compute_dtype(request.compute, TORCH_DTYPES[max(stored, key=stored.count)])
 
 
 def _check_widths(

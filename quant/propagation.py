@@ -50,14 +50,21 @@ class Live:
     """Statistics from the hidden states behind the quantized layers, computed as they are needed."""
 
     def __init__(
-        self, stream: LayerStream, calibration: Calibration, saved: Path | None, *, kv: bool
+        self,
+        stream: LayerStream,
+        calibration: Calibration,
+        saved: Path | None,
+        *,
+        sequential: bool,
+        kv: bool,
     ):
         """Begin at the embedding, or behind the layers after which `saved` was written.
 
         Args:
+            sequential: whether the method asks for the statistics of each linear itself.
             kv: whether the ranges of keys and values are wanted.
         """
-        self._kv = kv
+        self._sequential, self._kv = sequential, kv
         self._stream = stream
         stream.prepare(calibration.token_ids)
         if saved is None:
@@ -71,7 +78,7 @@ class Live:
         stream, hidden = self._stream, self._hidden
         stream.load(index, tensors)
         return Measured(
-            statistics=stream.measure(index, hidden),
+            statistics={} if self._sequential else stream.measure(index, hidden),
             held_out=stream.measure(index, self._held_out) if len(self._held_out) else {},
             remeasure=lambda replaced, only: stream.remeasure(index, hidden, replaced, only),
         )

@@ -36,6 +36,7 @@ class QuantizeRequest:
         ignore: regular expressions searched in module names; what matches stays as it is.
         lm_head: whether the output projection is quantized too.
         revert_worse: whether linears of layers that end worse than plain rounding are rounded plainly.
+        compute: dtype of the products of the calibration passes, see `layer_stream.compute_dtype`.
         stats: folder of statistics measured once, on the float model; made where it does not exist.
         target_bpw, target_bytes: what method `auto` may spend: bits per quantized weight, or bytes of all
             tensors.
@@ -68,6 +69,7 @@ class QuantizeRequest:
     ignore: tuple[str, ...] = ()
     lm_head: bool = False
     revert_worse: bool = False
+    compute: str = "auto"
     stats: Path | None = None
     target_bpw: float | None = None
     target_bytes: int | None = None

@@ -73,13 +73,14 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         )
     if calibration.duplicates:
         notes.append(f"note: {calibration.duplicates} repeated calibration texts were dropped")
-    stream = LayerStream(plan.checkpoint, plan.architecture)
+    stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute)
     if int(calibration.token_ids.max()) >= stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
     source_hashes = _source_hashes(plan.checkpoint)
     measured = {
         "source": source_hashes,
         "calibration": calibration.sha256,
+        "compute": str(plan.compute),
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
     }
     statistics = None

@@ -84,6 +84,7 @@ class Awq:
     default_format = "awq"
     needs_statistics = True
     grouped = True
+    sequential = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric")

@@ -48,7 +48,8 @@ class ModuleReport:
     """What was done to one linear, and what it cost.
 
     Attributes:
-        error: relative output error on the calibration tokens, squared norm over squared norm; of a
+        error: relative output error on the inputs that calibration showed it, squared norm over squared
+            norm; of a
             linear with more than 512 output channels, on at least 256 evenly spaced ones, unless the
             method computed it on all of them anyway.
         rtn_error: the same for plain rounding to the same scheme.
@@ -84,7 +85,8 @@ class LayerProblem:
         schemes: what each linear shall become.
         scale_dtypes: in which its scales are stored.
         weights: float32 `[out, in]` of each linear that shall be quantized.
-        statistics: of the input of each of these linears.
+        statistics: of the input of each of these linears. Where the method is sequential and
+            `remeasure` is there, they are empty at first: the method puts in what it asked for.
         norms: norm weights in the dtype of the checkpoint.
         with_bias: the linears that have a bias.
         routers: float32 weights that stay floats but read an input that may be scaled.
@@ -211,12 +213,15 @@ class Method(Protocol):
         default_format: where `--format` is not given and the scheme fits.
         needs_statistics: whether it looks at calibration data at all.
         grouped: whether its scheme has groups of input channels that must divide the width.
+        sequential: whether it quantizes the linears of a layer in the order of execution, each on what
+            those before it became, unless `MethodOptions.true_sequential` is off.
     """
 
     name: str
     default_format: str
     needs_statistics: bool
     grouped: bool
+    sequential: bool
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         """The scheme that this method makes of what was asked.

@@ -20,6 +20,7 @@ class Codebook:
     default_format = "bitsandbytes"
     needs_statistics = False
     grouped = False
+    sequential = False
 
     def __init__(self, kind: Literal["nf4", "fp4"]) -> None:
         self.name: str = kind

@@ -26,6 +26,7 @@ class Fp8:
     default_format = "fp8"  # for blocks; the other granularities do not fit there
     needs_statistics = False
     grouped = False
+    sequential = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "granularity", "activations")

@@ -38,6 +38,7 @@ class Gptq:
     default_format = "gptq"
     needs_statistics = True
     grouped = True
+    sequential = True
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric", "act_order")
@@ -51,17 +52,16 @@ class Gptq:
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
         """See `Method.quantize_layer`; later linears are calibrated on what the earlier ones became."""
-        rounded = {name: round_weight(problem, name, w) for name, w in problem.weights.items()}
-        work = _Work(problem, rounded)
-        stages = _stages(problem)
-        for index, stage in enumerate(stages):
+        work = _Work(problem)
+        for stage in _stages(problem):
+            if problem.options.true_sequential and problem.remeasure is not None:
+                work.measure({name for linears in stage for name in linears})
             for linears in stage:
                 work.quantize(linears)
-            sequential = problem.options.true_sequential and problem.remeasure is not None
-            if sequential and index + 1 < len(stages):
-                work.remeasure({name for linears in stages[index + 1] for name in linears})
-        reports = [work.report(name) for name in problem.weights]
-        return LayerResult({name: work.codes[name] for name in problem.weights}, {}, reports)
+        names = list(problem.weights)
+        return LayerResult(
+            {name: work.codes[name] for name in names}, {}, [work.reports[name] for name in names]
+        )
 
 
 def _stages(problem: LayerProblem) -> list[list[tuple[str, ...]]]:
@@ -86,28 +86,23 @@ class _Work:
     """A layer on its way.
 
     Attributes:
-        codes: the linears that are done.
+        codes, reports: of the linears that are done.
     """
 
-    def __init__(self, problem: LayerProblem, rounded: dict[str, QuantizedTensor]):
+    def __init__(self, problem: LayerProblem):
         self.problem = problem
         self.codes: dict[str, QuantizedTensor] = {}
-        self._rounded = rounded
-        self._statistics = problem.statistics
-        self._damp: dict[str, float] = {}
-        self._fallback: dict[str, str] = {}
+        self.reports: dict[str, ModuleReport] = {}
 
-    def remeasure(self, linears: set[str]) -> None:
-        """Go on with what these linears see behind those that are done."""
+    def measure(self, linears: set[str]) -> None:
+        """Learn what these linears see behind those that are done."""
         assert self.problem.remeasure is not None
-        self._statistics = {}  # what was measured before is free from here on
-        self._statistics = self.problem.remeasure(
-            {name: codes.dequantize() for name, codes in self.codes.items()}, linears
-        )
+        done = {name: codes.dequantize() for name, codes in self.codes.items()}
+        self.problem.statistics.update(self.problem.remeasure(done, linears))
 
     def quantize(self, linears: tuple[str, ...]) -> None:
         """Choose the codes of linears that share their input, with one factorisation for all."""
-        statistics = self._statistics[linears[0]]
+        statistics = self.problem.statistics[linears[0]]
         factors: dict[bool, Feedback | None] = {}
         for scheme, names in self._alike(linears):
             if not isinstance(scheme, IntScheme):
@@ -127,14 +122,6 @@ class _Work:
                 self._round(names, "the Hessian is not positive definite under any damping up to 1")
                 continue
             self._solve(names, scheme, factor, by_importance and not scheme.permuted)
-
-    def report(self, name: str) -> ModuleReport:
-        rounded = self._rounded[name].dequantize()
-        fallback = self._fallback.get(name)
-        effective = rounded if fallback else self.codes[name].dequantize()
-        return self.problem.report(
-            name, effective, rounded, damp=self._damp.get(name), fallback=fallback
-        )
 
     def _alike(self, linears: tuple[str, ...]) -> Iterator[tuple[Scheme, list[str]]]:
         """Linears of one scheme and scale dtype, which can be rounded together."""
@@ -162,17 +149,20 @@ class _Work:
             return
         first = 0
         for name, weight in zip(names, weights, strict=True):
-            plain = self._rounded[name]
+            plain = round_weight(self.problem, name, weight)
             assert isinstance(plain, IntTensor)
             codes = solved.rows(slice(first, first + weight.shape[0]))
             self.codes[name] = replace(codes, input_scale=plain.input_scale)
-            self._damp[name] = factor.damp
+            self.reports[name] = self.problem.report(
+                name, codes.dequantize(), plain.dequantize(), damp=factor.damp
+            )
             first += weight.shape[0]
 
     def _round(self, names: list[str], reason: str) -> None:
         for name in names:
-            self.codes[name] = self._rounded[name]
-            self._fallback[name] = reason
+            self.codes[name] = round_weight(self.problem, name, self.problem.weights[name])
+            rounded = self.codes[name].dequantize()
+            self.reports[name] = self.problem.report(name, rounded, rounded, fallback=reason)
 
 
 def _unusable(statistics: InputStatistics) -> str | None:

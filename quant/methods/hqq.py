@@ -40,6 +40,7 @@ class Hqq:
     default_format = "compressed-tensors"
     needs_statistics = False
     grouped = True
+    sequential = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric")

@@ -29,8 +29,8 @@ class InputStatistics:
         self.num_tokens = 0
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Take in `[..., in]` float32 inputs."""
-        tokens = inputs.reshape(-1, inputs.shape[-1])
+        """Take in `[..., in]` inputs of any float dtype."""
+        tokens = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
         for start in range(0, tokens.shape[1], _GRAM_ROWS):
             rows = slice(start, start + _GRAM_ROWS)
             stop = min(start + _GRAM_ROWS, tokens.shape[1])

@@ -21,6 +21,7 @@ class Int8:
     default_format = "bitsandbytes"  # for the split; plain int8 does not fit there
     needs_statistics = False
     grouped = False
+    sequential = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "outlier_threshold")

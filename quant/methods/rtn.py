@@ -15,6 +15,7 @@ class RoundToNearest:
     default_format = "compressed-tensors"
     needs_statistics = False
     grouped = True
+    sequential = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric")

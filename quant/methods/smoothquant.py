@@ -56,6 +56,7 @@ class SmoothQuant:
     default_format = "compressed-tensors"
     needs_statistics = True
     grouped = False
+    sequential = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "activations")

@@ -41,6 +41,7 @@ class SqueezeLlm:
     default_format = "squeezellm"
     needs_statistics = True
     grouped = False
+    sequential = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "sparse_fraction")

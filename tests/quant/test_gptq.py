@@ -346,27 +346,27 @@ def layer_problem(**options: object) -> LayerProblem:
 
 
 def test_later_linears_see_what_the_earlier_ones_became() -> None:
-    problem = layer_problem()
+    problem = replace(layer_problem(), statistics={})
     calls: list[tuple[dict[str, torch.Tensor], set[str]]] = []
 
     def remeasure(
         replaced: Mapping[str, torch.Tensor], linears: Collection[str]
     ) -> dict[str, InputStatistics]:
         calls.append((dict(replaced), set(linears)))
-        return dict.fromkeys(linears, correlated(64, 50 + len(calls)))
+        return dict.fromkeys(linears, correlated(64, len(calls)))
 
     result = Gptq().quantize_layer(replace(problem, remeasure=remeasure))
     groups = LLAMA.shared_inputs
-    assert [linears for _, linears in calls] == [set(group) for group in groups[1:]]
+    assert [linears for _, linears in calls] == [set(group) for group in groups]
     for number, (replaced, _) in enumerate(calls):
-        assert list(replaced) == [name for group in groups[: number + 1] for name in group]
+        assert list(replaced) == [name for group in groups[:number] for name in group]
         assert all(torch.equal(w, result.weights[n].dequantize()) for n, w in replaced.items())
     for number, group in enumerate(groups):
-        record = correlated(64, 50 + number) if number else problem.statistics[group[0]]
         for name in group:
-            alone, _ = one(problem.weights[name], record, problem.schemes[name])
+            seen = correlated(64, number + 1)
+            alone, _ = one(problem.weights[name], seen, problem.schemes[name])
             assert same(result.weights[name], alone)  # pyright: ignore[reportArgumentType]
-    for report in result.reports:  # on the float layer's inputs, whatever the codes were chosen on
+    for report in result.reports:  # on the inputs that the codes were chosen on
         name = report.module.removeprefix("model.layers.0.")
         effective = result.weights[name].dequantize()
         assert report.error == problem.error(name, effective)
@@ -397,7 +397,7 @@ def test_experts_are_measured_together_not_one_by_one() -> None:
 
     result = Gptq().quantize_layer(replace(problem, remeasure=remeasure))
     assert list(result.weights) == list(weights)
-    assert [len(linears) for linears in calls] == [1, 24, 12]
+    assert [len(linears) for linears in calls] == [3, 1, 24, 12]
 
 
 def test_linears_that_no_group_names_are_quantized_too() -> None:

@@ -11,7 +11,7 @@ from llmopt.quant.architecture import architecture_of
 from llmopt.quant.checkpoint import Checkpoint
 from llmopt.quant.errors import BadInput
 from llmopt.quant.experts import SplitExperts
-from llmopt.quant.layer_stream import LayerStream
+from llmopt.quant.layer_stream import LayerStream, compute_dtype
 from llmopt.quant.methods.base import InputStatistics
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -309,3 +309,35 @@ def test_an_embedding_of_another_size_is_named(tmp_path: Path) -> None:
     stream = LayerStream(checkpoint, architecture_of(checkpoint))
     with pytest.raises(BadInput, match=r"embed_tokens\.weight has shape \[96, 32\].*\[95, 32\]"):
         stream.prepare(token_ids())
+
+
+def test_bfloat16_products_change_little_and_leave_floats_where_they_were(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        stream = LayerStream(checkpoint, architecture_of(checkpoint), dtype)
+        stream.prepare(token_ids())
+        hidden = stream.embed(token_ids())
+        stream.load(0, stream.tensors(0))
+        grams = {name: one.gram for name, one in stream.measure(0, hidden).items()}
+        found[dtype] = grams | {"": stream.run(0, hidden)}
+    exact, rounded = found[torch.float32], found[torch.bfloat16]
+    for name, tensor in exact.items():
+        assert rounded[name].dtype == torch.float32
+        torch.testing.assert_close(
+            rounded[name], tensor, rtol=0.03, atol=0.03 * float(tensor.std())
+        )
+    assert not torch.equal(rounded[""], exact[""])
+
+
+def test_the_dtype_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compute_dtype("float32", torch.bfloat16) == torch.float32
+    assert compute_dtype("bfloat16", torch.float32) == torch.bfloat16
+    for quick in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda quick=quick: quick)
+        chosen = torch.bfloat16 if quick else torch.float32
+        assert compute_dtype("auto", torch.bfloat16) == chosen
+        assert compute_dtype("auto", torch.float32) == torch.float32
+    with pytest.raises(BadInput, match="--compute 'fp8'"):
+        compute_dtype("fp8", torch.bfloat16)

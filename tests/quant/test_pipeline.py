@@ -15,6 +15,7 @@ from llmopt.quant.checkpoint import Checkpoint
 from llmopt.quant.errors import BadInput
 from llmopt.quant.journal import work_folder
 from llmopt.quant.layer_stream import LayerStream
+from llmopt.quant.manifest import MANIFEST_NAME
 from llmopt.quant.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan import QuantizeRequest
 from llmopt.quant.read import quantized_modules, read_quantized, tensor_names
@@ -396,6 +397,17 @@ def test_too_small_a_disk_is_refused_before_any_work(
     with pytest.raises(BadInput, match="no space for the result"):
         quantize(small_request(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
+
+
+def test_the_dtype_of_the_passes_is_recorded(tmp_path: Path) -> None:
+    found = {}
+    for compute in ("float32", "bfloat16"):
+        output = tmp_path / compute
+        quantize(small_request(output, method="gptq", compute=compute))
+        found[compute] = json.loads((output / MANIFEST_NAME).read_text())
+        assert found[compute]["calibration"]["compute"] == compute
+    signatures = [manifest["signature"] for manifest in found.values()]
+    assert signatures[0] != signatures[1]
 
 
 def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:

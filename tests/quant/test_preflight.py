@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.engine.model.spec import SUPPORTED_MODEL_TYPES
+from llmopt.engine.model.families import SUPPORTED_MODEL_TYPES
 from llmopt.quant.errors import BadInput
 from llmopt.quant.loaders import ENGINE_TYPES, loaders
 from llmopt.quant.pipeline import quantize
