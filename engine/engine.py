@@ -21,8 +21,8 @@ from .detokenizer import IncrementalDetokenizer
 from .host import usable_cores
 from .kv_cache import KvCache, choose_num_blocks
 from .model.decoder import Decoder
+from .model.families import model_spec
 from .model.loader import load_weights
-from .model.spec import ModelSpec
 from .model_runner import ModelRunner, StepResult
 from .outputs import EngineStats, RequestOutput, TokenLogprobs
 from .planner.cache_size import (
@@ -30,7 +30,6 @@ from .planner.cache_size import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
-from .planner.shapes import ModelShape
 from .prefix_cache import PrefixCache
 from .request import Request, RequestTimes
 from .sampling_params import SamplingParams
@@ -71,7 +70,7 @@ class Engine:
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads or usable_cores())
         checkpoint = open_checkpoint(self.folder)
-        self.spec = ModelSpec.from_config(checkpoint.config)
+        self.spec = model_spec(checkpoint.config)
         self.dtype = _choose_dtype(config.dtype, self.device)
         self.tokenizer = _load_tokenizer(self.folder)
         self.eos_token_ids = _eos_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
@@ -81,11 +80,16 @@ class Engine:
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[kind]
         weights = load_weights(checkpoint, self.spec, self.device, self.dtype)
-        shape = ModelShape.from_config(checkpoint.config)
         num_blocks = choose_num_blocks(
-            config, shape, block_size, self.max_model_len, max_num_seqs, self.device, self.dtype
+            config,
+            self.spec.shape,
+            block_size,
+            self.max_model_len,
+            max_num_seqs,
+            self.device,
+            self.dtype,
         )
-        cache = KvCache(self.spec, num_blocks, block_size, self.device, self.dtype)
+        cache = KvCache(self.spec.kv_layouts, num_blocks, block_size, self.device, self.dtype)
         decoder = Decoder(self.spec, weights, self.max_model_len, self.dtype)
         self.runner = ModelRunner(decoder, cache, self.device, self.dtype, self.eos_token_ids)
         self.memory = EngineMemory(

@@ -8,15 +8,14 @@ import torch
 
 from .config import EngineConfig
 from .host import available_memory_bytes
-from .model.decoder import LayerCache
-from .model.spec import ModelSpec
-from .planner.cache_size import CacheRequest, size_cache
-from .planner.shapes import ModelShape
+from .model.attention import LayerCache
+from .model.spec import KvLayout
+from .planner.cache_size import CachedShape, CacheRequest, size_cache
 
 
 def choose_num_blocks(
     config: EngineConfig,
-    shape: ModelShape,
+    shape: CachedShape,
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
@@ -46,23 +45,24 @@ class KvCache:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        layouts: Sequence[KvLayout],
         num_blocks: int,
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        # Zeros, not empty: padding reads the null block, and a stray NaN there would spread.
-        self.layers = [
-            LayerCache(
-                torch.zeros(shape, device=device, dtype=dtype),
-                torch.zeros(shape, device=device, dtype=dtype),
-            )
-            for _ in range(spec.num_layers)
-        ]
+        self.layers: list[LayerCache] = []
+        for layout in layouts:
+            shape = (num_blocks, block_size, layout.num_heads)
+            # Zeros, not empty: padding reads the null block, and a stray NaN there would spread.
+            keys = torch.zeros(*shape, layout.key_dim, device=device, dtype=dtype)
+            if layout.values_in_keys:
+                values = keys[..., : layout.value_dim]
+            else:
+                values = torch.zeros(*shape, layout.value_dim, device=device, dtype=dtype)
+            self.layers.append(LayerCache(keys, values, layout.values_in_keys))
         self.block_size = block_size
-        self.num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        self.num_bytes = sum(part.nbytes for layer in self.layers for part in layer.parts)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination); every source is read before any is written."""
@@ -70,5 +70,5 @@ class KvCache:
             return
         sources, destinations = torch.tensor(copies, device=self.layers[0].keys.device).unbind(1)
         for layer in self.layers:
-            layer.keys.index_copy_(0, destinations, layer.keys.index_select(0, sources))
-            layer.values.index_copy_(0, destinations, layer.values.index_select(0, sources))
+            for part in layer.parts:
+                part.index_copy_(0, destinations, part.index_select(0, sources))

@@ -10,7 +10,8 @@ import torch
 from .block_pool import NULL_BLOCK
 from .kernels.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan
 from .kv_cache import KvCache
-from .model.decoder import Decoder, StepInputs
+from .model.attention import StepInputs
+from .model.decoder import Decoder
 from .outputs import TokenLogprobs
 from .sampler import Sampler, SamplingRow, token_logprobs
 from .step_plan import ScheduledRow, StepPlan

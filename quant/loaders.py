@@ -16,7 +16,12 @@ from .scheme import CodebookScheme, FloatScheme, IntScheme, Scheme
 from .selection import fused_groups, split_fusions
 
 # What llmopt's own engine runs; other model types are written for others to load.
-ENGINE_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+ENGINE_TYPES = frozenset(
+    {
+        "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3",
+        "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "gpt2", "falcon",
+    }
+)  # fmt: skip
 # Split over ranks along the inputs; all other linears along the outputs.
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense", "fc2")
 _MARLIN_GROUPS = (-1, 32, 64, 128)

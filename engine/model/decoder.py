@@ -8,88 +8,84 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ..kernels.kv_write import write_kv
-from ..kernels.paged_attention import (
-    PAGED_ATTENTION,
-    AttentionBatch,
-    AttentionRule,
-    AttentionSituation,
-)
-from ..kernels.rotary import apply_rotary, expand_angles
+from ..kernels.paged_attention import PAGED_ATTENTION, AttentionSituation
+from ..kernels.rotary import expand_angles
+from .attention import Attention, LayerCache, Step, StepInputs
+from .mlp import Block
+from .norm import Norm
 from .projection import Projection
-from .rope import rope_table
-from .spec import ModelSpec
+from .rope import RopeSpec, rope_table
+from .spec import KvLayout, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. Norm weights are [hidden] or, for queries and keys, [head_dim]."""
+class DecoderLayer:
+    """One layer: attention and MLP, each behind a norm, added to the residual.
 
-    input_norm: torch.Tensor
-    qkv: Projection
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    attention_output: Projection
-    mlp_norm: torch.Tensor
-    gate_up: Projection
-    down: Projection
+    Attributes:
+        mlp_norm: None where the MLP reads what the attention reads.
+        post_attention_norm, post_mlp_norm: of the outputs, before they are added.
+        parallel: both read the residual as it enters the layer.
+    """
+
+    input_norm: Norm
+    attention: Attention
+    post_attention_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Block
+    post_mlp_norm: Norm | None
+    parallel: bool
+
+    @property
+    def weight_bytes(self) -> int:
+        norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
+        total = self.attention.weight_bytes + self.mlp.weight_bytes
+        return total + sum(norm.weight_bytes for norm in norms if norm is not None)
+
+    def __call__(self, hidden: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+        x = self.input_norm(hidden)
+        mixed = self.attention(x, step, cache)
+        if self.parallel:
+            return hidden + mixed + self.mlp(x if self.mlp_norm is None else self.mlp_norm(hidden))
+        if self.post_attention_norm is not None:
+            mixed = self.post_attention_norm(mixed)
+        hidden = hidden + mixed
+        out = self.mlp(hidden if self.mlp_norm is None else self.mlp_norm(hidden))
+        return hidden + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """Everything that was learnt. With tied embeddings `head` projects onto the embedding."""
+    """Everything that was learnt. With tied embeddings `head` projects onto the embedding.
+
+    `ropes` are the distinct rotations, in the order in which the layers' `Rotation.index` counts them.
+    """
 
     embedding: torch.Tensor
-    layers: Sequence[LayerWeights]
-    final_norm: torch.Tensor
+    positions: torch.Tensor | None
+    layers: Sequence[DecoderLayer]
+    final_norm: Norm
     head: Projection
     is_tied: bool
+    ropes: Sequence[RopeSpec]
 
     @property
     def bytes_held(self) -> int:
         """Bytes of weights in memory. A tied head counts only if its kernel keeps a layout of its own."""
         shared = self.is_tied and not self.head.holds_a_copy
-        return self.bytes_per_step + (0 if shared else self.embedding.nbytes)
+        tables = 0 if shared else self.embedding.nbytes
+        tables += 0 if self.positions is None else self.positions.nbytes
+        return self.bytes_per_step + tables
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of weights that a step reads: all but the embedding table, of which it reads rows."""
-        norms = [self.final_norm]
-        total = self.head.weight_bytes
-        for layer in self.layers:
-            norms += [layer.input_norm, layer.mlp_norm]
-            norms += [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
-            for projection in (layer.qkv, layer.attention_output, layer.gate_up, layer.down):
-                total += projection.weight_bytes
-        return total + sum(norm.nbytes for norm in norms)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step as tensors.
-
-    Attributes:
-        token_ids, positions: int64 [tokens].
-        slots: int64 [tokens], where each token's keys and values go.
-        batch: what each token may see.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    batch: AttentionBatch
+        """Bytes of weights that a step reads: all but the tables, of which it reads rows."""
+        layers = sum(layer.weight_bytes for layer in self.layers)
+        return self.head.weight_bytes + self.final_norm.weight_bytes + layers
 
 
 class Decoder:
-    """A decoder-only transformer of the Llama shape and its relatives."""
+    """A decoder-only transformer, whatever its family."""
 
     def __init__(
         self, spec: ModelSpec, weights: DecoderWeights, max_model_len: int, dtype: torch.dtype
@@ -98,58 +94,42 @@ class Decoder:
         self.weights = weights
         self._dtype = dtype
         device = weights.embedding.device
-        self._cos, self._sin = rope_table(spec.rope, spec.head_dim, max_model_len, device)
-        situation = AttentionSituation(device.type, dtype, spec.head_dim)
+        self._tables = [
+            rope_table(rope, spec.rotary_width, max_model_len, device) for rope in weights.ropes
+        ]
+        # Gemma rounds the factor to the model's dtype.
+        self._scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        situation = AttentionSituation(device.type, dtype, spec.shape.head_dim)
         self._attend = PAGED_ATTENTION.select(situation).run
+
+    @property
+    def kv_layouts(self) -> tuple[KvLayout, ...]:
+        """What each layer keeps of a token."""
+        return self.spec.kv_layouts
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step and fill the caches; returns the normed hidden states [tokens, hidden]."""
-        eps = self.spec.rms_norm_eps
-        cos, sin = expand_angles(
-            self._cos.index_select(0, inputs.positions).to(self._dtype).unsqueeze(1),
-            self._sin.index_select(0, inputs.positions).to(self._dtype).unsqueeze(1),
-        )
+        angles = [
+            expand_angles(
+                cos.index_select(0, inputs.positions).to(self._dtype).unsqueeze(1),
+                sin.index_select(0, inputs.positions).to(self._dtype).unsqueeze(1),
+            )
+            for cos, sin in self._tables
+        ]
+        step = Step(inputs, angles, self._attend)
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)
-        size = (self.spec.hidden_size,)
-        for index, layer in enumerate(self.weights.layers):
-            x = functional.rms_norm(hidden, size, layer.input_norm, eps)
-            hidden = hidden + self._attention(index, layer, x, cos, sin, inputs, caches[index])
-            x = functional.rms_norm(hidden, size, layer.mlp_norm, eps)
-            gate, up = layer.gate_up(x).chunk(2, dim=-1)
-            hidden = hidden + layer.down(functional.silu(gate) * up)
-        return functional.rms_norm(hidden, size, self.weights.final_norm, eps)
+        if self._scale != 1.0:
+            hidden = hidden * self._scale
+        if self.weights.positions is not None:
+            hidden = hidden + functional.embedding(inputs.positions, self.weights.positions)
+        for layer, cache in zip(self.weights.layers, caches, strict=True):
+            hidden = layer(hidden, step, cache)
+        return self.weights.final_norm(hidden)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores over the vocabulary, float32 [rows, vocab], of normed hidden states [rows, hidden]."""
-        return self.weights.head(hidden).float()
-
-    def _attention(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        inputs: StepInputs,
-        cache: LayerCache,
-    ) -> torch.Tensor:
-        spec = self.spec
-        heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, head_dim)
-        queries, keys, values = qkv.split([heads, kv_heads, kv_heads], dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            queries = functional.rms_norm(queries, (head_dim,), layer.query_norm, spec.rms_norm_eps)
-            keys = functional.rms_norm(keys, (head_dim,), layer.key_norm, spec.rms_norm_eps)
-        queries = apply_rotary(queries, cos, sin)
-        keys = apply_rotary(keys, cos, sin)
-        write_kv(keys, values, cache.keys, cache.values, inputs.slots)
-        mixed = self._attend(
-            queries,
-            cache.keys,
-            cache.values,
-            inputs.batch,
-            AttentionRule(spec.attention_scale, spec.windows[index]),
-        )
-        return layer.attention_output(mixed.flatten(1))
+        logits = self.weights.head(hidden).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else cap * (logits / cap).tanh()

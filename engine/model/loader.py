@@ -2,157 +2,278 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
-from ...quant.read import quantized_modules, read_quantized, tensor_names
-from ...quant.tensors.base import QuantizedTensor
-from .decoder import DecoderWeights, LayerWeights
+from ..kernels.paged_attention import AttentionRule
+from ..planner.shapes import Experts, Latent
+from .attention import Attention, HeadAttention, LatentAttention, Rotation
+from .decoder import DecoderLayer, DecoderWeights
+from .experts import MixtureOfExperts, Router
+from .mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating
+from .norm import Norm
 from .projection import Projection
+from .reader import CheckpointReader
+from .rope import RopeSpec
 from .spec import ModelSpec
-
-_log = logging.getLogger(__name__)
-
-KV_CACHE_SCALES = (
-    ".k_scale",
-    ".v_scale",
-    ".q_scale",
-    ".k_proj.output_scale",
-    ".v_proj.output_scale",
-)
-"""Endings of the scales that others use for a cache in 8 bits; the cache here keeps the model's dtype."""
-
-
-class CheckpointReader:
-    """Reads weights by module name, and keeps count of what has been read.
-
-    Each tensor goes from its shard to the device in the engine's dtype; quantized ones stay codes.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        self._checkpoint = checkpoint
-        self._device = device
-        self._dtype = dtype
-        self._quantized = quantized_modules(checkpoint)
-        self._unread = set(checkpoint.names)
-
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """A plain tensor, which must have `shape`."""
-        tensor = self._checkpoint.tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise BadInput(
-                f"{self._checkpoint.folder}: {name} has shape {tuple(tensor.shape)}, "
-                f"but config.json makes it {shape}"
-            )
-        if not tensor.is_floating_point():
-            raise BadInput(f"{self._checkpoint.folder}: {name} holds {tensor.dtype}, not floats")
-        self._unread.discard(name)
-        return tensor.to(self._device, self._dtype)
-
-    def is_quantized(self, module: str) -> bool:
-        """Whether the checkpoint holds codes for the weight of a module."""
-        return module in self._quantized
-
-    def projection(
-        self, modules: Sequence[str], in_features: int, out_features: Sequence[int], *, bias: bool
-    ) -> Projection:
-        """Linears that share their input, stacked in the order given."""
-        weights = [
-            self._weight(m, out, in_features) for m, out in zip(modules, out_features, strict=True)
-        ]
-        biases = None
-        if bias:
-            parts = [
-                self.tensor(f"{m}.bias", out) for m, out in zip(modules, out_features, strict=True)
-            ]
-            biases = torch.cat(parts)
-        return Projection(weights, biases, self._dtype)
-
-    def finish(self, *, may_remain: Sequence[str] = ()) -> None:
-        """Complain about tensors that nobody asked for; buffers that others save may remain."""
-        endings = ("rotary_emb.inv_freq", ".g_idx", *KV_CACHE_SCALES)
-        left = sorted(
-            name for name in self._unread if not name.endswith(endings) and name not in may_remain
-        )
-        if any(name.endswith(KV_CACHE_SCALES) for name in self._unread):
-            _log.warning(
-                "%s has scales for a quantized KV cache; they are not used: the cache keeps the "
-                "engine's dtype",
-                self._checkpoint.folder,
-            )
-        if left:
-            raise BadInput(
-                f"{self._checkpoint.folder}: {len(left)} tensors have no place in the model that "
-                f"config.json describes, the first is {left[0]}"
-            )
-
-    def _weight(
-        self, module: str, out_features: int, in_features: int
-    ) -> torch.Tensor | QuantizedTensor:
-        if module not in self._quantized:
-            return self.tensor(f"{module}.weight", out_features, in_features)
-        weight = read_quantized(self._checkpoint, module)
-        if weight.shape != (out_features, in_features):
-            raise BadInput(
-                f"{self._checkpoint.folder}: {module} unpacks to {weight.shape}, "
-                f"but config.json makes it {(out_features, in_features)}"
-            )
-        self._unread -= tensor_names(self._checkpoint, module)
-        return weight.to(self._device)
 
 
 def load_weights(
     checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype
 ) -> DecoderWeights:
-    """Read the weights of a decoder that is named as transformers names the Llama family.
+    """Read the weights of a decoder by the names of its family.
 
     Raises:
         BadInput: a tensor is missing, misshapen, or has no place in the model.
     """
     reader = CheckpointReader(checkpoint, device, dtype)
-    hidden, vocab = spec.hidden_size, spec.vocab_size
-    embedding = reader.tensor("model.embed_tokens.weight", vocab, hidden)
-    layers = [_load_layer(reader, spec, f"model.layers.{i}") for i in range(spec.num_layers)]
-    final_norm = reader.tensor("model.norm.weight", hidden)
-    # A quantized head is a weight of its own, also where the config still calls it tied.
-    tied = spec.tie_word_embeddings and not reader.is_quantized("lm_head")
-    if tied:
-        head = Projection([embedding], None, dtype)
-    else:
-        head = reader.projection(["lm_head"], hidden, [vocab], bias=False)
-    # Some writers save the tied head a second time.
-    reader.finish(may_remain=["lm_head.weight"] if tied else [])
-    return DecoderWeights(embedding, layers, final_norm, head, tied)
+    return _Loader(reader, spec, _base(checkpoint, spec), dtype).load()
 
 
-def _load_layer(reader: CheckpointReader, spec: ModelSpec, prefix: str) -> LayerWeights:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    return LayerWeights(
-        input_norm=reader.tensor(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=reader.projection(
-            [f"{attention}.{name}_proj" for name in "qkv"],
-            hidden,
-            [queries, keys, keys],
-            bias=spec.qkv_bias,
-        ),
-        query_norm=reader.tensor(f"{attention}.q_norm.weight", spec.head_dim)
-        if spec.qk_norm
-        else None,
-        key_norm=reader.tensor(f"{attention}.k_norm.weight", spec.head_dim)
-        if spec.qk_norm
-        else None,
-        attention_output=reader.projection(
-            [f"{attention}.o_proj"], queries, [hidden], bias=spec.output_bias
-        ),
-        mlp_norm=reader.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=reader.projection(
-            [f"{mlp}.gate_proj", f"{mlp}.up_proj"], hidden, [inner, inner], bias=spec.mlp_bias
-        ),
-        down=reader.projection([f"{mlp}.down_proj"], inner, [hidden], bias=spec.mlp_bias),
-    )
+def _base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
+    """What the decoder's tensors start with: a multimodal checkpoint nests them."""
+    for base in spec.names.bases:
+        if f"{base}{spec.names.embedding}.weight" in checkpoint:
+            return base
+    wanted = f"{spec.names.bases[0]}{spec.names.embedding}.weight"
+    raise BadInput(f"{checkpoint.folder} has no tensor {wanted!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    reader: CheckpointReader
+    spec: ModelSpec
+    base: str
+    dtype: torch.dtype
+
+    def load(self) -> DecoderWeights:
+        reader, spec, names, shape = self.reader, self.spec, self.spec.names, self.spec.shape
+        hidden, vocab = shape.hidden_size, shape.vocab_size
+        embedding = reader.tensor(f"{self.base}{names.embedding}.weight", vocab, hidden)
+        positions = None
+        if names.positions:
+            table = f"{self.base}{names.positions}.weight"
+            positions = reader.tensor(table, shape.learned_positions, hidden)
+        ropes: list[RopeSpec] = []
+        for rope in spec.ropes:
+            if rope is not None and rope not in ropes:
+                ropes.append(rope)
+        layers = [self._layer(index, ropes) for index in range(shape.num_layers)]
+        final_norm = self._norm(f"{self.base}{names.final_norm}", hidden)
+        # Beside the decoder: `lm_head`, or `language_model.lm_head` in a multimodal checkpoint.
+        head_name = f"{self.base.removesuffix('model.')}{names.head}"
+        if f"{head_name}.weight" not in reader and not reader.is_quantized(head_name):
+            head_name = names.head
+        # A quantized head is a weight of its own, also where the config still calls it tied.
+        tied = shape.tied and not reader.is_quantized(head_name)
+        if tied:
+            head = Projection([embedding], None, self.dtype)
+        else:
+            head = reader.projection([head_name], hidden, [vocab], bias=False)
+        reader.finish(lambda name: self._may_remain(name, f"{head_name}.weight" if tied else ""))
+        return DecoderWeights(embedding, positions, layers, final_norm, head, tied, ropes)
+
+    def _may_remain(self, name: str, second_head: str) -> bool:
+        """A tied head saved a second time, saved buffers, the layers that predict further tokens
+        (DeepSeek-V3), and the other parts of a multimodal model."""
+        if name == second_head or name.endswith(self.spec.names.buffers):
+            return True
+        beyond = self.base + self.spec.names.layer.format(self.spec.shape.num_layers)
+        outside = self.base not in ("", "model.", "transformer.") and not name.startswith(self.base)
+        return outside or (self.spec.shape.latent is not None and name.startswith(beyond))
+
+    def _norm(self, module: str, size: int) -> Norm:
+        offset, centered = self.spec.norm_offset, self.spec.shape.layer_norm
+        # 1 + w has more digits than w: it is kept, and the norm computed, in float32.
+        dtype = torch.float32 if offset else self.dtype
+        weight = self.reader.tensor(f"{module}.weight", size, dtype=dtype)
+        bias = self.reader.tensor(f"{module}.bias", size) if centered else None
+        return Norm(size, self.spec.norm_eps, weight + offset if offset else weight, bias, centered)
+
+    def _norm_if(self, layer: str, name: str) -> Norm | None:
+        return self._norm(layer + name, self.spec.shape.hidden_size) if name else None
+
+    def _layer(self, index: int, ropes: list[RopeSpec]) -> DecoderLayer:
+        names = self.spec.names
+        layer = self.base + names.layer.format(index)
+        rope, latent = self.spec.ropes[index], self.spec.shape.latent
+        turn = None
+        if rope is not None:
+            turn = Rotation(ropes.index(rope), self.spec.rotary_neighbours)
+        attention: Attention
+        if latent is not None and turn is not None:
+            attention = self._latent_attention(layer, latent, turn)
+        else:
+            attention = self._head_attention(layer, index, turn)
+        return DecoderLayer(
+            input_norm=self._norm(layer + names.input_norm, self.spec.shape.hidden_size),
+            attention=attention,
+            post_attention_norm=self._norm_if(layer, names.post_attention_norm),
+            mlp_norm=self._norm_if(layer, names.mlp_norm),
+            mlp=self._block(layer, index),
+            post_mlp_norm=self._norm_if(layer, names.post_mlp_norm),
+            parallel=self.spec.parallel,
+        )
+
+    def _head_attention(self, layer: str, index: int, turn: Rotation | None) -> HeadAttention:
+        spec, names, shape = self.spec, self.spec.names, self.spec.shape
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        outs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
+        sinks = self.reader.tensor(layer + names.sinks, shape.num_heads) if shape.sinks else None
+        window = shape.windows[index]
+        rule = AttentionRule(
+            spec.attention_scale,
+            window=None if shape.chunked else window,
+            chunk=window if shape.chunked else None,
+            softcap=spec.attention_softcap,
+            sinks=sinks,
+        )
+        return HeadAttention(
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            qkv=self._linear(layer, names.qkv, shape.hidden_size, outs, bias=shape.qkv_bias),
+            output=self._linear(
+                layer, (names.output,), queries, [shape.hidden_size], bias=shape.output_bias
+            ),
+            rule=rule,
+            rotation=turn,
+            query_norm=self._norm(layer + names.query_norm, shape.head_dim)
+            if shape.qk_norm
+            else None,
+            key_norm=self._norm(layer + names.key_norm, shape.head_dim) if shape.qk_norm else None,
+            turned_norm=Norm(shape.head_dim, spec.norm_eps)
+            if spec.key_norm_after_rotation and turn is not None
+            else None,
+            temperature=spec.temperature if turn is None else None,
+            grouped=spec.grouped_qkv,
+        )
+
+    def _latent_attention(self, layer: str, latent: Latent, turn: Rotation) -> LatentAttention:
+        shape, prefix = self.spec.shape, f"{layer}self_attn."
+        hidden, heads = shape.hidden_size, shape.num_heads
+        wide, rank = heads * latent.query_dim, latent.kv_rank
+        query_norm = query_up = None
+        if latent.query_rank is None:
+            query = self._linear(prefix, ("q_proj",), hidden, [wide])
+        else:
+            query = self._linear(prefix, ("q_a_proj",), hidden, [latent.query_rank])
+            query_norm = self._latent_norm(f"{prefix}q_a_layernorm", latent.query_rank)
+            query_up = self._linear(prefix, ("q_b_proj",), latent.query_rank, [wide])
+        both = heads * (latent.nope_dim + latent.value_dim)
+        expand = self.reader.dense(f"{prefix}kv_b_proj", both, rank).view(heads, -1, rank)
+        return LatentAttention(
+            num_heads=heads,
+            nope_dim=latent.nope_dim,
+            query=query,
+            query_norm=query_norm,
+            query_up=query_up,
+            latent=self._linear(prefix, ("kv_a_proj_with_mqa",), hidden, [latent.cached_elements]),
+            latent_norm=self._latent_norm(f"{prefix}kv_a_layernorm", rank),
+            key_up=expand[:, : latent.nope_dim].contiguous(),
+            value_up=expand[:, latent.nope_dim :].contiguous(),
+            output=self._linear(prefix, ("o_proj",), heads * latent.value_dim, [hidden]),
+            rule=AttentionRule(self.spec.attention_scale),
+            rotation=turn,
+        )
+
+    def _latent_norm(self, module: str, size: int) -> Norm:
+        # DeepSeek's config speaks of the other norms only: these keep their class's own epsilon.
+        return Norm(size, 1e-6, self.reader.tensor(f"{module}.weight", size))
+
+    def _block(self, layer: str, index: int) -> Block:
+        shape, names = self.spec.shape, self.spec.names
+        experts = shape.experts
+        if experts is not None and index not in experts.dense_layers:
+            return self._mixture(layer, experts)
+        hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
+        if shape.gated_mlp:
+            return self._gated(layer, names.gate_up, names.down, inner, bias=bias)
+        return PlainMlp(
+            self._linear(layer, names.gate_up, hidden, [inner], bias=bias),
+            self._linear(layer, (names.down,), inner, [hidden], bias=bias),
+            ACTIVATIONS[self.spec.activation],
+        )
+
+    def _gated(
+        self, prefix: str, gate_up: tuple[str, ...], down: str, inner: int, *, bias: bool = False
+    ) -> GatedMlp:
+        hidden = self.spec.shape.hidden_size
+        outs = [inner, inner] if len(gate_up) > 1 else [2 * inner]
+        return GatedMlp(
+            self._linear(prefix, gate_up, hidden, outs, bias=bias),
+            self._linear(prefix, (down,), inner, [hidden], bias=bias),
+            gating(self.spec.activation),
+        )
+
+    def _mixture(self, layer: str, experts: Experts) -> MixtureOfExperts:
+        names, hidden = self.spec.names, self.spec.shape.hidden_size
+        kind, read, exact = self.spec.router, self.reader.tensor, torch.float32
+        name = layer + names.router
+        router = Router(
+            read(f"{name}.weight", experts.count, hidden, dtype=exact),
+            read(f"{name}.bias", experts.count, dtype=exact) if kind.bias else None,
+            read(layer + names.correction, experts.count, dtype=exact) if kind.correction else None,
+            experts.per_token,
+            kind,
+        )
+        prefix = f"{layer}{names.experts}."
+        if names.fused_experts:
+            routed = self._fused_experts(prefix, experts)
+        else:
+            gate, up, down = names.expert
+            routed = [
+                self._gated(f"{prefix}{number}.", (gate, up), down, experts.width)
+                for number in range(experts.count)
+            ]
+        shared = None
+        if experts.shared_width:
+            one = f"{layer}{names.shared_expert}."
+            shared = self._gated(one, ("gate_proj", "up_proj"), "down_proj", experts.shared_width)
+        return MixtureOfExperts(router, routed, shared)
+
+    def _fused_experts(self, prefix: str, experts: Experts) -> list[Block]:
+        """Experts that lie in two 3-D tensors, inputs first."""
+        count, inner, hidden = experts.count, experts.width, self.spec.shape.hidden_size
+        read = self.reader.tensor
+        into = read(f"{prefix}gate_up_proj", count, hidden, 2 * inner).transpose(1, 2)
+        out_of = read(f"{prefix}down_proj", count, inner, hidden).transpose(1, 2)
+        into_bias = out_bias = None
+        if self.spec.shape.expert_bias:
+            into_bias = read(f"{prefix}gate_up_proj_bias", count, 2 * inner)
+            out_bias = read(f"{prefix}down_proj_bias", count, hidden)
+        if self.spec.names.gate_up_alternates:
+            into = torch.cat([into[:, 0::2], into[:, 1::2]], dim=1)
+            if into_bias is not None:
+                into_bias = torch.cat([into_bias[:, 0::2], into_bias[:, 1::2]], dim=1)
+
+        def stacked(weights: torch.Tensor, biases: torch.Tensor | None, number: int) -> Projection:
+            bias = None if biases is None else biases[number].clone()
+            return Projection([weights[number].contiguous()], bias, self.dtype)
+
+        return [
+            GatedMlp(
+                stacked(into, into_bias, number),
+                stacked(out_of, out_bias, number),
+                gating(self.spec.activation),
+            )
+            for number in range(count)
+        ]
+
+    def _linear(
+        self,
+        prefix: str,
+        names: tuple[str, ...],
+        in_features: int,
+        out_features: list[int],
+        *,
+        bias: bool = False,
+    ) -> Projection:
+        modules = [prefix + name for name in names]
+        transposed = self.spec.names.transposed
+        return self.reader.projection(
+            modules, in_features, out_features, bias=bias, transposed=transposed
+        )

@@ -1,124 +1,125 @@
-"""What a decoder is made of, read from a Hugging Face `config.json`."""
+"""What a decoder is made of: its shape, and the choices that a shape does not tell."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from ...quant.errors import BadInput
+from ..planner.shapes import ModelShape
+from .names import Names
 from .rope import RopeSpec
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+class NotCovered(BadInput):
+    """The config is sound, but asks for something that this decoder does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What one layer keeps of a token: `num_heads` keys of `key_dim` and values of `value_dim` elements.
+
+    With `values_in_keys` the values are the first `value_dim` elements of the keys and take no room.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    values_in_keys: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that one token takes."""
+        return self.num_heads * (self.key_dim + (0 if self.values_in_keys else self.value_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a mixture of experts sends tokens to experts.
+
+    Attributes:
+        scoring: "softmax" over all experts or "sigmoid" of each.
+        normalize: the weights of the chosen experts are divided by their sum.
+        scale: factor on the weights after that.
+        num_groups, kept_groups: only the best groups of experts are chosen from (DeepSeek); a group's
+            score is the sum of its `group_votes` best.
+        correction: a learned bias decides the choice, not the weights (DeepSeek-V3).
+        on_inputs: the weight multiplies what goes into the expert, not what comes out (Llama 4).
+        bias: the router's linear has a bias.
+    """
+
+    scoring: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    kept_groups: int = 1
+    group_votes: int = 1
+    correction: bool = False
+    on_inputs: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Growth of the scores with the position, in layers without rotation (Llama 4).
+
+    Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (arXiv:2501.19399).
+    """
+
+    floor: float
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shapes and choices of a decoder-only transformer. Sizes are in elements.
+    """A decoder-only transformer. Sizes are in elements and stand in `shape`.
 
     Attributes:
-        windows: per layer, how many tokens a token sees, itself included; None sees all before it.
-        qk_norm: RMS norm over each head of queries and keys before the rotation (Qwen3).
-        qkv_bias, output_bias, mlp_bias: which projections add a bias.
+        ropes: each layer's rotation; None: the layer has none.
+        rotary_width: elements at the front of a head that turn.
+        rotary_neighbours: pairs are (2i, 2i + 1), not (i, i + width / 2).
+        activation: a name of `mlp.ACTIVATIONS`.
+        attention_scale: factor on the scores.
+        attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and logits.
+        norm_offset: what is added to the weight of every norm; 1 in Gemma.
+        embedding_scale: factor on the embeddings, rounded to the model's dtype.
+        key_norm_after_rotation: queries and keys get a norm without weights after they turned (Llama 4).
+        grouped_qkv: the stacked projection holds, for each KV head, its queries, its key and its value.
+        parallel: attention and MLP read the same residual and are added together (Falcon).
     """
 
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_model_len: int
-    rms_norm_eps: float
-    rope: RopeSpec
-    windows: tuple[int | None, ...]
-    qk_norm: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    tie_word_embeddings: bool
+    shape: ModelShape
+    names: Names
     dtype: str
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise BadInput(
-                f"config.json: {self.num_heads} attention heads do not divide among "
-                f"{self.num_kv_heads} key-value heads"
-            )
+    norm_eps: float
+    ropes: tuple[RopeSpec | None, ...]
+    rotary_width: int
+    attention_scale: float
+    activation: str = "silu"
+    rotary_neighbours: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    key_norm_after_rotation: bool = False
+    temperature: Temperature | None = None
+    grouped_qkv: bool = False
+    parallel: bool = False
+    router: RouterSpec = field(default_factory=RouterSpec)
 
     @property
-    def attention_scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_dim)
+    def vocab_size(self) -> int:
+        return self.shape.vocab_size
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """Read a raw `config.json`, with the defaults of its model type.
+    @property
+    def max_model_len(self) -> int:
+        return self.shape.max_context
 
-        Raises:
-            BadInput: a model type or a feature that this decoder does not cover, or a missing key.
-        """
-        model_type = config.get("model_type")
-        if model_type not in SUPPORTED_MODEL_TYPES:
-            raise BadInput(
-                f"config.json: model_type {model_type!r} is not supported "
-                f"(supported: {', '.join(SUPPORTED_MODEL_TYPES)})"
-            )
-        if config.get("hidden_act", "silu") != "silu":
-            raise BadInput(f"config.json: hidden_act {config['hidden_act']!r} is not supported")
-        try:
-            heads = int(config["num_attention_heads"])
-            hidden = int(config["hidden_size"])
-            layers = int(config["num_hidden_layers"])
-            attention_bias = bool(config.get("attention_bias", False))
-            return cls(
-                model_type=model_type,
-                vocab_size=int(config["vocab_size"]),
-                hidden_size=hidden,
-                intermediate_size=int(config["intermediate_size"]),
-                num_layers=layers,
-                num_heads=heads,
-                num_kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(
-                    config.get("head_dim") or _default_head_dim(model_type, hidden, heads)
-                ),
-                max_model_len=int(config["max_position_embeddings"]),
-                rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-                rope=RopeSpec.from_config(config),
-                windows=_windows(model_type, config, layers),
-                qk_norm=model_type == "qwen3",
-                qkv_bias=True if model_type == "qwen2" else attention_bias,
-                output_bias=False if model_type == "qwen2" else attention_bias,
-                mlp_bias=bool(config.get("mlp_bias", False)),
-                tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-                dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-            )
-        except KeyError as error:
-            raise BadInput(f"config.json lacks {error.args[0]!r}") from error
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"config.json: {error}") from error
-
-
-def _default_head_dim(model_type: str, hidden: int, heads: int) -> int:
-    return 128 if model_type == "qwen3" else hidden // heads
-
-
-def _windows(model_type: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Sliding windows by layer. Absent keys mean what the model type's own class means by them."""
-    window = config.get("sliding_window")
-    if model_type == "mistral":
-        # Mistral's class defaults to a window of 4096 where the key is absent; null means none.
-        return (config.get("sliding_window", 4096),) * layers
-    if (
-        model_type not in ("qwen2", "qwen3")
-        or not config.get("use_sliding_window", False)
-        or not window
-    ):
-        return (None,) * layers
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = int(config.get("max_window_layers", 28))
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    @property
+    def kv_layouts(self) -> tuple[KvLayout, ...]:
+        """What each layer keeps of a token; latent attention keeps the latent and the rotated key."""
+        if (latent := self.shape.latent) is not None:
+            layout = KvLayout(1, latent.cached_elements, latent.kv_rank, values_in_keys=True)
+        else:
+            head_dim = self.shape.head_dim
+            layout = KvLayout(self.shape.num_kv_heads, head_dim, head_dim)
+        return (layout,) * self.shape.num_layers

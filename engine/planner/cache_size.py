@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol
 
 from ...quant.errors import BadInput
-from .shapes import ModelShape
 from .units import format_gib
 
 DEFAULT_BLOCK_SIZE = {"cpu": 32, "cuda": 16}
 DEFAULT_MAX_NUM_SEQS = {"cpu": 16, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.9}
+
+
+class CachedShape(Protocol):
+    """Anything that knows what a token takes, as `shapes.ModelShape` does."""
+
+    def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
+        """Bytes that one token of one sequence takes in all layers."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +61,13 @@ class CacheSize:
 
 
 def num_blocks_for(
-    memory_bytes: int, shape: ModelShape, block_size: int, bytes_per_element: float | Fraction
+    memory_bytes: int, shape: CachedShape, block_size: int, bytes_per_element: float | Fraction
 ) -> int:
     """KV blocks of `block_size` tokens that fit into `memory_bytes`, where a block spans all layers."""
     return memory_bytes // (block_size * shape.kv_bytes_per_token(bytes_per_element))
 
 
-def size_cache(shape: ModelShape, request: CacheRequest, free_bytes: int) -> CacheSize:
+def size_cache(shape: CachedShape, request: CacheRequest, free_bytes: int) -> CacheSize:
     """The cache of an engine: as many blocks as were asked for; else as the memory given holds; else
     enough for `max_num_seqs` sequences of the longest kind, cut to a share of `free_bytes`.
 

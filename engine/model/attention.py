@@ -1,0 +1,188 @@
+"""The two kinds of attention: over heads of keys and values, and over a latent that all heads share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.kv_write import write_kv
+from ..kernels.paged_attention import AttentionBatch, AttentionKernel, AttentionRule
+from ..kernels.rotary import apply_rotary, neighbours_to_halves
+from .norm import Norm
+from .projection import Projection
+from .spec import Temperature
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """What one layer keeps: keys and values, [blocks, block_size, kv_heads, head_dim of each].
+
+    `values` may be a view of the front of `keys`: whoever writes keys has then written both.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    values_in_keys: bool = False
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that take room."""
+        return (self.keys,) if self.values_in_keys else (self.keys, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step as tensors.
+
+    Attributes:
+        token_ids, positions: int64 [tokens].
+        slots: int64 [tokens], where each token's keys and values go.
+        batch: what each token may see.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    batch: AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of a step needs: its inputs, the angles of each rotation, the kernel."""
+
+    inputs: StepInputs
+    angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    attend: AttentionKernel
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Which of the step's angles a layer turns by, and which elements make a pair."""
+
+    index: int
+    neighbours: bool
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return apply_rotary(
+            neighbours_to_halves(x) if self.neighbours else x, *step.angles[self.index]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAttention:
+    """Grouped-query attention (Ainslie et al., 2023).
+
+    Attributes:
+        qkv: queries, keys and values, stacked; with `grouped` KV head by KV head.
+        query_norm, key_norm: before the rotation.
+        turned_norm: of queries and keys after the rotation.
+        temperature: of layers whose scores grow with the position.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv: Projection
+    output: Projection
+    rule: AttentionRule
+    rotation: Rotation | None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    turned_norm: Norm | None = None
+    temperature: Temperature | None = None
+    grouped: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        total = self.qkv.weight_bytes + self.output.weight_bytes
+        total += sum(n.weight_bytes for n in (self.query_norm, self.key_norm) if n is not None)
+        return total + (0 if self.rule.sinks is None else self.rule.sinks.nbytes)
+
+    def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+        queries, keys, values = self._split(self.qkv(x))
+        if self.query_norm is not None and self.key_norm is not None:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        if self.rotation is not None:
+            queries, keys = self.rotation(queries, step), self.rotation(keys, step)
+        if self.turned_norm is not None:
+            queries, keys = self.turned_norm(queries), self.turned_norm(keys)
+        if self.temperature is not None:
+            queries = _heated(queries, self.temperature, step.inputs.positions)
+        write_kv(keys, values, cache.keys, cache.values, step.inputs.slots)
+        mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
+        return self.output(mixed.flatten(1))
+
+    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, [tokens, heads, head_dim] each."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if self.grouped:
+            groups = qkv.view(-1, kv_heads, heads // kv_heads + 2, self.head_dim)
+            queries, keys, values = groups.split([heads // kv_heads, 1, 1], dim=2)
+            return queries.flatten(1, 2), keys.squeeze(2), values.squeeze(2)
+        stacked = qkv.view(-1, heads + 2 * kv_heads, self.head_dim)
+        queries, keys, values = stacked.split([heads, kv_heads, kv_heads], dim=1)
+        return queries, keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention, in the form that never unpacks the cache.
+
+    A token leaves its normed latent and one rotated key, shared by all heads. Queries are taken into the
+    latent space and results out of it, so that the heads attend to the latent itself as one KV head.
+
+    Attributes:
+        query: hidden → heads x (nope + rope), or → rank where `query_up` follows.
+        latent: hidden → kv_rank + rope.
+        key_up: [heads, nope, kv_rank]; value_up: [heads, value_dim, kv_rank].
+
+    Source: DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1.
+    """
+
+    num_heads: int
+    nope_dim: int
+    query: Projection
+    query_norm: Norm | None
+    query_up: Projection | None
+    latent: Projection
+    latent_norm: Norm
+    key_up: torch.Tensor
+    value_up: torch.Tensor
+    output: Projection
+    rule: AttentionRule
+    rotation: Rotation
+
+    @property
+    def weight_bytes(self) -> int:
+        parts = (self.query, self.query_norm, self.query_up, self.latent, self.latent_norm)
+        total = self.key_up.nbytes + self.value_up.nbytes + self.output.weight_bytes
+        return total + sum(part.weight_bytes for part in parts if part is not None)
+
+    def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+        queries = self.query(x)
+        if self.query_norm is not None and self.query_up is not None:
+            queries = self.query_up(self.query_norm(queries))
+        queries = queries.view(x.shape[0], self.num_heads, -1)
+        plain, turned = queries[..., : self.nope_dim], queries[..., self.nope_dim :]
+        latent = self.latent(x)
+        rank = self.latent_norm.size
+        key = self.rotation(latent[:, None, rank:], step)
+        kept = torch.cat([self.latent_norm(latent[:, :rank])[:, None], key], dim=-1)
+        cache.keys.flatten(0, 1).index_copy_(0, step.inputs.slots, kept)
+        inward = torch.einsum("thn,hnr->thr", plain, self.key_up)
+        queries = torch.cat([inward, self.rotation(turned, step)], dim=-1)
+        mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
+        return self.output(torch.einsum("thr,hvr->thv", mixed, self.value_up).flatten(1))
+
+
+Attention = HeadAttention | LatentAttention
+
+
+def _heated(
+    queries: torch.Tensor, temperature: Temperature, positions: torch.Tensor
+) -> torch.Tensor:
+    steps = ((positions.float() + 1.0) / temperature.floor).floor()
+    factor = steps.log1p() * temperature.weight + 1.0
+    return (queries * factor[:, None, None]).to(queries.dtype)

@@ -1,0 +1,89 @@
+"""The two kinds of MLP, and the functions between their linears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from .projection import Projection
+
+
+class Block(Protocol):
+    """Something with weights that maps [tokens, hidden] to [tokens, hidden]."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights that a step may read."""
+        ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
+
+
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss: both halves are clamped, and `up` has 1 added."""
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": functional.relu,
+}
+CLAMPED_SWIGLU = "clamped_swiglu"
+
+
+def gating(activation: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """How the two halves of a gated MLP become one: a function of gate and up."""
+    if activation == CLAMPED_SWIGLU:
+        return _clamped_swiglu
+    function = ACTIVATIONS[activation]
+    return lambda gate, up: function(gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """`down(activation(gate x) * up x)`, gate and up in one projection; `combine` comes from `gating`."""
+
+    gate_up: Projection
+    down: Projection
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.gate_up.weight_bytes + self.down.weight_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self.combine(gate, up))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """`down(activation(up x))`."""
+
+    up: Projection
+    down: Projection
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.up.weight_bytes + self.down.weight_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.up(x)))

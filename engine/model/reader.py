@@ -1,0 +1,122 @@
+"""Reading weights out of a checkpoint by name, with account of what has been read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ...quant.checkpoint import Checkpoint
+from ...quant.errors import BadInput
+from ...quant.read import quantized_modules, read_quantized, tensor_names
+from ...quant.tensors.base import QuantizedTensor
+from .projection import Projection
+
+_log = logging.getLogger(__name__)
+
+KV_CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
+"""Endings of the scales that others use for a cache in 8 bits; the cache here keeps the model's dtype."""
+
+
+class CheckpointReader:
+    """Reads weights by module name, and keeps count of what has been read.
+
+    Each tensor goes from its shard to the device in the engine's dtype; quantized ones stay codes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._dtype = dtype
+        self._quantized = quantized_modules(checkpoint)
+        self._unread = set(checkpoint.names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A plain tensor, which must have `shape`; in the engine's dtype or the one given."""
+        tensor = self._checkpoint.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise BadInput(
+                f"{self._checkpoint.folder}: {name} has shape {tuple(tensor.shape)}, "
+                f"but config.json makes it {shape}"
+            )
+        if not tensor.is_floating_point():
+            raise BadInput(f"{self._checkpoint.folder}: {name} holds {tensor.dtype}, not floats")
+        self._unread.discard(name)
+        return tensor.to(self._device, dtype or self._dtype)
+
+    def is_quantized(self, module: str) -> bool:
+        """Whether the checkpoint holds codes for the weight of a module."""
+        return module in self._quantized
+
+    def projection(
+        self,
+        modules: Sequence[str],
+        in_features: int,
+        out_features: Sequence[int],
+        *,
+        bias: bool,
+        transposed: bool = False,
+    ) -> Projection:
+        """Linears that share their input, stacked in the order given; `transposed` ones lie [in, out]."""
+        read = self._transposed if transposed else self._weight
+        weights = [read(m, out, in_features) for m, out in zip(modules, out_features, strict=True)]
+        biases = None
+        if bias:
+            parts = [
+                self.tensor(f"{m}.bias", out) for m, out in zip(modules, out_features, strict=True)
+            ]
+            biases = torch.cat(parts)
+        return Projection(weights, biases, self._dtype)
+
+    def dense(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
+        """The weight of a linear as floats, also where the checkpoint holds codes."""
+        weight = self._weight(module, out_features, in_features)
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self._dtype)
+
+    def finish(self, may_remain: Callable[[str], bool]) -> None:
+        """Complain about tensors that nobody asked for, but for scales of a KV cache in 8 bits and
+        those that `may_remain` says yes to."""
+        scales = tuple(name for name in self._unread if name.endswith(KV_CACHE_SCALES))
+        if scales:
+            _log.warning(
+                "%s has scales for a quantized KV cache; they are not used: the cache keeps the "
+                "engine's dtype",
+                self._checkpoint.folder,
+            )
+        left = sorted(
+            name
+            for name in self._unread.difference(scales)
+            if not name.endswith(".g_idx") and not may_remain(name)
+        )
+        if left:
+            raise BadInput(
+                f"{self._checkpoint.folder}: {len(left)} tensors have no place in the model that "
+                f"config.json describes, the first is {left[0]}"
+            )
+
+    def _weight(
+        self, module: str, out_features: int, in_features: int
+    ) -> torch.Tensor | QuantizedTensor:
+        if module not in self._quantized:
+            return self.tensor(f"{module}.weight", out_features, in_features)
+        weight = read_quantized(self._checkpoint, module)
+        if weight.shape != (out_features, in_features):
+            raise BadInput(
+                f"{self._checkpoint.folder}: {module} unpacks to {weight.shape}, "
+                f"but config.json makes it {(out_features, in_features)}"
+            )
+        self._unread -= tensor_names(self._checkpoint, module)
+        return weight.to(self._device)
+
+    def _transposed(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
+        return self.tensor(f"{module}.weight", in_features, out_features).T.contiguous()
