@@ -187,6 +187,7 @@ def test_scales_of_the_cache_are_those_of_the_model(tmp_path: Path, kind: str) -
         num_samples=4,
         held_out=0,
         format="compressed-tensors",
+        compute="float32",
         kv_cache=kind,
     )
     result = quantize(asked)
