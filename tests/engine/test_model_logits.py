@@ -6,88 +6,71 @@ import json
 
 import pytest
 import torch
-import transformers
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.families import model_spec
 from llmopt.engine.model.rope import RopeSpec, rope_frequencies
 from llmopt.engine.model.spec import ModelSpec
+from llmopt.engine.planner.shapes import ModelShape
+from llmopt.engine.sampling_params import SamplingParams
+from llmopt.quant.checkpoint import Checkpoint
 from llmopt.quant.errors import BadInput
 from llmopt.recipes import MODELS
-
-SHAPE = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256,
-    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
-}  # fmt: skip
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-}  # fmt: skip
-YARN_ROPE = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
-
-FAMILIES = {
-    "llama-2": ("LlamaConfig", {"num_key_value_heads": 8}),
-    "llama-3.1": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
-    "llama-linear-rope": (
-        "LlamaConfig",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-    ),
-    "llama-biases-tied-wide-heads": (
-        "LlamaConfig",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16},
-    ),
-    "mistral": ("MistralConfig", {"sliding_window": None}),
-    "mistral-sliding": ("MistralConfig", {"sliding_window": 7}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen2-sliding-top-layers": (
-        "Qwen2Config",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    "qwen2-yarn": ("Qwen2Config", {"rope_parameters": YARN_ROPE}),
-    "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
-}
+from model_families import FAMILIES, LLAMA3_ROPE, VOCAB, save_model
 
 
-def save_model(folder, config_class: str, overrides: dict):
-    """A random model as transformers saves it, with the bundled tokenizer beside it."""
-    torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**{**SHAPE, **overrides})
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(
-                "bias"
-            ):  # they start as ones and zeros, which hide mistakes
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(MODELS / "stories260K").save_pretrained(folder)
-    return model
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    """(folder, transformers' model) of a family."""
+    folder = tmp_path_factory.mktemp("model")
+    return folder, save_model(folder, *FAMILIES[request.param])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_agree_with_transformers(family, tmp_path):
-    model = save_model(tmp_path, *FAMILIES[family])
-    engine = Engine(
-        EngineConfig(
-            tmp_path,
-            dtype="float32",
-            device="cpu",
-            block_size=4,
-            num_blocks=40,
-            max_num_batched_tokens=17,
-        )
-    )
-    tokens = torch.randint(0, 512, (1, 90), generator=torch.Generator().manual_seed(1))
+def engine(folder, **options) -> Engine:
+    return Engine(EngineConfig(folder, dtype="float32", device="cpu", num_threads=1, **options))
+
+
+def test_logits_agree_with_transformers(checkpoint):
+    folder, model = checkpoint
+    built = engine(folder, block_size=4, num_blocks=40, max_num_batched_tokens=17)
+    tokens = torch.randint(3, VOCAB, (1, 90), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(tokens).logits[0]
-    got = engine.prompt_logits(tokens[0].tolist())  # in chunks of 17, through the paged cache
+    got = built.prompt_logits(tokens[0].tolist())  # in chunks of 17, through the paged cache
     assert expected.std() > 0.1, "the model is too flat for the comparison to mean anything"
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_greedy_tokens_of_a_batch_agree_with_transformers(checkpoint):
+    folder, model = checkpoint
+    tokens = torch.randint(3, VOCAB, (100,), generator=torch.Generator().manual_seed(2)).tolist()
+    # The third shares a prefix with the first; each is longer than windows and original contexts.
+    prompts = [tokens[:50], tokens[50:90], tokens[:40] + tokens[90:]]
+    expected = [
+        model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
+            max_new_tokens=8, min_new_tokens=8,
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]  # fmt: skip
+    built = engine(folder, block_size=4, num_blocks=60, prefill_chunk_size=13)
+    got: list[list[int]] = [[] for _ in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8)
+    for index, prompt in enumerate(prompts):
+        built.add_request(str(index), prompt, params)
+        built.step()
+    while built.has_unfinished():
+        for output in built.step():
+            got[int(output.request_id)].extend(output.new_token_ids)
+    assert got == expected
+    assert built.stats.prefix_cache_hits >= 20
+
+
+def test_the_cache_holds_what_the_planner_says(checkpoint):
+    folder, _ = checkpoint
+    built = engine(folder, block_size=4, num_blocks=5)
+    shape = ModelShape.from_config(Checkpoint(folder).config)
+    assert built.memory.kv_cache_bytes == 6 * 4 * shape.kv_bytes_per_token(4)
 
 
 def test_a_bf16_model_stays_close_to_float32():

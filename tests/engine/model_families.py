@@ -1,0 +1,152 @@
+"""A tiny random checkpoint of every family, as transformers makes and saves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from llmopt.recipes import MODELS
+
+VOCAB = 512
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+}  # fmt: skip
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 8, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 12, "n_routed_experts": 8, "first_k_dense_replace": 1, **MOE,
+}  # fmt: skip
+DEEPSEEK_ROPE = {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 1.1}
+FALCON = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-2": ("LlamaConfig", {"num_key_value_heads": 8}),
+    "llama-3.1": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": ("LlamaConfig", {"rope_parameters": LINEAR_ROPE}),
+    "llama-biases-tied-wide-heads": (
+        "LlamaConfig",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+    ),
+    "llama-4": (
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4, "head_dim": 8, "intermediate_size_mlp": 80, "num_local_experts": 4,
+            "interleave_moe_layer_step": 2, "attention_chunk_size": 12, "floor_scale": 16,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "llama-4-no-norm": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 8, "intermediate_size_mlp": 80, "num_local_experts": 4, "use_qk_norm": False,
+            "no_rope_layers": [1, 0, 1], "attention_chunk_size": 12, "attn_temperature_tuning": False,
+        },
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral-sliding": ("MistralConfig", {"sliding_window": 7}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 11}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-sliding-top-layers": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen2-yarn": ("Qwen2Config", {"rope_parameters": YARN_ROPE}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**MOE, "head_dim": 16, "num_experts": 8, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3-moe-unnormalised": ("Qwen3MoeConfig", {**MOE, "head_dim": 16, "num_experts": 4}),
+    "gemma-2": (
+        "Gemma2Config",
+        {
+            "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma-3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi-3": ("Phi3Config", {"sliding_window": 9}),
+    "phi-4-longrope-partial": (
+        "Phi3Config",
+        {
+            "hidden_size": 128, "original_max_position_embeddings": 32, "tie_word_embeddings": True,
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75, "rope_theta": 1e4},
+        },
+    ),
+    "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 8}),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        {
+            **LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 1.5, "rope_parameters": DEEPSEEK_ROPE,
+        },
+    ),
+    "deepseek-v2-lite": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE},
+    ),
+    "gpt-2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 256}),
+    "falcon-7b": ("FalconConfig", {**FALCON}),
+    "falcon-40b": (
+        "FalconConfig",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    ),
+    "falcon-11b": (
+        "FalconConfig",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-sequential-heads-biases": (
+        "FalconConfig",
+        {**FALCON, "parallel_attn": False, "multi_query": False, "bias": True},
+    ),
+}  # fmt: skip
+
+
+def save_model(folder: Path, config_class: str, overrides: dict[str, Any]) -> Any:
+    """A random model as transformers saves it, with the bundled tokenizer beside it."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCAB} if config_class in ("GPT2Config", "FalconConfig") else SHAPE
+    config = getattr(transformers, config_class)(
+        **{**shape, "initializer_range": 0.2, "eos_token_id": 2, **overrides}
+    )
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            # They start as ones and zeros, which hide mistakes.
+            if any(part in name for part in ("norm", "ln_", "bias", "sinks")):
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+            elif "experts." in name or "router" in name or "mlp.gate.weight" in name:
+                tensor.normal_(std=0.2)
+    model.eval().save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(MODELS / "stories260K").save_pretrained(folder)
+    return model
