@@ -325,9 +325,7 @@ def test_bfloat16_products_change_little_and_leave_floats_where_they_were(tmp_pa
     exact, rounded = found[torch.float32], found[torch.bfloat16]
     for name, tensor in exact.items():
         assert rounded[name].dtype == torch.float32
-        torch.testing.assert_close(
-            rounded[name], tensor, rtol=0.03, atol=0.03 * float(tensor.std())
-        )
+        assert float((rounded[name] - tensor).norm()) < 0.02 * float(tensor.norm())
     assert not torch.equal(rounded[""], exact[""])
 
 
