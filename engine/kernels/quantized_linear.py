@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...quant.scheme import PER_CHANNEL, IntScheme, Scheme, VectorwiseScheme
+from ...quant.scheme import PER_CHANNEL, GgufScheme, IntScheme, Scheme, VectorwiseScheme
 from ...quant.tensors.base import QuantizedTensor
 from ...quant.tensors.codebook import CodebookTensor
 from ...quant.tensors.integer import IntTensor
@@ -22,21 +22,33 @@ from .activations import round_inputs
 from .dispatch import Candidate, Operation
 from .int8_linear import Int8MatmulLinear, VectorwiseLinear
 from .linear import LinearKernel
+from .native.grid import grid_of, refuses_grid
+from .native.linear import native_linear
+from .packed_linear import Packed8Linear, Packed16Linear, wants_8_bit_inputs
+
+MOST_INPUTS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinearSituation:
-    """What a candidate may look at. `dtype` is the activations'."""
+    """What a candidate may look at.
+
+    `dtype` is the activations'; with `input_bits` 8 a kernel may round them where the scheme does not ask
+    for it.
+    """
 
     device: str
     dtype: torch.dtype
     out_features: int
     in_features: int
     scheme: Scheme
+    input_bits: int = 16
 
     def __str__(self) -> str:
         shape = f"{self.out_features} × {self.in_features}"
-        return f"{shape}, {self.scheme.label}, activations in {self.dtype} on {self.device}"
+        rounded = " rounded to 8 bits" if self.input_bits == 8 else ""
+        inputs = f"activations in {self.dtype}{rounded}"
+        return f"{shape}, {self.scheme.label}, {inputs} on {self.device}"
 
 
 class TiledDequantLinear:
@@ -131,6 +143,27 @@ class Int8PackLinear:
         return torch.ops.aten._weight_int8pack_mm(x, self._codes, self._scales)
 
 
+def _refuses_packed(situation: QuantizedLinearSituation) -> str | None:
+    if situation.device != "cpu":
+        return "it is a CPU kernel"
+    if (reason := native_linear().reason) is not None:
+        return reason
+    if situation.dtype not in (torch.bfloat16, torch.float32):
+        return f"it takes bfloat16 and float32, not {situation.dtype}"
+    if situation.in_features > MOST_INPUTS:
+        return f"its sums are for at most {MOST_INPUTS} inputs"
+    return refuses_grid(situation.scheme, situation.in_features)
+
+
+def _refuses_packed_8(situation: QuantizedLinearSituation) -> str | None:
+    scheme = situation.scheme
+    if not isinstance(scheme, IntScheme | VectorwiseScheme | GgufScheme):
+        return f"it is for integer weights, not {scheme.label}"
+    if not wants_8_bit_inputs(scheme, situation.input_bits):
+        return "it rounds the inputs to 8 bits, which is not asked for"
+    return _refuses_packed(situation)
+
+
 def _refuses_cpu_bf16(situation: QuantizedLinearSituation) -> str | None:
     if situation.device != "cpu":
         return "it is a CPU kernel"
@@ -203,11 +236,25 @@ def _int8pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     return Int8PackLinear(weight, dtype)
 
 
+def _packed_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    grid = grid_of(weight)
+    return TiledDequantLinear(weight, dtype) if grid is None else Packed8Linear(weight, grid, dtype)
+
+
+def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    grid = grid_of(weight)
+    return (
+        TiledDequantLinear(weight, dtype) if grid is None else Packed16Linear(weight, grid, dtype)
+    )
+
+
 QUANTIZED_LINEAR: Operation[
     QuantizedLinearSituation, Callable[[QuantizedTensor, torch.dtype], LinearKernel]
 ] = Operation(
     "quantized linear",
     [
+        Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
+        Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
         Candidate("torch-int4pack", _refuses_int4pack, _int4pack),
         Candidate("torch-int8pack", _refuses_int8pack, _int8pack),
         Candidate("torch-int8-product", _refuses_int8_product, Int8MatmulLinear),
@@ -217,13 +264,19 @@ QUANTIZED_LINEAR: Operation[
 )
 
 
-def prepare_quantized_linear(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    """Repack `weight` for the best kernel that takes activations of `dtype`."""
+def prepare_quantized_linear(
+    weight: QuantizedTensor, dtype: torch.dtype, input_bits: int = 16
+) -> LinearKernel:
+    """Repack `weight` for the best kernel that takes activations of `dtype`.
+
+    With `input_bits` 8 it may round them to 8 bits where the scheme keeps 16.
+    """
     situation = QuantizedLinearSituation(
         next(iter(weight.parts().values())).device.type,
         dtype,
         weight.out_features,
         weight.in_features,
         weight.scheme,
+        input_bits,
     )
     return QUANTIZED_LINEAR.select(situation).run(weight, dtype)

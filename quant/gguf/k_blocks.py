@@ -41,8 +41,8 @@ def pack_affine(
     return torch.cat(parts, dim=-1)
 
 
-def dequantize_affine(data: torch.Tensor, bits: int) -> torch.Tensor:
-    """Weights, float32 `[n, 256]`, of Q4_K (`bits` 4) or Q5_K blocks."""
+def affine_fields(data: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Undo `pack_affine`, but for the heads: codes `[n, 8, 32]`, scales and lows `[n, 8]`, all uint8."""
     first, second, third = data[:, 4:8], data[:, 8:12], data[:, 12:16]
     scales = torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=-1)
     lows = torch.cat([second & 63, (third >> 4) | (second >> 6) << 4], dim=-1)
@@ -51,6 +51,12 @@ def dequantize_affine(data: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 5:
         shifts = torch.arange(8, dtype=torch.uint8, device=data.device).view(8, 1)
         codes = codes | ((data[:, None, 16:48] >> shifts) & 1) << 4
+    return codes, scales, lows
+
+
+def dequantize_affine(data: torch.Tensor, bits: int) -> torch.Tensor:
+    """Weights, float32 `[n, 256]`, of Q4_K (`bits` 4) or Q5_K blocks."""
+    codes, scales, lows = affine_fields(data, bits)
     steps = (read_half(data, 0) * scales.to(torch.float32)).unsqueeze(-1)
     offsets = (read_half(data, 2) * lows.to(torch.float32)).unsqueeze(-1)
     return (steps * codes.to(torch.float32) - offsets).view(-1, WIDTH)
@@ -76,12 +82,18 @@ def pack_signed(scales: torch.Tensor, codes: torch.Tensor, head: torch.Tensor) -
     return torch.cat([*parts, head.view(torch.uint8)], dim=-1)
 
 
-def dequantize_signed(data: torch.Tensor) -> torch.Tensor:
-    """Weights, float32 `[n, 256]`, of Q6_K blocks."""
+def signed_fields(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Undo `pack_signed`, but for the head: codes uint8 `[n, 16, 16]`, scales int8 `[n, 16]`."""
     low_bytes, high_bytes = data[:, :128].reshape(-1, 2, 2, 32), data[:, 128:192]
     nibbles = torch.cat([low_bytes & 15, low_bytes >> 4], dim=2)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=data.device).view(4, 1)
     high = (high_bytes.reshape(-1, 2, 1, 32) >> shifts) & 3
-    codes = (nibbles | (high << 4)).view(-1, 16, 16).to(torch.float32) - 32
-    scales = data[:, 192:208].contiguous().view(torch.int8).to(torch.float32)
-    return ((read_half(data, 208) * scales).unsqueeze(-1) * codes).view(-1, WIDTH)
+    codes = (nibbles | (high << 4)).view(-1, 16, 16)
+    return codes, data[:, 192:208].contiguous().view(torch.int8)
+
+
+def dequantize_signed(data: torch.Tensor) -> torch.Tensor:
+    """Weights, float32 `[n, 256]`, of Q6_K blocks."""
+    codes, scales = signed_fields(data)
+    steps = (read_half(data, 208) * scales.to(torch.float32)).unsqueeze(-1)
+    return (steps * (codes.to(torch.float32) - 32)).view(-1, WIDTH)

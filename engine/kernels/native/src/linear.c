@@ -1,0 +1,455 @@
+/* Linear layers over packed weights: y [rows, out] = x [rows, in] @ weight.T + bias.
+ *
+ * Three ways to multiply: 8-bit inputs into integers, bfloat16 inputs into floats, float32 inputs into
+ * floats. All go through a weight in the same order: a panel of output channels, blocks of input
+ * channels unpacked into the first-level cache, tiles of rows over them, and inside a block one step after
+ * another whose sum is scaled and added. A row's sums are taken in the same order whatever rows are
+ * beside it, so that its result does not depend on them. */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "parallel.h"
+#include "weight.h"
+
+#define MAX_BLOCK_STEPS (MAX_BLOCK / 16)
+#ifndef AHEAD
+#define AHEAD 2
+#endif
+#ifndef RUNS_PER_THREAD
+#define RUNS_PER_THREAD 8
+#endif
+#define ROWS_AT_ONCE 128 /* their inputs and sums stay in the second-level cache */
+
+enum { INPUT_S8 = 0, INPUT_BF16 = 1, INPUT_F32 = 2 };
+
+typedef struct {
+    const void *x;         /* [rows][x_stride], bfloat16 or float32 */
+    void *y;               /* [rows][out_features], as x */
+    const float *bias;     /* [out_features] or NULL */
+    int64_t rows, x_stride;
+    int64_t is_bf16;
+    int64_t way;           /* INPUT_... */
+    int64_t threads;
+    float levels;          /* 8-bit inputs: codes that the largest input takes, 127 or 127.5 */
+    float fixed_scale;     /* 8-bit inputs: the scale, where it does not come from the row; else 0 */
+    float threshold;       /* 8-bit inputs: larger ones count as 0; 0 is no threshold */
+} Call;
+
+/* The inputs as a way wants them: whole chunks, zeros after the end of a row. */
+typedef struct {
+    const Weight *weight;
+    const Call *call;
+    uint8_t *values;       /* [rows][stride] */
+    int64_t stride;        /* bytes */
+    void *sums;            /* [rows][steps], int32 or float */
+    float *scales;         /* [rows] */
+    atomic_long next;
+} Job;
+
+INLINE void load_chunk(const Call *call, int64_t row, int64_t begin, int64_t in, float *values) {
+    int64_t count = in - begin < CHUNK ? in - begin : CHUNK;
+    int64_t at = row * call->x_stride + begin;
+    if (call->is_bf16) {
+        const uint16_t *x = (const uint16_t *)call->x + at;
+        if (count == CHUNK) {
+            for (int i = 0; i < CHUNK; i += LANES)
+                fstore(values + i, fbits(ISHL(iwiden_u16(x + i), 16)));
+            return;
+        }
+        for (int i = 0; i < CHUNK; i++) {
+            uint32_t bits = i < count ? (uint32_t)x[i] << 16 : 0;
+            memcpy(values + i, &bits, 4);
+        }
+        return;
+    }
+    const float *x = (const float *)call->x + at;
+    for (int i = 0; i < CHUNK; i++) values[i] = i < count ? x[i] : 0.0f;
+}
+
+/* One row in 8 bits: round(x / scale) to even, in -128..127. */
+static void prepare_s8(Job *job, int64_t row) {
+    const Weight *w = job->weight;
+    const Call *call = job->call;
+    float values[CHUNK];
+    fvec bound = fset(call->threshold);
+    float scale = call->fixed_scale;
+    if (scale == 0.0f) {
+        fvec largest = fset(0.0f);
+        for (int64_t k = 0; k < w->in_features; k += CHUNK) {
+            load_chunk(call, row, k, w->in_features, values);
+            for (int i = 0; i < CHUNK; i += LANES) {
+                fvec v = fload(values + i);
+                if (call->threshold > 0.0f) v = fzero_unless_below(v, bound);
+                largest = fmax_(largest, fabs_(v));
+            }
+        }
+        scale = fmax_lane(largest) / call->levels;
+        if (!(scale > 0.0f)) scale = 1.0f;
+    }
+    job->scales[row] = scale;
+    int8_t *codes = (int8_t *)(job->values + row * job->stride);
+    int32_t *sums = (int32_t *)job->sums + row * num_steps(w);
+    memset(sums, 0, (size_t)num_steps(w) * sizeof(int32_t));
+    for (int64_t k = 0; k < w->in_features; k += CHUNK) {
+        load_chunk(call, row, k, w->in_features, values);
+        for (int i = 0; i < CHUNK; i += LANES) {
+            fvec v = fload(values + i);
+            if (call->threshold > 0.0f) v = fzero_unless_below(v, bound);
+            v = fmin_(fmax_(fdiv(v, fset(scale)), fset(-128.0f)), fset(127.0f));
+            ivec code = ftoi(v);
+            istore_s8(codes + k + i, code);
+            sums[(k + i) / w->step] += isum_lanes(code);
+        }
+    }
+}
+
+/* One row as floats; bfloat16 has the middle two of every four swapped, as the weights' bytes lie. */
+static void prepare_float(Job *job, int64_t row) {
+    const Weight *w = job->weight;
+    float values[CHUNK];
+    float *sums = (float *)job->sums + row * num_steps(w);
+    memset(sums, 0, (size_t)num_steps(w) * sizeof(float));
+    for (int64_t k = 0; k < w->in_features; k += CHUNK) {
+        load_chunk(job->call, row, k, w->in_features, values);
+        for (int i = 0; i < CHUNK; i++) sums[(k + i) / w->step] += values[i];
+        if (job->call->way == INPUT_F32) {
+            memcpy(job->values + row * job->stride + k * 4, values, sizeof values);
+            continue;
+        }
+        uint16_t *halves = (uint16_t *)(job->values + row * job->stride) + k;
+        for (int i = 0; i < CHUNK; i++) {
+            uint32_t bits;
+            memcpy(&bits, values + i, 4);
+            halves[(i & ~3) | (i & 1) << 1 | (i & 2) >> 1] = (uint16_t)(bits >> 16);
+        }
+    }
+}
+
+static void prepare_rows(void *argument) {
+    Job *job = argument;
+    for (;;) {
+        int64_t row = atomic_fetch_add(&job->next, 1);
+        if (row >= job->call->rows) return;
+        if (job->call->way == INPUT_S8) prepare_s8(job, row);
+        else prepare_float(job, row);
+    }
+}
+
+/* A block of a panel, ready to be multiplied. */
+typedef struct {
+    const uint8_t *weights;
+    int64_t channels, step, steps;        /* steps: of the whole row, the stride of sums */
+    int64_t base;
+    int narrow, has_offsets;
+    float scales[MAX_BLOCK_STEPS][PANEL], offsets[MAX_BLOCK_STEPS][PANEL];
+} Block;
+
+INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int8_t *x, int64_t stride,
+                    const int32_t *sums, float *acc) {
+    int64_t step = b->step;
+    for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
+        ivec part[MAX_ROWS][VECTORS];
+        for (int r = 0; r < rows; r++) {
+            ivec start = iset(-(int32_t)b->base * sums[r * b->steps + s]);
+            for (int v = 0; v < VECTORS; v++) part[r][v] = start;
+        }
+        int64_t end = b->channels - k < step ? b->channels : k + step;
+        for (int64_t q = k; q < end; q += 4) {
+            ivec weights[VECTORS];
+            for (int v = 0; v < VECTORS; v++) weights[v] = iload(b->weights + q * PANEL + v * LANES * 4);
+            for (int r = 0; r < rows; r++) {
+                int32_t four;
+                memcpy(&four, x + r * stride + q, 4);
+                ivec inputs = iset(four);
+                for (int v = 0; v < VECTORS; v++)
+                    part[r][v] = dot4(part[r][v], weights[v], inputs, narrow);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++) {
+                float *to = acc + r * PANEL + v * LANES;
+                fvec sum = ffma(itof(part[r][v]), fload(b->scales[s] + v * LANES), fload(to));
+                if (b->has_offsets)
+                    sum = ffnma(fload(b->offsets[s] + v * LANES), fset((float)sums[r * b->steps + s]),
+                                sum);
+                fstore(to, sum);
+            }
+    }
+}
+
+#if defined(__AVX512BF16__)
+#define FLOAT_ROWS 4
+#define CHAINS 2 /* sums for even and odd channels: one alone would wait for itself */
+INLINE fvec dot2(fvec sum, ivec weights, ivec inputs) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
+    return sum;
+}
+#elif defined(__AVX512F__)
+#define FLOAT_ROWS 4
+#define CHAINS 2
+#else
+#define FLOAT_ROWS 2
+#define CHAINS 1
+#endif
+
+/* Weights and inputs as floats; with `halves` as pairs of bfloat16. */
+INLINE void tile_float(const int rows, const Block *b, const int halves, const uint8_t *x,
+                       int64_t stride, const float *sums, float *acc) {
+    int64_t step = b->step;
+    const int width = halves ? 2 : 1; /* input channels in a lane */
+    for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
+        fvec part[FLOAT_ROWS][VECTORS][CHAINS];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++)
+                for (int c = 0; c < CHAINS; c++) part[r][v][c] = fset(0.0f);
+        int64_t end = b->channels - k < step ? b->channels : k + step;
+        for (int64_t q = k / width; q < end / width; q += CHAINS)
+            for (int c = 0; c < CHAINS; c++) {
+                const uint8_t *at = b->weights + (q + c) * PANEL * 4;
+                ivec weights[VECTORS];
+                for (int v = 0; v < VECTORS; v++) weights[v] = iload(at + v * LANES * 4);
+                for (int r = 0; r < rows; r++) {
+                    int32_t word;
+                    memcpy(&word, x + r * stride + (q + c) * 4, 4);
+                    for (int v = 0; v < VECTORS; v++) {
+                        fvec *sum = &part[r][v][c];
+#if defined(__AVX512BF16__)
+                        if (halves) {
+                            *sum = dot2(*sum, weights[v], iset(word));
+                            continue;
+                        }
+#endif
+                        *sum = ffma(fbits(weights[v]), fbits(iset(word)), *sum);
+                    }
+                }
+            }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++) {
+                float *to = acc + r * PANEL + v * LANES;
+                fvec whole = part[r][v][0];
+                for (int c = 1; c < CHAINS; c++) whole = fadd(whole, part[r][v][c]);
+                fvec sum = ffma(whole, fload(b->scales[s] + v * LANES), fload(to));
+                if (b->has_offsets)
+                    sum = ffnma(fload(b->offsets[s] + v * LANES), fset(sums[r * b->steps + s]), sum);
+                fstore(to, sum);
+            }
+    }
+}
+
+/* [channel][PANEL] floats of some chunks. */
+static void unpack_f32(const Weight *w, const uint8_t *bytes, int64_t chunks, float *floats) {
+    fvec base = fset((float)w->base);
+    ftable table = {0};
+    if (w->kind == CODES_TABLE) table = table_load(w->table);
+    for (int64_t quad = 0; quad < chunks * QUADS; quad++)
+        for (int v = 0; v < VECTORS; v++) {
+            ivec codes = iload(bytes + quad * QUAD_BYTES + v * LANES * 4);
+            float *to = floats + quad * 4 * PANEL + v * LANES;
+            for (int byte = 0; byte < 4; byte++)
+                fstore(to + byte * PANEL, code_to_float(w, codes, byte, base, table));
+        }
+}
+
+#if defined(__AVX512BF16__)
+/* [pair][PANEL][2] bfloat16 of some chunks; a quad's pairs are channels (0, 2) and (1, 3). */
+static void unpack_bf16(const Weight *w, const uint8_t *bytes, int64_t chunks, uint8_t *halves) {
+    fvec base = fset((float)w->base);
+    ftable table = {0};
+    ivec low = iset(0x8000), high = iset((int32_t)0xffff0000);
+    (void)low;
+    if (w->kind == CODES_TABLE) table = table_load(w->table);
+    for (int64_t quad = 0; quad < chunks * QUADS; quad++)
+        for (int v = 0; v < VECTORS; v++) {
+            ivec codes = iload(bytes + quad * QUAD_BYTES + v * LANES * 4);
+            ivec f[4];
+            for (int byte = 0; byte < 4; byte++) f[byte] = ibits(code_to_float(w, codes, byte, base, table));
+            uint8_t *to = halves + quad * 2 * QUAD_BYTES + v * LANES * 4;
+            istore(to, ior(ISHR(f[0], 16), iand(f[2], high)));
+            istore(to + QUAD_BYTES, ior(ISHR(f[1], 16), iand(f[3], high)));
+        }
+}
+
+/* The same of 4-bit codes, straight from the packed bytes: `values` are the 16 bfloat16, twice. */
+static void unpack_bf16_4(const uint8_t *packed, int64_t chunks, __m512i values, uint8_t *halves) {
+    for (int64_t two = 0; two < chunks * QUADS / 2; two++)
+        for (int v = 0; v < VECTORS; v++) {
+            __m512i codes = iload(packed + two * QUAD_BYTES + v * LANES * 4);
+            uint8_t *to = halves + two * 4 * QUAD_BYTES + v * LANES * 4;
+            istore(to, _mm512_permutexvar_epi16(codes, values));
+            istore(to + 2 * QUAD_BYTES, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), values));
+            istore(to + QUAD_BYTES, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), values));
+            istore(to + 3 * QUAD_BYTES, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), values));
+        }
+}
+
+static __m512i sixteen_values(const Weight *w) {
+    uint16_t twice[32];
+    for (int code = 0; code < 16; code++) {
+        float value = w->kind == CODES_TABLE ? w->table[code] : (float)(code - w->base);
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        twice[code] = twice[code + 16] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+    return iload(twice);
+}
+#endif
+
+static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_t step_at, int64_t k,
+                           int64_t rows, float *acc) {
+    int way = (int)job->call->way;
+    int most = way == INPUT_S8 ? MAX_ROWS : FLOAT_ROWS;
+    int64_t width = way == INPUT_S8 ? 1 : way == INPUT_BF16 ? 2 : 4;
+    for (int64_t r = 0; r < rows;) {
+        int count = (int)(rows - r < most ? rows - r : most);
+        const uint8_t *x = job->values + (first + r) * job->stride + k * width;
+        const int32_t *sums = (const int32_t *)job->sums + (first + r) * b->steps + step_at;
+        float *to = acc + r * PANEL;
+#define S8(n) \
+    case n: \
+        if (b->narrow) tile_s8(n, b, 1, (const int8_t *)x, job->stride, sums, to); \
+        else tile_s8(n, b, 0, (const int8_t *)x, job->stride, sums, to); \
+        break;
+#define FLOATS(n, halves) \
+    case n: \
+        tile_float(n, b, halves, x, job->stride, (const float *)sums, to); \
+        break;
+        if (way == INPUT_S8) {
+            switch (count) {
+#if MAX_ROWS == 8
+                S8(8) S8(7) S8(6) S8(5) S8(4) S8(3)
+#endif
+                S8(2) S8(1)
+            }
+#if defined(__AVX512BF16__)
+        } else if (way == INPUT_BF16) {
+            switch (count) { FLOATS(4, 1) FLOATS(3, 1) FLOATS(2, 1) FLOATS(1, 1) }
+#endif
+        } else {
+            switch (count) {
+#if FLOAT_ROWS == 4
+                FLOATS(4, 0) FLOATS(3, 0)
+#endif
+                FLOATS(2, 0) FLOATS(1, 0)
+            }
+        }
+        r += count;
+    }
+}
+
+static void store_rows(const Job *job, int64_t panel, int64_t first, int64_t rows, const float *acc) {
+    const Weight *w = job->weight;
+    const Call *call = job->call;
+    int64_t begin = panel * PANEL;
+    int64_t count = w->out_features - begin < PANEL ? w->out_features - begin : PANEL;
+    for (int64_t r = 0; r < rows; r++) {
+        float scale = call->way == INPUT_S8 ? job->scales[first + r] : 1.0f;
+        float bias[PANEL] = {0}, values[PANEL];
+        if (call->bias) memcpy(bias, call->bias + begin, (size_t)count * sizeof(float));
+        for (int i = 0; i < PANEL; i += LANES)
+            fstore(values + i, ffma(fload(acc + r * PANEL + i), fset(scale), fload(bias + i)));
+        int64_t at = (first + r) * w->out_features + begin;
+        if (!call->is_bf16) {
+            memcpy((float *)call->y + at, values, (size_t)count * sizeof(float));
+            continue;
+        }
+        uint16_t halves[PANEL];
+        for (int i = 0; i < PANEL; i += LANES) { /* to the nearest, ties to even */
+            ivec bits = ibits(fload(values + i));
+            ivec up = iadd(iset(0x7fff), iand(ISHR(bits, 16), iset(1)));
+            istore_u16(halves + i, ISHR(iadd(bits, up), 16));
+        }
+        memcpy((uint16_t *)call->y + at, halves, (size_t)count * sizeof(uint16_t));
+    }
+}
+
+static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t rows) {
+    const Weight *w = job->weight;
+    int way = (int)job->call->way;
+    _Alignas(64) uint8_t scratch[MAX_BLOCK * PANEL], floats[MAX_BLOCK * PANEL * 4];
+    _Alignas(64) float acc[ROWS_AT_ONCE * PANEL];
+    memset(acc, 0, (size_t)rows * PANEL * sizeof(float));
+    Block b = {.step = w->step, .steps = num_steps(w), .narrow = w->bits <= 6};
+    int fixed_base = w->offset_kind == OFFSET_BASE && w->kind == CODES_INTEGER;
+    b.base = way == INPUT_S8 && !fixed_base ? 0 : w->base;
+    int64_t chunks = num_chunks(w), size = chunk_bytes(w);
+    /* Small steps go several at a time. */
+    int64_t block = w->step >= 128 ? w->step : 128 / w->step * w->step;
+    int64_t block_chunks = block / CHUNK;
+    const uint8_t *packed = w->codes + panel * chunks * size;
+#if defined(__AVX512BF16__)
+    __m512i sixteen = w->bits == 4 ? sixteen_values(w) : iset(0);
+#endif
+    for (int64_t c = 0; c < chunks; c += block_chunks) {
+        int64_t now = chunks - c < block_chunks ? chunks - c : block_chunks;
+        b.channels = now * CHUNK;
+        int64_t step_at = c * CHUNK / w->step;
+        for (int64_t s = 0; s * w->step < b.channels; s++) {
+            int64_t group = (step_at + s) * w->step / w->group;
+            if (group >= num_groups(w)) group = num_groups(w) - 1;
+            b.has_offsets = group_scales(w, panel, group, b.base, b.scales[s], b.offsets[s]);
+        }
+        const uint8_t *run = packed + c * size;
+        for (int64_t at = 0; at < now * size; at += 64) /* what the next blocks will read */
+            __builtin_prefetch(run + AHEAD * block_chunks * size + at);
+        if (way == INPUT_S8) {
+            b.weights = codes_as_bytes(w, run, now, scratch);
+        } else if (way == INPUT_F32) {
+            unpack_f32(w, codes_as_bytes(w, run, now, scratch), now, (float *)floats);
+            b.weights = floats;
+#if defined(__AVX512BF16__)
+        } else {
+            if (w->bits == 4) unpack_bf16_4(run, now, sixteen, floats);
+            else unpack_bf16(w, codes_as_bytes(w, run, now, scratch), now, floats);
+            b.weights = floats;
+#endif
+        }
+        multiply_tiles(job, &b, first, step_at, c * CHUNK, rows, acc);
+    }
+    store_rows(job, panel, first, rows, acc);
+}
+
+static void multiply_panels(void *argument) {
+    Job *job = argument;
+    int64_t panels = ceil_div(job->weight->out_features, PANEL), rows = job->call->rows;
+    int64_t total = panels * ceil_div(rows, ROWS_AT_ONCE);
+    int64_t run = total / (job->call->threads * RUNS_PER_THREAD) + 1; /* neighbours in memory */
+    for (;;) {
+        int64_t begin = atomic_fetch_add(&job->next, run);
+        if (begin >= total) return;
+        for (int64_t item = begin; item < begin + run && item < total; item++) {
+            int64_t first = item / panels * ROWS_AT_ONCE;
+            int64_t count = rows - first < ROWS_AT_ONCE ? rows - first : ROWS_AT_ONCE;
+            multiply_panel(job, item % panels, first, count);
+        }
+    }
+}
+
+/* Whether bfloat16 products are compiled in. */
+int llmopt_has_bf16(void) {
+#if defined(__AVX512BF16__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* Returns 0, or 1 where there is no memory for the inputs. */
+int llmopt_linear(const Weight *w, const Call *call) {
+    int64_t padded = num_chunks(w) * CHUNK;
+    int64_t width = call->way == INPUT_S8 ? 1 : call->way == INPUT_BF16 ? 2 : 4;
+    int64_t steps = num_steps(w);
+    Job job = {.weight = w, .call = call};
+    job.stride = padded * width + 64; /* rows at a power of two would share the cache's sets */
+    int64_t values = call->rows * job.stride;
+    int64_t sums = ceil_div(call->rows * steps * 4, 64) * 64;
+    uint8_t *memory = workspace(values + sums + call->rows * 4);
+    if (!memory) return 1;
+    job.values = memory;
+    job.sums = memory + values;
+    job.scales = (float *)(memory + values + sums);
+    run_parallel(prepare_rows, &job, call->rows < 3 ? 1 : call->threads);
+    atomic_store(&job.next, 0);
+    run_parallel(multiply_panels, &job, call->threads);
+    return 0;
+}

@@ -1,0 +1,181 @@
+/* The few vector operations that the kernels use, 16 lanes wide with AVX-512 and 8 with AVX2.
+ *
+ * A lane is one output channel. `PANEL` output channels go together, in VECTORS registers. Both widths
+ * round in the same order, so that they give the same bits. */
+#ifndef LLMOPT_VECTORS_H
+#define LLMOPT_VECTORS_H
+
+#include <immintrin.h>
+#include <stdint.h>
+
+#define PANEL 32
+
+#if defined(__AVX512F__)
+
+#define LANES 16
+#define MAX_ROWS 8 /* tokens whose sums stay in registers: 8 x 2 of 32 */
+typedef __m512i ivec;
+typedef __m512 fvec;
+
+static inline ivec iload(const void *p) { return _mm512_loadu_si512(p); }
+static inline void istore(void *p, ivec v) { _mm512_storeu_si512(p, v); }
+static inline ivec iset(int32_t x) { return _mm512_set1_epi32(x); }
+static inline ivec iand(ivec a, ivec b) { return _mm512_and_si512(a, b); }
+static inline ivec ior(ivec a, ivec b) { return _mm512_or_si512(a, b); }
+#define ISHR(v, n) _mm512_srli_epi32(v, n)
+#define ISHL(v, n) _mm512_slli_epi32(v, n)
+static inline ivec iwiden_s8(const void *p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+static inline ivec iwiden_u8(const void *p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+static inline ivec iwiden_u16(const void *p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+}
+static inline fvec fload(const float *p) { return _mm512_loadu_ps(p); }
+static inline void fstore(float *p, fvec v) { _mm512_storeu_ps(p, v); }
+static inline fvec fset(float x) { return _mm512_set1_ps(x); }
+static inline fvec fadd(fvec a, fvec b) { return _mm512_add_ps(a, b); }
+static inline fvec fsub(fvec a, fvec b) { return _mm512_sub_ps(a, b); }
+static inline fvec fmul(fvec a, fvec b) { return _mm512_mul_ps(a, b); }
+static inline fvec fdiv(fvec a, fvec b) { return _mm512_div_ps(a, b); }
+static inline fvec fmax_(fvec a, fvec b) { return _mm512_max_ps(a, b); }
+static inline fvec fmin_(fvec a, fvec b) { return _mm512_min_ps(a, b); }
+static inline fvec ffma(fvec a, fvec b, fvec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline fvec ffnma(fvec a, fvec b, fvec c) { return _mm512_fnmadd_ps(a, b, c); }
+static inline fvec fabs_(fvec a) { return _mm512_abs_ps(a); }
+static inline fvec itof(ivec v) { return _mm512_cvtepi32_ps(v); }
+static inline ivec ftoi(fvec v) { return _mm512_cvtps_epi32(v); }
+static inline fvec fbits(ivec v) { return _mm512_castsi512_ps(v); }
+static inline ivec ibits(fvec v) { return _mm512_castps_si512(v); }
+static inline fvec fload_f16(const void *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+static inline void istore_s8(void *p, ivec v) {
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(v));
+}
+static inline void istore_u16(void *p, ivec v) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(v));
+}
+static inline fvec fzero_unless_below(fvec v, fvec bound) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(fabs_(v), bound, _CMP_LT_OQ), v);
+}
+static inline float fmax_lane(fvec v) { return _mm512_reduce_max_ps(v); }
+static inline int32_t isum_lanes(ivec v) { return _mm512_reduce_add_epi32(v); }
+static inline ivec iadd(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
+
+/* Sums of four products of unsigned weights and signed inputs in every lane. `narrow`: weights of at
+ * most six bits. */
+static inline ivec dot4(ivec sum, ivec weights, ivec inputs, int narrow) {
+    (void)narrow;
+    /* Of the intrinsic gcc 12 makes a copy of every sum for every product. */
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
+    return sum;
+}
+
+/* table[low four bits of each lane] */
+typedef struct { fvec values; } ftable;
+static inline ftable table_load(const float *p) { return (ftable){fload(p)}; }
+static inline fvec table_look(ftable t, ivec codes) {
+    return _mm512_permutexvar_ps(codes, t.values);
+}
+
+#else /* AVX2 */
+
+#define LANES 8
+#define MAX_ROWS 2
+typedef __m256i ivec;
+typedef __m256 fvec;
+
+static inline ivec iload(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+static inline void istore(void *p, ivec v) { _mm256_storeu_si256((__m256i *)p, v); }
+static inline ivec iset(int32_t x) { return _mm256_set1_epi32(x); }
+static inline ivec iand(ivec a, ivec b) { return _mm256_and_si256(a, b); }
+static inline ivec ior(ivec a, ivec b) { return _mm256_or_si256(a, b); }
+#define ISHR(v, n) _mm256_srli_epi32(v, n)
+#define ISHL(v, n) _mm256_slli_epi32(v, n)
+static inline ivec iwiden_s8(const void *p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
+static inline ivec iwiden_u8(const void *p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
+static inline ivec iwiden_u16(const void *p) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+static inline fvec fload(const float *p) { return _mm256_loadu_ps(p); }
+static inline void fstore(float *p, fvec v) { _mm256_storeu_ps(p, v); }
+static inline fvec fset(float x) { return _mm256_set1_ps(x); }
+static inline fvec fadd(fvec a, fvec b) { return _mm256_add_ps(a, b); }
+static inline fvec fsub(fvec a, fvec b) { return _mm256_sub_ps(a, b); }
+static inline fvec fmul(fvec a, fvec b) { return _mm256_mul_ps(a, b); }
+static inline fvec fdiv(fvec a, fvec b) { return _mm256_div_ps(a, b); }
+static inline fvec fmax_(fvec a, fvec b) { return _mm256_max_ps(a, b); }
+static inline fvec fmin_(fvec a, fvec b) { return _mm256_min_ps(a, b); }
+static inline fvec ffma(fvec a, fvec b, fvec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline fvec ffnma(fvec a, fvec b, fvec c) { return _mm256_fnmadd_ps(a, b, c); }
+static inline fvec fabs_(fvec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+static inline fvec itof(ivec v) { return _mm256_cvtepi32_ps(v); }
+static inline ivec ftoi(fvec v) { return _mm256_cvtps_epi32(v); }
+static inline fvec fbits(ivec v) { return _mm256_castsi256_ps(v); }
+static inline ivec ibits(fvec v) { return _mm256_castps_si256(v); }
+static inline fvec fload_f16(const void *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+static inline void istore_s8(void *p, ivec v) {
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
+}
+static inline void istore_u16(void *p, ivec v) {
+    v = _mm256_and_si256(v, _mm256_set1_epi32(0xffff));
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(v),
+                                                    _mm256_extracti128_si256(v, 1)));
+}
+static inline fvec fzero_unless_below(fvec v, fvec bound) {
+    return _mm256_and_ps(_mm256_cmp_ps(fabs_(v), bound, _CMP_LT_OQ), v);
+}
+static inline float fmax_lane(fvec v) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+static inline int32_t isum_lanes(ivec v) {
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+}
+static inline ivec iadd(ivec a, ivec b) { return _mm256_add_epi32(a, b); }
+
+static inline ivec dot4(ivec sum, ivec weights, ivec inputs, int narrow) {
+#if defined(__AVXVNNI__)
+    (void)narrow;
+    return _mm256_dpbusd_avx_epi32(sum, weights, inputs);
+#else
+    if (narrow) { /* two products of at most 63 x 128 fit in 16 bits */
+        ivec pairs = _mm256_maddubs_epi16(weights, inputs);
+        return iadd(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    /* maddubs would saturate: even and odd bytes as words of their own instead. */
+    ivec even = _mm256_madd_epi16(iand(weights, iset(0x00ff00ff)),
+                                  _mm256_srai_epi16(_mm256_slli_epi16(inputs, 8), 8));
+    ivec odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(inputs, 8));
+    return iadd(sum, iadd(even, odd));
+#endif
+}
+
+typedef struct { fvec low, high; } ftable;
+static inline ftable table_load(const float *p) { return (ftable){fload(p), fload(p + 8)}; }
+static inline fvec table_look(ftable t, ivec codes) {
+    fvec low = _mm256_permutevar8x32_ps(t.low, codes);
+    fvec high = _mm256_permutevar8x32_ps(t.high, codes);
+    return _mm256_blendv_ps(low, high, fbits(ISHL(codes, 28))); /* bit 3 becomes the sign */
+}
+
+#endif
+
+#define VECTORS (PANEL / LANES)
+
+#define INLINE static inline __attribute__((always_inline))
+
+#endif

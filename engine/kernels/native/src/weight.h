@@ -1,0 +1,142 @@
+/* A packed weight, and how its panels are unpacked.
+ *
+ * Output channels go in panels of PANEL, input channels in chunks of CHUNK. A chunk of a panel is one run
+ * of bytes: the planes of its codes, widest first. Eight quads (four input channels of every output
+ * channel of the panel, PANEL x 4 bytes) make a chunk; a plane of p bits holds 8 / p quads in one, the
+ * first in the lowest bits. So 4-bit codes are 512 bytes, and 5-bit codes 512 for the low four bits and
+ * 128 for the highest. Panels and chunks that the weight does not fill hold zeros.
+ *
+ * Scales and offsets are [panel][group][PANEL]: w = scale * code - offset. */
+#ifndef LLMOPT_WEIGHT_H
+#define LLMOPT_WEIGHT_H
+
+#include "vectors.h"
+
+#define CHUNK 32
+#define QUADS 8
+#define QUAD_BYTES (PANEL * 4)
+#define MAX_BLOCK 256 /* input channels that are unpacked at once */
+
+enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2 };
+enum { SCALE_F32 = 0, SCALE_F16 = 1, SCALE_NESTED = 2 };
+enum { OFFSET_BASE = 0, OFFSET_CODE = 1, OFFSET_F16 = 2, OFFSET_NESTED = 3 };
+
+typedef struct {
+    int64_t out_features, in_features;
+    int64_t bits;
+    int64_t kind;          /* CODES_... */
+    int64_t base;          /* the code that means zero, exactly or nearly */
+    int64_t group;         /* input channels that share a scale; CHUNK divides it, or it is 16 */
+    int64_t step;          /* input channels whose products are summed before they are scaled */
+    int64_t scale_kind;    /* float32; float16; or int8 times the float16 of `nested` groups */
+    int64_t offset_kind;   /* base * scale; code * scale; float16; or int8 times the nested float16 */
+    int64_t nested;
+    const uint8_t *codes;
+    const void *scales, *offsets, *outer_scales, *outer_offsets;
+    const float *table;    /* 16 values, CODES_TABLE */
+} Weight;
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t num_chunks(const Weight *w) { return ceil_div(w->in_features, CHUNK); }
+static inline int64_t num_groups(const Weight *w) { return ceil_div(w->in_features, w->group); }
+static inline int64_t num_steps(const Weight *w) {
+    return ceil_div(num_chunks(w) * CHUNK, w->step);
+}
+static inline int64_t chunk_bytes(const Weight *w) { return w->bits * PANEL * CHUNK / 8; }
+
+/* The scales of one group of a panel and, unless the offsets are base * scale, the offsets that remain
+ * once `base` has been taken from every code. Returns whether there are any. */
+INLINE int group_scales(const Weight *w, int64_t panel, int64_t group, int64_t base, float *scales,
+                        float *offsets) {
+    int64_t at = (panel * num_groups(w) + group) * PANEL;
+    int64_t outer = 0;
+    if (w->nested) outer = (panel * ceil_div(num_groups(w), w->nested) + group / w->nested) * PANEL;
+    for (int i = 0; i < PANEL; i += LANES) {
+        fvec scale;
+        if (w->scale_kind == SCALE_F32)
+            scale = fload((const float *)w->scales + at + i);
+        else if (w->scale_kind == SCALE_F16)
+            scale = fload_f16((const uint16_t *)w->scales + at + i);
+        else
+            scale = fmul(fload_f16((const uint16_t *)w->outer_scales + outer + i),
+                         itof(iwiden_s8((const int8_t *)w->scales + at + i)));
+        fstore(scales + i, scale);
+        if (w->offset_kind == OFFSET_BASE) continue;
+        if (w->offset_kind == OFFSET_CODE) {
+            ivec zero = iwiden_u8((const uint8_t *)w->offsets + at + i);
+            fstore(offsets + i, fmul(fsub(itof(zero), fset((float)base)), scale));
+            continue;
+        }
+        fvec offset;
+        if (w->offset_kind == OFFSET_F16)
+            offset = fload_f16((const uint16_t *)w->offsets + at + i);
+        else
+            offset = fmul(fload_f16((const uint16_t *)w->outer_offsets + outer + i),
+                          itof(iwiden_s8((const int8_t *)w->offsets + at + i)));
+        fstore(offsets + i, ffnma(fset((float)base), scale, offset));
+    }
+    return w->offset_kind != OFFSET_BASE;
+}
+
+/* Codes of a chunk as bytes, [QUADS][PANEL][4]. */
+INLINE void chunk_to_bytes(int64_t bits, const uint8_t *packed, uint8_t *bytes) {
+    for (int at = 0; at < QUAD_BYTES; at += LANES * 4) {
+        const uint8_t *four = packed + at;
+        const uint8_t *two = packed + at + (bits & 4 ? 4 * QUAD_BYTES : 0);
+        const uint8_t *one = two + (bits & 2 ? 2 * QUAD_BYTES : 0);
+        ivec low = iset(0), ones = iset(0), twos = iset(0);
+        if (bits & 1) ones = iload(one);
+        for (int quad = 0; quad < QUADS; quad++) {
+            ivec code = iset(0);
+            int shift = 0;
+            if (bits & 4) {
+                if (quad % 2 == 0) low = iload(four + quad / 2 * QUAD_BYTES);
+                code = iand(low, iset(0x0f0f0f0f));
+                low = ISHR(low, 4);
+                shift = 4;
+            }
+            if (bits & 2) {
+                if (quad % 4 == 0) twos = iload(two + quad / 4 * QUAD_BYTES);
+                code = ior(code, ISHL(iand(twos, iset(0x03030303)), shift));
+                twos = ISHR(twos, 2);
+                shift += 2;
+            }
+            if (bits & 1) {
+                code = ior(code, ISHL(iand(ones, iset(0x01010101)), shift));
+                ones = ISHR(ones, 1);
+            }
+            istore(bytes + quad * QUAD_BYTES + at, code);
+        }
+    }
+}
+
+/* The codes of some chunks as bytes: where they lie, or unpacked into `scratch`. */
+static const uint8_t *codes_as_bytes(const Weight *w, const uint8_t *packed, int64_t chunks,
+                                     uint8_t *scratch) {
+    if (w->bits == 8) return packed;
+    int64_t size = chunk_bytes(w);
+    for (int64_t c = 0; c < chunks; c++) {
+        uint8_t *bytes = scratch + c * CHUNK * PANEL;
+        switch (w->bits) {
+        case 2: chunk_to_bytes(2, packed + c * size, bytes); break;
+        case 3: chunk_to_bytes(3, packed + c * size, bytes); break;
+        case 4: chunk_to_bytes(4, packed + c * size, bytes); break;
+        case 5: chunk_to_bytes(5, packed + c * size, bytes); break;
+        default: chunk_to_bytes(6, packed + c * size, bytes); break;
+        }
+    }
+    return scratch;
+}
+
+/* Byte `byte` (0..3) of every lane as the float that it stands for, less `base`. */
+INLINE fvec code_to_float(const Weight *w, ivec quad, int byte, fvec base, ftable table) {
+    ivec code = iand(ISHR(quad, byte * 8), iset(0xff));
+    if (w->kind == CODES_TABLE) return table_look(table, code);
+    if (w->kind == CODES_FP8) { /* e4m3 bits in a float's places are 2^-120 of the value */
+        ivec bits = ior(ISHL(iand(code, iset(0x80)), 24), ISHL(iand(code, iset(0x7f)), 20));
+        return fmul(fbits(bits), fset(0x1p120f));
+    }
+    return fsub(itof(code), base);
+}
+
+#endif
