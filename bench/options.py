@@ -68,6 +68,7 @@ class BenchOptions(BaseModel):
     dtype: str = "auto"
     device: str = "auto"
     num_threads: PositiveInt | None = None
+    cpu_activations: Literal[8, 16] = 16
     max_model_len: PositiveInt | None = None
     max_num_seqs: PositiveInt | None = None
     max_num_batched_tokens: PositiveInt | None = None

@@ -336,6 +336,7 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "enable_prefix_caching": options.enable_prefix_caching,
         "seed": options.seed,
         "num_threads": options.num_threads,
+        "cpu_activations": options.cpu_activations,
     }
     return Engine(EngineConfig(model=model, **{**settings, **overrides}))
 
@@ -370,6 +371,8 @@ def identity(
             "block_size": options.block_size,
             "enable_prefix_caching": options.enable_prefix_caching,
             "num_threads": options.num_threads,
+            # Only where it is not what it always was: older results stay comparable.
+            **({} if options.cpu_activations == 16 else {"cpu_activations": 8}),
         },
         "device": str(engine.device),
         "machine": machine_name(str(engine.device)),

@@ -119,6 +119,13 @@ def bench(
     num_threads: Annotated[
         int | None, typer.Option(help="CPU threads of a step.", rich_help_panel=ENGINE)
     ] = None,
+    cpu_activations: Annotated[
+        int,
+        typer.Option(
+            help="Bits of what quantized weights are multiplied with on a CPU, 8 or 16.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = 16,
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens in a sequence.", rich_help_panel=ENGINE)
     ] = None,

@@ -34,6 +34,10 @@ def serve_local(
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its beginning.")
     ] = False,
+    cpu_activations: Annotated[
+        int,
+        typer.Option(help="Bits of what quantized weights are multiplied with on a CPU, 8 or 16."),
+    ] = 16,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name for clients. Default: the model's.")
     ] = None,
@@ -74,6 +78,7 @@ def serve_local(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=not no_prefix_caching,
+        cpu_activations=cpu_activations,
     )
     listener = bind(host, port)
     folder = resolve_model(name)

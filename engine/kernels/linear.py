@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional
@@ -15,10 +15,21 @@ from .dispatch import Candidate, Operation
 class LinearKernel(Protocol):
     """A weight in the form that a kernel wants, ready to be applied; it adds no bias."""
 
-    weight_bytes: int
-    """Bytes that one application reads of the weight."""
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that one application reads of the weight."""
+        ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class FusesBias(Protocol):
+    """A kernel that can add a bias itself."""
+
+    def fuse_bias(self, bias: torch.Tensor) -> None:
+        """Add `bias [out]` to every result from now on."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,21 @@ The largest is then exact; schemes of compressed-tensors say 127.5, and lose hal
 """
 
 
-class Packed16Linear:
+class _Packed:
+    """What both have: the packed weight, its bytes, and a bias of its own."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        self._linear = linear
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._linear.weight_bytes
+
+    def fuse_bias(self, bias: torch.Tensor) -> None:
+        self._linear.fuse_bias(bias)
+
+
+class Packed16Linear(_Packed):
     """Inputs in the engine's dtype: the numbers of the dequantized weight, summed in float32.
 
     Where the scheme rounds inputs in a way that has no integer kernel, they are rounded first.
@@ -30,14 +44,13 @@ class Packed16Linear:
         self._scheme: Scheme = weight.scheme
         self._input_scale = weight.parts().get("input_scale")
         way: InputWay = "bfloat16" if dtype is torch.bfloat16 else "float32"
-        self._linear = PackedLinear(grid, way)
-        self.weight_bytes = self._linear.weight_bytes
+        super().__init__(PackedLinear(grid, way))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(round_inputs(x, self._scheme, self._input_scale))
 
 
-class Packed8Linear:
+class Packed8Linear(_Packed):
     """Inputs in 8 bits, a scale for every token, and integer products."""
 
     def __init__(self, weight: QuantizedTensor, grid: Grid, dtype: torch.dtype) -> None:
@@ -50,10 +63,10 @@ class Packed8Linear:
                 fixed_scale = float(weight.input_scale)
         else:
             assert isinstance(weight, IntTensor | GgufTensor)
-        self._linear = PackedLinear(
-            grid, "int8", levels=levels, fixed_scale=fixed_scale, threshold=self._threshold
+        threshold = self._threshold
+        super().__init__(
+            PackedLinear(grid, "int8", levels=levels, fixed_scale=fixed_scale, threshold=threshold)
         )
-        self.weight_bytes = self._linear.weight_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self._linear(x)

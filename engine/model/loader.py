@@ -22,14 +22,20 @@ from .spec import ModelSpec
 
 
 def load_weights(
-    checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    input_bits: int = 16,
 ) -> DecoderWeights:
     """Read the weights of a decoder by the names of its family.
+
+    With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits.
 
     Raises:
         BadInput: a tensor is missing, misshapen, or has no place in the model.
     """
-    reader = CheckpointReader(checkpoint, device, dtype)
+    reader = CheckpointReader(checkpoint, device, dtype, input_bits)
     return _Loader(reader, spec, _base(checkpoint, spec), dtype).load()
 
 

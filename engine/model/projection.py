@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ...quant.tensors.base import QuantizedTensor
+from ...quant.tensors.codebook import CodebookTensor
+from ...quant.tensors.fp8 import BLOCK, Fp8Tensor
+from ...quant.tensors.gguf import GgufTensor
 from ...quant.tensors.integer import IntTensor
-from ..kernels.linear import LinearKernel, TorchLinear, prepare_linear
+from ...quant.tensors.vectorwise import VectorwiseTensor
+from ..kernels.linear import FusesBias, LinearKernel, TorchLinear, prepare_linear
 from ..kernels.quantized_linear import prepare_quantized_linear
 
 
@@ -16,7 +22,8 @@ class Projection:
     """`y [tokens, out] = x [tokens, in] @ W.T + bias`, where W stacks one or more weights along `out`.
 
     Weights of one kind (all plain, or all of one quantization scheme) become one matrix and one kernel
-    call; a mixed stack runs a call for each run of equals.
+    call; a mixed stack runs a call for each run of equals. With `input_bits` 8 the kernels of quantized
+    weights may round `x` to 8 bits.
     """
 
     def __init__(
@@ -24,15 +31,20 @@ class Projection:
         weights: Sequence[torch.Tensor | QuantizedTensor],
         bias: torch.Tensor | None,
         dtype: torch.dtype,
+        input_bits: int = 16,
     ) -> None:
         self._kernels: list[LinearKernel] = []
         run: list[torch.Tensor | QuantizedTensor] = []
         for weight in weights:
             if run and _kind(weight) != _kind(run[0]):
-                self._kernels.append(_prepare(run, dtype))
+                self._kernels.append(_prepare(run, dtype, input_bits))
                 run = []
             run.append(weight)
-        self._kernels.append(_prepare(run, dtype))
+        self._kernels.append(_prepare(run, dtype, input_bits))
+        only = self._kernels[0]
+        if bias is not None and len(self._kernels) == 1 and isinstance(only, FusesBias):
+            only.fuse_bias(bias)
+            bias = None
         self._bias = bias
         self.weight_bytes = sum(kernel.weight_bytes for kernel in self._kernels)
         if bias is not None:
@@ -55,15 +67,33 @@ def _kind(weight: torch.Tensor | QuantizedTensor) -> object:
     """Equal for weights that can be stacked into one matrix."""
     if isinstance(weight, torch.Tensor):
         return None
-    stackable = isinstance(weight, IntTensor) and weight.group_index is weight.input_scale is None
-    return weight.scheme if stackable else id(weight)
+    return (type(weight), weight.scheme) if _stacks(weight) else id(weight)
 
 
-def _prepare(run: list[torch.Tensor | QuantizedTensor], dtype: torch.dtype) -> LinearKernel:
+def _stacks(weight: QuantizedTensor) -> bool:
+    """Whether every part of a weight belongs to some of its rows, and so can be stacked."""
+    parts = weight.parts()
+    if isinstance(weight, IntTensor):
+        return "group_index" not in parts and "input_scale" not in parts
+    if isinstance(weight, Fp8Tensor):
+        whole_blocks = weight.scheme.granularity == "block" and weight.out_features % BLOCK == 0
+        by_row = weight.scheme.granularity == "channel" or whole_blocks
+        return by_row and "input_scale" not in parts
+    if isinstance(weight, CodebookTensor):
+        whole_blocks = weight.codes.numel() % weight.scheme.block_size == 0
+        return whole_blocks and not weight.scheme.double_quant
+    return isinstance(weight, GgufTensor | VectorwiseTensor)
+
+
+def _prepare(
+    run: list[torch.Tensor | QuantizedTensor], dtype: torch.dtype, input_bits: int
+) -> LinearKernel:
     plain = [weight for weight in run if isinstance(weight, torch.Tensor)]
     if plain:
         return prepare_linear(plain[0] if len(plain) == 1 else torch.cat(plain))
-    if isinstance(run[0], QuantizedTensor) and len(run) == 1:
-        return prepare_quantized_linear(run[0], dtype)
-    stack = [weight for weight in run if isinstance(weight, IntTensor)]
-    return prepare_quantized_linear(IntTensor.concat(stack), dtype)
+    stack = [weight for weight in run if isinstance(weight, QuantizedTensor)]
+    whole: Any = stack[0]
+    if len(stack) > 1:
+        names = whole.parts()
+        whole = replace(whole, **{n: torch.cat([w.parts()[n] for w in stack]) for n in names})
+    return prepare_quantized_linear(whole, dtype, input_bits)

@@ -28,13 +28,21 @@ KV_CACHE_SCALES = (
 class CheckpointReader:
     """Reads weights by module name, and keeps count of what has been read.
 
-    Each tensor goes from its shard to the device in the engine's dtype; quantized ones stay codes.
+    Each tensor goes from its shard to the device in the engine's dtype; quantized ones stay codes, and
+    with `input_bits` 8 their kernels may round what they multiply with.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        input_bits: int = 16,
+    ) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
+        self._input_bits = input_bits
         self._quantized = quantized_modules(checkpoint)
         self._unread = set(checkpoint.names)
 
@@ -76,7 +84,7 @@ class CheckpointReader:
                 self.tensor(f"{m}.bias", out) for m, out in zip(modules, out_features, strict=True)
             ]
             biases = torch.cat(parts)
-        return Projection(weights, biases, self._dtype)
+        return Projection(weights, biases, self._dtype, self._input_bits)
 
     def dense(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
         """The weight of a linear as floats, also where the checkpoint holds codes."""

@@ -76,6 +76,7 @@ class PackedLinear:
             way = "float32"
         self._way, self._levels = _WAYS[way], levels
         self._fixed_scale, self._threshold = fixed_scale, threshold
+        self._bias: torch.Tensor | None = None
         self._struct = ctypes.byref(self._weight.struct)
         self.weight_bytes = self._weight.nbytes
 
@@ -90,7 +91,7 @@ class PackedLinear:
         call = CallStruct(
             x.data_ptr(),
             y.data_ptr(),
-            None,
+            None if self._bias is None else self._bias.data_ptr(),
             rows,
             x.stride(0),
             x.dtype is torch.bfloat16,
@@ -103,6 +104,11 @@ class PackedLinear:
         if rows and self._run(self._struct, ctypes.byref(call)):
             raise MemoryError(f"no memory for {rows} rows of {self._in_features} inputs")
         return y
+
+    def fuse_bias(self, bias: torch.Tensor) -> None:
+        """Add `bias [out]` to every row, before it is rounded to the dtype of the input."""
+        self._bias = bias.to(torch.float32).contiguous()
+        self.weight_bytes += self._bias.nbytes
 
     def columns(self, columns: torch.Tensor) -> torch.Tensor:
         """Weights of some input channels, float32 `[out, columns]`; symmetric 8-bit rows only."""
