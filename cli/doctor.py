@@ -41,6 +41,14 @@ def _show(findings: dict[str, Any], console: Console) -> None:
     facts.add_row(
         "instructions", f"{cpu['capability']} ({', '.join(cpu['features']) or 'no extras'})"
     )
+    native = findings["native"]
+    extra = " with bfloat16 products" if native["bfloat16_products"] else ""
+    facts.add_row(
+        "C kernels",
+        f"{native['path']}{extra}, threads of {native['threads']}, in {native['cache']}"
+        if native["path"]
+        else f"none: {native['reason']}",
+    )
     facts.add_row(
         "memory",
         f"{format_gib(memory['available_bytes'])} free of {format_gib(memory['total_bytes'])}",

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from .host import available_memory_bytes, cpu_model, usable_cores
+from .kernels.native.build import cache_folder, openmp_start
+from .kernels.native.linear import has_bf16, native_linear
 from .kernels.table import table
 
 PACKAGES = ("llmopt", "torch", "transformers")
@@ -34,6 +36,7 @@ def examine() -> dict[str, Any]:
             "capability": torch.backends.cpu.get_cpu_capability(),
             "features": [name for name, probe in FEATURES.items() if _has(probe)],
         },
+        "native": _native(),
         "memory": {
             "total_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "available_bytes": available_memory_bytes(),
@@ -51,6 +54,18 @@ def examine() -> dict[str, Any]:
             for device in devices
             for dtype in (torch.bfloat16, torch.float32)
         ],
+    }
+
+
+def _native() -> dict[str, Any]:
+    """The C kernels: the path they are compiled for and with what, or why there are none."""
+    found = native_linear()
+    return {
+        "path": found.path,
+        "reason": found.reason,
+        "bfloat16_products": has_bf16(),
+        "threads": "torch's OpenMP" if openmp_start() else "one",
+        "cache": str(cache_folder()),
     }
 
 

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import torch
 
-from ...quant.scheme import IntScheme
+from ...quant.scheme import (
+    Activations,
+    CodebookScheme,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    LookupScheme,
+    Scheme,
+    VectorwiseScheme,
+)
 from .dispatch import Choice
 from .linear import LINEAR, LinearSituation
 from .paged_attention import PAGED_ATTENTION, AttentionSituation
 from .quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
+
+SCHEMES: tuple[tuple[Scheme, int], ...] = (
+    (IntScheme(4, 128, False), 16),
+    (IntScheme(4, 128, True), 8),
+    (IntScheme(8, -1, True), 16),
+    (IntScheme(8, -1, True, Activations("int8")), 16),
+    (VectorwiseScheme(), 16),
+    (FloatScheme("block", Activations("fp8", "group128")), 16),
+    (CodebookScheme("nf4"), 16),
+    (GgufScheme("Q4_K"), 16),
+    (LookupScheme(4), 16),
+)
+"""One of each kind of weight, and the bits of its inputs."""
 
 
 def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
@@ -17,7 +39,7 @@ def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
         PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, head_dim=128)),
         LINEAR.explain(LinearSituation(device.type, dtype, 4096, 4096)),
     ]
-    for scheme in (IntScheme(4, 128, False), IntScheme(4, 128, True), IntScheme(8, -1, True)):
-        situation = QuantizedLinearSituation(device.type, dtype, 4096, 4096, scheme)
+    for scheme, input_bits in SCHEMES:
+        situation = QuantizedLinearSituation(device.type, dtype, 4096, 4096, scheme, input_bits)
         choices.append(QUANTIZED_LINEAR.explain(situation))
     return choices
