@@ -22,7 +22,7 @@ from .families import Family
 from .methods.base import InputStatistics
 from .skeleton import Skeleton
 
-TOKENS_PER_BATCH = 4096
+TOKENS_PER_BATCH = 1024  # temporaries of more cost page faults, of less the speed of products
 _IGNORED_BUFFER = "rotary_emb.inv_freq"  # old checkpoints carry what every model computes
 
 
