@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from .durable import entry_bytes
+from .families import Family
 from .layer_stream import TOKENS_PER_BATCH
+from .layer_work import HEAD_FAMILY
+from .methods.gptq import execution_stages
 from .plan import Plan
-from .selection import HEAD
+from .selection import HEAD, Shapes, matrix_shape
 
 _FLOAT = 4
-# Float copies of the largest linears with one input that a method has beside the weights themselves.
-_COPIES = {"gptq": 4.0, "awq": 5.0, "smoothquant": 3.0, "hqq": 5.0, "squeezellm": 4.0}
-_FEW_COPIES = 5.0
+# Code and buffers of libraries that the first layer brings in; measured, the same for any model.
+_LIBRARY_BYTES = 32 * 2**20
+# Float copies of the largest linear that a method has at its worst moment, beside the weights themselves,
+# and bytes of codes that it keeps for every weight. GPTQ counts linears with one input as one.
+_COPIES = {"gptq": 3.25, "awq": 6.0, "smoothquant": 4.5, "hqq": 4.0, "squeezellm": 4.0, "nf4": 4.0}
+_CODES = {"awq": 2, "smoothquant": 2}
+_FEW_COPIES = 3.0
 _STAGES = 4  # of a decoder layer under true-sequential: attention in and out, MLP in and out
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Peak resident bytes beyond the process as it starts: the sum of these, for the largest layer.
+    """Resident bytes beyond the process as it starts, at one moment of the work on a layer: their sum.
 
     Attributes:
+        libraries: what the first use of torch's operations brings in.
         hidden: hidden states of all calibration tokens, float32.
-        layer: the largest layer as it is stored (mapped pages), and its float32 copy.
-        grams: Gram matrices of the inputs of its linears, for calibration and held-out tokens, and those
-            measured anew.
-        codes: the quantized layer, one byte a weight, and packed.
-        work: copies of the largest linears that the method makes.
-        activations: of one batch inside the layer.
+        layer: the layer as it is stored (mapped pages), and its float32 copy.
+        grams: Gram matrices of inputs, of held-out tokens and those of calibration tokens so far.
+        codes: of the linears so far, one byte a weight.
+        work: the method's copies of weights and, with GPTQ, of Gram matrices.
+        activations: of one batch inside the layer, while it runs.
     """
 
+    libraries: int
     hidden: int
     layer: int
     grams: int
@@ -43,83 +52,156 @@ class MemoryEstimate:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def estimate_memory(plan: Plan, hidden_size: int, tokens: int, held_out: bool) -> MemoryEstimate:
-    """Peak memory of a run over so many calibration and held-out tokens."""
-    estimates = [
-        _layer_memory(plan, index, hidden_size, tokens, held_out)
-        for index in _distinct_layers(plan)
-    ]
-    if plan.lm_head:
-        rows, width = plan.modules[HEAD]
-        weight = rows * width
-        estimates.append(
-            MemoryEstimate(
-                hidden=tokens * hidden_size * _FLOAT,
-                layer=weight * (_FLOAT + 2),
-                grams=width * width * _FLOAT * (2 if held_out else 1),
-                codes=2 * weight,
-                work=int(_COPIES.get(plan.method.name, _FEW_COPIES) * weight * _FLOAT),
-                activations=TOKENS_PER_BATCH * width * _FLOAT,
-            )
-        )
-    return max(estimates, key=lambda estimate: estimate.bytes)
-
-
-def _distinct_layers(plan: Plan) -> list[int]:
-    """One layer of each shape."""
-    seen: dict[tuple[tuple[str, tuple[int, int]], ...], int] = {}
-    for index in range(plan.num_layers):
-        seen.setdefault(tuple(_linears(plan, index).items()), index)
-    return list(seen.values())
-
-
-def _linears(plan: Plan, index: int) -> dict[str, tuple[int, int]]:
-    start = plan.architecture.layer_prefix(index) + "."
-    return {
-        name.removeprefix(start): shape
-        for name, shape in plan.modules.items()
-        if name.startswith(start)
-    }
-
-
-def _layer_memory(
-    plan: Plan, index: int, hidden_size: int, tokens: int, held_out: bool
+def estimate_memory(
+    plan: Plan, hidden_size: int, tokens: int, *, held_out: bool, sequential: bool
 ) -> MemoryEstimate:
-    checkpoint, start = plan.checkpoint, plan.architecture.layer_prefix(index) + "."
+    """Peak memory of a run: the worst moment of any layer.
+
+    Args:
+        tokens: of calibration and held-out samples together.
+        held_out: whether there are such.
+        sequential: whether statistics are measured stage by stage, behind what is quantized already.
+    """
+    hidden = tokens * hidden_size * _FLOAT
+    batch = min(tokens, TOKENS_PER_BATCH)
+    of_layers = _sequential_moments if sequential else _moments
+    parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]
+    if plan.lm_head:
+        parts.append((_head(plan), _moments))
+    moments = []
+    for layer, moments_of in parts:
+        activations = batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT
+        for grams, codes, work, running in moments_of(layer, plan.method.name, held_out):
+            moments.append(
+                MemoryEstimate(
+                    libraries=_LIBRARY_BYTES,
+                    hidden=hidden,
+                    layer=layer.bytes,
+                    grams=grams,
+                    codes=codes,
+                    work=int(work),
+                    activations=activations if running else 0,
+                )
+            )
+    return max(moments, key=lambda moment: moment.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Sizes of one layer.
+
+    Attributes:
+        bytes: of all its tensors as they are stored, and of the float32 copies that they need.
+        family: how its linears belong together, by relative name.
+        shapes: of all of them.
+        chosen: those that are quantized.
+        widest: values of a token between its linears at most.
+        routers: bytes of the Gram matrices of their inputs.
+    """
+
+    bytes: int
+    family: Family
+    shapes: Shapes
+    chosen: tuple[str, ...]
+    widest: int
+    routers: int = 0
+
+    def square(self, linear: str) -> int:
+        """Bytes of the Gram matrix of its input."""
+        return self.shapes[linear][1] ** 2 * _FLOAT
+
+    def weights(self, linears: Iterable[str]) -> int:
+        """How many weights these have together."""
+        return sum(self.shapes[name][0] * self.shapes[name][1] for name in linears)
+
+    @property
+    def grams(self) -> int:
+        """Bytes of the Gram matrices of all inputs."""
+        return self.routers + sum(self.square(group[0]) for group in self.family.shared_inputs)
+
+
+def _decoder_layer(plan: Plan, index: int) -> _Layer:
+    checkpoint, family = plan.checkpoint, plan.architecture.layers[index]
+    start = plan.architecture.layer_prefix(index) + "."
     stored = floats = 0
     for name in checkpoint.names:
         if name.startswith(start):
             dtype, shape = checkpoint.dtype_name(name), checkpoint.shape(name)
             stored += entry_bytes((dtype, shape))
             floats += 0 if dtype == "F32" else entry_bytes(("F32", shape))
-    linears = _linears(plan, index)
-    groups = [
-        [linears[name] for name in group if name in linears]
-        for group in plan.architecture.layers[index].shared_inputs
-    ]
-    groups = [group for group in groups if group]
-    gram = sum(group[0][1] ** 2 for group in groups) * _FLOAT
-    largest = max((sum(out * width for out, width in group) for group in groups), default=0)
-    square = max((group[0][1] ** 2 for group in groups), default=0)
-    weights = sum(out * width for out, width in linears.values())
-    widest = max((max(shape) for shape in linears.values()), default=hidden_size)
-    anew = plan.method.name == "gptq" and plan.options.true_sequential
-    packed = sum(
-        plan.schemes[start + name].bits_per_weight(*shape) * shape[0] * shape[1] / 8
-        for name, shape in linears.items()
+    shapes = {name: matrix_shape(checkpoint, start + name) for name in family.linears}
+    widths = [checkpoint.shape(f"{start}{name}.weight")[-1] for name in family.routers]
+    return _Layer(
+        bytes=stored + floats,
+        family=family,
+        shapes=shapes,
+        chosen=tuple(name for name in shapes if start + name in plan.modules),
+        widest=max(max(shape) for shape in shapes.values()),
+        routers=sum(width**2 for width in widths) * _FLOAT,
     )
-    copies = _COPIES.get(plan.method.name, _FEW_COPIES)
-    work = copies * largest * _FLOAT + 3 * square * _FLOAT * (plan.method.name == "gptq")
-    if anew:  # while the layer runs with some weights replaced, it is there twice
-        work = max(work, weights * _FLOAT)
-    return MemoryEstimate(
-        hidden=tokens * hidden_size * _FLOAT,
-        layer=stored + floats,
-        grams=gram * (1 + held_out + 2 * anew),
-        codes=int(weights * (2 if anew else 1) + packed * len(plan.formats)),
-        work=int(work),
-        activations=min(tokens, TOKENS_PER_BATCH) * (4 * hidden_size + 3 * widest) * _FLOAT,
+
+
+def _head(plan: Plan) -> _Layer:
+    """The output projection, which is a layer of one linear."""
+    rows, width = plan.modules[HEAD]
+    stored = entry_bytes((plan.checkpoint.dtype_name(f"{HEAD}.weight"), (rows, width)))
+    return _Layer(
+        bytes=stored + rows * width * _FLOAT,
+        family=HEAD_FAMILY,
+        shapes={HEAD: (rows, width)},
+        chosen=(HEAD,),
+        widest=width,  # it reads statistics of the final norm's outputs and is not run
     )
+
+
+_Moment = tuple[int, int, float, bool]
+"""Bytes of grams, codes and work, and whether the layer is running."""
+
+
+def _moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
+    """The moments that may be the worst, where everything is measured before anything is quantized."""
+    grams = layer.grams * (1 + held_out)
+    yield grams, 0, 0, True
+    codes = _CODES.get(method, 1) * layer.weights(layer.chosen)
+    if method == "gptq":
+        for stage in execution_stages(layer.family, layer.chosen):
+            yield grams, codes, max(_solving(layer, group) for group in stage), False
+        return
+    largest = max((layer.weights((name,)) for name in layer.chosen), default=0)
+    yield grams, codes, _COPIES.get(method, _FEW_COPIES) * largest * _FLOAT, False
+
+
+def _sequential_moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
+    """The same for GPTQ that measures each stage behind the finished ones."""
+    grams = layer.grams * held_out
+    yield grams, 0, 0, True
+    done = 0
+    for stage in execution_stages(layer.family, layer.chosen):
+        grams += sum(layer.square(group[0]) for group in stage)
+        yield grams, done, done * _FLOAT, True  # it runs with finished weights in place of its own
+        done += sum(layer.weights(group) for group in stage)
+        yield grams, done, max(_solving(layer, group) for group in stage), False
+
+
+def _solving(layer: _Layer, group: tuple[str, ...]) -> float:
+    """What GPTQ has beside the weights of linears with one input: the factor of their Hessian, and copies."""
+    square, weights = layer.square(group[0]), layer.weights(group) * _FLOAT
+    copies = _COPIES["gptq"] + (len(group) > 1)  # side by side in one matrix
+    return max(2 * square, square + copies * weights)
+
+
+def _distinct_layers(plan: Plan) -> list[int]:
+    """One layer of each shape."""
+    seen: dict[tuple[tuple[str, tuple[int, int]], ...], int] = {}
+    for index in range(plan.num_layers):
+        start = plan.architecture.layer_prefix(index) + "."
+        linears = {
+            name.removeprefix(start): shape
+            for name, shape in plan.modules.items()
+            if name.startswith(start)
+        }
+        seen.setdefault(tuple(linears.items()), index)
+    return list(seen.values())
 
 
 def estimate_operations(plan: Plan, tokens: int) -> float:

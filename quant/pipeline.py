@@ -181,6 +181,7 @@ def _quantize_layers(
             source.save(journal.hidden_path(index + 1))
         journal.append(record)
         journal.hidden_path(index).unlink(missing_ok=True)
+        del work  # what it has of the checkpoint would keep the layer's pages
         plan.checkpoint.release()
         give_back()
         progress.status(f"error {_mean_error(journal):.2e}, {memory.bytes / 2**20:.0f} MiB")

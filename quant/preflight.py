@@ -104,7 +104,13 @@ def preflight(session: Session) -> Preflight:
         },
         source_bytes=others + plan.plain_bytes,
         memory=estimate_memory(
-            plan, session.stream.hidden_size, tokens, bool(len(calibration.held_out))
+            plan,
+            session.stream.hidden_size,
+            tokens,
+            held_out=bool(len(calibration.held_out)),
+            sequential=session.statistics is None
+            and plan.method.sequential
+            and plan.options.true_sequential,
         ),
         seconds=estimate_operations(plan, tokens) / _operations_per_second(),
         loaders=tuple(loaders(plan, session.request.tensor_parallel)),

@@ -8,11 +8,12 @@ Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-tr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
 
+from ..families import Family
 from ..scheme import PER_CHANNEL, IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
@@ -53,7 +54,7 @@ class Gptq:
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
         """See `Method.quantize_layer`; later linears are calibrated on what the earlier ones became."""
         work = _Work(problem)
-        for stage in _stages(problem):
+        for stage in execution_stages(problem.family, problem.weights):
             if problem.options.true_sequential and problem.remeasure is not None:
                 work.measure({name for linears in stage for name in linears})
             for linears in stage:
@@ -64,18 +65,18 @@ class Gptq:
         )
 
 
-def _stages(problem: LayerProblem) -> list[list[tuple[str, ...]]]:
+def execution_stages(family: Family, linears: Collection[str]) -> list[list[tuple[str, ...]]]:
     """Linears that share an input, in the order of execution; those of one stage do not see each other.
 
     Experts stand beside each other, so the first projections of all are one stage: whether one expert is
     quantized changes nothing in what another one reads.
+
+    Args:
+        linears: those of the family that are quantized, and any others, which stand alone at the end.
     """
-    present = [
-        tuple(name for name in group if name in problem.weights)
-        for group in problem.family.shared_inputs
-    ]
+    present = [tuple(name for name in group if name in linears) for group in family.shared_inputs]
     known = {name for group in present for name in group}
-    alone = [(name,) for name in problem.weights if name not in known]
+    alone = [(name,) for name in linears if name not in known]
     stages: dict[str, list[tuple[str, ...]]] = {}
     for group in [*filter(None, present), *alone]:
         stages.setdefault(_NUMBER.sub("", group[0]), []).append(group)

@@ -112,9 +112,9 @@ class _Solver:
                 self._round_leaf(leaf_start, leaf_stop, corrected[rows], whole[rows])
             whole.add_(self.zero_points.index_select(0, self.groups[start:stop]))
             self.codes[start:stop] = whole
-        if not bool(torch.isfinite(self.error).all()) or not bool(
-            torch.isfinite(self.scales).all()
-        ):
+        # The extremes tell it without a copy of the errors, and are NaN where one of them is.
+        extremes = torch.stack([*torch.aminmax(self.error), *torch.aminmax(self.scales)])
+        if not bool(torch.isfinite(extremes).all()):
             return None
         return self._tensor()
 
