@@ -20,9 +20,7 @@ from .config import EngineConfig
 from .detokenizer import IncrementalDetokenizer
 from .host import usable_cores
 from .kv_cache import KvCache, choose_num_blocks
-from .model.decoder import Decoder
-from .model.families import model_spec
-from .model.loader import load_weights
+from .model.open import open_model
 from .model_runner import ModelRunner, StepResult
 from .outputs import EngineStats, RequestOutput, TokenLogprobs
 from .planner.cache_size import (
@@ -70,32 +68,32 @@ class Engine:
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads or usable_cores())
         checkpoint = open_checkpoint(self.folder)
-        self.spec = model_spec(checkpoint.config)
         self.dtype = _choose_dtype(config.dtype, self.device)
         self.tokenizer = _load_tokenizer(self.folder)
         self.eos_token_ids = _eos_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
-        self.max_model_len = _choose_max_model_len(config.max_model_len, self.spec.max_model_len)
+        model, self.max_model_len = open_model(
+            checkpoint, config.max_model_len, self.device, self.dtype, config.cpu_activations
+        )
+        self.vocab_size = model.vocab_size
 
         kind = self.device.type
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[kind]
-        weights = load_weights(checkpoint, self.spec, self.device, self.dtype)
         num_blocks = choose_num_blocks(
             config,
-            self.spec.shape,
+            model.kv_layouts,
             block_size,
             self.max_model_len,
             max_num_seqs,
             self.device,
             self.dtype,
         )
-        cache = KvCache(self.spec.kv_layouts, num_blocks, block_size, self.device, self.dtype)
-        decoder = Decoder(self.spec, weights, self.max_model_len, self.dtype)
-        self.runner = ModelRunner(decoder, cache, self.device, self.dtype, self.eos_token_ids)
+        cache = KvCache(model.kv_layouts, num_blocks, block_size, self.device, self.dtype)
+        self.runner = ModelRunner(model, cache, self.device, self.dtype, self.eos_token_ids)
         self.memory = EngineMemory(
-            weight_bytes=weights.bytes_held,
+            weight_bytes=model.bytes_held,
             kv_cache_bytes=cache.num_bytes,
-            weight_bytes_per_step=weights.bytes_per_step,
+            weight_bytes_per_step=model.bytes_per_step,
         )
         pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
@@ -234,7 +232,7 @@ class Engine:
     def _check_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         if not token_ids:
             raise BadInput("the prompt is empty: it needs at least one token")
-        vocab = self.spec.vocab_size
+        vocab = self.vocab_size
         named = [*params.stop_token_ids, *(params.logit_bias or {})]
         for token in (*token_ids, *named):
             if not 0 <= token < vocab:
@@ -315,12 +313,6 @@ def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
     # Without bf16 instructions a CPU emulates it, tens of times slower than float32.
     has_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32
-
-
-def _choose_max_model_len(asked: int | None, own: int) -> int:
-    if asked is not None and asked > own:
-        raise BadInput(f"max_model_len = {asked} exceeds the model's context of {own} tokens")
-    return asked or own
 
 
 def _load_tokenizer(model: Path) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 
 import torch
 
@@ -10,12 +13,22 @@ from .config import EngineConfig
 from .host import available_memory_bytes
 from .model.attention import LayerCache
 from .model.spec import KvLayout
-from .planner.cache_size import CachedShape, CacheRequest, size_cache
+from .planner.cache_size import CacheRequest, size_cache
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """The layers of a model as the planner asks for them."""
+
+    layouts: Sequence[KvLayout]
+
+    def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
+        return ceil(sum(layout.num_elements for layout in self.layouts) * bytes_per_element)
 
 
 def choose_num_blocks(
     config: EngineConfig,
-    shape: CachedShape,
+    layouts: Sequence[KvLayout],
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
@@ -37,7 +50,7 @@ def choose_num_blocks(
         memory_bytes=config.kv_cache_memory_bytes,
         num_blocks=config.num_blocks,
     )
-    return size_cache(shape, request, free).num_blocks + 1
+    return size_cache(_Layers(layouts), request, free).num_blocks + 1
 
 
 class KvCache:

@@ -11,7 +11,7 @@ from .block_pool import NULL_BLOCK
 from .kernels.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan
 from .kv_cache import KvCache
 from .model.attention import StepInputs
-from .model.decoder import Decoder
+from .model.open import CausalModel
 from .outputs import TokenLogprobs
 from .sampler import Sampler, SamplingRow, token_logprobs
 from .step_plan import ScheduledRow, StepPlan
@@ -33,11 +33,11 @@ class StepResult:
 
 
 class ModelRunner:
-    """Owns the decoder, its KV cache and the sampler."""
+    """Owns the model, its KV cache and the sampler."""
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CausalModel,
         cache: KvCache,
         device: torch.device,
         dtype: torch.dtype,

@@ -107,6 +107,20 @@ class Decoder:
         """What each layer keeps of a token."""
         return self.spec.kv_layouts
 
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of weights in memory."""
+        return self.weights.bytes_held
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of weights that a step may read."""
+        return self.weights.bytes_per_step
+
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step and fill the caches; returns the normed hidden states [tokens, hidden]."""

@@ -33,6 +33,7 @@ LATENT = {
     "qk_nope_head_dim": 16, "v_head_dim": 12, "n_routed_experts": 8, "first_k_dense_replace": 1, **MOE,
 }  # fmt: skip
 DEEPSEEK_ROPE = {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 1.1}
+OWN_KEYS = ("GPT2Config", "FalconConfig", "GPTJConfig", "BloomConfig")
 FALCON = {
     "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
     "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
@@ -131,11 +132,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# Beside the config: how transformers' modules are run, and what a token takes in the cache.
+ADAPTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "olmo-2": ("Olmo2Config", {}, "PackedForward", 3 * 2 * 4 * 8),
+    "starcoder-2-sliding": ("Starcoder2Config", {"sliding_window": 9}, "PackedForward", 3 * 2 * 4 * 8),
+    "bloom-alibi": ("BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 8}, "SequentialForward", 2 * 2 * 8 * 8),
+    "gpt-j": (
+        "GPTJConfig",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
+        "SequentialForward",
+        2 * 2 * 4 * 16,
+    ),
+}  # fmt: skip
+
 
 def save_model(folder: Path, config_class: str, overrides: dict[str, Any]) -> Any:
     """A random model as transformers saves it, with the bundled tokenizer beside it."""
     torch.manual_seed(0)
-    shape = {"vocab_size": VOCAB} if config_class in ("GPT2Config", "FalconConfig") else SHAPE
+    shape = {"vocab_size": VOCAB} if config_class in OWN_KEYS else SHAPE
     config = getattr(transformers, config_class)(
         **{**shape, "initializer_range": 0.2, "eos_token_id": 2, **overrides}
     )

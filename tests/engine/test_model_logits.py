@@ -16,18 +16,19 @@ from llmopt.engine.sampling_params import SamplingParams
 from llmopt.quant.checkpoint import Checkpoint
 from llmopt.quant.errors import BadInput
 from llmopt.recipes import MODELS
-from model_families import FAMILIES, LLAMA3_ROPE, VOCAB, save_model
+from model_families import ADAPTED, FAMILIES, LLAMA3_ROPE, VOCAB, save_model
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *ADAPTED])
 def checkpoint(request, tmp_path_factory):
     """(folder, transformers' model) of a family."""
-    folder = tmp_path_factory.mktemp("model")
-    return folder, save_model(folder, *FAMILIES[request.param])
+    folder = tmp_path_factory.mktemp("model") / request.param
+    return folder, save_model(folder, *{**FAMILIES, **ADAPTED}[request.param][:2])
 
 
 def engine(folder, **options) -> Engine:
-    return Engine(EngineConfig(folder, dtype="float32", device="cpu", num_threads=1, **options))
+    given = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 256}
+    return Engine(EngineConfig(folder, **given, **options))
 
 
 def test_logits_agree_with_transformers(checkpoint):
@@ -69,8 +70,11 @@ def test_greedy_tokens_of_a_batch_agree_with_transformers(checkpoint):
 def test_the_cache_holds_what_the_planner_says(checkpoint):
     folder, _ = checkpoint
     built = engine(folder, block_size=4, num_blocks=5)
-    shape = ModelShape.from_config(Checkpoint(folder).config)
-    assert built.memory.kv_cache_bytes == 6 * 4 * shape.kv_bytes_per_token(4)
+    if folder.name in ADAPTED:
+        token_bytes = ADAPTED[folder.name][3] * 4
+    else:
+        token_bytes = ModelShape.from_config(Checkpoint(folder).config).kv_bytes_per_token(4)
+    assert built.memory.kv_cache_bytes == 6 * 4 * token_bytes
 
 
 def test_a_bf16_model_stays_close_to_float32():

@@ -1,0 +1,85 @@
+"""A checkpoint as a model: the decoder where it has the family, transformers' modules elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ...quant.checkpoint import Checkpoint
+from ...quant.errors import BadInput
+from .attention import LayerCache, StepInputs
+from .decoder import Decoder
+from .families import model_spec
+from .loader import load_weights
+from .spec import KvLayout, NotCovered
+
+_log = logging.getLogger(__name__)
+
+
+class CausalModel(Protocol):
+    """What the engine asks of a model, whoever computes it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def kv_layouts(self) -> tuple[KvLayout, ...]:
+        """What each layer keeps of a token."""
+        ...
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of weights in memory."""
+        ...
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of weights that a step may read."""
+        ...
+
+    def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """Run a step and fill the caches; returns a row for each token."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores over the vocabulary, float32 [rows, vocab], of some of those rows."""
+        ...
+
+
+def open_model(
+    checkpoint: Checkpoint,
+    max_model_len: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    input_bits: int = 16,
+) -> tuple[CausalModel, int]:
+    """Load a model; returns it and the longest sequence that it will be asked for.
+
+    With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits.
+
+    Raises:
+        BadInput: a broken checkpoint, a model that cannot be served, or a `max_model_len` beyond the
+            model's context.
+    """
+    try:
+        spec = model_spec(checkpoint.config)
+    except NotCovered as reason:
+        from .adapter import TransformersModel
+
+        _log.info("%s: transformers' modules are used: %s", checkpoint.folder, reason)
+        model = TransformersModel(checkpoint, device, dtype)
+        return model, _longest(max_model_len, model.max_context)
+    longest = _longest(max_model_len, spec.max_model_len)
+    weights = load_weights(checkpoint, spec, device, dtype, input_bits)
+    return Decoder(spec, weights, longest, dtype), longest
+
+
+def _longest(asked: int | None, own: int | None) -> int:
+    if asked is not None and own is not None and asked > own:
+        raise BadInput(f"max_model_len = {asked} exceeds the model's context of {own} tokens")
+    if asked is None and own is None:
+        raise BadInput("the model's config names no context length: give max_model_len")
+    return asked or own or 0
