@@ -206,7 +206,7 @@ class LayerStream:
             statistics |= dict.fromkeys(members, record)
             handles.append(
                 module.register_forward_pre_hook(
-                    _recording_inputs(record, unseen), with_kwargs=True
+                    _recording_inputs(record, unseen, self.compute), with_kwargs=True
                 )
             )
         records = set(statistics.values())
@@ -275,11 +275,14 @@ class _AllSeen(Exception):
     """What the layer computes from here on nobody asked for."""
 
 
-def _recording_inputs(record: InputStatistics, unseen: set[InputStatistics]) -> Callable[..., None]:
-    """A hook that takes in what a module reads and, where no other waits for its own, ends the pass."""
+def _recording_inputs(
+    record: InputStatistics, unseen: set[InputStatistics], compute: torch.dtype
+) -> Callable[..., None]:
+    """A hook that takes in what a module reads, in the dtype that it multiplies, and ends the pass where
+    no other module waits for its own."""
 
     def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
-        record.add(inputs[0] if inputs else next(iter(named.values())))
+        record.add((inputs[0] if inputs else next(iter(named.values()))).to(compute))
         unseen.discard(record)
         if not unseen:
             raise _AllSeen

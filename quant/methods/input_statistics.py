@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 
 _GRAM_ROWS = 512  # of a symmetric matrix computed at a time, the mirrored half left out
@@ -31,11 +35,12 @@ class InputStatistics:
     def add(self, inputs: torch.Tensor) -> None:
         """Take in `[..., in]` inputs of any float dtype."""
         tokens = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
-        for start in range(0, tokens.shape[1], _GRAM_ROWS):
-            rows = slice(start, start + _GRAM_ROWS)
-            stop = min(start + _GRAM_ROWS, tokens.shape[1])
-            self.gram[rows, :stop].addmm_(tokens[:, rows].T, tokens[:, :stop])
-            self.gram[:start, rows] = self.gram[rows, :start].T
+        with _products_of(inputs.dtype):
+            for start in range(0, tokens.shape[1], _GRAM_ROWS):
+                rows = slice(start, start + _GRAM_ROWS)
+                stop = min(start + _GRAM_ROWS, tokens.shape[1])
+                self.gram[rows, :stop].addmm_(tokens[:, rows].T, tokens[:, :stop])
+                self.gram[:start, rows] = self.gram[rows, :start].T
         if not tokens.shape[0]:
             return
         magnitudes = tokens.abs()
@@ -66,6 +71,20 @@ class InputStatistics:
         energy = float(self.row_errors(weight[rows]).sum())
         deltas = (weight[rows] - other[rows] for other in effective)
         return [relative(float(self.row_errors(delta).sum()), energy) for delta in deltas]
+
+
+@contextmanager
+def _products_of(dtype: torch.dtype) -> Iterator[None]:
+    """Let float32 matrices whose elements are bfloat16 anyway be multiplied as such and summed in float32."""
+    backend: Any = torch.backends.mkldnn
+    matmul = backend.matmul
+    before = matmul.fp32_precision
+    if dtype == torch.bfloat16:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

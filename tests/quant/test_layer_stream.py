@@ -339,3 +339,13 @@ def test_the_dtype_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
         assert compute_dtype("auto", torch.float32) == torch.float32
     with pytest.raises(BadInput, match="--compute 'fp8'"):
         compute_dtype("fp8", torch.bfloat16)
+
+
+def test_products_of_bfloat16_inputs_are_summed_exactly() -> None:
+    inputs = torch.randn(300, 700).to(torch.bfloat16)
+    rounded, exact = InputStatistics(700), InputStatistics(700)
+    rounded.add(inputs)
+    exact.add(inputs.to(torch.float32))
+    torch.testing.assert_close(rounded.gram, exact.gram, rtol=1e-5, atol=1e-3)
+    assert torch.equal(rounded.gram, rounded.gram.T)
+    assert torch.equal(rounded.abs_max, exact.abs_max)
