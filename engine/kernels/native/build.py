@@ -25,6 +25,8 @@ from .processor import choose_path, processor_flags
 
 SOURCES = Path(__file__).parent / "src"
 OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC")
+FLAGS_VARIABLE = "LLMOPT_NATIVE_CFLAGS"
+"""More options for the compiler, after those here: sanitizers, symbols for a profile."""
 COMPILE_SECONDS = 120
 
 
@@ -81,7 +83,8 @@ def compiled(source: Path, options: tuple[str, ...]) -> Path:
     found = shutil.which(compiler[0])
     if found is None:
         raise BuildFailed(f"there is no C compiler ({compiler[0]})")
-    command = [found, *compiler[1:], *OPTIONS, *options]
+    more = shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
+    command = [found, *compiler[1:], *OPTIONS, *options, *more]
     name = f"{source.stem}-{_fingerprint(source, command)}.so"
     for choose_folder in (cache_folder, _private_folder):
         try:

@@ -1,0 +1,227 @@
+"""Linear layers on this CPU, ours beside torch's: `python tools/cpu_kernels.py [--threads 2] [--json FILE]`.
+
+Weights are cold: each operation goes through copies that together are larger than the last cache. All
+operations of a shape take turns in every round, and the two roofs (bytes read and 8-bit products a second)
+are measured in every round too, so that a machine that changes its mind changes it for all. Printed are
+the median over the rounds, the lowest and highest round, and how much of the roof that is: the time that
+the bytes of the weight, or the products, would take at the roofs, over the time taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from llmopt.engine.host import cpu_model, usable_cores
+from llmopt.engine.kernels.int8_linear import Int8MatmulLinear
+from llmopt.engine.kernels.linear import LinearKernel, OneDnnLinear, TorchLinear
+from llmopt.engine.kernels.native.build import native
+from llmopt.engine.kernels.native.linear import native_linear
+from llmopt.engine.kernels.quantized_linear import (
+    QUANTIZED_LINEAR,
+    Int4PackLinear,
+    Int8PackLinear,
+    QuantizedLinearSituation,
+)
+from llmopt.quant.scheme import Activations, IntScheme
+from llmopt.quant.tensors.integer import IntTensor
+
+SHAPES = {  # the linears of a layer: (out, in)
+    "1.1b": ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632)),
+    "0.13b": ((1280, 768), (768, 768), (4096, 768), (768, 2048)),
+}
+COLD_BYTES = 96 * 2**20
+READ_BYTES = 2**28
+W8A8 = IntScheme(8, -1, True, Activations("int8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one operation did at one shape; times in microseconds."""
+
+    out_features: int
+    in_features: int
+    rows: int
+    operation: str
+    microseconds: float
+    lowest: float
+    highest: float
+    gb_per_second: float
+    gop_per_second: float
+    percent_of_roof: float
+
+
+class Roofs:
+    """Bytes and 8-bit operations a second of the whole machine, a measurement for each round."""
+
+    def __init__(self, threads: int) -> None:
+        library = native("roofs").library
+        if library is None:
+            raise SystemExit(f"no C kernels here: {native('roofs').reason}")
+        library.llmopt_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        library.llmopt_multiply.argtypes = [ctypes.c_int64, ctypes.c_int64]
+        library.llmopt_multiply.restype = ctypes.c_int64
+        self._library, self._threads = library, threads
+        self._data = torch.ones(READ_BYTES, dtype=torch.uint8)
+        self.bytes: list[float] = []
+        self.operations: list[float] = []
+
+    def measure(self) -> None:
+        begin = time.perf_counter()
+        self._library.llmopt_read(self._data.data_ptr(), READ_BYTES, self._threads)
+        middle = time.perf_counter()
+        count = self._library.llmopt_multiply(2_000_000, self._threads)
+        self.bytes.append(READ_BYTES / (middle - begin))
+        self.operations.append(count / (time.perf_counter() - middle))
+
+
+def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKernel], bool]]:
+    """What is compared: a way to make each, and whether it multiplies 8-bit integers."""
+
+    def ours(scheme: IntScheme, bits: int) -> Callable[[], LinearKernel]:
+        situation = QuantizedLinearSituation("cpu", torch.bfloat16, out, inputs, scheme, bits)
+        chosen = QUANTIZED_LINEAR.select(situation)
+        assert chosen.name.startswith("native")
+        return lambda: chosen.run(random_weight(out, inputs, scheme), torch.bfloat16)
+
+    def plain() -> torch.Tensor:
+        return torch.randn(out, inputs, dtype=torch.bfloat16)
+
+    int4, int8 = IntScheme(4, 128, True), IntScheme(8, -1, True)
+    return {
+        "ours W4A8 g128": (ours(int4, 8), True),
+        "ours W4A8 g32": (ours(IntScheme(4, 32, False), 8), True),
+        "ours W8A8": (ours(W8A8, 16), True),
+        "ours W4A16 g128": (ours(int4, 16), False),
+        "ours W8A16": (ours(int8, 16), False),
+        "torch _int_mm W8A8": (
+            lambda: Int8MatmulLinear(random_weight(out, inputs, W8A8), torch.bfloat16),
+            True,
+        ),
+        "torch int4pack g128": (
+            lambda: Int4PackLinear(random_weight(out, inputs, int4), torch.bfloat16),
+            False,
+        ),
+        "torch int8pack": (
+            lambda: Int8PackLinear(random_weight(out, inputs, int8), torch.bfloat16),
+            False,
+        ),
+        "torch bf16": (lambda: TorchLinear(plain()), False),
+        "oneDNN bf16 prepacked": (lambda: OneDnnLinear(plain()), False),
+    }
+
+
+def random_weight(out: int, inputs: int, scheme: IntScheme) -> IntTensor:
+    groups = scheme.num_groups(inputs)
+    return IntTensor(
+        torch.randint(0, 2**scheme.bits, (out, inputs), dtype=torch.uint8),
+        torch.rand(out, groups).to(torch.float16),
+        torch.full((out, groups), scheme.middle, dtype=torch.uint8)
+        if scheme.symmetric
+        else torch.randint(0, 2**scheme.bits, (out, groups), dtype=torch.uint8),
+        scheme,
+    )
+
+
+def measure(
+    out: int, inputs: int, counts: list[int], rounds: int, seconds: float, roofs: Roofs
+) -> list[Row]:
+    """Every operation at one shape, in turns."""
+    made = {}
+    for name, (make, is_int8) in operations(out, inputs).items():
+        first = make()
+        copies = max(2, min(64, -(-COLD_BYTES // first.weight_bytes)))
+        made[name] = ([first, *(make() for _ in range(copies - 1))], is_int8)
+    rows = []
+    for count in counts:
+        x = torch.randn(count, inputs, dtype=torch.bfloat16)
+        times: dict[str, list[float]] = {name: [] for name in made}
+        for _ in range(rounds):
+            roofs.measure()
+            for name, (kernels, _) in made.items():
+                times[name].append(_one_call(kernels, x, seconds))
+        read, operate = statistics.median(roofs.bytes), statistics.median(roofs.operations)
+        for name, (kernels, is_int8) in made.items():
+            middle = statistics.median(times[name])
+            num_bytes, num_operations = kernels[0].weight_bytes, 2 * count * out * inputs
+            least = max(num_bytes / read, num_operations / (operate if is_int8 else operate / 2))
+            rows.append(
+                Row(
+                    out,
+                    inputs,
+                    count,
+                    name,
+                    *(t * 1e6 for t in (middle, min(times[name]), max(times[name]))),
+                    num_bytes / middle / 1e9,
+                    num_operations / middle / 1e9,
+                    100 * least / middle,
+                )
+            )
+            print(
+                f"{out:>6} x {inputs:<5} rows {count:<4} {name:<22} {rows[-1].microseconds:>9.0f} us "
+                f"({rows[-1].lowest:.0f}-{rows[-1].highest:.0f})  {rows[-1].gb_per_second:>5.1f} GB/s "
+                f"{rows[-1].gop_per_second:>6.0f} GOP/s  {rows[-1].percent_of_roof:>4.0f} % of roof",
+                flush=True,
+            )
+    return rows
+
+
+def _one_call(kernels: list[LinearKernel], x: torch.Tensor, seconds: float) -> float:
+    """Seconds of a call, the median of those that fit in the time, each with the next copy."""
+    taken: list[float] = []
+    begin = time.perf_counter()
+    while len(taken) < 3 or (time.perf_counter() - begin < seconds and len(taken) < len(kernels)):
+        kernel = kernels[len(taken) % len(kernels)]
+        start = time.perf_counter()
+        kernel(x)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="1.1b")
+    parser.add_argument("--shapes", type=int, default=4, help="of the layer, the first so many")
+    parser.add_argument("--rows", default="1,8,16,64,512")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.03, help="for an operation in a round")
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    roofs = Roofs(options.threads)
+    counts = [int(count) for count in options.rows.split(",")]
+    print(f"{cpu_model()}, {options.threads} threads, {native_linear().path}")
+    rows: list[Row] = []
+    with torch.inference_mode():
+        for out, inputs in SHAPES[options.model][: options.shapes]:
+            rows += measure(out, inputs, counts, options.rounds, options.seconds, roofs)
+    read, operate = (sorted(values) for values in (roofs.bytes, roofs.operations))
+    print(
+        f"roofs: read {statistics.median(read) / 1e9:.1f} GB/s "
+        f"({read[0] / 1e9:.1f}-{read[-1] / 1e9:.1f}), "
+        f"8-bit {statistics.median(operate) / 1e9:.0f} GOP/s "
+        f"({operate[0] / 1e9:.0f}-{operate[-1] / 1e9:.0f}), bf16 counted as half of it"
+    )
+    if options.json:
+        record = {
+            "processor": cpu_model(),
+            "path": native_linear().path,
+            "threads": options.threads,
+            "torch": torch.__version__,
+            "read_bytes_per_second": read,
+            "int8_operations_per_second": operate,
+            "rows": [asdict(row) for row in rows],
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
