@@ -32,7 +32,10 @@ from llmopt.quant.models import resolve_model
 from llmopt.quant.read import quantized_modules, read_quantized
 
 SCRIPTS = Path(__file__).resolve().parent / "quantizers"
-QUANTIZERS = ("llmopt", "llmcompressor", "gptqmodel")
+# llm-compressor measures a whole layer at once; GPTQModel goes through it linear by linear, as llmopt does
+# unless told otherwise.
+WHOLE_LAYERS = "llmopt:whole-layers"
+QUANTIZERS = ("llmopt", WHOLE_LAYERS, "llmcompressor", "gptqmodel")
 METHODS = ("gptq", "awq")
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "heads": 8},
@@ -81,7 +84,8 @@ def run(python: Path, name: str, task: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         given, answered = Path(folder) / "task.json", Path(folder) / "answer.json"
         given.write_text(json.dumps(task))
-        command = [str(python), str(SCRIPTS / f"with_{name}.py"), str(given), str(answered)]
+        script = SCRIPTS / f"with_{name.partition(':')[0]}.py"
+        command = [str(python), str(script), str(given), str(answered)]
         environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(task["threads"])}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
         if answered.exists():
@@ -161,6 +165,8 @@ def main() -> None:
             }
             for method in given.methods.split(","):
                 names = given.quantizers.split(",")
+                if method != "gptq":
+                    names = [name for name in names if name != WHOLE_LAYERS]
                 rows += [
                     {"shape": shape, "method": method} | row
                     for row in compare(given, names, source, task | {"method": method}, calibration)
@@ -191,8 +197,10 @@ def compare(
             output = source.parent / f"{source.name}-{task['method']}-{name}"
             shutil.rmtree(output, ignore_errors=True)
             own = Path(sys.executable)
-            python = own if name == "llmopt" else given.environments / name / "bin" / "python"
-            answer = run(python, name, task | {"output": str(output)})
+            python = given.environments / name / "bin" / "python"
+            python = own if name.startswith("llmopt") else python
+            task |= {"output": str(output), "sequential": name != WHOLE_LAYERS}
+            answer = run(python, name, task)
             if "error" in answer:
                 rows[name] |= answer
                 continue

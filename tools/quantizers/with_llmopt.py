@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline import quantize
 from llmopt.quant.request import QuantizeRequest
 
@@ -27,6 +28,7 @@ def main() -> None:
         num_samples=len(task["tokens"]),
         seq_len=len(task["tokens"][0]),
         held_out=0,
+        options=MethodOptions(true_sequential=task["sequential"]),
     )
     began = time.perf_counter()
     quantize(request)
