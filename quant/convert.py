@@ -19,11 +19,13 @@ from .formats.registry import FORMATS
 from .gguf.assemble import assemble, gguf_name
 from .gguf.mix import GGUF_TYPES
 from .journal import sha256_of, sha256_of_file
+from .loaders import Stored, loaders, loads_in
 from .manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json
 from .progress import Progress, Silent
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
 from .regrid import Regridded, regrid
 from .scheme import Scheme, scheme_record
+from .selection import Shapes
 from .tensors.base import QuantizedTensor
 
 SHARD_BYTES = 2**30
@@ -109,6 +111,7 @@ class _Job:
         }
         self._records: list[dict[str, Any]] = []
         self._schemes: dict[str, Scheme] = {}
+        self._shapes: Shapes = {}
 
     def run(self, output: Path) -> Conversion:
         kv_cache = self._kv_cache()
@@ -124,14 +127,14 @@ class _Job:
         write_durably(self._work / "config.json", to_json(config))
         manifest = self._new_manifest()
         write_durably(self._work / MANIFEST_NAME, to_json(manifest))
-        readers = dict.fromkeys(map(self._target.loads_in, self._schemes.values()))
+        written = Stored(str(config.get("model_type")), self._shapes, self._schemes, ignore)
         result = Conversion(
             output=output,
             source_format=checkpoint_format(self._source).name,
             target_format=self._target.name,
             scheme=manifest["scheme"],
             modules={record["module"]: record for record in self._records},
-            loads_in="; ".join(readers),
+            loads_in=loads_in(loaders(written, self._target.name)),
         )
         write_durably(self._work / CARD_NAME, conversion_card(result, manifest))
         return result
@@ -193,6 +196,7 @@ class _Job:
     def _record(self, module: str, before: QuantizedTensor, found: Regridded) -> None:
         after = found.tensor
         self._schemes[module] = after.scheme
+        self._shapes[module] = after.shape
         self._records.append(
             {
                 "module": module,

@@ -20,7 +20,7 @@ _LIBRARY_BYTES = 32 * 2**20
 # and bytes of codes that it keeps for every weight. GPTQ counts linears with one input as one.
 _COPIES = {"gptq": 3.25, "awq": 6.0, "smoothquant": 4.5, "hqq": 4.0, "squeezellm": 4.0, "nf4": 4.0}
 _CODES = {"awq": 2, "smoothquant": 2}
-_FEW_COPIES = 3.0
+_FEW_COPIES = 3.25
 _STAGES = 4  # of a decoder layer under true-sequential: attention in and out, MLP in and out
 
 

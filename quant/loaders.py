@@ -1,19 +1,20 @@
-"""Who can load a checkpoint of a plan, and which of their rules a "no" breaks.
+"""Who can load a checkpoint, and which of their rules a "no" breaks.
 
-The rules of vLLM are those of its kernels: Marlin takes symmetric 4 and 8 bits (or 4 bits with zero
-codes), groups of 32, 64, 128 or whole rows, and after the split over ranks outputs in multiples of 64 and
-inputs in multiples of 128 and of the group.
+The rules of vLLM are those of its kernels for GPUs, as its source states them: Marlin takes symmetric 4
+and 8 bits (or 4 bits with zero codes), groups of 32, 64, 128 or whole rows, and after the split over ranks
+outputs in multiples of 64 and inputs in multiples of 128 and of the group. A "yes" says whether such a
+checkpoint was loaded there in this version; `docs/formats.md` has the runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .formats.base import WeightFormat
 from .plan import Plan
 from .scheme import CodebookScheme, FloatScheme, IntScheme, Scheme
-from .selection import fused_groups, split_fusions
+from .selection import Shapes
 
 # What llmopt's own engine runs; other model types are written for others to load.
 ENGINE_TYPES = frozenset(
@@ -25,6 +26,18 @@ ENGINE_TYPES = frozenset(
 # Split over ranks along the inputs; all other linears along the outputs.
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense", "fc2")
 _MARLIN_GROUPS = (-1, 32, 64, 128)
+# What servers hold as one matrix, by the last part of the names.
+_FUSED = {
+    name: group[0]
+    for group in (
+        ("q_proj", "k_proj", "v_proj"),
+        ("q_a_proj", "kv_a_proj_with_mqa"),
+        ("gate_proj", "up_proj"),
+        ("w1", "w3"),
+    )
+    for name in group
+}
+_NOT_TRIED, _ON_A_CPU = "not tried", "tried on a CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,86 +50,138 @@ class Loader:
     reason: str
 
 
-def loaders(plan: Plan, tensor_parallel: int = 1) -> list[Loader]:
-    """Every loader of every format of a plan."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What loaders look at: the model's type, and every quantized linear.
+
+    Attributes:
+        shapes: `(out_features, in_features)` by full name, in the order of the layers.
+        plain: the linears that stay floats.
+    """
+
+    model_type: str
+    shapes: Shapes
+    schemes: Mapping[str, Scheme]
+    plain: Sequence[str]
+
+    def matrices(self) -> list[list[str]]:
+        """The linears that servers load as one matrix, of all that are quantized at least in part."""
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name in (*self.shapes, *self.plain):
+            parent, _, leaf = name.rpartition(".")
+            groups[parent, _FUSED.get(leaf, leaf)].append(name)
+        return [group for group in groups.values() if group[0] in self.shapes]
+
+
+def stored(plan: Plan) -> Stored:
+    """What a plan will write."""
+    return Stored(plan.architecture.model_type, plan.modules, plan.schemes, plan.ignored)
+
+
+def loaders(stored: Stored, format_name: str, tensor_parallel: int = 1) -> list[Loader]:
+    """Every loader of a format.
+
+    Args:
+        tensor_parallel: ranks that vLLM would split the model over.
+    """
+    ranks = "" if tensor_parallel == 1 else f", {tensor_parallel} ranks"
     return [
-        Loader(name, weight_format.name, loads, reason)
-        for weight_format in plan.formats
+        Loader(name, format_name, loads, reason)
         for name, (loads, reason) in {
-            "llmopt": _llmopt(plan),
-            "transformers": _transformers(plan, weight_format),
-            f"vLLM, {tensor_parallel} rank{'s' if tensor_parallel > 1 else ''}": _vllm(
-                plan, weight_format, tensor_parallel
-            ),
+            "llmopt": _llmopt(stored.model_type),
+            "transformers": _transformers(stored, format_name),
+            f"vLLM{ranks}": _vllm(stored, format_name, tensor_parallel),
             "llama.cpp": (
-                (True, "") if weight_format.name == "gguf" else (False, "it reads GGUF files only")
+                (True, "") if format_name == "gguf" else (False, "it reads GGUF files only")
             ),
         }.items()
     ]
 
 
-def _llmopt(plan: Plan) -> tuple[bool, str]:
-    if plan.architecture.model_type in ENGINE_TYPES:
+def loads_in(found: Iterable[Loader]) -> str:
+    """Those that load it, each with what it needs."""
+    readers = [
+        f"{one.name} ({one.reason})" if one.reason else one.name for one in found if one.loads
+    ]
+    return "; ".join(readers) or "no loader that is known here"
+
+
+def _llmopt(model_type: str) -> tuple[bool, str]:
+    if model_type in ENGINE_TYPES:
         return True, ""
-    return (
-        False,
-        f"its engine does not run {plan.architecture.model_type}; verify and convert do read it",
-    )
+    return False, f"its engine does not run {model_type}; verify and convert do read it"
 
 
-def _transformers(plan: Plan, weight_format: WeightFormat) -> tuple[bool, str]:
+def _transformers(stored: Stored, name: str) -> tuple[bool, str]:
     needs = {
-        "awq": "needs gptqmodel and accelerate",
-        "gptq": "needs optimum and gptqmodel",
+        "awq": f"needs gptqmodel and accelerate; {_NOT_TRIED}",
+        "gptq": f"needs optimum and gptqmodel; {_NOT_TRIED}",
         "bitsandbytes": "needs bitsandbytes and accelerate",
         "fp8": "needs accelerate; without a GPU of compute capability 8.9 it computes in 16 bits",
         "gguf": "needs gguf, and gguf_file= with the name of the file",
         "compressed-tensors": "needs compressed-tensors",
     }
-    if weight_format.name not in needs:
-        return False, f"it has no reader for the format {weight_format.name}"
-    plain = [s for s in plan.schemes.values() if isinstance(s, IntScheme) and s.activations is None]
-    if weight_format.name == "compressed-tensors" and not all(s.symmetric for s in plain):
-        return True, "needs compressed-tensors and CompressedTensorsConfig(dequantize=True)"
-    return True, needs[weight_format.name]
+    if name not in needs:
+        return False, f"it has no reader for the format {name}"
+    if name != "compressed-tensors":
+        return True, needs[name]
+    schemes = set(stored.schemes.values())
+    plain = [s for s in schemes if isinstance(s, IntScheme) and s.activations is None]
+    need = needs[name]
+    if not all(scheme.symmetric for scheme in plain):
+        need += " and CompressedTensorsConfig(dequantize=True)"
+    if any(scheme.bits in (2, 5, 6) for scheme in plain):
+        need += f"; {_NOT_TRIED} with such widths"
+    return True, need
 
 
-def _vllm(plan: Plan, weight_format: WeightFormat, ranks: int) -> tuple[bool, str]:
-    if weight_format.name == "gguf":
+def _vllm(stored: Stored, name: str, ranks: int) -> tuple[bool, str]:
+    if name == "gguf":
         return False, "GGUF went out of vLLM into a plugin"
-    if weight_format.name == "squeezellm":
+    if name == "squeezellm":
         return False, "vLLM no longer reads squeezellm"
-    split = split_fusions(plan.architecture, plan.schemes)
-    if split:
-        return False, f"{' and '.join(split[0][:2])} are one matrix there, and differ in scheme"
-    if weight_format.name == "bitsandbytes":
+    for group in stored.matrices():
+        if len({stored.schemes.get(module) for module in group}) > 1:
+            return False, f"{' and '.join(group[:2])} are one matrix there, and differ in scheme"
+    if name == "bitsandbytes":
         if ranks > 1:
             return False, "prequantized bitsandbytes weights cannot be split over ranks"
-        return True, "weights stay codes, with bitsandbytes installed"
+        return True, f"needs bitsandbytes; {_NOT_TRIED}"
     kernels = set()
-    for module, scheme, out_features, in_features in _parts(plan, ranks):
-        loads, text = _kernel(weight_format.name, scheme, out_features, in_features)
+    for module, scheme, out_features, in_features in _parts(stored, ranks):
+        loads, text = _kernel(name, scheme, out_features, in_features)
         if not loads:
             return False, f"{module} ({out_features} × {in_features} on a rank): {text}"
         kernels.add(text)
-    return True, ", ".join(sorted(kernels))
+    tried = ranks == 1 and all(_tried(name, scheme) for scheme in set(stored.schemes.values()))
+    return True, f"{', '.join(sorted(kernels))}; {_ON_A_CPU if tried else _NOT_TRIED}"
 
 
-def _parts(plan: Plan, ranks: int) -> Iterator[tuple[str, Scheme, int, int]]:
+def _tried(name: str, scheme: Scheme) -> bool:
+    """Whether vLLM for CPU loaded such a checkpoint (`tools/owners.py`); its GPU kernels never were run."""
+    if isinstance(scheme, FloatScheme):
+        return name == "compressed-tensors" and scheme.granularity == "channel"
+    if not isinstance(scheme, IntScheme):
+        return False
+    if scheme.activations is not None:
+        return name == "compressed-tensors" and scheme.activations.dynamic
+    if scheme.bits != 4 or scheme.permuted:
+        return False
+    return scheme.symmetric or name in ("compressed-tensors", "awq")
+
+
+def _parts(stored: Stored, ranks: int) -> Iterator[tuple[str, Scheme, int, int]]:
     """Each matrix as vLLM holds it on one rank: fused along the outputs, then split."""
-    fused = {group[0]: group for group in fused_groups(plan.architecture)}
-    members = {name for group in fused.values() for name in group[1:]}
-    experts = {name for name in plan.modules if ".experts." in name}
-    for module, (out_features, in_features) in plan.modules.items():
-        if module in members and module not in experts:
-            continue
-        group = fused.get(module, (module,)) if module not in experts else (module,)
-        out_features = sum(plan.modules[name][0] for name in group)
-        if module.endswith(_ROW_PARALLEL):
-            in_features = in_features // ranks if in_features % ranks == 0 else 1
-        else:
-            out_features = out_features // ranks if out_features % ranks == 0 else 1
-        yield module, plan.schemes[module], out_features, in_features
+    for group in stored.matrices():
+        together = [[name] for name in group] if ".experts." in group[0] else [group]
+        for names in together:
+            out_features = sum(stored.shapes[name][0] for name in names)
+            in_features = stored.shapes[names[0]][1]
+            if names[0].endswith(_ROW_PARALLEL):
+                in_features = in_features // ranks if in_features % ranks == 0 else 1
+            else:
+                out_features = out_features // ranks if out_features % ranks == 0 else 1
+            yield names[0], stored.schemes[names[0]], out_features, in_features
 
 
 def _kernel(name: str, scheme: Scheme, out_features: int, in_features: int) -> tuple[bool, str]:
@@ -129,8 +194,10 @@ def _kernel(name: str, scheme: Scheme, out_features: int, in_features: int) -> t
         kind = "codebooks" if isinstance(scheme, CodebookScheme) else "such codes"
         return False, f"no kernel for {kind} in the format {name}"
     if scheme.activations is not None:
+        if not scheme.symmetric:
+            return False, "with rounded inputs it multiplies symmetric int8 weights only"
         return _cutlass(out_features, in_features)
-    broken = _marlin_rule(scheme, out_features, in_features)
+    broken = _marlin_rule(name, scheme, out_features, in_features)
     if broken is None:
         return True, "Marlin"
     if name == "awq" and scheme.divides(in_features) and not out_features % 8:
@@ -146,10 +213,12 @@ def _cutlass(out_features: int, in_features: int) -> tuple[bool, str]:
     return True, "CUTLASS W8A8"
 
 
-def _marlin_rule(scheme: IntScheme, out_features: int, in_features: int) -> str | None:
+def _marlin_rule(name: str, scheme: IntScheme, out_features: int, in_features: int) -> str | None:
     """The first of Marlin's rules that a weight breaks."""
     if scheme.bits not in (4, 8):
         return f"Marlin has no {scheme.bits}-bit weights"
+    if not scheme.symmetric and name == "gptq":
+        return "Marlin takes symmetric codes of this format only"
     if not scheme.symmetric and scheme.bits != 4:
         return "Marlin takes zero codes with 4 bits only"
     if scheme.group_size not in _MARLIN_GROUPS:

@@ -12,6 +12,7 @@ import torch
 
 from .calibration import Calibration
 from .journal import sha256_of, sha256_of_file
+from .loaders import loaders, loads_in, stored
 from .methods.base import MethodOptions, ModuleReport
 from .plan import Plan, QuantizeRequest
 from .scheme import scheme_record
@@ -187,7 +188,7 @@ def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
         f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
         f"| calibration | {calibration['samples']} × {calibration['tokens_per_sample']} tokens, "
         f"{calibration['source']} |",
-        f"| loads in | {plan.loads_in(plan.formats[number])} |",
+        f"| loads in | {loads_in(loaders(stored(plan), plan.formats[number].name))} |",
         "",
         f"The error is {ERROR_FORMULA}. All figures by module, and digests of the computed codes, are in "
         f"`{MANIFEST_NAME}`; `llmopt verify` holds the files against them.",

@@ -110,7 +110,7 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
     return QuantizeResult(
         output=output,
         manifest=read_json(shard_folder(output, plan, 0) / MANIFEST_NAME),
-        loads_in=plan.loads_in(plan.format),
+        loads_in=expected.loads_in,
         notes=session.notes,
         resumed_layers=resumed,
         layer_seconds=seconds,

@@ -19,6 +19,7 @@ from .gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_notes
 from .kv_scales import LARGEST
 from .layer_stream import compute_dtype
 from .methods.base import Method, MethodOptions, SchemeOptions
+from .methods.options import refuse_knobs
 from .methods.registry import METHODS
 from .request import QuantizeRequest, parse_override
 from .scheme import PER_CHANNEL, IntScheme, Scheme
@@ -109,13 +110,6 @@ class Plan:
         wanted = [one.scale_dtype(stored, self.schemes[module]) for one in self.formats]
         return min(wanted, key=lambda dtype: -torch.finfo(dtype).eps)
 
-    def loads_in(self, weight_format: WeightFormat) -> str:
-        """Who can read the result: for several schemes, what holds for each."""
-        readers = [
-            weight_format.loads_in(scheme) for scheme in dict.fromkeys(self.schemes.values())
-        ]
-        return "; ".join(dict.fromkeys(readers))
-
     @property
     def kv_scale_bytes(self) -> int:
         """Bytes of the scales of the KV cache, two float32 for every layer."""
@@ -147,6 +141,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
             option.
     """
     method = known(METHODS, request.method, "method")
+    refuse_knobs(method.name, request.options)
     formats = _formats(request, method)
     if request.gguf_type is not None and all(one.name != "gguf" for one in formats):
         raise BadInput("--gguf-type belongs to --format gguf")

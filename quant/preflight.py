@@ -12,7 +12,7 @@ import torch
 from .durable import entry_bytes
 from .estimate import MemoryEstimate, estimate_memory, estimate_operations
 from .formats.base import WeightFormat
-from .loaders import Loader, loaders
+from .loaders import Loader, loaders, loads_in, stored
 from .plan import Plan
 from .scheme import Scheme
 from .selection import TORCH_DTYPES
@@ -69,6 +69,12 @@ class Preflight:
         chosen = [kind for kind in self.kinds if kind.scheme]
         return sum(kind.bytes for kind in chosen) * 8 / sum(kind.weights for kind in chosen)
 
+    @property
+    def loads_in(self) -> str:
+        """Who can load the first format, with what it needs."""
+        first = self.loaders[0].format
+        return loads_in(loader for loader in self.loaders if loader.format == first)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self) | {
@@ -80,12 +86,11 @@ class Preflight:
         """The short form."""
         chosen = [kind for kind in self.kinds if kind.scheme]
         size = next(iter(self.tensor_bytes.values()))
-        names = dict.fromkeys(loader.name for loader in self.loaders if loader.loads)
         return (
             f"{sum(kind.count for kind in chosen)} linears at {self.bits_per_weight:.2f} bits a weight, "
             f"{size / 2**20:.1f} MiB of tensors to write from {self.source_bytes / 2**20:.1f}; about "
             f"{self.seconds:.0f} s and {self.memory.bytes / 2**20:.0f} MiB of memory beyond the start; "
-            f"loads in {', '.join(names) or 'nothing'}"
+            f"loads in {self.loads_in}"
         )
 
 
@@ -113,7 +118,11 @@ def preflight(session: Session) -> Preflight:
             and plan.options.true_sequential,
         ),
         seconds=estimate_operations(plan, tokens) / _operations_per_second(),
-        loaders=tuple(loaders(plan, session.request.tensor_parallel)),
+        loaders=tuple(
+            loader
+            for weight_format in plan.formats
+            for loader in loaders(stored(plan), weight_format.name, session.request.tensor_parallel)
+        ),
     )
 
 

@@ -87,9 +87,6 @@ class AwqFormat:
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float16
 
-    def loads_in(self, scheme: Scheme) -> str:
-        return "llmopt, vLLM, transformers (with gptqmodel and accelerate)"
-
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         assert isinstance(tensor, IntTensor)
         return {

@@ -52,10 +52,6 @@ class WeightFormat(Protocol):
         """The dtype of stored scales for a model whose weights have dtype `weights`."""
         ...
 
-    def loads_in(self, scheme: Scheme) -> str:
-        """Who can read a checkpoint of this scheme, and what they need for it."""
-        ...
-
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         """The tensors of one module by their full names."""
         ...

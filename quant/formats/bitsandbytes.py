@@ -52,7 +52,8 @@ class BitsAndBytesFormat:
     )
 
     def _scheme(self, scheme: Scheme) -> BnbScheme:
-        if not isinstance(scheme, CodebookScheme | VectorwiseScheme):
+        microscaled = isinstance(scheme, CodebookScheme) and scheme.kind == "mxfp4"
+        if microscaled or not isinstance(scheme, CodebookScheme | VectorwiseScheme):
             raise BadInput(
                 f"format bitsandbytes cannot hold {scheme.label} weights: only nf4, fp4 and LLM.int8()"
             )
@@ -70,12 +71,6 @@ class BitsAndBytesFormat:
 
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float32
-
-    def loads_in(self, scheme: Scheme) -> str:
-        return (
-            "llmopt, transformers (with bitsandbytes and accelerate), "
-            "vLLM (with bitsandbytes, on NVIDIA GPUs)"
-        )
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         if isinstance(tensor, VectorwiseTensor):

@@ -60,24 +60,6 @@ class CompressedTensorsFormat:
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return weights
 
-    def loads_in(self, scheme: Scheme) -> str:
-        scheme = self._scheme(scheme)
-        transformers = "transformers (with compressed-tensors)"
-        if isinstance(scheme, FloatScheme):
-            return f"llmopt, vLLM, {transformers}"
-        if scheme.activations is not None:
-            if scheme.symmetric:
-                return f"llmopt, vLLM, {transformers}"
-            return f"llmopt, {transformers}; vLLM multiplies symmetric int8 weights only"
-        if not scheme.symmetric:
-            transformers = (
-                "transformers (with compressed-tensors, and only when asked with "
-                "CompressedTensorsConfig(dequantize=True))"
-            )
-        if scheme.bits in (4, 8):
-            return f"llmopt, vLLM, {transformers}"
-        return f"llmopt, {transformers}; vLLM has no kernel for {scheme.bits} bits"
-
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         if isinstance(tensor, Fp8Tensor):
             return pack_float(module, tensor)

@@ -58,9 +58,6 @@ class Fp8Format:
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float32
 
-    def loads_in(self, scheme: Scheme) -> str:
-        return "llmopt, vLLM, transformers (with accelerate; without an fp8 GPU it turns them to bfloat16)"
-
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         assert isinstance(tensor, Fp8Tensor)
         return {

@@ -46,9 +46,6 @@ class GgufFormat:
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float16
 
-    def loads_in(self, scheme: Scheme) -> str:
-        return "this engine, llama.cpp, transformers (package gguf; dequantized at load)"
-
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         if isinstance(tensor, IntTensor):
             tensor = int_to_gguf(tensor, name=module)

@@ -76,15 +76,6 @@ class GptqFormat:
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float16
 
-    def loads_in(self, scheme: Scheme) -> str:
-        scheme = int_scheme(self.name, scheme)
-        readers = "llmopt, transformers (with gptqmodel and optimum)"
-        if scheme.bits in (4, 8) and scheme.symmetric:
-            return f"{readers}, vLLM"
-        if scheme.symmetric:
-            return f"{readers}, vLLM (on its slow kernels: the fast ones take 4 and 8 bits)"
-        return f"{readers}, vLLM (0.11 and later, on its slow kernels: the fast ones are symmetric)"
-
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         assert isinstance(tensor, IntTensor)
         scheme, index = tensor.scheme, tensor.group_index

@@ -67,9 +67,6 @@ class SqueezeLlmFormat:
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float16
 
-    def loads_in(self, scheme: Scheme) -> str:
-        return "llmopt only"
-
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         assert isinstance(tensor, LookupTensor)
         stored = {

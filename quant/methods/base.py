@@ -17,7 +17,7 @@ from .input_statistics import InputStatistics, relative
 
 @dataclass(frozen=True, slots=True)
 class MethodOptions:
-    """The knobs of single methods; each method reads its own and ignores the others.
+    """The knobs of single methods; each method reads its own; see `options.refuse_knobs`.
 
     Attributes:
         act_order: GPTQ: columns in the order of their importance, with groups as they lie (`static`),

@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from ..errors import BadInput
-from .base import SchemeOptions
+from .base import MethodOptions, SchemeOptions
 
+_KNOBS = {  # of `MethodOptions`: the one method that reads it, and how it is given
+    "damp": ("gptq", "--damp"),
+    "mse": ("gptq", "--mse"),
+    "true_sequential": ("gptq", "--no-true-sequential"),
+    "alpha": ("smoothquant", "--alpha"),
+}
 _COMMAND_LINE = {"sparse_fraction": "sparse"}  # where the option has another name than the field
 
 
@@ -22,6 +28,14 @@ def choose_bits(method: str, asked: int | None, widths: Sequence[int], default: 
         known = ", ".join(str(width) for width in widths)
         raise BadInput(f"--bits {bits}: method {method} has {known}")
     return bits
+
+
+def refuse_knobs(method: str, options: MethodOptions) -> None:
+    """Raises BadInput naming a knob of another method that was turned."""
+    usual = MethodOptions()
+    for name, (owner, option) in _KNOBS.items():
+        if method != owner and getattr(options, name) != getattr(usual, name):
+            raise BadInput(f"{option} belongs to method {owner}, not to {method}")
 
 
 def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:

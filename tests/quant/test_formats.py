@@ -269,21 +269,6 @@ def test_what_cannot_be_read_is_named(config: dict[str, Any], words: str) -> Non
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", HELD)
-def test_who_loads_a_checkpoint_is_said_for_every_scheme(name: str) -> None:
-    said = {scheme: FORMATS[name].loads_in(scheme) for scheme in HELD[name]}
-    assert all("llmopt" in text for text in said.values())
-    if name == "compressed-tensors":
-        assert "dequantize=True" in said[IntScheme(4, 32, False)]
-        assert "dequantize" not in said[IntScheme(4, 32, True)]
-        assert "vLLM has no kernel" in said[IntScheme(3, 32, True)]
-    if name == "gptq":
-        assert "slow" not in said[IntScheme(4, 32, True)]
-        assert "slow" in said[IntScheme(4, 32, False)]
-    if name == "squeezellm":
-        assert all(text == "llmopt only" for text in said.values())
-
-
 def test_mixed_schemes_of_gptq() -> None:
     base, other = IntScheme(4, 32, True), IntScheme(8, -1, True)
     schemes: dict[str, Scheme] = {

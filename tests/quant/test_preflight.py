@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from llmopt.engine.model.families import SUPPORTED_MODEL_TYPES
 from llmopt.quant.errors import BadInput
-from llmopt.quant.loaders import ENGINE_TYPES, loaders
+from llmopt.quant.loaders import ENGINE_TYPES, Stored, loaders, loads_in, stored
+from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline import quantize
 from llmopt.quant.plan import QuantizeRequest, make_plan
 from llmopt.quant.preflight import preflight
@@ -77,7 +78,10 @@ def test_the_engine_runs_what_the_table_says() -> None:
 
 def verdicts(options: dict[str, Any], ranks: int = 1) -> dict[str, tuple[bool, str]]:
     plan = make_plan(request(Path("out"), **options))
-    return {one.name.split(",")[0]: (one.loads, one.reason) for one in loaders(plan, ranks)}
+    return {
+        one.name.split(",")[0]: (one.loads, one.reason)
+        for one in loaders(stored(plan), plan.format.name, ranks)
+    }
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,20 @@ def verdicts(options: dict[str, Any], ranks: int = 1) -> dict[str, tuple[bool, s
         ({"method": "gptq"}, 1, True, "Marlin"),
         ({"method": "gptq"}, 4, True, "exllama"),
         ({"method": "gptq", "bits": 3}, 1, True, "exllama"),
+        ({"method": "gptq", "bits": 3}, 1, True, "not tried"),
+        ({"method": "gptq"}, 1, True, "; tried on a CPU"),
+        ({"method": "gptq"}, 2, True, "; not tried"),
+        (
+            {"method": "gptq", "symmetric": False},
+            1,
+            True,
+            "exllama kernel, since Marlin takes symm",
+        ),
+        ({"method": "gptq", "options": MethodOptions("dynamic")}, 1, True, "; not tried"),
+        ({"method": "rtn", "symmetric": False}, 1, True, "Marlin; tried on a CPU"),
+        ({"method": "rtn", "bits": 8}, 1, True, "Marlin; not tried"),
+        ({"method": "smoothquant"}, 1, True, "CUTLASS W8A8; tried on a CPU"),
+        ({"method": "fp8", "granularity": "block"}, 1, True, "; not tried"),
         ({"method": "rtn", "bits": 3}, 1, False, "no 3-bit weights"),
         ({"method": "rtn", "bits": 8, "symmetric": False}, 1, False, "zero codes with 4 bits"),
         ({"method": "rtn", "group_size": 16}, 1, False, "no groups of 16"),
@@ -108,6 +126,43 @@ def test_a_no_of_vllm_names_the_rule(
     answer, reason = verdicts(options, ranks)["vLLM"]
     assert answer == loads
     assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "rtn"}, "needs compressed-tensors"),
+        ({"method": "rtn", "symmetric": False}, "CompressedTensorsConfig(dequantize=True)"),
+        ({"method": "rtn", "bits": 2}, "not tried with such widths"),
+        ({"method": "gptq"}, "needs optimum and gptqmodel; not tried"),
+        ({"method": "awq"}, "not tried"),
+        ({"method": "squeezellm"}, "no reader"),
+    ],
+    ids=str,
+)
+def test_what_transformers_needs(options: dict[str, Any], words: str) -> None:
+    assert words in verdicts(options)["transformers"][1]
+    asymmetric = options.get("symmetric") is False
+    assert ("dequantize" in verdicts(options)["transformers"][1]) == asymmetric
+
+
+def test_the_line_names_those_that_load_and_what_they_need() -> None:
+    """The same rules for a plan, a finished run and a conversion, the model's type included."""
+    name = "transformer.h.0.self_attention.query_key_value"
+    scheme = IntScheme(4, 128, True)
+    foreign = Stored("bloom", {name: (768, 256)}, {name: scheme}, ())
+    assert loads_in(loaders(foreign, "compressed-tensors")) == (
+        "transformers (needs compressed-tensors); vLLM (Marlin; tried on a CPU)"
+    )
+    assert loads_in(loaders(foreign, "squeezellm")) == "no loader that is known here"
+
+
+def test_a_matrix_that_is_quantized_in_part_is_split() -> None:
+    query, key = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+    scheme = IntScheme(4, 128, True)
+    part = Stored("llama", {query: (256, 256)}, {query: scheme}, (key,))
+    vllm = next(one for one in loaders(part, "gptq") if one.name == "vLLM")
+    assert not vllm.loads and "one matrix" in vllm.reason
 
 
 def test_only_gguf_goes_to_llama_cpp() -> None:
@@ -136,6 +191,14 @@ def test_overrides_apply_in_order_and_split_matrices_are_warned_of(tmp_path: Pat
         ({"overrides": ("(=bits:3",)}, "no regular expression"),
         ({"overrides": ("c_fc=bits:3",)}, "matches no quantized linear"),
         ({"lm_head": True}, "embedding table (tied)"),
+        ({"options": MethodOptions(damp=0.1)}, "--damp belongs to method gptq, not to rtn"),
+        ({"options": MethodOptions(mse=True)}, "--mse belongs to method gptq"),
+        ({"options": MethodOptions(true_sequential=False)}, "--no-true-sequential belongs"),
+        ({"options": MethodOptions("none")}, "--act-order none: method rtn has no such choice"),
+        (
+            {"method": "gptq", "options": MethodOptions(alpha=0.8)},
+            "--alpha belongs to method smoothquant, not to gptq",
+        ),
         ({"format": "gptq,gptq"}, "named twice"),
         ({"gguf_type": "Q8_0"}, "belongs to --format gguf"),
         ({"kv_cache": "fp4", "format": "compressed-tensors"}, "choose fp8 or int8"),

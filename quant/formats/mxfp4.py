@@ -1,0 +1,52 @@
+"""Experts of gpt-oss as OpenAI ships them (`quant_method: mxfp4`), for reading.
+
+All experts of a layer lie in two tensors per projection `P`, `gate_up_proj` and `down_proj`:
+
+    P_blocks  uint8 [experts, out, in/32, 16]   two e2m1 codes a byte, the first in the low nibble
+    P_scales  uint8 [experts, out, in/32]       exponents of two, with a bias of 127
+
+Source: OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import BadInput
+from ..scheme import CodebookScheme
+from ..tensors.codebook import CodebookTensor
+from .base import TensorSource, expect_dtype, expect_shape
+
+METHOD = "mxfp4"
+BLOCK = 32
+_BIAS = 127
+
+
+def mxfp4_names(projection: str) -> tuple[str, str]:
+    """The tensors of one projection of a layer's experts."""
+    return f"{projection}_blocks", f"{projection}_scales"
+
+
+def read_mxfp4(
+    source: TensorSource, projection: str, num_experts: int, out_features: int, in_features: int
+) -> list[CodebookTensor]:
+    """Each expert's weight `[out, in]`, still in 4 bits.
+
+    Raises:
+        BadInput: a tensor is missing, or its shape contradicts the config.
+    """
+    if in_features % BLOCK:
+        raise BadInput(f"{projection} has {in_features} inputs: mxfp4 takes multiples of {BLOCK}")
+    blocks_name, scales_name = mxfp4_names(projection)
+    shape = (num_experts, out_features, in_features // BLOCK)
+    blocks = expect_shape(blocks_name, source.tensor(blocks_name), (*shape, BLOCK // 2))
+    scales = expect_shape(scales_name, source.tensor(scales_name), shape)
+    expect_dtype(blocks_name, blocks, torch.uint8)
+    expect_dtype(scales_name, scales, torch.uint8)
+    scheme = CodebookScheme(METHOD, BLOCK)
+    experts: list[CodebookTensor] = []
+    for packed, exponents in zip(blocks, scales, strict=True):
+        codes = torch.stack([packed & 15, packed >> 4], dim=-1).view(out_features, in_features)
+        magnitudes = torch.exp2(exponents.to(torch.float32) - _BIAS).flatten()
+        experts.append(CodebookTensor(codes, magnitudes, scheme))
+    return experts
