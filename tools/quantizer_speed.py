@@ -96,23 +96,25 @@ def run(python: Path, name: str, task: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def layer_errors(source: Path, folder: Path, tokens: torch.Tensor) -> list[float]:
-    """The error of the first and the middle decoder layer, on `tokens [samples, length]`."""
+    """The error of each decoder layer, on `tokens [samples, length]`."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    seen: list[tuple[Any, Any, torch.Tensor]] = []
+
+    def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+        seen.append((args, kwargs, output[0] if isinstance(output, tuple) else output))
+
+    handles = [layer.register_forward_hook(keep, with_kwargs=True) for layer in model.model.layers]
+    model.model(tokens, use_cache=False)
+    for handle in handles:
+        handle.remove()
     checkpoint = Checkpoint(folder)
     quantized = quantized_modules(checkpoint)
     errors = []
-    for index in sorted({0, len(model.model.layers) // 2}):
-        seen: dict[str, Any] = {}
-
-        def keep(_: Any, args: Any, kwargs: Any, output: Any, seen: Any = seen) -> None:
-            seen.update(args=args, kwargs=kwargs, output=output)
-
-        layer = model.model.layers[index]
-        handle = layer.register_forward_hook(keep, with_kwargs=True)
-        model.model(tokens, use_cache=False)
-        handle.remove()
+    for index, (layer, (args, kwargs, outputs)) in enumerate(
+        zip(model.model.layers, seen, strict=True)
+    ):
         prefix = f"model.layers.{index}."
-        own = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        own = layer.state_dict()
         changed = {
             name.removeprefix(prefix): checkpoint.tensor(name).float()
             for name in checkpoint.names
@@ -123,12 +125,10 @@ def layer_errors(source: Path, folder: Path, tokens: torch.Tensor) -> list[float
                 weight = read_quantized(checkpoint, module).dequantize()
                 changed[f"{module.removeprefix(prefix)}.weight"] = weight
         layer.load_state_dict(changed)
-        inputs = seen["args"][0] if seen["args"] else seen["kwargs"]["hidden_states"]
-        outputs = seen["output"]
-        again = layer(*seen["args"], **seen["kwargs"])
-        outputs, again = (o[0] if isinstance(o, tuple) else o for o in (outputs, again))
+        inputs = args[0] if args else kwargs["hidden_states"]
+        again = layer(*args, **kwargs)
+        again = again[0] if isinstance(again, tuple) else again
         errors.append(float((again - outputs).square().sum() / (outputs - inputs).square().sum()))
-        layer.load_state_dict(own)
     return errors
 
 
@@ -206,7 +206,8 @@ def compare(
                 continue
             times[name].append(answer["seconds"])
             rows[name] |= {"version": answer["version"]}
-            rows[name] |= {"layer_errors": layer_errors(source, output, held_out)}
+            errors = layer_errors(source, output, held_out)
+            rows[name] |= {"mean_error": statistics.mean(errors), "layer_errors": errors}
     for name in names:
         if times[name]:
             rows[name] |= {"seconds": statistics.median(times[name]), "runs": times[name]}
