@@ -158,19 +158,20 @@ class CodebookScheme:
     """4-bit codes into one fixed table of 16 values, one magnitude per run of weights (bitsandbytes).
 
     Attributes:
-        kind: which table: `nf4` (quantiles of a normal distribution) or `fp4`.
+        kind: which table: `nf4` (quantiles of a normal distribution), `fp4`, or `mxfp4` (the e2m1 floats
+            of the OCP microscaling formats, whose magnitudes are powers of two).
         block_size: consecutive weights, in row order across rows, that share a magnitude.
         double_quant: whether the magnitudes are themselves stored in 8 bits.
     """
 
-    kind: Literal["nf4", "fp4"]
+    kind: Literal["nf4", "fp4", "mxfp4"]
     block_size: int = 64
     double_quant: bool = False
     bits: int = 4
 
     def __post_init__(self) -> None:
-        if self.kind not in ("nf4", "fp4"):
-            raise BadInput(f"there is no table {self.kind!r}: choose nf4 or fp4")
+        if self.kind not in ("nf4", "fp4", "mxfp4"):
+            raise BadInput(f"there is no table {self.kind!r}: choose nf4, fp4 or mxfp4")
         if self.block_size not in CODEBOOK_BLOCKS:
             sizes = ", ".join(str(size) for size in CODEBOOK_BLOCKS)
             raise BadInput(f"blocks of {self.block_size} weights are none of {sizes}")

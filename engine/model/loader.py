@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
+from ...quant.tensors.base import QuantizedTensor
+from ...quant.tensors.codebook import CodebookTensor
 from ..kernels.paged_attention import AttentionRule
 from ..planner.shapes import Experts, Latent
 from .attention import Attention, HeadAttention, LatentAttention, Rotation
@@ -242,32 +244,31 @@ class _Loader:
         return MixtureOfExperts(router, routed, shared)
 
     def _fused_experts(self, prefix: str, experts: Experts) -> list[Block]:
-        """Experts that lie in two 3-D tensors, inputs first."""
+        """Experts that lie in two tensors."""
         count, inner, hidden = experts.count, experts.width, self.spec.shape.hidden_size
-        read = self.reader.tensor
-        into = read(f"{prefix}gate_up_proj", count, hidden, 2 * inner).transpose(1, 2)
-        out_of = read(f"{prefix}down_proj", count, inner, hidden).transpose(1, 2)
+        into = self.reader.experts(f"{prefix}gate_up_proj", count, 2 * inner, hidden)
+        out_of = self.reader.experts(f"{prefix}down_proj", count, hidden, inner)
         into_bias = out_bias = None
         if self.spec.shape.expert_bias:
-            into_bias = read(f"{prefix}gate_up_proj_bias", count, 2 * inner)
-            out_bias = read(f"{prefix}down_proj_bias", count, hidden)
+            into_bias = self.reader.tensor(f"{prefix}gate_up_proj_bias", count, 2 * inner)
+            out_bias = self.reader.tensor(f"{prefix}down_proj_bias", count, hidden)
         if self.spec.names.gate_up_alternates:
-            into = torch.cat([into[:, 0::2], into[:, 1::2]], dim=1)
-            if into_bias is not None:
-                into_bias = torch.cat([into_bias[:, 0::2], into_bias[:, 1::2]], dim=1)
-
-        def stacked(weights: torch.Tensor, biases: torch.Tensor | None, number: int) -> Projection:
-            bias = None if biases is None else biases[number].clone()
-            return Projection([weights[number].contiguous()], bias, self.dtype)
-
+            into = [_gate_before_up(weight) for weight in into]
+            into_bias = None if into_bias is None else _halves(into_bias.T).T
         return [
             GatedMlp(
-                stacked(into, into_bias, number),
-                stacked(out_of, out_bias, number),
+                self._expert(into[number], into_bias, number),
+                self._expert(out_of[number], out_bias, number),
                 gating(self.spec.activation),
             )
             for number in range(count)
         ]
+
+    def _expert(
+        self, weight: torch.Tensor | QuantizedTensor, biases: torch.Tensor | None, number: int
+    ) -> Projection:
+        whole = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
+        return self.reader.stacked([whole], None if biases is None else biases[number].clone())
 
     def _linear(
         self,
@@ -278,8 +279,21 @@ class _Loader:
         *,
         bias: bool = False,
     ) -> Projection:
-        modules = [prefix + name for name in names]
-        transposed = self.spec.names.transposed
+        modules, turned = [prefix + name for name in names], self.spec.names.transposed
         return self.reader.projection(
-            modules, in_features, out_features, bias=bias, transposed=transposed
+            modules, in_features, out_features, bias=bias, transposed=turned
         )
+
+
+def _halves(rows: torch.Tensor) -> torch.Tensor:
+    """Rows that take turns, as a first and a second half."""
+    return torch.cat([rows[0::2], rows[1::2]])
+
+
+def _gate_before_up(weight: torch.Tensor | QuantizedTensor) -> torch.Tensor | QuantizedTensor:
+    """A stacked weight whose rows of gate and up took turns."""
+    if isinstance(weight, torch.Tensor):
+        return _halves(weight)
+    assert isinstance(weight, CodebookTensor)
+    magnitudes = _halves(weight.absmax.view(weight.out_features, -1)).flatten()
+    return replace(weight, codes=_halves(weight.codes), absmax=magnitudes)

@@ -9,6 +9,7 @@ import torch
 
 from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
+from ...quant.formats.mxfp4 import METHOD, mxfp4_names, read_mxfp4
 from ...quant.read import quantized_modules, read_quantized, tensor_names
 from ...quant.tensors.base import QuantizedTensor
 from .projection import Projection
@@ -43,7 +44,9 @@ class CheckpointReader:
         self._device = device
         self._dtype = dtype
         self._input_bits = input_bits
-        self._quantized = quantized_modules(checkpoint)
+        # MXFP4 holds whole layers of experts in a tensor, not modules.
+        self._has_mxfp4 = (checkpoint.quantization_config or {}).get("quant_method") == METHOD
+        self._quantized = set() if self._has_mxfp4 else quantized_modules(checkpoint)
         self._unread = set(checkpoint.names)
 
     def __contains__(self, name: str) -> bool:
@@ -84,7 +87,24 @@ class CheckpointReader:
                 self.tensor(f"{m}.bias", out) for m, out in zip(modules, out_features, strict=True)
             ]
             biases = torch.cat(parts)
-        return Projection(weights, biases, self._dtype, self._input_bits)
+        return self.stacked(weights, biases)
+
+    def stacked(
+        self, weights: Sequence[torch.Tensor | QuantizedTensor], bias: torch.Tensor | None
+    ) -> Projection:
+        """Weights that were read, stacked in the order given."""
+        return Projection(weights, bias, self._dtype, self._input_bits)
+
+    def experts(
+        self, projection: str, num_experts: int, out_features: int, in_features: int
+    ) -> Sequence[torch.Tensor | QuantizedTensor]:
+        """Each expert's weight [out, in], of experts that lie in one tensor with their inputs first."""
+        if not self._has_mxfp4:
+            whole = self.tensor(projection, num_experts, in_features, out_features)
+            return whole.transpose(1, 2).unbind()
+        self._unread.difference_update(mxfp4_names(projection))
+        codes = read_mxfp4(self._checkpoint, projection, num_experts, out_features, in_features)
+        return [weight.to(self._device) for weight in codes]
 
     def dense(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
         """The weight of a linear as floats, also where the checkpoint holds codes."""
