@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,8 +37,8 @@ SHAPES = {  # the linears of a layer: (out, in)
     "1.1b": ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632)),
     "0.13b": ((1280, 768), (768, 768), (4096, 768), (768, 2048)),
 }
-COLD_BYTES = 96 * 2**20
-READ_BYTES = 2**28
+COLD_BYTES = 64 * 2**20
+READ_BYTES = 2**27
 W8A8 = IntScheme(8, -1, True, Activations("int8"))
 
 
@@ -77,7 +77,7 @@ class Roofs:
         begin = time.perf_counter()
         self._library.llmopt_read(self._data.data_ptr(), READ_BYTES, self._threads)
         middle = time.perf_counter()
-        count = self._library.llmopt_multiply(2_000_000, self._threads)
+        count = self._library.llmopt_multiply(500_000, self._threads)
         self.bytes.append(READ_BYTES / (middle - begin))
         self.operations.append(count / (time.perf_counter() - middle))
 
@@ -89,32 +89,24 @@ def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKern
         situation = QuantizedLinearSituation("cpu", torch.bfloat16, out, inputs, scheme, bits)
         chosen = QUANTIZED_LINEAR.select(situation)
         assert chosen.name.startswith("native")
-        return lambda: chosen.run(random_weight(out, inputs, scheme), torch.bfloat16)
-
-    def plain() -> torch.Tensor:
-        return torch.randn(out, inputs, dtype=torch.bfloat16)
+        weight = random_weight(out, inputs, scheme)
+        return lambda: chosen.run(weight, torch.bfloat16)
 
     int4, int8 = IntScheme(4, 128, True), IntScheme(8, -1, True)
+    codes4, codes8 = random_weight(out, inputs, int4), random_weight(out, inputs, int8)
+    rounded = replace(codes8, scheme=W8A8)
+    plain = torch.randn(out, inputs).to(torch.bfloat16)
     return {
         "ours W4A8 g128": (ours(int4, 8), True),
         "ours W4A8 g32": (ours(IntScheme(4, 32, False), 8), True),
         "ours W8A8": (ours(W8A8, 16), True),
         "ours W4A16 g128": (ours(int4, 16), False),
         "ours W8A16": (ours(int8, 16), False),
-        "torch _int_mm W8A8": (
-            lambda: Int8MatmulLinear(random_weight(out, inputs, W8A8), torch.bfloat16),
-            True,
-        ),
-        "torch int4pack g128": (
-            lambda: Int4PackLinear(random_weight(out, inputs, int4), torch.bfloat16),
-            False,
-        ),
-        "torch int8pack": (
-            lambda: Int8PackLinear(random_weight(out, inputs, int8), torch.bfloat16),
-            False,
-        ),
-        "torch bf16": (lambda: TorchLinear(plain()), False),
-        "oneDNN bf16 prepacked": (lambda: OneDnnLinear(plain()), False),
+        "torch _int_mm W8A8": (lambda: Int8MatmulLinear(rounded, torch.bfloat16), True),
+        "torch int4pack g128": (lambda: Int4PackLinear(codes4, torch.bfloat16), False),
+        "torch int8pack": (lambda: Int8PackLinear(codes8, torch.bfloat16), False),
+        "torch bf16": (lambda: TorchLinear(plain.clone()), False),
+        "oneDNN bf16 prepacked": (lambda: OneDnnLinear(plain), False),
     }
 
 
@@ -158,7 +150,9 @@ def measure(
                     inputs,
                     count,
                     name,
-                    *(t * 1e6 for t in (middle, min(times[name]), max(times[name]))),
+                    middle * 1e6,
+                    min(times[name]) * 1e6,
+                    max(times[name]) * 1e6,
                     num_bytes / middle / 1e9,
                     num_operations / middle / 1e9,
                     100 * least / middle,

@@ -141,13 +141,21 @@ typedef struct {
     const uint8_t *weights;
     int64_t channels, step, steps;        /* steps: of the whole row, the stride of sums */
     int64_t base;
+    const uint8_t *ahead;                 /* packed codes of a later block, to be fetched meanwhile */
+    int64_t ahead_rate;                   /* their bytes for an input channel */
     int narrow, has_offsets;
     float scales[MAX_BLOCK_STEPS][PANEL], offsets[MAX_BLOCK_STEPS][PANEL];
 } Block;
 
+/* Fetches what a later block needs of the channels from `channel` on, two lines at most. */
+INLINE void fetch_ahead(const uint8_t *ahead, int64_t channel, int64_t rate) {
+    __builtin_prefetch(ahead + channel * rate);
+    __builtin_prefetch(ahead + channel * rate + 64);
+}
+
 INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int8_t *x, int64_t stride,
-                    const int32_t *sums, float *acc) {
-    int64_t step = b->step;
+                    const int32_t *sums, float *acc, const uint8_t *ahead) {
+    int64_t step = b->step, rate = b->ahead_rate;
     for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
         ivec part[MAX_ROWS][VECTORS];
         for (int r = 0; r < rows; r++) {
@@ -157,6 +165,7 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int8
         int64_t end = b->channels - k < step ? b->channels : k + step;
         for (int64_t q = k; q < end; q += 4) {
             ivec weights[VECTORS];
+            fetch_ahead(ahead, q, rate);
             for (int v = 0; v < VECTORS; v++) weights[v] = iload(b->weights + q * PANEL + v * LANES * 4);
             for (int r = 0; r < rows; r++) {
                 int32_t four;
@@ -179,14 +188,14 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int8
 }
 
 #if defined(__AVX512BF16__)
-#define FLOAT_ROWS 4
+#define FLOAT_ROWS 6
 #define CHAINS 2 /* sums for even and odd channels: one alone would wait for itself */
 INLINE fvec dot2(fvec sum, ivec weights, ivec inputs) {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
     return sum;
 }
 #elif defined(__AVX512F__)
-#define FLOAT_ROWS 4
+#define FLOAT_ROWS 6
 #define CHAINS 2
 #else
 #define FLOAT_ROWS 2
@@ -195,8 +204,8 @@ INLINE fvec dot2(fvec sum, ivec weights, ivec inputs) {
 
 /* Weights and inputs as floats; with `halves` as pairs of bfloat16. */
 INLINE void tile_float(const int rows, const Block *b, const int halves, const uint8_t *x,
-                       int64_t stride, const float *sums, float *acc) {
-    int64_t step = b->step;
+                       int64_t stride, const float *sums, float *acc, const uint8_t *ahead) {
+    int64_t step = b->step, rate = b->ahead_rate;
     const int width = halves ? 2 : 1; /* input channels in a lane */
     for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
         fvec part[FLOAT_ROWS][VECTORS][CHAINS];
@@ -204,7 +213,8 @@ INLINE void tile_float(const int rows, const Block *b, const int halves, const u
             for (int v = 0; v < VECTORS; v++)
                 for (int c = 0; c < CHAINS; c++) part[r][v][c] = fset(0.0f);
         int64_t end = b->channels - k < step ? b->channels : k + step;
-        for (int64_t q = k / width; q < end / width; q += CHAINS)
+        for (int64_t q = k / width; q < end / width; q += CHAINS) {
+            fetch_ahead(ahead, q * width, rate);
             for (int c = 0; c < CHAINS; c++) {
                 const uint8_t *at = b->weights + (q + c) * PANEL * 4;
                 ivec weights[VECTORS];
@@ -224,6 +234,7 @@ INLINE void tile_float(const int rows, const Block *b, const int halves, const u
                     }
                 }
             }
+        }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < VECTORS; v++) {
                 float *to = acc + r * PANEL + v * LANES;
@@ -305,14 +316,15 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
         const uint8_t *x = job->values + (first + r) * job->stride + k * width;
         const int32_t *sums = (const int32_t *)job->sums + (first + r) * b->steps + step_at;
         float *to = acc + r * PANEL;
+        const uint8_t *ahead = r == 0 ? b->ahead : b->weights; /* once is enough */
 #define S8(n) \
     case n: \
-        if (b->narrow) tile_s8(n, b, 1, (const int8_t *)x, job->stride, sums, to); \
-        else tile_s8(n, b, 0, (const int8_t *)x, job->stride, sums, to); \
+        if (b->narrow) tile_s8(n, b, 1, (const int8_t *)x, job->stride, sums, to, ahead); \
+        else tile_s8(n, b, 0, (const int8_t *)x, job->stride, sums, to, ahead); \
         break;
 #define FLOATS(n, halves) \
     case n: \
-        tile_float(n, b, halves, x, job->stride, (const float *)sums, to); \
+        tile_float(n, b, halves, x, job->stride, (const float *)sums, to, ahead); \
         break;
         if (way == INPUT_S8) {
             switch (count) {
@@ -323,11 +335,14 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
             }
 #if defined(__AVX512BF16__)
         } else if (way == INPUT_BF16) {
-            switch (count) { FLOATS(4, 1) FLOATS(3, 1) FLOATS(2, 1) FLOATS(1, 1) }
+            switch (count) { FLOATS(6, 1) FLOATS(5, 1) FLOATS(4, 1) FLOATS(3, 1) FLOATS(2, 1) FLOATS(1, 1) }
 #endif
         } else {
             switch (count) {
-#if FLOAT_ROWS == 4
+#if FLOAT_ROWS >= 6
+                FLOATS(6, 0) FLOATS(5, 0)
+#endif
+#if FLOAT_ROWS >= 4
                 FLOATS(4, 0) FLOATS(3, 0)
 #endif
                 FLOATS(2, 0) FLOATS(1, 0)
@@ -370,6 +385,7 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     _Alignas(64) float acc[ROWS_AT_ONCE * PANEL];
     memset(acc, 0, (size_t)rows * PANEL * sizeof(float));
     Block b = {.step = w->step, .steps = num_steps(w), .narrow = w->bits <= 6};
+    b.ahead_rate = w->bits * PANEL / 8;
     int fixed_base = w->offset_kind == OFFSET_BASE && w->kind == CODES_INTEGER;
     b.base = way == INPUT_S8 && !fixed_base ? 0 : w->base;
     int64_t chunks = num_chunks(w), size = chunk_bytes(w);
@@ -390,8 +406,7 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
             b.has_offsets = group_scales(w, panel, group, b.base, b.scales[s], b.offsets[s]);
         }
         const uint8_t *run = packed + c * size;
-        for (int64_t at = 0; at < now * size; at += 64) /* what the next blocks will read */
-            __builtin_prefetch(run + AHEAD * block_chunks * size + at);
+        b.ahead = run + AHEAD * block_chunks * size;
         if (way == INPUT_S8) {
             b.weights = codes_as_bytes(w, run, now, scratch);
         } else if (way == INPUT_F32) {
