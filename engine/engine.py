@@ -104,6 +104,7 @@ class Engine:
                 block_size=block_size,
                 max_model_len=self.max_model_len,
                 prefill_chunk_size=config.prefill_chunk_size,
+                window=model.window,
             ),
             pool,
             PrefixCache(pool, block_size, enabled=config.enable_prefix_caching),

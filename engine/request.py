@@ -34,6 +34,8 @@ class Request:
     values in the blocks of `block_ids`, and each step computes some of the difference. When it is gone,
     the step samples the next token.
 
+    Of `block_ids` the first `num_dropped_blocks` have gone back to the pool: no token will see them again.
+
     A request for n > 1 completions is one sequence until its prompt is computed; then
     `num_completions - 1` sequences fork from it.
     """
@@ -56,6 +58,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
+    num_dropped_blocks: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0
     finish_reason: str | None = None
@@ -68,6 +71,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def held_block_ids(self) -> list[int]:
+        """The blocks that are still this sequence's."""
+        return self.block_ids[self.num_dropped_blocks :]
 
     @property
     def rank(self) -> tuple[int, int]:

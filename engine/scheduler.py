@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..quant.errors import BadInput
-from .block_pool import BlockPool
+from .block_pool import NULL_BLOCK, BlockPool
 from .prefix_cache import PrefixCache
 from .request import Request, RequestStatus, RequestTimes
 from .step_plan import ScheduledRow, StepPlan
@@ -26,6 +26,8 @@ class SchedulerConfig:
         prefill_chunk_size: tokens of one sequence in one step; None leaves it to the budget.
         watermark: share of the blocks that admission leaves free, so that the sequences which run can
             grow a while before one of them must be preempted.
+        window: tokens that the farthest-looking layer sees, the new one included; None: some layer sees
+            all. Blocks wholly behind it go back to the pool.
     """
 
     max_num_batched_tokens: int
@@ -34,6 +36,7 @@ class SchedulerConfig:
     max_model_len: int
     prefill_chunk_size: int | None = None
     watermark: float = 0.01
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.block_size < 1 or self.max_model_len < 1:
@@ -182,6 +185,7 @@ class Scheduler:
                 continue
             before, request.num_computed_tokens = request.num_computed_tokens, row.end
             self.cache.insert(request, before)
+            self._drop_behind_window(request)
             if not row.num_samples:
                 continue
             drawn = sampled[row.sequence_id]
@@ -207,11 +211,12 @@ class Scheduler:
         for request in waiting:
             assert request.status is RequestStatus.WAITING
             assert not request.block_ids and request.num_computed_tokens == 0
+            assert request.num_dropped_blocks == 0
         for request in self.running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens
             assert len(request.block_ids) >= self._num_blocks(request.num_computed_tokens)
-        self.pool.check_integrity(request.block_ids for request in self.running)
+        self.pool.check_integrity(request.held_block_ids for request in self.running)
         self.cache.check_integrity()
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -328,8 +333,9 @@ class Scheduler:
             self._wait(child)
             return child
         shared = parent.block_ids[:num_full]
-        self.pool.share(shared)
         child.block_ids = list(shared)
+        child.num_dropped_blocks = parent.num_dropped_blocks
+        self.pool.share(child.held_block_ids)
         if partial:
             copy = self.pool.allocate(1)
             self._copies[copy[0]] = parent.block_ids[num_full]
@@ -356,5 +362,17 @@ class Scheduler:
         A copy that is still to come may lead into one of them. It does no harm: copies happen before the
         step writes, and whoever holds the block next writes each slot before reading it.
         """
-        self.pool.free(request.block_ids)
+        self.pool.free(request.held_block_ids)
         request.block_ids = []
+        request.num_dropped_blocks = 0
+
+    def _drop_behind_window(self, request: Request) -> None:
+        """Return the blocks that no token to come will see; the null block stands in their place."""
+        if self.config.window is None:
+            return
+        first_seen = request.num_computed_tokens - self.config.window + 1
+        begin, end = request.num_dropped_blocks, max(0, first_seen) // self.config.block_size
+        if end > begin:
+            self.pool.free(request.block_ids[begin:end])
+            request.block_ids[begin:end] = [NULL_BLOCK] * (end - begin)
+            request.num_dropped_blocks = end

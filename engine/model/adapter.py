@@ -35,6 +35,9 @@ class TransformersModel:
             quantized, or its weights do not fit its config.
     """
 
+    window = None
+    """Whether every layer has a window is the modules' own affair: all blocks are kept."""
+
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self._name = f"{checkpoint.folder}: model type {checkpoint.config.get('model_type')!r}"
         config = self._checked_config(checkpoint)

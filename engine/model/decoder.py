@@ -112,6 +112,12 @@ class Decoder:
         return self.spec.vocab_size
 
     @property
+    def window(self) -> int | None:
+        """Tokens that the farthest-looking layer sees, the new one included; None: some layer sees all."""
+        windows = [window for window in self.spec.shape.windows if window is not None]
+        return max(windows) if len(windows) == self.spec.shape.num_layers else None
+
+    @property
     def bytes_held(self) -> int:
         """Bytes of weights in memory."""
         return self.weights.bytes_held

@@ -31,6 +31,11 @@ class CausalModel(Protocol):
         ...
 
     @property
+    def window(self) -> int | None:
+        """Tokens that the farthest-looking layer sees, the new one included; None: some layer sees all."""
+        ...
+
+    @property
     def bytes_held(self) -> int:
         """Bytes of weights in memory."""
         ...

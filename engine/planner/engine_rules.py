@@ -3,7 +3,8 @@
 The unit of every rule is the token slots that one sequence takes, summed over the layers; a slot is
 `cached_elements` of the model wide. They differ in what they do behind a window and in their rounding:
 
-    llmopt        every layer holds the whole sequence, in blocks
+    llmopt        every layer holds the whole sequence, in blocks: it is admitted so, though blocks behind
+                  the window go back where every layer has one
     vllm          a windowed layer holds min(W - 1 + max_num_batched_tokens, S) in blocks, and a block
                   more; a chunked one min(C + max_num_batched_tokens, S). Layers are pooled in groups of
                   one size, so an odd class is padded. With pipeline stages nothing is freed
@@ -119,7 +120,8 @@ RULES = {
             "llmopt",
             _llmopt,
             ("bf16", "float32"),
-            "one block table for all layers; nothing is freed behind a window",
+            "one block table for all layers; what lies behind a window is freed where every layer has one, "
+            "but a sequence is admitted with blocks for all its tokens",
         ),
         EngineRule(
             "vllm",

@@ -21,8 +21,8 @@ def next_token(history: list[int] | tuple[int, ...], seed: int) -> int:
 class World:
     """Runs steps and keeps, for each slot of the cache, the whole past of the token that lies there.
 
-    Attention reads every slot of a sequence up to the current token. So before each draw, every one of
-    them must hold exactly that sequence's past; a block that was shared, copied, freed or reused wrongly
+    Attention reads every slot of a sequence up to the current token, or those within the window. So before
+    each draw, every one of them must hold exactly that sequence's past; a block that was shared, copied, freed or reused wrongly
     shows at once.
     """
 
@@ -96,7 +96,8 @@ class World:
         self.slots.update(written)
         sampled: dict[str, list[int]] = {}
         for row in plan.rows:
-            for position in range(row.end):
+            window = config.window or row.end
+            for position in range(max(0, row.start - window + 1), row.end):
                 slot = (row.block_ids[position // self.block_size], position % self.block_size)
                 assert self.slots[slot] == tuple(row.history[: position + 1]), "the cache is wrong"
             if row.num_samples:

@@ -77,6 +77,29 @@ def test_the_cache_holds_what_the_planner_says(checkpoint):
     assert built.memory.kv_cache_bytes == 6 * 4 * token_bytes
 
 
+WINDOWED = {"mistral-sliding": 7, "mixtral": 11, "phi-3": 9, "gemma-3": None, "llama-4": None}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_blocks_behind_every_window_are_returned(family, tmp_path):
+    """Where every layer has a window, a sequence holds no more than it; else it keeps all."""
+    save_model(tmp_path, *FAMILIES[family])
+    built = engine(tmp_path, block_size=4, num_blocks=60, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    built.add_request("a", list(range(3, 43)), params)
+    held = []
+    while built.has_unfinished():
+        built.step()
+        built.scheduler.check_integrity()
+        held.append(built.stats.kv_blocks_used)
+    window = WINDOWED[family]
+    if window is None:
+        assert max(held) == 25
+    else:
+        assert max(held[1:]) <= 1 + -(-window // 4)
+    assert held[-1] == 0
+
+
 def test_a_bf16_model_stays_close_to_float32():
     tokens = list(range(3, 200))
     exact = Engine(EngineConfig("stories3M", dtype="float32")).prompt_logits(tokens).log_softmax(-1)

@@ -30,6 +30,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     num_preemptions: ClassVar[int] = 0
     num_forks: ClassVar[int] = 0
     num_hit_tokens: ClassVar[int] = 0
+    num_dropped_blocks: ClassVar[int] = 0
 
     @initialize(
         num_blocks=st.integers(6, 14),
@@ -38,9 +39,11 @@ class SchedulerWalk(RuleBasedStateMachine):
         spare=st.integers(0, 8),
         chunk=st.sampled_from([None, 1, 3]),
         caching=st.booleans(),
+        window=st.sampled_from([None, None, 1, 3, 9]),
     )
-    def build(self, num_blocks, block_size, max_num_seqs, spare, chunk, caching):
+    def build(self, num_blocks, block_size, max_num_seqs, spare, chunk, caching, window):
         limits = {} if chunk is None else {"prefill_chunk_size": chunk}
+        limits |= {} if window is None else {"window": window}
         self.world = World(
             num_blocks,
             block_size,
@@ -75,6 +78,9 @@ class SchedulerWalk(RuleBasedStateMachine):
         for _ in range(times):
             self.world.step()
             SchedulerWalk.num_steps += 1
+            SchedulerWalk.num_dropped_blocks += sum(
+                request.num_dropped_blocks for request in self.world.scheduler.running
+            )
 
     @rule(data=st.data())
     def abort(self, data):
@@ -124,3 +130,4 @@ def test_random_walk():
     assert SchedulerWalk.num_preemptions >= 20
     assert SchedulerWalk.num_forks >= 20
     assert SchedulerWalk.num_hit_tokens >= 20
+    assert SchedulerWalk.num_dropped_blocks >= 20
