@@ -13,12 +13,8 @@
 #include "weight.h"
 
 #define MAX_BLOCK_STEPS (MAX_BLOCK / 16)
-#ifndef AHEAD
-#define AHEAD 2
-#endif
-#ifndef RUNS_PER_THREAD
-#define RUNS_PER_THREAD 8
-#endif
+#define AHEAD 2 /* blocks whose codes are fetched before they are needed */
+#define RUNS_PER_THREAD 8 /* of panels: fewer wait for each other at the end, more read on in memory */
 #define ROWS_AT_ONCE 128 /* their inputs and sums stay in the second-level cache */
 
 enum { INPUT_S8 = 0, INPUT_BF16 = 1, INPUT_F32 = 2 };
@@ -267,8 +263,7 @@ static void unpack_f32(const Weight *w, const uint8_t *bytes, int64_t chunks, fl
 static void unpack_bf16(const Weight *w, const uint8_t *bytes, int64_t chunks, uint8_t *halves) {
     fvec base = fset((float)w->base);
     ftable table = {0};
-    ivec low = iset(0x8000), high = iset((int32_t)0xffff0000);
-    (void)low;
+    ivec high = iset((int32_t)0xffff0000);
     if (w->kind == CODES_TABLE) table = table_load(w->table);
     for (int64_t quad = 0; quad < chunks * QUADS; quad++)
         for (int v = 0; v < VECTORS; v++) {
@@ -319,7 +314,7 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
         const uint8_t *ahead = r == 0 ? b->ahead : b->weights; /* once is enough */
 #define S8(n) \
     case n: \
-        if (b->narrow) tile_s8(n, b, 1, (const int8_t *)x, job->stride, sums, to, ahead); \
+        if (NARROW_IS_FASTER && b->narrow) tile_s8(n, b, 1, (const int8_t *)x, job->stride, sums, to, ahead); \
         else tile_s8(n, b, 0, (const int8_t *)x, job->stride, sums, to, ahead); \
         break;
 #define FLOATS(n, halves) \

@@ -13,6 +13,7 @@
 #if defined(__AVX512F__)
 
 #define LANES 16
+#define NARROW_IS_FASTER 0
 #define MAX_ROWS 8 /* tokens whose sums stay in registers: 8 x 2 of 32 */
 typedef __m512i ivec;
 typedef __m512 fvec;
@@ -85,6 +86,11 @@ static inline fvec table_look(ftable t, ivec codes) {
 
 #define LANES 8
 #define MAX_ROWS 2
+#if defined(__AVXVNNI__)
+#define NARROW_IS_FASTER 0
+#else
+#define NARROW_IS_FASTER 1
+#endif
 typedef __m256i ivec;
 typedef __m256 fvec;
 
