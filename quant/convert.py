@@ -12,7 +12,14 @@ import torch
 
 from .checkpoint import INDEX_NAME, Checkpoint, read_json
 from .conversion import Conversion, conversion_card
-from .durable import flush_folder, layout_of, no_space_or, write_durably, write_tensors
+from .durable import (
+    flush_folder,
+    layout_of,
+    make_folder,
+    no_space_or,
+    write_durably,
+    write_tensors,
+)
 from .errors import BadInput
 from .formats.base import WeightFormat
 from .formats.registry import FORMATS
@@ -73,7 +80,7 @@ def convert(
     work = output.with_name(output.name + _UNFINISHED)
     if work.exists():
         shutil.rmtree(work)
-    work.mkdir(parents=True)
+    make_folder(work, "--output")
     try:
         job = _Job(source, FORMATS[target], work, allow_loss, progress or Silent())
         result = job.run(output)

@@ -142,6 +142,21 @@ def _raw(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().data  # pyright: ignore[reportReturnType]
 
 
+def make_folder(folder: Path, option: str) -> None:
+    """Make a folder and those above it; it may be there already.
+
+    Raises:
+        BadInput: it cannot be made; names the option that chooses it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise BadInput(
+            f"cannot make the folder {folder}: {reason}; choose another one with {option}"
+        ) from error
+
+
 def flush_folder(folder: Path) -> None:
     """Make renames in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

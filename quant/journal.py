@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from .durable import flush_folder, no_space_or, write_durably
+from .durable import flush_folder, make_folder, no_space_or, write_durably
 from .errors import BadInput
 
 _JOURNAL = "journal.jsonl"
@@ -65,7 +65,7 @@ class Journal:
         path = folder / _JOURNAL
         if not path.exists():
             _require_ours(folder)
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, "--output")
             header = {"signature": signature, "threads": threads}
             write_durably(path, _line(header))
         self._file = path.open("r+b")

@@ -1,9 +1,10 @@
 """Who can load a checkpoint, and which of their rules a "no" breaks.
 
-The rules of vLLM are those of its kernels for GPUs, as its source states them: Marlin takes symmetric 4
-and 8 bits (or 4 bits with zero codes), groups of 32, 64, 128 or whole rows, and after the split over ranks
-outputs in multiples of 64 and inputs in multiples of 128 and of the group. A "yes" says whether such a
-checkpoint was loaded there in this version; `docs/formats.md` has the runs.
+The rules of vLLM are those of its kernels for GPUs, as the source of 0.32 states them: Marlin takes
+symmetric 4 and 8 bits (or 4 bits with zero codes), groups of 32, 64, 128 or whole rows, and after the split
+over ranks outputs in multiples of 64 and inputs in multiples of 128 and of the group; `gptq` is read with
+symmetric 4 and 8 bits and without dynamic act-order. A "yes" says whether such a checkpoint was loaded
+there; `docs/formats.md` has the runs.
 """
 
 from __future__ import annotations
@@ -138,15 +139,11 @@ def _transformers(stored: Stored, name: str) -> tuple[bool, str]:
 def _vllm(stored: Stored, name: str, ranks: int) -> tuple[bool, str]:
     if name == "gguf":
         return False, "GGUF went out of vLLM into a plugin"
-    if name == "squeezellm":
-        return False, "vLLM no longer reads squeezellm"
+    if name in ("squeezellm", "bitsandbytes"):
+        return False, f"vLLM no longer reads {name}"
     for group in stored.matrices():
         if len({stored.schemes.get(module) for module in group}) > 1:
             return False, f"{' and '.join(group[:2])} are one matrix there, and differ in scheme"
-    if name == "bitsandbytes":
-        if ranks > 1:
-            return False, "prequantized bitsandbytes weights cannot be split over ranks"
-        return True, f"needs bitsandbytes; {_NOT_TRIED}"
     kernels = set()
     for module, scheme, out_features, in_features in _parts(stored, ranks):
         loads, text = _kernel(name, scheme, out_features, in_features)
@@ -165,7 +162,7 @@ def _tried(name: str, scheme: Scheme) -> bool:
         return False
     if scheme.activations is not None:
         return name == "compressed-tensors" and scheme.activations.dynamic
-    if scheme.bits != 4 or scheme.permuted:
+    if scheme.bits != 4:
         return False
     return scheme.symmetric or name in ("compressed-tensors", "awq")
 
@@ -197,12 +194,14 @@ def _kernel(name: str, scheme: Scheme, out_features: int, in_features: int) -> t
         if not scheme.symmetric:
             return False, "with rounded inputs it multiplies symmetric int8 weights only"
         return _cutlass(out_features, in_features)
-    broken = _marlin_rule(name, scheme, out_features, in_features)
+    if name == "gptq" and (scheme.bits not in (4, 8) or not scheme.symmetric or scheme.permuted):
+        return False, "of this format it reads symmetric 4 and 8 bits, without dynamic act-order"
+    broken = _marlin_rule(scheme, out_features, in_features)
     if broken is None:
         return True, "Marlin"
     if name == "awq" and scheme.divides(in_features) and not out_features % 8:
         return True, f"the slower AWQ GEMM, since {broken}"
-    if name == "gptq" and scheme.bits in (2, 3, 4, 8) and not out_features % 32:
+    if name == "gptq" and scheme.group_size > 0:
         return True, f"the slower exllama kernel, since {broken}"
     return False, f"{broken}, and the format {name} has no other kernel"
 
@@ -213,12 +212,10 @@ def _cutlass(out_features: int, in_features: int) -> tuple[bool, str]:
     return True, "CUTLASS W8A8"
 
 
-def _marlin_rule(name: str, scheme: IntScheme, out_features: int, in_features: int) -> str | None:
+def _marlin_rule(scheme: IntScheme, out_features: int, in_features: int) -> str | None:
     """The first of Marlin's rules that a weight breaks."""
     if scheme.bits not in (4, 8):
         return f"Marlin has no {scheme.bits}-bit weights"
-    if not scheme.symmetric and name == "gptq":
-        return "Marlin takes symmetric codes of this format only"
     if not scheme.symmetric and scheme.bits != 4:
         return "Marlin takes zero codes with 4 bits only"
     if scheme.group_size not in _MARLIN_GROUPS:

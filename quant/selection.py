@@ -25,6 +25,12 @@ Shapes = dict[str, tuple[int, int]]
 
 def find_linears(checkpoint: Checkpoint, architecture: Architecture) -> Shapes:
     """Shapes `(out, in)` of all linears of all layers, or BadInput naming what is missing or odd."""
+    for name in checkpoint.names:
+        if name.endswith(".weight") and checkpoint.dtype_name(name) not in BYTES_OF:
+            raise BadInput(
+                f"{name} is {checkpoint.dtype_name(name)}, and only F16, BF16 and F32 weights can be read: "
+                "the checkpoint is damaged"
+            )
     pattern = re.compile(re.escape(architecture.prefix) + r"\.(\d+)\.")
     held = {int(match[1]) for name in checkpoint.names if (match := pattern.match(name))}
     if not held.issuperset(range(len(architecture.layers))):  # more may be there, for drafting

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from .calibration import Calibration
 from .checkpoint import read_json
-from .durable import layout_of, write_durably, write_tensors
+from .durable import layout_of, make_folder, write_durably, write_tensors
 from .errors import BadInput
 from .families import Family
 from .kv_scales import KvRanges
@@ -60,7 +60,7 @@ class StatisticsFolder:
                         "version: choose another --stats folder, or remove it"
                     )
                 return
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise BadInput(f"{folder} holds something else than statistics: choose another --stats")
 
     @property
@@ -83,7 +83,7 @@ class StatisticsFolder:
             head: whether the input of the output projection is measured too.
             kv: whether the ranges of keys and values are.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder, "--stats")
         header = json.dumps({"signature": self._signature}).encode()
         write_durably(self.folder / _BEGUN, header)
         stream.prepare(calibration.token_ids)

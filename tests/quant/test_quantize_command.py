@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from llmopt.cli.main import main
 from llmopt.quant.errors import BadInput
 from llmopt.quant.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan import QuantizeRequest, make_plan
 from llmopt.quant.verify import PROVEN, verify
 from quant_support import LENGTH, SAMPLES, STORIES, TINY, llmopt_command, llmopt_environment
+from safetensors.torch import load_file, save_file
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = ("--num-samples", str(SAMPLES), "--seq-len", str(LENGTH))
@@ -213,12 +216,20 @@ def wrong_width(model: Path) -> None:
     edit_config(model, intermediate_size=640)
 
 
+def norm_of_integers(model: Path) -> None:
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.2.input_layernorm.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int32)}, path, {"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (cut_shard, ["model.safetensors", "cut off"]),
         (half_a_config, ["config.json", "half-written"]),
         (unknown_type, ["retnet", "config.json"]),
+        (norm_of_integers, ["model.layers.2.input_layernorm.weight is I32"]),
         (wrong_width, ["model.layers.0", "does not fit its config"]),
     ],
 )
@@ -232,6 +243,26 @@ def test_damaged_models_are_refused(
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_folders_that_cannot_be_made_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    small = ["--method", "rtn", *SMALL]
+    for arguments, option in (
+        (["-o", str(file / "out")], "--output"),
+        (["-o", str(tmp_path / "out"), "--stats", str(file)], "--stats"),
+        (["-o", str(tmp_path / "out"), "--stats", str(file / "stats")], "--stats"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(["quantize", *small, *arguments])
+        errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+        assert stop.value.code == 2
+        assert len(errors) == 1 and str(file) in errors[0] and option in errors[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert file.read_text() == "mine"
 
 
 def test_a_cut_shard_is_one_line_on_the_command_line(command: Command, model_copy: Path) -> None:
