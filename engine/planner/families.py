@@ -34,6 +34,12 @@ def _sliding_if_used(config: Config) -> Windows:
     return tuple(window if i >= first else None for i in range(config["num_hidden_layers"]))
 
 
+def _sliding_everywhere_if_used(config: Config) -> Windows:
+    """Qwen3-MoE: as Qwen, but in every layer."""
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    return (window,) * config["num_hidden_layers"]
+
+
 def _full_every(default: int, window_key: str, *interval_keys: str) -> Callable[[Config], Windows]:
     """Layer i attends to everything when (i + 1) is a multiple of the interval, else within a window."""
 
@@ -154,7 +160,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "attention_bias": False,
                 **_QWEN_WINDOW,
             },
-            _sliding_if_used,
+            _sliding_everywhere_if_used,
             _qwen_dense,
             qkv_bias="attention_bias",
             output_bias="attention_bias",

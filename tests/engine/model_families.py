@@ -77,6 +77,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, "head_dim": 16, "num_experts": 8, "mlp_only_layers": [1], "norm_topk_prob": True},
     ),
     "qwen3-moe-unnormalised": ("Qwen3MoeConfig", {**MOE, "head_dim": 16, "num_experts": 4}),
+    "qwen3-moe-sliding": (
+        "Qwen3MoeConfig",
+        {**MOE, "num_experts": 4, "use_sliding_window": True, "sliding_window": 9},
+    ),
     "gemma-2": (
         "Gemma2Config",
         {
@@ -107,7 +111,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": (
         "DeepseekV2Config",
         {
-            **LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+            **LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1,
             "routed_scaling_factor": 1.5, "rope_parameters": DEEPSEEK_ROPE,
         },
     ),
