@@ -11,6 +11,7 @@ import numpy as np
 from .compare import Comparison, RunData
 from .gate import Outcome
 from .gate_judge import Check, Delta
+from .layer_errors import layer_sections
 from .page import Card, Figure, Page, Section, Table, Tone, Verdict
 from .plot_style import BAD, GOOD, GRID, INK, MUTED, SERIES, UNSURE, canvas, title, to_svg
 from .plots import distributions_svg, roofline_svg
@@ -268,6 +269,7 @@ def comparison_page(
                 [roofline_table(roofs), *([split] if (split := split_table(results)) else ())],
             ),
             Section("Quality and memory", (), (), quality_and_memory(results)),
+            *layer_sections(results),
             Section("How the verdict is made", (), (), (rules,)),
             Section("How each number is made", (), (), (formula_table(),)),
             Section("What was run: base", (), (), (identity_table(base.result),), folded=True),

@@ -13,7 +13,7 @@ from .comparison_page import (
     latency_samples,
     slowdown_bounds,
 )
-from .layer_errors import layer_table
+from .layer_errors import layer_sections
 from .page import Card, Figure, Page, Section, Table, Verdict
 from .plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from .plots import distributions_svg, roofline_svg
@@ -221,12 +221,7 @@ def recipe_page(run: RecipeRun) -> Page:
                 "Verdict", (gate_sentence(run),), figures[:1], [Table(HEADER, verdict_rows(run))]
             ),
             Section("Quantization", (), (), (quantization_table(run.variants),)),
-            Section(
-                "Layer errors",
-                (),
-                (),
-                (layer_table({one.variant.name: one.manifest for one in run.variants}),),
-            ),
+            *layer_sections(results),
             Section("Speed against the original", (), figures[1:3], per_variant),
             Section(
                 "Roofline",

@@ -11,6 +11,7 @@ from . import metrics, quality, roofline, steady
 from .client import certify
 from .client_words import client_section
 from .eval_tasks import task_tables
+from .layer_errors import layer_sections
 from .page import Card, Figure, Page, Section, Table, Verdict, to_html, to_markdown
 from .plan_residuals import plan_section
 from .plots import SHORT, run_figures
@@ -73,6 +74,7 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
         client_section(ours)
         if ours.get("client")
         else Section("Quality and memory", (), (), quality_and_memory({ours["name"]: result})),
+        *layer_sections({ours["name"]: result}),
         *money_sections({ours["name"]: result}),
         Section("What was run", (), (), (identity_table(result),)),
         Section("How each number is made", (), (), (formula_table(),)),

@@ -8,6 +8,7 @@ from typing import Any
 from ..quant.errors import BadInput
 from .compare import incomparable
 from .comparison_page import bars_svg, latency_samples
+from .layer_errors import layer_sections
 from .page import Figure, Page, Section, Table, Tone, Verdict
 from .plots import distributions_svg, roofline_svg
 from .report import (
@@ -82,6 +83,7 @@ def joined_page(runs: Sequence[RunData]) -> Page:
                 (roofline_table(roofs),),
             ),
             Section("Quality and memory", (), (), quality_and_memory(results)),
+            *layer_sections(results),
             *money_sections(results),
             Section("How each number is made", (), (), (formula_table(),), folded=True),
             *(

@@ -27,6 +27,7 @@ from .environment import (
 from .eval_tasks import prepare_tasks, run_tasks
 from .inprocess import InProcessTarget
 from .interrupt import interrupts_held
+from .layer_errors import recorded_layer_errors
 from .load import Load, drive
 from .machine_load import CpuTimes, other_load
 from .machine_state import machine_state
@@ -243,6 +244,7 @@ class BenchSession:
                 "peak_resident_bytes": peak_bytes,
             },
             "quality": quality,
+            "layer_errors": recorded_layer_errors(self._model),
             "tasks": tasks,
             "roofline": place_on_roofline(engine, self._model, passes),
             "energy": self._energy.part(found["total_input_tokens"], found["total_output_tokens"]),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from llmopt.bench.layer_errors import layer_errors, layer_table
+from pathlib import Path
+
+from llmopt.bench.layer_errors import layer_errors, layer_sections, recorded_layer_errors
 
 
 def manifest(errors: dict[str, float]) -> dict[str, object]:
@@ -19,10 +21,24 @@ def test_errors_are_gathered_by_layer() -> None:
         }
     )
     rtn = manifest({"model.layers.0.mlp.down_proj": 0.04})
-    assert layer_errors(awq) == {0: (0.02, "mlp.down_proj"), 11: (0.05, "mlp.up_proj")}
-    table = layer_table({"awq": awq, "rtn": rtn})
+    assert layer_errors(awq) == [
+        {"layer": 0, "error": 0.02, "worst": "mlp.down_proj"},
+        {"layer": 11, "error": 0.05, "worst": "mlp.up_proj"},
+    ]
+    errors = {"plain": [], "awq": layer_errors(awq), "rtn": layer_errors(rtn)}
+    (section,) = layer_sections(
+        {name: {"llmopt": {"layer_errors": found}} for name, found in errors.items()}
+    )
+    (table,) = section.tables
     assert list(table.header) == ["layer", "awq", "rtn"]
     assert [list(row) for row in table.rows] == [
         ["0", "0.02000 (down_proj)", "0.04000 (down_proj)"],
         ["11", "0.05000 (up_proj)", ""],
     ]
+
+
+def test_a_checkpoint_without_errors_has_no_section(tmp_path: Path) -> None:
+    converted = {"modules": [{"module": "model.layers.0.mlp.up_proj", "error": None}]}
+    assert layer_errors(converted) == []
+    assert recorded_layer_errors(tmp_path) == []
+    assert layer_sections({"old": {"llmopt": {}}, "plain": {"llmopt": {"layer_errors": []}}}) == []
