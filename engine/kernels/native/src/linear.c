@@ -171,15 +171,19 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int8
                     part[r][v] = dot4(part[r][v], weights[v], inputs, narrow);
             }
         }
-        for (int r = 0; r < rows; r++)
+        fvec scales[VECTORS], offsets[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            scales[v] = fload(b->scales[s] + v * LANES);
+            offsets[v] = b->has_offsets ? fload(b->offsets[s] + v * LANES) : fset(0.0f);
+        }
+        for (int r = 0; r < rows; r++) {
+            fvec inputs = fset((float)sums[r * b->steps + s]);
             for (int v = 0; v < VECTORS; v++) {
                 float *to = acc + r * PANEL + v * LANES;
-                fvec sum = ffma(itof(part[r][v]), fload(b->scales[s] + v * LANES), fload(to));
-                if (b->has_offsets)
-                    sum = ffnma(fload(b->offsets[s] + v * LANES), fset((float)sums[r * b->steps + s]),
-                                sum);
-                fstore(to, sum);
+                fvec sum = ffma(itof(part[r][v]), scales[v], fload(to));
+                fstore(to, ffnma(offsets[v], inputs, sum));
             }
+        }
     }
 }
 
