@@ -19,6 +19,8 @@ from .rope import RopeSpec, yarn_scale
 from .spec import ModelSpec, NotCovered, RouterSpec, Temperature
 
 Config = Mapping[str, Any]
+# Where the class of a model type differs from 1e-6.
+_NORM_EPS = {"mixtral": 1e-5, "phi3": 1e-5, "gpt_oss": 1e-5, "llama4_text": 1e-5}
 
 
 def model_spec(raw: Config) -> ModelSpec:
@@ -45,7 +47,7 @@ def model_spec(raw: Config) -> ModelSpec:
             "shape": shape,
             "names": Names(),
             "dtype": str(dtype or "float32"),
-            "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+            "norm_eps": float(config.get("rms_norm_eps", _NORM_EPS.get(model_type, 1e-6))),
             "rotary_width": shape.head_dim,
             "attention_scale": shape.head_dim**-0.5,
             "activation": config.get("hidden_act", "silu"),
@@ -77,11 +79,7 @@ def _llama(shape: ModelShape, config: Config) -> dict[str, Any]:
 def _mixtral(shape: ModelShape, config: Config) -> dict[str, Any]:
     block = "block_sparse_moe"
     names = Names(router=f"{block}.gate", experts=f"{block}.experts", expert=("w1", "w3", "w2"))
-    return {
-        **_rotated(shape, config, 1e6),
-        "names": names,
-        "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
-    }
+    return {**_rotated(shape, config, 1e6), "names": names}
 
 
 def _qwen3_moe(shape: ModelShape, config: Config) -> dict[str, Any]:
@@ -92,13 +90,11 @@ def _qwen3_moe(shape: ModelShape, config: Config) -> dict[str, Any]:
 def _phi3(shape: ModelShape, config: Config) -> dict[str, Any]:
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if given.get("rope_type", given.get("type")) in ("su", "yarn"):  # earlier names
-        config = {**config, "rope_scaling": {**given, "type": "longrope", "rope_type": "longrope"}}
-        config["rope_parameters"] = config["rope_scaling"]
+        config = {**config, "rope_parameters": {**given, "rope_type": "longrope"}}
     part = config.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     return {
         **_rotated(shape, {"original_max_position_embeddings": 4096, **config}),
         "names": Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
         "rotary_width": int(shape.head_dim * part),
     }
 
@@ -161,7 +157,6 @@ def _gpt_oss(shape: ModelShape, config: Config) -> dict[str, Any]:
         **_rotated(shape, config, 150000.0),
         "names": Names(router="mlp.router", fused_experts=True, gate_up_alternates=True),
         "activation": CLAMPED_SWIGLU,
-        "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
         "router": RouterSpec(bias=True),
     }
 
@@ -170,7 +165,6 @@ def _llama4(shape: ModelShape, config: Config) -> dict[str, Any]:
     block = "feed_forward"
     turns = config.get("no_rope_layers") or [window is not None for window in shape.windows]
     rope = RopeSpec.from_config(config, 500000.0)
-    tuned = config.get("attn_temperature_tuning", True)
     return {
         "names": Names(
             gate_up=(f"{block}.gate_proj", f"{block}.up_proj"),
@@ -182,10 +176,9 @@ def _llama4(shape: ModelShape, config: Config) -> dict[str, Any]:
         ),
         "ropes": tuple(rope if turn else None for turn in turns),
         "rotary_neighbours": True,
-        "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
         "key_norm_after_rotation": bool(config.get("use_qk_norm", True)),
         "temperature": Temperature(config.get("floor_scale", 8192), config.get("attn_scale", 0.1))
-        if tuned
+        if config.get("attn_temperature_tuning", True)
         else None,
         "router": RouterSpec(scoring="sigmoid", normalize=False, on_inputs=True),
     }

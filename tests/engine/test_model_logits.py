@@ -171,6 +171,22 @@ def test_both_spellings_of_rope_are_read():
     assert torch.equal(rope_frequencies(new, 64)[0], rope_frequencies(old, 64)[0])
 
 
+def test_earlier_spellings_of_phi3_and_gemma3_mean_the_same():
+    """Files on the hub were written before transformers 5 and leave out what their class knows."""
+    longrope = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    base = {"model_type": "phi3", "original_max_position_embeddings": 64}
+    old = spec(**base, rope_scaling={**longrope, "type": "su"}).ropes[0]
+    new = spec(**base, rope_parameters={**longrope, "rope_type": "longrope"}).ropes[0]
+    assert old == new and new.kind == "longrope" and new.parameters["factor"] == 8.0
+    gemma = {"model_type": "gemma3_text", "sliding_window": 16, "rope_parameters": None}
+    local, *_, everywhere = spec(
+        **gemma, num_hidden_layers=6, rope_theta=5e5, rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ).ropes  # fmt: skip
+    assert (local.theta, local.kind) == (2e4, "default")
+    assert (everywhere.theta, everywhere.kind) == (5e5, "linear")
+
+
 def test_mistrals_window_defaults_as_its_class_does():
     base = {"model_type": "mistral"}
     assert spec(**base).shape.windows == (4096,) * 5
