@@ -9,6 +9,7 @@ from .durable import entry_bytes
 from .families import Family
 from .layer_stream import TOKENS_PER_BATCH
 from .layer_work import HEAD_FAMILY
+from .memory import KEPT_BYTES
 from .methods.gptq import execution_stages
 from .plan import Plan
 from .selection import HEAD, Shapes, matrix_shape
@@ -18,9 +19,11 @@ _FLOAT = 4
 _LIBRARY_BYTES = 32 * 2**20
 # Float copies of the largest linear that a method has at its worst moment, beside the weights themselves,
 # and bytes of codes that it keeps for every weight. GPTQ counts linears with one input as one.
-_COPIES = {"gptq": 3.25, "awq": 6.0, "smoothquant": 4.5, "hqq": 4.0, "squeezellm": 4.0, "nf4": 4.0}
+_COPIES = {"gptq": 3.25, "awq": 11.0, "smoothquant": 5.5, "hqq": 5.0, "squeezellm": 5.0, "nf4": 5.0}
 _CODES = {"awq": 2, "smoothquant": 2}
-_FEW_COPIES = 3.25
+_FEW_COPIES = 4.25
+# Of the activations, what stays in the heaps when the passes are over; measured.
+_KEPT_OF_ONE_PASS, _KEPT_OF_MANY_PASSES = 0.5, 2.0
 _STAGES = 4  # of a decoder layer under true-sequential: attention in and out, MLP in and out
 
 
@@ -35,7 +38,8 @@ class MemoryEstimate:
         grams: Gram matrices of inputs, of held-out tokens and those of calibration tokens so far.
         codes: of the linears so far, one byte a weight.
         work: the method's copies of weights and, with GPTQ, of Gram matrices.
-        activations: of one batch inside the layer, while it runs.
+        activations: of one batch inside the layer, while it runs; afterwards what the C library's heaps
+            keep of them (`memory.give_back`).
     """
 
     libraries: int
@@ -65,6 +69,7 @@ def estimate_memory(
     hidden = tokens * hidden_size * _FLOAT
     batch = min(tokens, TOKENS_PER_BATCH)
     of_layers = _sequential_moments if sequential else _moments
+    kept = _KEPT_OF_MANY_PASSES if sequential else _KEPT_OF_ONE_PASS
     parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]
     if plan.lm_head:
         parts.append((_head(plan), _moments))
@@ -80,7 +85,9 @@ def estimate_memory(
                     grams=grams,
                     codes=codes,
                     work=int(work),
-                    activations=activations if running else 0,
+                    activations=activations
+                    if running
+                    else min(KEPT_BYTES, int(kept * activations)),
                 )
             )
     return max(moments, key=lambda moment: moment.bytes)

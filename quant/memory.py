@@ -11,7 +11,7 @@ from pathlib import Path
 # mallopt(3). Tensors of a layer's weights lie outside the heaps, temporaries of a pass inside: memory that
 # is new to the process costs more time than the arithmetic on it.
 _M_MMAP_THRESHOLD, _OUTSIDE_BYTES = -3, 16 * 2**20
-_M_TRIM_THRESHOLD, _KEPT_BYTES = -1, 256 * 2**20
+_M_TRIM_THRESHOLD, KEPT_BYTES = -1, 256 * 2**20
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -42,7 +42,7 @@ def give_back() -> None:
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _OUTSIDE_BYTES)
-        library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        library.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
         library.malloc_trim(0)
 
 
