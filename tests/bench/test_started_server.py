@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,9 @@ def test_an_interrupt_writes_what_finished_and_stops_the_server(tmp_path: Path) 
     words = "bench --serve llmopt --no-check-client --num-prompts 4000 --num-runs 1 --output-len 8"
     code = "from llmopt.cli.main import main; main()"
     command = [sys.executable, "-c", code, *words.split(), "--result-dir", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    # A shell that runs in the background has its children ignore the interrupt.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         assert process.stderr is not None
         port = ""
         for line in process.stderr:
