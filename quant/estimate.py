@@ -9,7 +9,6 @@ from .durable import entry_bytes
 from .families import Family
 from .layer_stream import TOKENS_PER_BATCH
 from .layer_work import HEAD_FAMILY
-from .memory import KEPT_BYTES
 from .methods.gptq import execution_stages
 from .plan import Plan
 from .selection import HEAD, Shapes, matrix_shape
@@ -22,8 +21,7 @@ _LIBRARY_BYTES = 32 * 2**20
 _COPIES = {"gptq": 3.25, "awq": 11.0, "smoothquant": 5.5, "hqq": 5.0, "squeezellm": 5.0, "nf4": 5.0}
 _CODES = {"awq": 2, "smoothquant": 2}
 _FEW_COPIES = 4.25
-# Of the activations, what stays in the heaps when the passes are over; measured.
-_KEPT_OF_ONE_PASS, _KEPT_OF_MANY_PASSES = 0.5, 2.0
+_HOLES = 1.5  # of a heap, while activations come and go in it; measured
 _STAGES = 4  # of a decoder layer under true-sequential: attention in and out, MLP in and out
 
 
@@ -38,8 +36,7 @@ class MemoryEstimate:
         grams: Gram matrices of inputs, of held-out tokens and those of calibration tokens so far.
         codes: of the linears so far, one byte a weight.
         work: the method's copies of weights and, with GPTQ, of Gram matrices.
-        activations: of one batch inside the layer, while it runs; afterwards what the C library's heaps
-            keep of them (`memory.give_back`).
+        activations: of one batch inside the layer, while it runs; they are given back afterwards.
     """
 
     libraries: int
@@ -69,13 +66,12 @@ def estimate_memory(
     hidden = tokens * hidden_size * _FLOAT
     batch = min(tokens, TOKENS_PER_BATCH)
     of_layers = _sequential_moments if sequential else _moments
-    kept = _KEPT_OF_MANY_PASSES if sequential else _KEPT_OF_ONE_PASS
     parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]
     if plan.lm_head:
         parts.append((_head(plan), _moments))
     moments = []
     for layer, moments_of in parts:
-        activations = batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT
+        activations = int(_HOLES * batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT)
         for grams, codes, work, running in moments_of(layer, plan.method.name, held_out):
             moments.append(
                 MemoryEstimate(
@@ -85,9 +81,7 @@ def estimate_memory(
                     grams=grams,
                     codes=codes,
                     work=int(work),
-                    activations=activations
-                    if running
-                    else min(KEPT_BYTES, int(kept * activations)),
+                    activations=activations if running else 0,
                 )
             )
     return max(moments, key=lambda moment: moment.bytes)

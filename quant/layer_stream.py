@@ -19,6 +19,7 @@ from .architecture import Architecture
 from .checkpoint import Checkpoint
 from .errors import BadInput
 from .families import Family
+from .memory import temporaries_kept
 from .methods.base import InputStatistics
 from .skeleton import Skeleton
 
@@ -159,7 +160,6 @@ class LayerStream:
         """Free the weights of a layer."""
         self._skeleton.empty(index)
 
-    @torch.no_grad()
     def run(
         self, index: int, hidden: torch.Tensor, out: torch.Tensor | None = None, **overrides: Any
     ) -> torch.Tensor:
@@ -173,14 +173,13 @@ class LayerStream:
         outputs = torch.empty_like(hidden) if out is None else out
         named = call.named | overrides
         batch = self._rows(hidden)
-        for start in range(0, hidden.shape[0], batch):
-            rows = slice(start, start + batch)
-            with self._precision():
+        with temporaries_kept(), torch.no_grad(), self._precision():
+            for start in range(0, hidden.shape[0], batch):
+                rows = slice(start, start + batch)
                 result = layer(hidden[rows], *call.arguments, **named)
-            outputs[rows] = result[0] if isinstance(result, tuple) else result
+                outputs[rows] = result[0] if isinstance(result, tuple) else result
         return outputs
 
-    @torch.no_grad()
     def measure(
         self, index: int, hidden: torch.Tensor, only: Collection[str] | None = None
     ) -> dict[str, InputStatistics]:
@@ -213,10 +212,11 @@ class LayerStream:
         batch = self._rows(hidden)
         layer, call = self._layers[index], self._calls[index]
         try:
-            for start in range(0, hidden.shape[0], batch):
-                unseen |= records
-                with suppress(_AllSeen), self._precision():
-                    layer(hidden[start : start + batch], *call.arguments, **call.named)
+            with temporaries_kept(), torch.no_grad(), self._precision():
+                for start in range(0, hidden.shape[0], batch):
+                    unseen |= records
+                    with suppress(_AllSeen):
+                        layer(hidden[start : start + batch], *call.arguments, **call.named)
         finally:
             for handle in handles:
                 handle.remove()

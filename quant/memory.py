@@ -6,12 +6,12 @@ import contextlib
 import ctypes
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-# mallopt(3). Tensors of a layer's weights lie outside the heaps, temporaries of a pass inside: memory that
-# is new to the process costs more time than the arithmetic on it.
-_M_MMAP_THRESHOLD, _OUTSIDE_BYTES = -3, 16 * 2**20
-_M_TRIM_THRESHOLD, KEPT_BYTES = -1, 256 * 2**20
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # mallopt(3)
+_OUTSIDE_BYTES, _TRIMMED_BYTES = 2**20, 2**17
+_OUTSIDE_IN_PASSES, _KEPT_IN_PASSES = 16 * 2**20, 256 * 2**20
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -40,10 +40,31 @@ def give_back() -> None:
     call on, tensors of some size lie outside its heaps. Elsewhere than with glibc this does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
-        library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, _OUTSIDE_BYTES)
-        library.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+        library = _allocate(_OUTSIDE_BYTES, _TRIMMED_BYTES)
         library.malloc_trim(0)
+
+
+@contextlib.contextmanager
+def temporaries_kept() -> Iterator[None]:
+    """Let the heap keep what is freed while many tensors come and go that none outlives.
+
+    Memory that is new to the process costs more time than the arithmetic on it. Afterwards all is given back;
+    a small object that stays among them would keep the heap from shrinking.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        _allocate(_OUTSIDE_IN_PASSES, _KEPT_IN_PASSES)
+    try:
+        yield
+    finally:
+        give_back()
+
+
+def _allocate(outside_bytes: int, kept_bytes: int) -> ctypes.CDLL:
+    """Blocks of at least so many bytes lie outside the heaps, which keep so many freed bytes at their end."""
+    library = ctypes.CDLL(None)
+    library.mallopt(_M_MMAP_THRESHOLD, outside_bytes)
+    library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
+    return library
 
 
 def _field(name: str) -> int | None:

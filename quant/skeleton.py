@@ -51,6 +51,7 @@ class Skeleton:
             raise BadInput(f"{checkpoint.folder} holds no tensors of decoder layer 0")
         self.disk_prefix = inside[0][: inside[0].index(".0.")]
         self._by_layer = self._sorted_into_layers()
+        self._empty: dict[int, dict[str, Any]] = {}  # of layers with weights: the tensors they had
         for index, layer in enumerate(self.layers):
             _split(layer, set(self._by_layer[index].values()))
 
@@ -80,7 +81,7 @@ class Skeleton:
             BadInput: they are not those of this architecture.
         """
         prefix, layer = f"{self.disk_prefix}.{index}", self.layers[index]
-        held = layer.state_dict().keys()
+        held = layer.state_dict(keep_vars=True)
         state = {}
         for disk, tensor in tensors.items():
             name = self._by_layer[index].get(disk, disk)
@@ -88,6 +89,7 @@ class Skeleton:
             if name in held or not ignored:
                 state[name] = tensor.to(torch.float32)
         self._load(layer, state, prefix)
+        self._empty.setdefault(index, held)
 
     def _load(self, module: nn.Module, state: dict[str, torch.Tensor], what: str) -> None:
         try:
@@ -100,7 +102,10 @@ class Skeleton:
 
     def empty(self, index: int) -> None:
         """Free the weights of a layer."""
-        _release(self.layers[index])
+        # Those that were there before: new ones would come to lie between the layer's own, and what lies
+        # between them keeps the heap from shrinking when those go.
+        if index in self._empty:
+            self.layers[index].load_state_dict(self._empty.pop(index), assign=True)
 
     @contextmanager
     def surroundings(self, token_ids: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -230,11 +235,3 @@ def _split(layer: nn.Module, names: set[str]) -> None:
             if f"{path}.0.{leaves[0]}.weight" in names:
                 with torch.device("meta"):
                     layer.set_submodule(path, SplitExperts(fused, leaves).requires_grad_(False))
-
-
-def _release(module: nn.Module) -> None:
-    meta = {
-        name: torch.empty_like(tensor, device="meta")
-        for name, tensor in module.state_dict().items()
-    }
-    module.load_state_dict(meta, assign=True)
