@@ -53,6 +53,7 @@ class Request:
     priority: int = 0
     num_completions: int = 1
     cache_salt: bytes = b""
+    lora: str | None = None
 
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0

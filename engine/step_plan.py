@@ -21,6 +21,7 @@ class ScheduledRow:
         history: all known tokens of the sequence, for penalties.
         num_prompt_tokens: how many of `history` are prompt.
         params, seed: how to draw.
+        lora: the adapter that computes them, if any.
     """
 
     sequence_id: str
@@ -33,6 +34,7 @@ class ScheduledRow:
     params: SamplingParams
     seed: int
 
+    lora: str | None = None
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -40,12 +40,14 @@ class StepInputs:
         token_ids, positions: int64 [tokens].
         slots: int64 [tokens], where each token's keys and values go.
         batch: what each token may see.
+        adapters: int64, the tokens of each adapter that somebody asks for; None: all tokens.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     batch: AttentionBatch
+    adapters: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

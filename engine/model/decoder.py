@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,11 @@ from torch.nn import functional
 
 from ..kernels.paged_attention import PAGED_ATTENTION, AttentionSituation
 from ..kernels.rotary import expand_angles
+from ..lora.bank import AdapterBank
 from .attention import Attention, LayerCache, Step, StepInputs
 from .mlp import Block
 from .norm import Norm
-from .projection import Projection
+from .projection import LinearSite, Projection
 from .rope import RopeSpec, rope_table
 from .spec import KvLayout, ModelSpec
 
@@ -58,7 +59,8 @@ class DecoderLayer:
 class DecoderWeights:
     """Everything that was learnt. With tied embeddings `head` projects onto the embedding.
 
-    `ropes` are the distinct rotations, in the order in which the layers' `Rotation.index` counts them.
+    `ropes` are the distinct rotations, in the order in which the layers' `Rotation.index` counts them;
+    `linears` the layers' linears by name, for adapters.
     """
 
     embedding: torch.Tensor
@@ -68,6 +70,7 @@ class DecoderWeights:
     head: Projection
     is_tied: bool
     ropes: Sequence[RopeSpec]
+    linears: Mapping[str, LinearSite]
 
     @property
     def bytes_held(self) -> int:
@@ -88,10 +91,16 @@ class Decoder:
     """A decoder-only transformer, whatever its family."""
 
     def __init__(
-        self, spec: ModelSpec, weights: DecoderWeights, max_model_len: int, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        max_model_len: int,
+        dtype: torch.dtype,
+        adapters: AdapterBank | None = None,
     ) -> None:
         self.spec = spec
         self.weights = weights
+        self._adapters = adapters
         self._dtype = dtype
         device = weights.embedding.device
         self._tables = [
@@ -120,7 +129,8 @@ class Decoder:
     @property
     def bytes_held(self) -> int:
         """Bytes of weights in memory."""
-        return self.weights.bytes_held
+        adapters = 0 if self._adapters is None else self._adapters.num_bytes
+        return self.weights.bytes_held + adapters
 
     @property
     def bytes_per_step(self) -> int:
@@ -138,6 +148,8 @@ class Decoder:
             for cos, sin in self._tables
         ]
         step = Step(inputs, angles, self._attend)
+        if self._adapters is not None:
+            self._adapters.rows = inputs.adapters
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)
         if self._scale != 1.0:
             hidden = hidden * self._scale

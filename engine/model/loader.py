@@ -17,7 +17,7 @@ from .decoder import DecoderLayer, DecoderWeights
 from .experts import MixtureOfExperts, Router
 from .mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating
 from .norm import Norm
-from .projection import Projection
+from .projection import LinearSite, Projection
 from .reader import CheckpointReader
 from .rope import RopeSpec
 from .spec import ModelSpec
@@ -82,7 +82,19 @@ class _Loader:
         else:
             head = reader.projection([head_name], hidden, [vocab], bias=False)
         reader.finish(lambda name: self._may_remain(name, f"{head_name}.weight" if tied else ""))
-        return DecoderWeights(embedding, positions, layers, final_norm, head, tied, ropes)
+        return DecoderWeights(
+            embedding, positions, layers, final_norm, head, tied, ropes, self._linears()
+        )
+
+    def _linears(self) -> dict[str, LinearSite]:
+        """The layers' linears, by their names below the decoder, that see every row of a step."""
+        names = self.spec.names
+        within, routed = self.base + names.layer.split("{")[0], f".{names.experts}."
+        return {
+            name.removeprefix(self.base): site
+            for name, site in self.reader.linears.items()
+            if name.startswith(within) and routed not in name
+        }
 
     def _may_remain(self, name: str, second_head: str) -> bool:
         """A tied head saved a second time, saved buffers, the layers that predict further tokens

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
+from ..lora.bank import AdapterBank
 from .attention import LayerCache, StepInputs
 from .decoder import Decoder
 from .families import model_spec
@@ -60,10 +62,12 @@ def open_model(
     device: torch.device,
     dtype: torch.dtype,
     input_bits: int = 16,
+    loras: Mapping[str, Path] | None = None,
 ) -> tuple[CausalModel, int]:
     """Load a model; returns it and the longest sequence that it will be asked for.
 
-    With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits.
+    With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits. `loras` are
+    folders of adapters by name.
 
     Raises:
         BadInput: a broken checkpoint, a model that cannot be served, or a `max_model_len` beyond the
@@ -74,12 +78,17 @@ def open_model(
     except NotCovered as reason:
         from .adapter import TransformersModel
 
+        if loras:
+            raise BadInput(f"adapters are for the decoder's own model types: {reason}") from reason
         _log.info("%s: transformers' modules are used: %s", checkpoint.folder, reason)
         model = TransformersModel(checkpoint, device, dtype)
         return model, _longest(max_model_len, model.max_context)
     longest = _longest(max_model_len, spec.max_model_len)
     weights = load_weights(checkpoint, spec, device, dtype, input_bits)
-    return Decoder(spec, weights, longest, dtype), longest
+    bank = None
+    if loras:
+        bank = AdapterBank(loras, weights.linears, spec.names.bases, device, dtype)
+    return Decoder(spec, weights, longest, dtype, bank), longest
 
 
 def _longest(asked: int | None, own: int | None) -> int:

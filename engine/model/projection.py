@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from ...quant.tensors.integer import IntTensor
 from ...quant.tensors.vectorwise import VectorwiseTensor
 from ..kernels.linear import FusesBias, LinearKernel, TorchLinear, prepare_linear
 from ..kernels.quantized_linear import prepare_quantized_linear
+
+Delta = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds to `y [tokens, out]`, in place, what belongs to `x [tokens, in]` beside the weights."""
 
 
 class Projection:
@@ -46,6 +49,7 @@ class Projection:
             only.fuse_bias(bias)
             bias = None
         self._bias = bias
+        self._delta: Delta | None = None
         self.weight_bytes = sum(kernel.weight_bytes for kernel in self._kernels)
         if bias is not None:
             self.weight_bytes += bias.nbytes
@@ -55,12 +59,34 @@ class Projection:
         """Whether the kernels read weights of their own, and not the tensors that were given."""
         return len(self._kernels) > 1 or not isinstance(self._kernels[0], TorchLinear)
 
+    def add_delta(self, delta: Delta) -> None:
+        """Let `delta` change every result from now on."""
+        self._delta = delta
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(self._kernels) == 1:
             y = self._kernels[0](x)
         else:
             y = torch.cat([kernel(x) for kernel in self._kernels], dim=-1)
-        return y if self._bias is None else y + self._bias
+        if self._bias is not None:
+            y = y + self._bias
+        if self._delta is not None:
+            self._delta(x, y)
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSite:
+    """Where a checkpoint's linear lies: in the outputs of `projection` from `begin` on."""
+
+    projection: Projection
+    begin: int
+    out_features: int
+    in_features: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.out_features
 
 
 def _kind(weight: torch.Tensor | QuantizedTensor) -> object:

@@ -12,7 +12,7 @@ from ...quant.errors import BadInput
 from ...quant.formats.mxfp4 import METHOD, mxfp4_names, read_mxfp4
 from ...quant.read import quantized_modules, read_quantized, tensor_names
 from ...quant.tensors.base import QuantizedTensor
-from .projection import Projection
+from .projection import LinearSite, Projection
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ class CheckpointReader:
         self._has_mxfp4 = (checkpoint.quantization_config or {}).get("quant_method") == METHOD
         self._quantized = set() if self._has_mxfp4 else quantized_modules(checkpoint)
         self._unread = set(checkpoint.names)
+        self.linears: dict[str, LinearSite] = {}
+        """Where each linear that was read as a projection lies."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
@@ -87,7 +89,11 @@ class CheckpointReader:
                 self.tensor(f"{m}.bias", out) for m, out in zip(modules, out_features, strict=True)
             ]
             biases = torch.cat(parts)
-        return self.stacked(weights, biases)
+        projection, begin = self.stacked(weights, biases), 0
+        for module, out in zip(modules, out_features, strict=True):
+            self.linears[module] = LinearSite(projection, begin, out, in_features)
+            begin += out
+        return projection
 
     def stacked(
         self, weights: Sequence[torch.Tensor | QuantizedTensor], bias: torch.Tensor | None
