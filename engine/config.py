@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..quant.errors import BadInput
@@ -36,6 +37,7 @@ class EngineConfig:
     model: str | Path | None = None
     dtype: str = "auto"
     device: str = "auto"
+        loras: folders of adapters in PEFT's form, by the names that requests give.
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     num_blocks: int | None = None
@@ -53,6 +55,7 @@ class EngineConfig:
             raise BadInput(f"dtype {self.dtype!r}: choose {', '.join(DTYPES)}")
         if self.device.split(":")[0] not in DEVICES:
             raise BadInput(f"device {self.device!r}: choose {', '.join(DEVICES)} or cuda:N")
+    loras: Mapping[str, Path] = field(default_factory=dict)
         if self.cpu_activations not in (8, 16):
             raise BadInput(f"cpu_activations = {self.cpu_activations}: choose 8 or 16")
         if self.kv_cache_memory_bytes is not None and self.num_blocks is not None:

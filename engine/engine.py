@@ -19,6 +19,7 @@ from .block_pool import BlockPool
 from .config import EngineConfig
 from .detokenizer import IncrementalDetokenizer
 from .host import usable_cores
+from .lora.settings import adapter_salt
 from .kv_cache import KvCache, choose_num_blocks
 from .model.open import open_model
 from .model_runner import ModelRunner, StepResult
@@ -72,7 +73,12 @@ class Engine:
         self.tokenizer = _load_tokenizer(self.folder)
         self.eos_token_ids = _eos_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
         model, self.max_model_len = open_model(
-            checkpoint, config.max_model_len, self.device, self.dtype, config.cpu_activations
+            checkpoint,
+            config.max_model_len,
+            self.device,
+            self.dtype,
+            config.cpu_activations,
+            config.loras,
         )
         self.vocab_size = model.vocab_size
 
@@ -124,16 +130,18 @@ class Engine:
         arrival_seconds: float | None = None,
         priority: int = 0,
         cache_salt: bytes = b"",
+        lora: str | None = None,
     ) -> None:
         """Queue a prompt, as text or as token ids.
 
         `arrival_seconds` is on the clock of `time.perf_counter`, now by default. A smaller `priority`
-        is served first.
+        is served first. `lora` names one of the config's adapters.
 
         Raises:
-            BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, or a request
-                that can never fit.
+            BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, an unknown
+                adapter, or a request that can never fit.
         """
+        self._check_lora(lora)
         if any(r.request_id == request_id for r in self.scheduler.requests()):
             raise BadInput(f"request id {request_id!r} is in use")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -154,7 +162,8 @@ class Engine:
             times=RequestTimes(time.perf_counter() if arrival_seconds is None else arrival_seconds),
             priority=priority,
             num_completions=params.n,
-            cache_salt=cache_salt,
+            cache_salt=adapter_salt(lora, cache_salt),
+            lora=lora,
         )
         self.scheduler.add(request)
         self._next_order += params.n
@@ -188,12 +197,14 @@ class Engine:
         """Token ids of a prompt, with the special tokens that the tokenizer adds."""
         return list(self.tokenizer(text).input_ids)
 
-    def prompt_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def prompt_logits(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
         """Scores after each token, float32 [tokens, vocab], through the paged path.
 
         Raises:
-            BadInput: no tokens, tokens outside the vocabulary, or more than fit in the free cache.
+            BadInput: no tokens, tokens outside the vocabulary, more than fit in the free cache, or an
+                unknown adapter.
         """
+        self._check_lora(lora)
         self._check_tokens(token_ids, SamplingParams())
         size, pool = self.scheduler.config.block_size, self.scheduler.pool
         needed = -(-len(token_ids) // size)
@@ -205,7 +216,7 @@ class Engine:
         blocks = pool.allocate(needed)
         try:
             return self.runner.prompt_logits(
-                token_ids, blocks, self.scheduler.config.max_num_batched_tokens
+                token_ids, blocks, self.scheduler.config.max_num_batched_tokens, lora
             )
         finally:
             pool.free(blocks)
@@ -229,6 +240,11 @@ class Engine:
             kv_blocks_total=pool.num_usable,
             kv_blocks_used=pool.num_usable - pool.num_free,
         )
+
+    def _check_lora(self, name: str | None) -> None:
+        if name is not None and name not in self.config.loras:
+            known = ", ".join(self.config.loras) or "none"
+            raise BadInput(f"no adapter {name!r}: this engine has {known}")
 
     def _check_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         if not token_ids:

@@ -31,20 +31,24 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[GenerationResult]:
         """Complete prompts (text or token ids) together; results come in the prompts' order.
 
-        `params` is one for all, or one for each prompt.
+        `params` is one for all, or one for each prompt; so is `lora`, the name of an adapter.
 
         Raises:
-            BadInput: a prompt that can never fit; none of the prompts is left in the engine then.
+            BadInput: a prompt that can never fit or an unknown adapter; none of the prompts is left in
+                the engine then.
         """
         batch = _as_batch(prompts)
         each = _as_params(params, len(batch))
+        adapters = _as_adapters(lora, len(batch))
         results: dict[str, GenerationResult] = {}
         try:
-            for prompt, own in zip(batch, each, strict=True):
-                result = self._add(prompt, own)
+            for prompt, own, adapter in zip(batch, each, adapters, strict=True):
+                result = self._add(prompt, own, adapter)
                 results[result.request_id] = result
             while self.engine.has_unfinished():
                 for piece in self.engine.step():
@@ -58,10 +62,10 @@ class LLM:
         return list(results.values())
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, lora: str | None = None
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding what each step adds; leaving the loop aborts the request."""
-        request_id = self._add(prompt, params or SamplingParams()).request_id
+        request_id = self._add(prompt, params or SamplingParams(), lora).request_id
         try:
             while self.engine.has_unfinished():
                 for piece in self.engine.step():
@@ -70,12 +74,14 @@ class LLM:
         finally:
             self.engine.abort(request_id)
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> GenerationResult:
+    def _add(self, prompt: Prompt, params: SamplingParams, lora: str | None) -> GenerationResult:
         request_id = f"llm-{self._next_id}"
         self._next_id += 1
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.engine.add_request(request_id, token_ids, params, arrival_seconds=time.perf_counter())
+        self.engine.add_request(
+            request_id, token_ids, params, arrival_seconds=time.perf_counter(), lora=lora
+        )
         completions = [Completion(index) for index in range(params.n)]
         return GenerationResult(request_id, text, token_ids, completions)
 
@@ -97,3 +103,11 @@ def _as_params(
     if len(params) != count:
         raise BadInput(f"{len(params)} sampling params for {count} prompts: give one, or one each")
     return list(params)
+
+
+def _as_adapters(lora: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    if lora is None or isinstance(lora, str):
+        return [lora] * count
+    if len(lora) != count:
+        raise BadInput(f"{len(lora)} adapters for {count} prompts: give one, or one each")
+    return list(lora)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from .block_pool import NULL_BLOCK
 from .kernels.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan
 from .kv_cache import KvCache
+from .lora.bank import rows_by_adapter
 from .model.attention import StepInputs
 from .model.open import CausalModel
 from .outputs import TokenLogprobs
@@ -62,7 +63,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prompt_logits(
-        self, token_ids: Sequence[int], block_ids: Sequence[int], chunk: int
+        self,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],
+        chunk: int,
+        lora: str | None = None,
     ) -> torch.Tensor:
         """Scores after each of `token_ids`, float32 [tokens, vocab], in chunks of `chunk` tokens.
 
@@ -72,12 +77,16 @@ class ModelRunner:
         for begin in range(0, len(token_ids), chunk):
             tokens = token_ids[begin : begin + chunk]
             spans = [(begin, tokens, block_ids)]
-            hidden = self.decoder.forward(self._inputs_of(spans), self.cache.layers)
+            adapters = rows_by_adapter([(lora, len(tokens))], self._device)
+            inputs = replace(self._inputs_of(spans), adapters=adapters)
+            hidden = self.decoder.forward(inputs, self.cache.layers)
             scores.append(self.decoder.logits(hidden))
         return torch.cat(scores)
 
     def _inputs(self, rows: Sequence[ScheduledRow]) -> StepInputs:
-        return self._inputs_of([(row.start, row.token_ids, row.block_ids) for row in rows])
+        inputs = self._inputs_of([(row.start, row.token_ids, row.block_ids) for row in rows])
+        loras = [(row.lora, row.num_tokens) for row in rows]
+        return replace(inputs, adapters=rows_by_adapter(loras, self._device))
 
     def _inputs_of(self, runs: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> StepInputs:
         """Tensors for runs of (start position, token ids, block ids of the whole sequence)."""
