@@ -12,6 +12,7 @@ import torch
 
 from ..engine.planner.ask import Ask, plan_for
 from ..engine.planner.catalog import find_model
+from ..engine.planner.kv_dtypes import OF_ENGINE
 from ..engine.planner.plan_json import plan_as_dict
 from ..engine.planner.replay import WrittenPlan, read_plan
 from ..quant.checkpoint import read_json
@@ -105,6 +106,7 @@ def planned(stages: Stages, options: BenchOptions) -> WrittenPlan:
             model=model,
             context=None if options.max_model_len is None else str(options.max_model_len),
             output_tokens=options.output_len,
+            kv_dtype=OF_ENGINE.get(options.kv_cache_dtype),
             block_size=options.block_size,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,

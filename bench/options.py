@@ -67,6 +67,7 @@ class BenchOptions(BaseModel):
 
     dtype: str = "auto"
     device: str = "auto"
+    kv_cache_dtype: Literal["auto", "bfloat16", "float32", "fp8", "int8"] = "auto"
     num_threads: PositiveInt | None = None
     cpu_activations: Literal[8, 16] = 16
     max_model_len: PositiveInt | None = None

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ..engine.planner.catalog import find_model
+from ..engine.planner.kv_dtypes import OF_ENGINE
 from ..engine.planner.replay import WrittenPlan, read_plan
 from .page import Section, Table
 from .trace import LoadPass
@@ -124,11 +125,12 @@ def _row(
 def _differences(plan: WrittenPlan, engine: Engine) -> list[str]:
     """Settings of the run that the plan had otherwise, each with what to do about it."""
     values, config = plan.values, engine.scheduler.config
-    dtype = {"bfloat16": "bf16"}.get(name := str(engine.dtype).removeprefix("torch."), name)
+    stored = engine.config.kv_cache_dtype
+    dtype = OF_ENGINE[str(engine.dtype).removeprefix("torch.") if stored == "auto" else stored]
     pairs = (
         ("tokens of a block", values["block_size"], config.block_size, "--block-size"),
         ("tokens of a sequence", values["context"], config.max_model_len, "--max-model-len"),
-        ("type of the KV cache", values["kv_dtype"], dtype, "--dtype"),
+        ("type of the KV cache", values["kv_dtype"], dtype, "--kv-cache-dtype"),
     )
     return [
         f"{what}: {planned} in the plan, {found} here ({option})"

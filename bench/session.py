@@ -330,6 +330,7 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
     settings = {
         "dtype": options.dtype,
         "device": options.device,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "block_size": options.block_size,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
         "max_model_len": options.max_model_len,
@@ -375,6 +376,11 @@ def identity(
             "num_threads": options.num_threads,
             # Only where it is not what it always was: older results stay comparable.
             **({} if options.cpu_activations == 16 else {"cpu_activations": 8}),
+            **(
+                {}
+                if options.kv_cache_dtype == "auto"
+                else {"kv_cache_dtype": options.kv_cache_dtype}
+            ),
         },
         "device": str(engine.device),
         "machine": machine_name(str(engine.device)),
@@ -402,7 +408,11 @@ def reference_log_probabilities(
 ) -> list[torch.Tensor]:
     """The reference model's distributions, from an engine of its own with a small cache."""
     engine = load_engine(
-        options, reference, max_num_seqs=SCORING_SEQUENCES, kv_cache_memory_bytes=None
+        options,
+        reference,
+        max_num_seqs=SCORING_SEQUENCES,
+        kv_cache_memory_bytes=None,
+        kv_cache_dtype="auto",
     )
     return log_probabilities(engine, passage, progress=progress, what="reference")
 
@@ -426,7 +436,7 @@ def place_on_roofline(
         shape,
         measure_ceilings(engine.device, engine.dtype, weight_bytes),
         weight_bytes=weight_bytes,
-        kv_bytes_per_element=engine.dtype.itemsize,
+        kv_bytes_per_element=engine.memory.kv_bytes_per_token / shape.kv_bytes_per_token(1),
         unquantized_bytes=engine.dtype.itemsize,
     )
 

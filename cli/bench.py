@@ -138,6 +138,13 @@ def bench(
     block_size: Annotated[
         int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=ENGINE)
     ] = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="How keys and values are stored: auto (as --dtype), bfloat16, float32, fp8 or int8.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "auto",
     kv_cache_memory_bytes: Annotated[
         int | None, typer.Option(help="Size of the KV cache.", rich_help_panel=ENGINE)
     ] = None,

@@ -30,6 +30,12 @@ def serve_local(
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Size of the KV cache, as in 4GiB. Default: derived.")
     ] = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="How keys and values are stored: auto (as --dtype), bfloat16, float32, fp8 or int8."
+        ),
+    ] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its beginning.")
@@ -73,6 +79,7 @@ def serve_local(
         dtype=dtype,
         device=device,
         block_size=block_size,
+        kv_cache_dtype=kv_cache_dtype,
         kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..quant.errors import BadInput
 
 DTYPES = ("auto", "bfloat16", "float32")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "fp8", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -18,8 +19,10 @@ class EngineConfig:
 
     Attributes:
         model: a folder, a bundled model's name, or a hub id.
-        dtype: of weights that are not quantized, activations and KV cache. "auto" takes bfloat16 where
-            the device computes in it, float32 elsewhere.
+        dtype: of weights that are not quantized and of activations. "auto" takes bfloat16 where the
+            device computes in it, float32 elsewhere.
+        kv_cache_dtype: of keys and values at rest; "auto" takes `dtype`. fp8 (e4m3) and int8 keep a
+            float32 scale for each token and KV head.
         device: "auto" takes CUDA where there is one.
         block_size: tokens in a KV block.
         kv_cache_memory_bytes, num_blocks: size of the KV cache, in one of the two ways.
@@ -32,12 +35,13 @@ class EngineConfig:
         cpu_activations: bits of what integer weights are multiplied with on a CPU. With 16 a checkpoint
             that quantizes weights alone gives the numbers of its weights; with 8 every token is rounded
             to 8 bits before each quantized linear, which is faster from a few tokens a step on.
+        loras: folders of adapters in PEFT's form, by the names that requests give.
     """
 
     model: str | Path | None = None
     dtype: str = "auto"
     device: str = "auto"
-        loras: folders of adapters in PEFT's form, by the names that requests give.
+    kv_cache_dtype: str = "auto"
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     num_blocks: int | None = None
@@ -49,13 +53,17 @@ class EngineConfig:
     seed: int = 0
     num_threads: int | None = None
     cpu_activations: int = 16
+    loras: Mapping[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise BadInput(f"dtype {self.dtype!r}: choose {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise BadInput(
+                f"kv_cache_dtype {self.kv_cache_dtype!r}: choose {', '.join(KV_CACHE_DTYPES)}"
+            )
         if self.device.split(":")[0] not in DEVICES:
             raise BadInput(f"device {self.device!r}: choose {', '.join(DEVICES)} or cuda:N")
-    loras: Mapping[str, Path] = field(default_factory=dict)
         if self.cpu_activations not in (8, 16):
             raise BadInput(f"cpu_activations = {self.cpu_activations}: choose 8 or 16")
         if self.kv_cache_memory_bytes is not None and self.num_blocks is not None:

@@ -19,8 +19,8 @@ from .block_pool import BlockPool
 from .config import EngineConfig
 from .detokenizer import IncrementalDetokenizer
 from .host import usable_cores
+from .kv_cache import KvCache, choose_num_blocks, kv_bytes_per_token, stored_dtype
 from .lora.settings import adapter_salt
-from .kv_cache import KvCache, choose_num_blocks
 from .model.open import open_model
 from .model_runner import ModelRunner, StepResult
 from .outputs import EngineStats, RequestOutput, TokenLogprobs
@@ -44,6 +44,7 @@ class EngineMemory:
     weight_bytes: int
     kv_cache_bytes: int
     weight_bytes_per_step: int
+    kv_bytes_per_token: int
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class Engine:
         kind = self.device.type
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[kind]
+        kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
         num_blocks = choose_num_blocks(
             config,
             model.kv_layouts,
@@ -92,14 +94,15 @@ class Engine:
             self.max_model_len,
             max_num_seqs,
             self.device,
-            self.dtype,
+            kv_dtype,
         )
-        cache = KvCache(model.kv_layouts, num_blocks, block_size, self.device, self.dtype)
+        cache = KvCache(model.kv_layouts, num_blocks, block_size, self.device, kv_dtype)
         self.runner = ModelRunner(model, cache, self.device, self.dtype, self.eos_token_ids)
         self.memory = EngineMemory(
             weight_bytes=model.bytes_held,
             kv_cache_bytes=cache.num_bytes,
             weight_bytes_per_step=model.bytes_per_step,
+            kv_bytes_per_token=kv_bytes_per_token(model.kv_layouts, kv_dtype),
         )
         pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(

@@ -11,9 +11,22 @@ import torch
 
 from .config import EngineConfig
 from .host import available_memory_bytes
+from .kernels.paged_tensor import vector_bytes
 from .model.attention import LayerCache
 from .model.spec import KvLayout
 from .planner.cache_size import CacheRequest, size_cache
+
+_STORED = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+
+
+def stored_dtype(name: str, computed: torch.dtype) -> torch.dtype:
+    """What `EngineConfig.kv_cache_dtype` means in an engine that computes in `computed`."""
+    return _STORED.get(name, computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +35,17 @@ class _Layers:
 
     layouts: Sequence[KvLayout]
 
+    @property
+    def num_elements(self) -> int:
+        return sum(layout.num_elements for layout in self.layouts)
+
     def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
-        return ceil(sum(layout.num_elements for layout in self.layouts) * bytes_per_element)
+        return ceil(self.num_elements * bytes_per_element)
+
+
+def kv_bytes_per_token(layouts: Sequence[KvLayout], dtype: torch.dtype) -> int:
+    """Bytes that a token takes in all layers, the scales of 8-bit types included."""
+    return sum(vector_bytes(dim, dtype) for layout in layouts for dim in layout.vectors)
 
 
 def choose_num_blocks(
@@ -37,24 +59,27 @@ def choose_num_blocks(
 ) -> int:
     """Blocks of the cache, the null block included: the planner's rule, with the memory free now.
 
+    `dtype` is what keys and values are stored in.
+
     Raises:
         BadInput: the memory given does not hold a single sequence.
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
+    layers = _Layers(layouts)
     request = CacheRequest(
         kind=device.type,
-        bytes_per_element=dtype.itemsize,
+        bytes_per_element=Fraction(kv_bytes_per_token(layouts, dtype), layers.num_elements),
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         memory_bytes=config.kv_cache_memory_bytes,
         num_blocks=config.num_blocks,
     )
-    return size_cache(_Layers(layouts), request, free).num_blocks + 1
+    return size_cache(layers, request, free).num_blocks + 1
 
 
 class KvCache:
-    """Keys and values of all layers, [blocks, block_size, kv_heads, head_dim] a layer."""
+    """Keys and values of all layers, in blocks, stored as `dtype`; 8-bit types bring their scales."""
 
     def __init__(
         self,
@@ -64,24 +89,19 @@ class KvCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.layers: list[LayerCache] = []
-        for layout in layouts:
-            shape = (num_blocks, block_size, layout.num_heads)
-            # Zeros, not empty: padding reads the null block, and a stray NaN there would spread.
-            keys = torch.zeros(*shape, layout.key_dim, device=device, dtype=dtype)
-            if layout.values_in_keys:
-                values = keys[..., : layout.value_dim]
-            else:
-                values = torch.zeros(*shape, layout.value_dim, device=device, dtype=dtype)
-            self.layers.append(LayerCache(keys, values, layout.values_in_keys))
+        self.layers = [
+            LayerCache.zeros(layout, num_blocks, block_size, device, dtype) for layout in layouts
+        ]
         self.block_size = block_size
+        self.dtype = dtype
         self.num_bytes = sum(part.nbytes for layer in self.layers for part in layer.parts)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination); every source is read before any is written."""
         if not copies:
             return
-        sources, destinations = torch.tensor(copies, device=self.layers[0].keys.device).unbind(1)
+        device = self.layers[0].parts[0].device
+        sources, destinations = torch.tensor(copies, device=device).unbind(1)
         for layer in self.layers:
             for part in layer.parts:
                 part.index_copy_(0, destinations, part.index_select(0, sources))

@@ -323,7 +323,7 @@ class Scheduler:
             cache_salt=parent.cache_salt,
             num_cached_tokens=parent.num_cached_tokens,
             block_hashes=list(parent.block_hashes),
-            lora=request.lora,
+            lora=parent.lora,
         )
         self._requests[child.sequence_id] = child
         num_full, partial = divmod(parent.num_computed_tokens, self.config.block_size)
@@ -377,4 +377,3 @@ class Scheduler:
             self.pool.free(request.block_ids[begin:end])
             request.block_ids[begin:end] = [NULL_BLOCK] * (end - begin)
             request.num_dropped_blocks = end
-            lora=parent.lora,

@@ -1,8 +1,9 @@
 """Attention over a paged KV cache: causal, grouped-query, with windows, soft caps and learned sinks.
 
-The cache of a layer is `keys` [blocks, block_size, kv_heads, head_dim] and `values` with a head size of
-their own. A batch is a run of tokens, sequence after sequence; token t of a sequence sees its own past:
-every position up to its own, the last `window` of them, or those of its own `chunk`.
+The cache of a layer is `keys` of [blocks, block_size, kv_heads, head_dim] and `values` with a head size of
+their own; attention is over what they read back in the queries' dtype. A batch is a run of tokens,
+sequence after sequence; token t of a sequence sees its own past: every position up to its own, the last
+`window` of them, or those of its own `chunk`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from .dispatch import Candidate, Operation
+from .paged_tensor import PagedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +135,29 @@ class AttentionBatch:
 
 
 AttentionKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch, AttentionRule], torch.Tensor
+    [torch.Tensor, PagedTensor, PagedTensor, AttentionBatch, AttentionRule], torch.Tensor
 ]
 """(queries [tokens, heads, head_dim], keys, values, batch, rule) → [tokens, heads, value head_dim]."""
 
 
 def attend_reference(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
     batch: AttentionBatch,
     rule: AttentionRule,
 ) -> torch.Tensor:
     """The definition, in float32, one token at a time. For tests."""
-    out = queries.new_empty(*queries.shape[:2], values.shape[-1])
-    num_kv_heads = keys.shape[2]
+    out = queries.new_empty(*queries.shape[:2], values.dim)
+    num_kv_heads = keys.num_heads
     spans = list(batch.spans)
     if batch.decode is not None:
         table = batch.decode.block_ids.view(batch.decode.rows.numel(), -1)
         for i, row in enumerate(batch.decode.rows.tolist()):
             spans.append(SequenceSpan(row, row + 1, int(batch.decode.lengths[i]), table[i]))
     for span in spans:
-        k = keys[span.block_ids].flatten(0, 1)[: span.num_cached].float()
-        v = values[span.block_ids].flatten(0, 1)[: span.num_cached].float()
+        k = keys.read(span.block_ids, torch.float32).flatten(0, 1)[: span.num_cached]
+        v = values.read(span.block_ids, torch.float32).flatten(0, 1)[: span.num_cached]
         first = span.num_cached - (span.end - span.begin)
         for offset, row in enumerate(range(span.begin, span.end)):
             end = first + offset + 1
@@ -176,8 +178,8 @@ def attend_reference(
 
 def attend_sdpa(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
     batch: AttentionBatch,
     rule: AttentionRule,
 ) -> torch.Tensor:
@@ -187,22 +189,22 @@ def attend_sdpa(
     for all of them: repeating the keys, or `enable_gqa`, is ten times slower on a CPU.
     """
     heads, head_dim = queries.shape[1:]
-    num_kv_heads, value_dim = values.shape[2:]
+    num_kv_heads, value_dim, dtype = values.num_heads, values.dim, queries.dtype
     group = heads // num_kv_heads
     out = queries.new_empty(queries.shape[0], heads, value_dim)
     sinks = None if rule.sinks is None else rule.sinks.view(1, num_kv_heads, group, 1)
     if (decode := batch.decode) is not None:
         count = decode.rows.numel()
-        k = keys.index_select(0, decode.block_ids).view(count, -1, num_kv_heads, head_dim)
-        v = values.index_select(0, decode.block_ids).view(count, -1, num_kv_heads, value_dim)
+        k = keys.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, head_dim)
+        v = values.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, value_dim)
         q = queries.index_select(0, decode.rows).view(count, num_kv_heads, group, head_dim)
         mask = batch.decode_mask(rule)
         mixed = _mix(q, k.transpose(1, 2), v.transpose(1, 2), mask, rule, sinks)
         out.index_copy_(0, decode.rows, mixed.reshape(count, heads, value_dim))
     for index, span in enumerate(batch.spans):
         count = span.end - span.begin
-        k = keys.index_select(0, span.block_ids).flatten(0, 1)[: span.num_cached].transpose(0, 1)
-        v = values.index_select(0, span.block_ids).flatten(0, 1)[: span.num_cached].transpose(0, 1)
+        k = keys.read(span.block_ids, dtype).flatten(0, 1)[: span.num_cached].transpose(0, 1)
+        v = values.read(span.block_ids, dtype).flatten(0, 1)[: span.num_cached].transpose(0, 1)
         q = queries[span.begin : span.end].view(count, num_kv_heads, group, head_dim)
         folded = q.permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * count, head_dim)
         mask = batch.span_mask(index, rule).repeat(group, 1)

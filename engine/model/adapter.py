@@ -135,17 +135,7 @@ class TransformersModel:
         expected: torch.Tensor,
     ) -> bool:
         """Whether two steps over blocks, the second with another sequence beside, give the same."""
-        caches = [
-            LayerCache(
-                torch.zeros(
-                    4, 4, one.num_heads, one.key_dim, device=self._device, dtype=self._dtype
-                ),
-                torch.zeros(
-                    4, 4, one.num_heads, one.value_dim, device=self._device, dtype=self._dtype
-                ),
-            )
-            for one in layouts
-        ]
+        caches = [LayerCache.zeros(one, 4, 4, self._device, self._dtype) for one in layouts]
         cut = 4
         first = self._step(tokens, [(0, cut, [2])])
         second = self._step(tokens, [(cut, len(tokens), [2, 1]), (0, 2, [3])])

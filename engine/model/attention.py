@@ -7,29 +7,45 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..kernels.kv_write import write_kv
 from ..kernels.paged_attention import AttentionBatch, AttentionKernel, AttentionRule
+from ..kernels.paged_tensor import PagedTensor
 from ..kernels.rotary import apply_rotary, neighbours_to_halves
 from .norm import Norm
 from .projection import Projection
-from .spec import Temperature
+from .spec import KvLayout, Temperature
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps: keys and values, [blocks, block_size, kv_heads, head_dim of each].
+    """What one layer keeps: keys and values.
 
     `values` may be a view of the front of `keys`: whoever writes keys has then written both.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: PagedTensor
+    values: PagedTensor
     values_in_keys: bool = False
+
+    @classmethod
+    def zeros(
+        cls,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> LayerCache:
+        """An empty one, with elements of `dtype`."""
+        shape = (num_blocks, block_size, layout.num_heads)
+        keys = PagedTensor.zeros(*shape, layout.key_dim, device, dtype)
+        if layout.values_in_keys:
+            return cls(keys, keys.front(layout.value_dim), True)
+        return cls(keys, PagedTensor.zeros(*shape, layout.value_dim, device, dtype))
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """The tensors that take room."""
-        return (self.keys,) if self.values_in_keys else (self.keys, self.values)
+        return self.keys.parts if self.values_in_keys else (*self.keys.parts, *self.values.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +128,8 @@ class HeadAttention:
             queries, keys = self.turned_norm(queries), self.turned_norm(keys)
         if self.temperature is not None:
             queries = _heated(queries, self.temperature, step.inputs.positions)
-        write_kv(keys, values, cache.keys, cache.values, step.inputs.slots)
+        cache.keys.write(keys, step.inputs.slots)
+        cache.values.write(values, step.inputs.slots)
         mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
         return self.output(mixed.flatten(1))
 
@@ -172,7 +189,7 @@ class LatentAttention:
         rank = self.latent_norm.size
         key = self.rotation(latent[:, None, rank:], step)
         kept = torch.cat([self.latent_norm(latent[:, :rank])[:, None], key], dim=-1)
-        cache.keys.flatten(0, 1).index_copy_(0, step.inputs.slots, kept)
+        cache.keys.write(kept, step.inputs.slots)
         inward = torch.einsum("thn,hnr->thr", plain, self.key_up)
         queries = torch.cat([inward, self.rotation(turned, step)], dim=-1)
         mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)

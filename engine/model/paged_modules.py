@@ -10,8 +10,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..kernels.kv_write import write_kv
 from ..kernels.paged_attention import PAGED_ATTENTION, AttentionRule, AttentionSituation
+from ..kernels.paged_tensor import PagedTensor
 from .attention import LayerCache, StepInputs
 from .spec import KvLayout
 
@@ -49,7 +49,8 @@ class _PagedStep:
         cache = self._caches[layer]
         situation = AttentionSituation(queries.device.type, queries.dtype, queries.shape[-1])
         kernel = PAGED_ATTENTION.select(situation).run
-        write_kv(keys, values, cache.keys, cache.values, self._inputs.slots)
+        cache.keys.write(keys, self._inputs.slots)
+        cache.values.write(values, self._inputs.slots)
         return kernel(queries, cache.keys, cache.values, self._inputs.batch, rule)
 
 
@@ -170,14 +171,10 @@ class _PagedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        write_kv(
-            key_states[0].transpose(0, 1),
-            value_states[0].transpose(0, 1),
-            self._cache.keys,
-            self._cache.values,
-            self._slots,
-        )
-        return self._gathered(self._cache.keys), self._gathered(self._cache.values)
+        self._cache.keys.write(key_states[0].transpose(0, 1), self._slots)
+        self._cache.values.write(value_states[0].transpose(0, 1), self._slots)
+        dtype = key_states.dtype
+        return self._gathered(self._cache.keys, dtype), self._gathered(self._cache.values, dtype)
 
     def get_seq_length(self) -> int:
         return self._held
@@ -185,11 +182,10 @@ class _PagedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._length, 0
 
-    def _gathered(self, blocks: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, blocks: PagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """[1, heads, length, head_dim] of this sequence."""
-        return (
-            blocks.index_select(0, self._table).flatten(0, 1)[None, : self._length].transpose(1, 2)
-        )
+        held = blocks.read(self._table, dtype).flatten(0, 1)
+        return held[None, : self._length].transpose(1, 2)
 
 
 def cached_layouts(cache: Any) -> tuple[KvLayout, ...] | None:

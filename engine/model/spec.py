@@ -29,7 +29,13 @@ class KvLayout:
     @property
     def num_elements(self) -> int:
         """Elements that one token takes."""
-        return self.num_heads * (self.key_dim + (0 if self.values_in_keys else self.value_dim))
+        return sum(self.vectors)
+
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """Lengths of the vectors that one token leaves: the keys', then the values'."""
+        dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
+        return tuple(dim for dim in dims for _ in range(self.num_heads))
 
 
 @dataclass(frozen=True, slots=True)

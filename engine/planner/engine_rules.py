@@ -119,14 +119,14 @@ RULES = {
         EngineRule(
             "llmopt",
             _llmopt,
-            ("bf16", "float32"),
+            ("bf16", "float32", "fp8_per_token_head", "int8"),
             "one block table for all layers; what lies behind a window is freed where every layer has one, "
             "but a sequence is admitted with blocks for all its tokens",
         ),
         EngineRule(
             "vllm",
             _vllm,
-            ("bf16", "float32", "fp8", "int8", "nvfp4"),
+            ("bf16", "float32", "fp8", "fp8_per_token_head", "int8", "nvfp4"),
             "a window keeps W - 1 + max_num_batched_tokens and a block; layer groups are padded",
         ),
         EngineRule(

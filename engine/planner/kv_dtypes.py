@@ -44,6 +44,13 @@ KV_DTYPES = {
         KvDtype("bf16", 1, 2, says="2 bytes"),
         KvDtype("float32", 1, 4, says="4 bytes"),
         KvDtype("fp8", 1, 1, says="1 byte"),
+        KvDtype(
+            "fp8_per_token_head",
+            1,
+            1,
+            scale_bytes=4,
+            says="1 byte, and a float32 scale per token and head",
+        ),
         KvDtype("int8", 1, 1, scale_bytes=4, says="1 byte, and a float32 scale per token and head"),
         KvDtype("nvfp4", 16, 9, says="half a byte, and an fp8 scale per 16"),
         KvDtype("q8_0", 32, 34, says="34 bytes per 32"),
@@ -51,6 +58,10 @@ KV_DTYPES = {
         KvDtype("q4_0", 32, 18, says="18 bytes per 32"),
     )
 }
+
+OF_ENGINE = {"bfloat16": "bf16", "float32": "float32", "fp8": "fp8_per_token_head", "int8": "int8"}
+"""What this project's engine calls them. Its fp8 has a scale for each token and head; elsewhere a layer
+has one for all."""
 
 
 def kv_dtype(name: str) -> KvDtype:

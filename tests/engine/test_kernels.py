@@ -7,6 +7,7 @@ import torch
 from llmopt.engine.kernels import paged_attention as pa
 from llmopt.engine.kernels.dispatch import Candidate, NoKernel, Operation
 from llmopt.engine.kernels.linear import LINEAR, LinearSituation, TorchLinear
+from llmopt.engine.kernels.paged_tensor import PagedTensor
 from llmopt.engine.kernels.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
 from llmopt.engine.kernels.table import table
 from llmopt.engine.model.projection import Projection
@@ -41,7 +42,8 @@ def attention_case(heads, kv_heads, head_dim, block_size, lengths, news, seed=0)
             torch.tensor([length for _, length, _ in single]),
         )
     queries = torch.randn(begin, heads, head_dim, generator=g)
-    return queries, keys, values, pa.AttentionBatch(spans, decode, block_size, queries.dtype)
+    batch = pa.AttentionBatch(spans, decode, block_size, queries.dtype)
+    return queries, PagedTensor(keys), PagedTensor(values), batch
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 16])
@@ -71,7 +73,7 @@ RULES = {
 def test_attention_rules_agree_with_their_definition(rule, value_dim):
     case = attention_case(8, 4, 32, 4, [1, 7, 20, 9, 13, 5], [1, 7, 1, 4, 1, 2])
     queries, keys, values, batch = case
-    values = values[..., :value_dim]
+    values = values.front(value_dim)
     given = pa.AttentionRule(0.3, **RULES[rule])
     got = pa.attend_sdpa(queries, keys, values, batch, given)
     expected = pa.attend_reference(queries, keys, values, batch, given)
@@ -82,8 +84,8 @@ def test_attention_rules_agree_with_their_definition(rule, value_dim):
 
 def test_the_reference_is_plain_causal_attention():
     queries, keys, values, batch = attention_case(4, 4, 16, 4, [11], [11])
-    k = keys[batch.spans[0].block_ids].flatten(0, 1)[:11].transpose(0, 1)
-    v = values[batch.spans[0].block_ids].flatten(0, 1)[:11].transpose(0, 1)
+    k = keys.codes[batch.spans[0].block_ids].flatten(0, 1)[:11].transpose(0, 1)
+    v = values.codes[batch.spans[0].block_ids].flatten(0, 1)[:11].transpose(0, 1)
     plain = torch.nn.functional.scaled_dot_product_attention(
         queries.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=0.25
     )
@@ -94,7 +96,7 @@ def test_the_reference_is_plain_causal_attention():
 def test_padding_reads_the_null_block_and_nothing_of_it_shows():
     queries, keys, values, batch = attention_case(4, 2, 8, 4, [3, 17], [1, 1])
     before = pa.attend_sdpa(queries, keys, values, batch, pa.AttentionRule(0.3))
-    keys[0], values[0] = 1e4, -1e4
+    keys.codes[0], values.codes[0] = 1e4, -1e4
     assert torch.equal(before, pa.attend_sdpa(queries, keys, values, batch, pa.AttentionRule(0.3)))
 
 

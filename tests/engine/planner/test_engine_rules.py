@@ -142,6 +142,7 @@ def test_unknown_engines_are_refused() -> None:
         ("bf16", Fraction(2)),
         ("float32", Fraction(4)),
         ("fp8", Fraction(1)),
+        ("fp8_per_token_head", 1 + Fraction(4, 128)),
         ("int8", 1 + Fraction(4, 128)),
         ("nvfp4", Fraction(1, 2) + Fraction(1, 16)),
         ("q8_0", Fraction(34, 32)),

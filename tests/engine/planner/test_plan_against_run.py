@@ -18,7 +18,12 @@ from llmopt.engine.planner.host import host_dtype
 from llmopt.engine.planner.plan_json import plan_as_dict
 from llmopt.quant.errors import BadInput
 
-DTYPES = {torch.bfloat16: "bf16", torch.float32: "float32"}
+DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "float32",
+    torch.float8_e4m3fn: "fp8_per_token_head",
+    torch.int8: "int8",
+}
 
 
 def planned(**options: Any) -> dict[str, Any]:
@@ -37,11 +42,16 @@ def engine(**options: Any) -> Engine:
         ({"context": "200"}, {"max_model_len": 200}),
         ({"max_num_seqs": 3}, {"max_num_seqs": 3}),
         ({"kv_cache_memory": "1MiB"}, {"kv_cache_memory_bytes": 2**20}),
-        ({"kv_dtype": "float32"}, {"dtype": "float32"}),
+        ({"kv_dtype": "float32"}, {"kv_cache_dtype": "float32"}),
+        ({"kv_dtype": "int8"}, {"kv_cache_dtype": "int8"}),
+        (
+            {"kv_dtype": "fp8_per_token_head", "kv_cache_memory": "3MB"},
+            {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": 3_000_000},
+        ),
         (
             {"kv_dtype": "bf16", "kv_cache_memory": "3MB", "block_size": 8, "context": "64"},
             {
-                "dtype": "bfloat16",
+                "kv_cache_dtype": "bfloat16",
                 "kv_cache_memory_bytes": 3_000_000,
                 "block_size": 8,
                 "max_model_len": 64,
@@ -54,7 +64,7 @@ def test_planned_tokens_are_those_that_the_engine_allocates(
 ) -> None:
     plan, built = planned(**of_plan), engine(**of_engine)
     size = built.scheduler.config.block_size
-    assert DTYPES[built.dtype] == plan["kv_dtype"]
+    assert DTYPES[built.runner.cache.dtype] == plan["kv_dtype"]
     assert plan["engine_cache"]["kv_tokens"] == built.stats.kv_blocks_total * size
     assert plan["engine_cache"]["kv_bytes"] == built.memory.kv_cache_bytes
     assert plan["max_concurrent_sequences"] <= built.scheduler.config.max_num_seqs

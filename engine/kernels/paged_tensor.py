@@ -1,0 +1,104 @@
+"""Keys or values in blocks: stored as they come, or in 8 bits with one scale for each token and head.
+
+A code times its scale is the element, so what a token reads back depends on that token alone: not on the
+batch, the chunk or the block in which it was written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The 8-bit types, and the largest magnitude that each holds."""
+
+SCALE_BYTES = 4
+_LEAST = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTensor:
+    """The vectors of the KV heads of a layer, in blocks of slots.
+
+    Attributes:
+        codes: [blocks, block_size, kv_heads, head_dim].
+        scales: float32 [blocks, block_size, kv_heads], where the codes are of an 8-bit type.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @classmethod
+    def zeros(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_heads: int,
+        dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Self:
+        # Zeros, not empty: padding reads the null block, and a stray NaN there would spread.
+        shape = (num_blocks, block_size, num_heads)
+        scales = torch.zeros(shape, device=device) if dtype in LARGEST_CODE else None
+        return cls(torch.zeros(*shape, dim, device=device, dtype=dtype), scales)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The tensors themselves, block by block, in types that every device can copy."""
+        codes = self.codes.view(torch.uint8) if self.codes.itemsize == 1 else self.codes
+        return (codes,) if self.scales is None else (codes, self.scales)
+
+    @property
+    def num_heads(self) -> int:
+        return self.codes.shape[2]
+
+    @property
+    def dim(self) -> int:
+        return self.codes.shape[3]
+
+    def front(self, dim: int) -> PagedTensor:
+        """The first `dim` elements of each vector, as a view."""
+        return PagedTensor(self.codes[..., :dim], self.scales)
+
+    def write(self, x: torch.Tensor, slots: torch.Tensor) -> None:
+        """Put each token's vectors [tokens, kv_heads, head_dim] in its slot.
+
+        `slots` is int64 [tokens], `block * block_size + offset`. A padding token points at the null block.
+        """
+        if self.scales is None:
+            self.codes.flatten(0, 1).index_copy_(0, slots, x.to(self.codes.dtype))
+            return
+        codes, scales = quantize(x, self.codes.dtype)
+        whole, of_heads = self.parts
+        whole.flatten(0, 1).index_copy_(0, slots, codes.view(torch.uint8))
+        of_heads.flatten(0, 1).index_copy_(0, slots, scales)
+
+    def read(self, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The blocks of `block_ids` in `dtype`, [ids, block_size, kv_heads, head_dim]."""
+        if self.scales is None:
+            return self.codes.index_select(0, block_ids).to(dtype)
+        codes = self.parts[0].index_select(0, block_ids).view(self.codes.dtype)
+        scales = self.scales.index_select(0, block_ids)
+        return (codes.float() * scales[..., None]).to(dtype)
+
+
+def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit codes of `x` [..., head_dim], and a float32 scale [...] of each vector.
+
+    The scale takes the largest element to the largest code. What is read back is off by at most half a
+    step: in int8 1/254 of the vector's largest element; in fp8 (e4m3) 1/16 of the element itself, and
+    for the smallest ones 1/458752 of the largest.
+    """
+    x = x.float()
+    top = LARGEST_CODE[dtype]
+    scales = (x.abs().amax(dim=-1) / top).clamp_min(_LEAST)
+    codes = (x / scales[..., None]).clamp(-top, top)
+    return (codes.round() if dtype is torch.int8 else codes).to(dtype), scales
+
+
+def vector_bytes(dim: int, dtype: torch.dtype) -> int:
+    """Bytes that one vector of `dim` elements takes, its scale included."""
+    return dim * dtype.itemsize + (SCALE_BYTES if dtype in LARGEST_CODE else 0)
