@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,24 @@ from .trace import StepRecord
 from .workload import WorkloadItem
 
 if TYPE_CHECKING:
+    import torch
+
     from ..engine.engine import Engine
     from ..engine.outputs import RequestOutput
 
 # Long enough to cost no time, short enough that a stop is answered at once.
 LONGEST_NAP_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class WithAdapter:
+    """An engine as a scorer of prompts that are computed by one of its adapters, or by none."""
+
+    engine: Engine
+    lora: str | None
+
+    def prompt_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return self.engine.prompt_logits(token_ids, self.lora)
 
 
 @dataclass(slots=True)
@@ -38,6 +52,7 @@ class InProcessTarget:
         temperature: 0 is greedy.
         slowdown: a step is made to last this many times as long, by waiting after it. For proving
             that a comparison notices; the result records it.
+        loras: adapters that the requests of a pass take in turn.
     """
 
     name = "in-process"
@@ -50,10 +65,12 @@ class InProcessTarget:
         temperature: float = 0.0,
         seed: int = 0,
         slowdown: float = 1.0,
+        loras: Sequence[str] = (),
     ):
         self._engine = engine
         self._ignore_eos = ignore_eos
         self._slowdown = slowdown
+        self._loras = loras
         self._params = SamplingParams(
             temperature=temperature, ignore_eos=ignore_eos, seed=seed if temperature > 0 else None
         )
@@ -68,7 +85,9 @@ class InProcessTarget:
             min_tokens=item.output_len if self._ignore_eos else 0,
         )
         try:
-            self._engine.add_request(item.request_id, item.prompt_token_ids, params)
+            self._engine.add_request(
+                item.request_id, item.prompt_token_ids, params, lora=self._lora_of(item)
+            )
         except BadInput as refusal:
             now = time.perf_counter()
             self._refused.append(Chunk(item.request_id, now, 0, finished=True, error=str(refusal)))
@@ -104,6 +123,12 @@ class InProcessTarget:
     def take_steps(self, origin: float) -> list[StepRecord]:
         steps, self._steps = self._steps, []
         return [replace(step, start=step.start - origin, end=step.end - origin) for step in steps]
+
+    def _lora_of(self, item: WorkloadItem) -> str | None:
+        """By its place in the workload, so that every pass does the same."""
+        if not self._loras:
+            return None
+        return self._loras[int(item.request_id.rpartition("-")[2]) % len(self._loras)]
 
     def _note_step(
         self, start: float, end: float, outputs: list[RequestOutput], computed_tokens: int

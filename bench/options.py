@@ -70,6 +70,7 @@ class BenchOptions(BaseModel):
     kv_cache_dtype: Literal["auto", "bfloat16", "float32", "fp8", "int8"] = "auto"
     num_threads: PositiveInt | None = None
     cpu_activations: Literal[8, 16] = 16
+    lora: dict[str, Path] = {}
     max_model_len: PositiveInt | None = None
     max_num_seqs: PositiveInt | None = None
     max_num_batched_tokens: PositiveInt | None = None
@@ -151,6 +152,19 @@ class BenchOptions(BaseModel):
             raise ValueError("--tasks needs the model's logits: leave --base-url and --serve away")
         if self.tasks_limit is not None and not self.tasks:
             raise ValueError("--tasks-limit limits --tasks: name some")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_in_process(self) -> Self:
+        if self.lora and (self.base_url is not None or self.serve is not None):
+            raise ValueError(
+                "--lora loads adapters into this process: leave --base-url away, or give --lora to the "
+                "server with --serve-args"
+            )
+        if self.lora and self.tasks:
+            raise ValueError("--tasks scores the model without adapters: leave --lora away")
+        if len(self.lora) > 1 and self.quality:
+            raise ValueError("quality is scored of one adapter: give one --lora, or --no-quality")
         return self
 
     @property

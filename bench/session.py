@@ -25,7 +25,7 @@ from .environment import (
     restart_peak_memory,
 )
 from .eval_tasks import prepare_tasks, run_tasks
-from .inprocess import InProcessTarget
+from .inprocess import InProcessTarget, WithAdapter
 from .interrupt import interrupts_held
 from .layer_errors import recorded_layer_errors
 from .load import Load, drive
@@ -89,6 +89,7 @@ class BenchSession:
             temperature=options.temperature,
             seed=options.seed,
             slowdown=options.slowdown if options.slowdown_where == "step" else 1.0,
+            loras=tuple(options.lora),
         )
         if options.slowdown_where == "sampler" and options.slowdown > 1.0:
             slow_sampler(self._engine, options.slowdown)
@@ -340,6 +341,7 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "seed": options.seed,
         "num_threads": options.num_threads,
         "cpu_activations": options.cpu_activations,
+        "loras": options.lora,
     }
     return Engine(EngineConfig(model=model, **{**settings, **overrides}))
 
@@ -376,6 +378,7 @@ def identity(
             "num_threads": options.num_threads,
             # Only where it is not what it always was: older results stay comparable.
             **({} if options.cpu_activations == 16 else {"cpu_activations": 8}),
+            **({"lora": list(options.lora)} if options.lora else {}),
             **(
                 {}
                 if options.kv_cache_dtype == "auto"
@@ -395,7 +398,8 @@ def score_quality(options: BenchOptions, engine: Engine, progress: Progress) -> 
         num_tokens=options.quality_tokens,
         path=options.quality_text or EVALUATION_TEXT,
     )
-    own = log_probabilities(engine, passage, progress=progress, what=options.name or "model")
+    scored = WithAdapter(engine, next(iter(options.lora), None))
+    own = log_probabilities(scored, passage, progress=progress, what=options.name or "model")
     if options.reference is None:
         return score(passage, own).as_dict()
     reference = resolve_model(options.reference)
@@ -413,6 +417,7 @@ def reference_log_probabilities(
         max_num_seqs=SCORING_SEQUENCES,
         kv_cache_memory_bytes=None,
         kv_cache_dtype="auto",
+        loras={},
     )
     return log_probabilities(engine, passage, progress=progress, what="reference")
 

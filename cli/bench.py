@@ -11,7 +11,7 @@ from . import server_options as s
 from . import sweep_options as sweep
 from . import verdict_options as v
 from . import workload_options as w
-from .options import ModelArgument, ModelOption
+from .options import Lora, ModelArgument, ModelOption
 
 if TYPE_CHECKING:
     from ..bench.gate_run import Judged, VerdictWanted
@@ -156,6 +156,7 @@ def bench(
             rich_help_panel=ENGINE,
         ),
     ] = True,
+    lora: Lora = None,
     percentile_metrics: Annotated[
         str, typer.Option(help="Metrics at the top level of the result.", rich_help_panel=METRICS)
     ] = "ttft,tpot,itl,e2el",
@@ -247,6 +248,7 @@ def bench(
     from ..bench.gate_run import OPTION_NAMES, VerdictWanted, run_judged
     from ..bench.options import BenchOptions, checked
     from ..bench.served import served
+    from ..engine.lora.settings import parse_adapters
     from ..quant.errors import BadInput
     from .output import TerminalProgress
 
@@ -265,6 +267,7 @@ def bench(
         "metadata": _pairs(metadata or (), "--metadata"),
         "header": _pairs(header or (), "--header"),
         "extra_body": s.extra_body(extra_body),
+        "lora": parse_adapters(lora or ()),
     }
     # What nobody asked for stays unset: some data sets bring a default of their own.
     given = {key: value for key, value in given.items() if value is not None}

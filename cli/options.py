@@ -11,3 +11,12 @@ ModelArgument = Annotated[
     typer.Argument(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", help="The same as the argument.")]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        help="NAME=FOLDER of an adapter in PEFT's form; repeatable. A server offers it as the model NAME, "
+        "a benchmark gives its requests the adapters in turn.",
+        rich_help_panel="Engine",
+    ),
+]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import ModelArgument, ModelOption
+from .options import Lora, ModelArgument, ModelOption
 
 
 def serve_local(
@@ -44,6 +44,7 @@ def serve_local(
         int,
         typer.Option(help="Bits of what quantized weights are multiplied with on a CPU, 8 or 16."),
     ] = 16,
+    lora: Lora = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name for clients. Default: the model's.")
     ] = None,
@@ -62,6 +63,7 @@ def serve_local(
     from pathlib import Path
 
     from ..engine.config import EngineConfig
+    from ..engine.lora.settings import parse_adapters
     from ..engine.planner.units import parse_bytes
     from ..engine.server.launch import base_url, bind
     from ..quant.errors import BadInput
@@ -86,12 +88,15 @@ def serve_local(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=not no_prefix_caching,
         cpu_activations=cpu_activations,
+        loras=parse_adapters(lora or ()),
     )
     listener = bind(host, port)
     folder = resolve_model(name)
     path = Path(name).expanduser()
     served = served_model_name or (path.resolve().name if path.is_dir() else name)
 
+    if served in config.loras:
+        raise BadInput(f"--lora {served}: the model itself is served by that name")
     people.print(f"loading {folder} ...", soft_wrap=True, markup=False)
     from ..engine.engine import Engine
     from ..engine.server.app import create_app, describe_template

@@ -76,7 +76,7 @@ class AdapterBank:
         deltas: dict[int, _Delta] = {}
         like: Any = {"device": device, "dtype": dtype}
         for name, folder in folders.items():
-            for module, pair in read_adapter(folder, linears, bases).items():
+            for module, pair in read_adapter(Path(folder), linears, bases).items():
                 site = linears[module]
                 delta = deltas.get(id(site.projection))
                 if delta is None:

@@ -49,7 +49,13 @@ def create_app(engine: Engine, *, model_name: str, api_key: str | None = None) -
     `app.state.loop` is its `EngineLoop`, `app.state.service` what the endpoints share.
     """
     loop = EngineLoop(engine)
-    service = Service(loop, Tokenization(engine.tokenizer), model_name, created=int(time.time()))
+    service = Service(
+        loop,
+        Tokenization(engine.tokenizer),
+        model_name,
+        adapters=frozenset(engine.config.loras),
+        created=int(time.time()),
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -74,7 +80,7 @@ def create_app(engine: Engine, *, model_name: str, api_key: str | None = None) -
         app.add_middleware(ApiKeyGuard, key=api_key)
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
-    card = _model_card(engine, service)
+    cards = _model_cards(engine, service)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -89,12 +95,12 @@ def create_app(engine: Engine, *, model_name: str, api_key: str | None = None) -
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [*cards.values()]}
 
     @app.get("/v1/models/{name:path}")
     async def show_model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return card
+        return cards[name]
 
     return app
 
@@ -104,9 +110,10 @@ def describe_template(text: Tokenization) -> str:
     return "the model's own" if text.has_own_template else "plain, because the model has none"
 
 
-def _model_card(engine: Engine, service: Service) -> dict[str, Any]:
+def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
+    """The model and, with it as their parent, its adapters, by name."""
     own = service.text.has_own_template
-    return {
+    model = {
         "id": service.model_name,
         "object": "model",
         "created": service.created,
@@ -118,3 +125,8 @@ def _model_card(engine: Engine, service: Service) -> dict[str, Any]:
         "chat_template": {"source": "model" if own else "plain"}
         | ({} if own else {"template": PLAIN_TEMPLATE}),
     }
+    adapters = {
+        name: {**model, "id": name, "parent": service.model_name, "root": folder.name}
+        for name, folder in engine.config.loras.items()
+    }
+    return {service.model_name: model, **adapters}

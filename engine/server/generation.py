@@ -49,11 +49,12 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the endpoints share."""
+    """What the endpoints share. An adapter is served as a model of its own name."""
 
     loop: EngineLoop
     text: Tokenization
     model_name: str
+    adapters: frozenset[str]
     created: int
 
     def check(self, body: GenerationRequest) -> None:
@@ -62,10 +63,11 @@ class Service:
         body.refuse_unsupported()
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
+        if name not in (None, self.model_name, *self.adapters):
+            served = ", ".join(repr(one) for one in (self.model_name, *sorted(self.adapters)))
             raise ApiError(
                 404,
-                f"no model {name!r}: this server has {self.model_name!r}",
+                f"no model {name!r}: this server has {served}",
                 param="model",
                 code="model_not_found",
             )
@@ -85,12 +87,14 @@ class Service:
             BadInput, Unavailable: before the response begins.
         """
         response_id = f"{shape.id_prefix}-{uuid.uuid4().hex}"
+        name = body.model or self.model_name
+        lora = name if name in self.adapters else None
         jobs = [
-            Job(f"{response_id}/{index}", token_ids, params, arrival_seconds)
+            Job(f"{response_id}/{index}", token_ids, params, arrival_seconds, lora)
             for index, token_ids in enumerate(prompts)
         ]
         stream = await self.loop.submit(jobs)
-        generation = Generation(response_id, self.model_name, shape, stream)
+        generation = Generation(response_id, name, shape, stream)
         if body.stream:
             events = generation.events(body.stream_options or StreamOptions())
             return EventStream(events, on_close=stream.close)

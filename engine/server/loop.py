@@ -27,6 +27,7 @@ class Job:
     token_ids: Sequence[int]
     params: SamplingParams
     arrival_seconds: float
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,11 @@ def _add_all(engine: Engine, jobs: Sequence[Job]) -> None:
     for index, job in enumerate(jobs):
         try:
             engine.add_request(
-                job.request_id, job.token_ids, job.params, arrival_seconds=job.arrival_seconds
+                job.request_id,
+                job.token_ids,
+                job.params,
+                arrival_seconds=job.arrival_seconds,
+                lora=job.lora,
             )
         except Exception:
             _abort_all(engine, [added.request_id for added in jobs[:index]])

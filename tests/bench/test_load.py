@@ -174,7 +174,9 @@ class LineEngine:
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(num_computed_tokens=self.computed)
 
-    def add_request(self, request_id: str, prompt: tuple[int, ...], params: object) -> None:
+    def add_request(
+        self, request_id: str, prompt: tuple[int, ...], params: object, **_: object
+    ) -> None:
         self.lengths = len(prompt)
         self.params = params
         self.waiting.append(request_id)
