@@ -253,6 +253,11 @@ class Engine:
         if not token_ids:
             raise BadInput("the prompt is empty: it needs at least one token")
         vocab = self.vocab_size
+        if params.token_mask is not None and not (self.eos_token_ids or params.stop_token_ids):
+            raise BadInput(
+                "a token mask needs a token that ends the sequence: the model names none, so give "
+                "stop_token_ids"
+            )
         named = [*params.stop_token_ids, *(params.logit_bias or {})]
         for token in (*token_ids, *named):
             if not 0 <= token < vocab:

@@ -49,7 +49,7 @@ class ModelRunner:
         self._device = device
         self._dtype = dtype
         self._eos_token_ids = eos_token_ids
-        self._sampler = Sampler()
+        self._sampler = Sampler(eos_token_ids)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

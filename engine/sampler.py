@@ -7,12 +7,14 @@ and on nothing else. So a request draws the same tokens alone, in any batch, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ..quant.errors import BadInput
+from .logits import LogitsProcessor, dense_mask
 from .outputs import TokenLogprobs
 from .sampling_params import SamplingParams
 
@@ -39,9 +41,15 @@ class SamplingRow:
 class Sampler:
     """Draws a token for each row of scores.
 
-    The order of what is done to the scores is vLLM's: logit bias, barred tokens, penalties, temperature,
-    min-p, top-k, top-p.
+    What is done to the scores, in this order: logit bias, logits processors, penalties, barred tokens,
+    token mask, temperature, min-p, top-k, top-p. That a token may not come is said after everything
+    that could raise its score again.
+
+    `eos_token_ids` may come where a token mask leaves nothing else.
     """
+
+    def __init__(self, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        self._eos_token_ids = eos_token_ids
 
     def draw(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow]
@@ -62,7 +70,7 @@ class Sampler:
         return drawn, logprobs
 
     def _adjusted(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        if not any(row.params.logit_bias or row.barred or row.params.penalizes for row in rows):
+        if not any(row.barred or row.params.changes_scores for row in rows):
             return logits
         scores = logits.clone()
         for index, row in enumerate(rows):
@@ -70,12 +78,17 @@ class Sampler:
                 tokens = torch.tensor(list(row.params.logit_bias), device=scores.device)
                 values = list(row.params.logit_bias.values())
                 scores[index, tokens] += torch.tensor(values, device=scores.device)
+            for processor in row.params.logits_processors:
+                scores[index] = processed(processor, row, scores[index])
+            if row.params.penalizes:
+                penalize(scores[index], row)
             if row.barred:
                 scores[index, torch.tensor(sorted(row.barred), device=scores.device)] = float(
                     "-inf"
                 )
-            if row.params.penalizes:
-                penalize(scores[index], row)
+            if row.params.token_mask is not None:
+                endings = self._eos_token_ids.union(row.params.stop_token_ids)
+                constrain(scores[index], logits[index], row, endings)
         return scores
 
     def _sample(self, scores: torch.Tensor, row: SamplingRow) -> int:
@@ -111,6 +124,41 @@ def filter_mask(ordered: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         keep &= before < params.top_p
     keep[0] = True
     return keep
+
+
+def processed(processor: LogitsProcessor, row: SamplingRow, scores: torch.Tensor) -> torch.Tensor:
+    """What a processor makes of the scores [vocab] of one row.
+
+    Raises:
+        BadInput: something of another shape.
+    """
+    found = processor(row.history, scores)
+    if not isinstance(found, torch.Tensor) or found.shape != scores.shape:
+        raise BadInput(
+            f"the logits processor {processor!r} gave {getattr(found, 'shape', type(found))}: need "
+            f"scores of shape {list(scores.shape)}"
+        )
+    return found
+
+
+def constrain(
+    scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow, endings: Collection[int]
+) -> None:
+    """Take what the token mask of one row does not allow out of its scores [vocab], in place.
+
+    Where nothing is left, because the mask allows nothing or only what is barred otherwise, the sequence
+    can only end: the model's own `logits` choose among `endings`.
+    """
+    assert row.params.token_mask is not None
+    end = row.num_prompt_tokens
+    mask = row.params.token_mask.allowed(row.history[:end], row.history[end:])
+    if mask is None:
+        return
+    lowest = float("-inf")
+    scores.masked_fill_(~dense_mask(mask, len(scores), scores.device), lowest)
+    if bool((scores == lowest).all()):
+        tokens = torch.tensor(sorted(endings), device=scores.device)
+        scores[tokens] = logits[tokens]
 
 
 def penalize(scores: torch.Tensor, row: SamplingRow) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..quant.errors import BadInput
+
+if TYPE_CHECKING:
+    from .logits import LogitsProcessor, TokenMask
 
 SMALLEST_TEMPERATURE = 1e-5
 """Below it, scores divided by the temperature leave float32; the likeliest token is taken instead."""
@@ -19,7 +23,8 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 (or -1) and `top_p` 1 and `min_p` 0 are off. Penalties look at
     output tokens only, but for `repetition_penalty`, which looks at the prompt too. `logprobs` = k asks
     for the chosen token and the k likeliest; they come from the model's own distribution, before
-    penalties and temperature. `max_tokens` None runs to the model's context length.
+    penalties and temperature. `max_tokens` None runs to the model's context length. `token_mask` says
+    which tokens may come, `logits_processors` change scores in their order: see `engine/logits.py`.
 
     Raises:
         BadInput: a value outside its range.
@@ -44,6 +49,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    token_mask: TokenMask | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -84,6 +91,16 @@ class SamplingParams:
     def filters(self) -> bool:
         """Whether any of top-k, top-p and min-p narrows the choice."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the scores are anything but the model's own before the temperature."""
+        return bool(
+            self.logit_bias
+            or self.logits_processors
+            or self.token_mask is not None
+            or self.penalizes
+        )
 
     @property
     def penalizes(self) -> bool:
