@@ -1,6 +1,6 @@
 """The inference engine: policy (no torch), step plan, execution; its server and its planner.
 
-`LLM` and `SamplingParams` are the library's front door. They load on first use, so that the planner
+`LLM` and its params are the library's front door. They load on first use, so that the planner
 beside them stays free of torch.
 """
 
@@ -10,12 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .beam_search import BeamSearchParams
     from .llm import LLM
     from .sampling_params import SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams"]
 
-_HOME = {"LLM": ".llm", "SamplingParams": ".sampling_params"}
+_HOME = {
+    "LLM": ".llm",
+    "BeamSearchParams": ".beam_search",
+    "SamplingParams": ".sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from ..quant.checkpoint import read_json
 from ..quant.errors import BadInput
 from ..quant.models import resolve_model, tokenizer_arguments
 from ..quant.open import open_checkpoint
+from .best_of import BestOf
 from .block_pool import BlockPool
 from .config import EngineConfig
 from .detokenizer import IncrementalDetokenizer
@@ -120,6 +121,7 @@ class Engine:
         )
         self._texts: dict[str, _Text] = {}
         self._prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
+        self._contests: dict[str, BestOf] = {}
         self._random = random.Random(config.seed)
         self._next_order = 0
         self._num_steps = self._num_computed = self._num_generated = 0
@@ -149,6 +151,7 @@ class Engine:
             raise BadInput(f"request id {request_id!r} is in use")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(token_ids, params)
+        contest = BestOf(params) if params.num_sequences > params.n else None
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(1, self.scheduler.longest_sequence - len(token_ids))
@@ -159,20 +162,23 @@ class Engine:
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             max_tokens=max_tokens,
-            params=params,
+            params=params if contest is None else BestOf.scored(params),
             seed=self._random.getrandbits(62) if params.seed is None else params.seed,
             order=self._next_order,
             times=RequestTimes(time.perf_counter() if arrival_seconds is None else arrival_seconds),
             priority=priority,
-            num_completions=params.n,
+            num_completions=params.num_sequences,
             cache_salt=adapter_salt(lora, cache_salt),
             lora=lora,
         )
         self.scheduler.add(request)
-        self._next_order += params.n
+        if contest is not None:
+            self._contests[request_id] = contest
+        self._next_order += params.num_sequences
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of a request and free its blocks now; False if there is none."""
+        self._contests.pop(request_id, None)
         members = [r for r in self.scheduler.requests() if r.request_id == request_id]
         for request in members:
             self.scheduler.abort(request.sequence_id)
@@ -194,7 +200,8 @@ class Engine:
         self._num_steps += 1
         self._num_computed += plan.num_tokens
         self._num_generated += len(tokens)
-        return [self._output(plan, result, token) for token in tokens]
+        pieces = [self._output(plan, result, token) for token in tokens]
+        return [shown for piece in pieces for shown in self._shown(piece)]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds."""
@@ -292,6 +299,16 @@ class Engine:
             num_output_tokens=request.num_output_tokens,
             times=request.times,
         )
+
+    def _shown(self, piece: RequestOutput) -> list[RequestOutput]:
+        """A piece, unless its request is a contest: then nothing, or the winners."""
+        contest = self._contests.get(piece.request_id)
+        if contest is None:
+            return [piece]
+        winners = contest.take(piece)
+        if winners:
+            del self._contests[piece.request_id]
+        return winners
 
     def _advance_text(self, request: Request, token_id: int) -> str:
         """Text that a token completes; ends the request where it meets a stop string."""

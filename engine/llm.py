@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..quant.errors import BadInput
+from .beam_search import BeamSearchParams, BeamSearchResult, beam_search
 from .config import EngineConfig
 from .engine import Engine
 from .outputs import Completion, GenerationResult, RequestOutput
@@ -73,6 +74,26 @@ class LLM:
                         yield piece
         finally:
             self.engine.abort(request_id)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora: str | None = None,
+    ) -> list[BeamSearchResult]:
+        """The likeliest continuations of prompts that the search finds; results in the prompts' order.
+
+        `lora` is the name of the adapter that computes them.
+
+        Raises:
+            BadInput: a prompt that can never fit, or a width that is too large.
+        """
+        batch = [
+            self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            for prompt in _as_batch(prompts)
+        ]
+        return beam_search(self.engine, batch, params, lora)
 
     def _add(self, prompt: Prompt, params: SamplingParams, lora: str | None) -> GenerationResult:
         request_id = f"llm-{self._next_id}"

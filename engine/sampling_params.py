@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 SMALLEST_TEMPERATURE = 1e-5
 """Below it, scores divided by the temperature leave float32; the likeliest token is taken instead."""
 
+MAX_LOGPROBS = 100
+MAX_COMPLETIONS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -23,8 +26,10 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 (or -1) and `top_p` 1 and `min_p` 0 are off. Penalties look at
     output tokens only, but for `repetition_penalty`, which looks at the prompt too. `logprobs` = k asks
     for the chosen token and the k likeliest; they come from the model's own distribution, before
-    penalties and temperature. `max_tokens` None runs to the model's context length. `token_mask` says
-    which tokens may come, `logits_processors` change scores in their order: see `engine/logits.py`.
+    penalties and temperature. `best_of` = b draws b completions and hands out the n of them with the
+    highest sum of log-probabilities, all at the end. `max_tokens` None runs to the model's context
+    length. `token_mask` says which tokens may come, `logits_processors` change scores in their order:
+    see `engine/logits.py`.
 
     Raises:
         BadInput: a value outside its range.
@@ -42,6 +47,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     n: int = 1
+    best_of: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -74,14 +80,28 @@ class SamplingParams:
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "0.01 to 100"),
             ("presence_penalty", abs(self.presence_penalty) <= 2.0, "-2 to 2"),
             ("frequency_penalty", abs(self.frequency_penalty) <= 2.0, "-2 to 2"),
-            ("n", 1 <= self.n <= 128, "1 to 128"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "0 to 100"),
+            ("n", 1 <= self.n <= MAX_COMPLETIONS, f"1 to {MAX_COMPLETIONS}"),
+            (
+                "best_of",
+                self.best_of is None or self.n <= self.best_of <= MAX_COMPLETIONS,
+                f"n = {self.n} to {MAX_COMPLETIONS}",
+            ),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"0 to {MAX_LOGPROBS}",
+            ),
             (
                 "prompt_logprobs",
-                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100,
-                "0 to 100",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                f"0 to {MAX_LOGPROBS}",
             ),
         ]
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions that are drawn."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def is_greedy(self) -> bool:

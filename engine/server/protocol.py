@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ..sampling_params import SamplingParams
+from ..sampling_params import MAX_COMPLETIONS, SamplingParams
 from .errors import ApiError
-
-MAX_COMPLETIONS = 128
-"""Largest `n`, OpenAI's own."""
 
 _SAMPLING_FIELDS = (
     "min_tokens",
@@ -35,6 +33,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": (),
+    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": (),
     "continue_final_message": (),
@@ -172,14 +171,15 @@ class CompletionRequest(GenerationRequest):
 
     def sampling_params(self) -> SamplingParams:
         """Raises `BadInput` for values out of range."""
-        if self.best_of is not None and self.best_of != self.num_completions:
+        if self.stream and self.best_of is not None and self.best_of > self.num_completions:
             raise ApiError(
-                400, "best_of is not supported", param="best_of", code="unsupported_parameter"
+                400, "best_of is known at the end only: it cannot be streamed", param="best_of"
             )
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        return self._sampling_params(
+        params = self._sampling_params(
             max_tokens, self.logprobs, self.logprobs if self.echo else None
         )
+        return replace(params, best_of=self.best_of)
 
 
 def _is_token_ids(value: Any) -> bool:

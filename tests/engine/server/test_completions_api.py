@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import openai
 import pytest
 from live_server import RunningServer, events
 from llmopt.engine import LLM, SamplingParams
@@ -58,6 +59,20 @@ def test_prompts_of_every_kind(server: RunningServer, llm: LLM) -> None:
     assert choices(texts) == expected
     assert choices(token_ids[0]) == expected[:1]
     assert choices(token_ids) == expected
+
+
+def test_best_of_answers_with_the_likeliest(server: RunningServer, llm: LLM) -> None:
+    params = SamplingParams(n=2, best_of=5, seed=8, max_tokens=12)
+    expected = [completion.text for completion in llm.generate(PROMPT, params)[0].completions]
+    answer = server.openai().completions.create(
+        model="tiny", prompt=PROMPT, n=2, best_of=5, seed=8, max_tokens=12
+    )
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    with pytest.raises(openai.BadRequestError, match="best_of is known at the end only"):
+        server.openai().completions.create(
+            model="tiny", prompt=PROMPT, n=2, best_of=5, max_tokens=12, stream=True
+        )
 
 
 def test_many_clients_at_once_get_their_own_answers(server: RunningServer, llm: LLM) -> None:
