@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..quant.errors import BadInput
+from .speculation.options import SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "fp8", "int8")
@@ -35,6 +36,7 @@ class EngineConfig:
         cpu_activations: bits of what integer weights are multiplied with on a CPU. With 16 a checkpoint
             that quantizes weights alone gives the numbers of its weights; with 8 every token is rounded
             to 8 bits before each quantized linear, which is faster from a few tokens a step on.
+        speculation: guesses that are checked together; None: a token a step.
         loras: folders of adapters in PEFT's form, by the names that requests give.
     """
 
@@ -54,6 +56,7 @@ class EngineConfig:
     num_threads: int | None = None
     cpu_activations: int = 16
     loras: Mapping[str, Path] = field(default_factory=dict)
+    speculation: SpeculationConfig | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

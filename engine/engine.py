@@ -6,19 +6,18 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..quant.checkpoint import read_json
 from ..quant.errors import BadInput
-from ..quant.models import resolve_model, tokenizer_arguments
+from ..quant.models import resolve_model
 from ..quant.open import open_checkpoint
 from .best_of import BestOf
 from .block_pool import BlockPool
+from .completion_text import CompletionText
 from .config import EngineConfig
-from .detokenizer import IncrementalDetokenizer
 from .host import usable_cores
 from .kv_cache import KvCache, choose_num_blocks, kv_bytes_per_token, stored_dtype
 from .lora.settings import adapter_salt
@@ -34,26 +33,23 @@ from .prefix_cache import PrefixCache
 from .request import Request, RequestTimes
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig, Token
+from .speculation.open import draft_length, open_draft_model, open_proposer
 from .step_plan import StepPlan
-from .stop import StopStrings
+from .tokenizer import end_token_ids, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes that the engine holds, and bytes of weights that one step reads."""
+    """Bytes that the engine holds, and bytes of weights that one step reads.
+
+    `draft_bytes` are of a draft model with its cache.
+    """
 
     weight_bytes: int
     kv_cache_bytes: int
     weight_bytes_per_step: int
     kv_bytes_per_token: int
-
-
-@dataclass(slots=True)
-class _Text:
-    """The text side of a sequence: what has been decoded, and what is held back."""
-
-    detokenizer: IncrementalDetokenizer
-    stop: StopStrings
+    draft_bytes: int = 0
 
 
 class Engine:
@@ -72,8 +68,8 @@ class Engine:
             torch.set_num_threads(config.num_threads or usable_cores())
         checkpoint = open_checkpoint(self.folder)
         self.dtype = _choose_dtype(config.dtype, self.device)
-        self.tokenizer = _load_tokenizer(self.folder)
-        self.eos_token_ids = _eos_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
+        self.tokenizer = load_tokenizer(self.folder)
+        self.eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
         model, self.max_model_len = open_model(
             checkpoint,
             config.max_model_len,
@@ -83,6 +79,14 @@ class Engine:
             config.loras,
         )
         self.vocab_size = model.vocab_size
+        draft = open_draft_model(
+            config.speculation,
+            self.tokenizer,
+            self.vocab_size,
+            self.max_model_len,
+            self.device,
+            self.dtype,
+        )
 
         kind = self.device.type
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
@@ -90,7 +94,7 @@ class Engine:
         kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
         num_blocks = choose_num_blocks(
             config,
-            model.kv_layouts,
+            [*model.kv_layouts, *(draft.kv_layouts if draft else ())],
             block_size,
             self.max_model_len,
             max_num_seqs,
@@ -98,12 +102,25 @@ class Engine:
             kv_dtype,
         )
         cache = KvCache(model.kv_layouts, num_blocks, block_size, self.device, kv_dtype)
-        self.runner = ModelRunner(model, cache, self.device, self.dtype, self.eos_token_ids)
+        proposer = open_proposer(
+            config.speculation, draft, num_blocks, block_size, self.device, self.dtype, kv_dtype
+        )
+        self.runner = ModelRunner(
+            model,
+            cache,
+            self.device,
+            self.dtype,
+            self.eos_token_ids,
+            proposer,
+            by_rejection=config.speculation is not None
+            and config.speculation.acceptance == "rejection",
+        )
         self.memory = EngineMemory(
             weight_bytes=model.bytes_held,
             kv_cache_bytes=cache.num_bytes,
             weight_bytes_per_step=model.bytes_per_step,
             kv_bytes_per_token=kv_bytes_per_token(model.kv_layouts, kv_dtype),
+            draft_bytes=0 if proposer is None else proposer.bytes_held,
         )
         pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
@@ -115,16 +132,18 @@ class Engine:
                 max_model_len=self.max_model_len,
                 prefill_chunk_size=config.prefill_chunk_size,
                 window=model.window,
+                guessing=draft_length(config.speculation, draft, model),
             ),
             pool,
             PrefixCache(pool, block_size, enabled=config.enable_prefix_caching),
         )
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, CompletionText] = {}
         self._prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
         self._contests: dict[str, BestOf] = {}
         self._random = random.Random(config.seed)
         self._next_order = 0
         self._num_steps = self._num_computed = self._num_generated = 0
+        self._num_guesses = self._num_accepted = 0
 
     def add_request(
         self,
@@ -196,12 +215,18 @@ class Engine:
             return []
         result = self.runner.execute(plan)
         self._keep_prompt_logprobs(result)
-        tokens = self.scheduler.update(plan, result.tokens, self.eos_token_ids, time.perf_counter())
+        tokens = self.scheduler.update(
+            plan, result.tokens, self.eos_token_ids, time.perf_counter(), result.num_guesses
+        )
         self._num_steps += 1
-        self._num_computed += plan.num_tokens
-        self._num_generated += len(tokens)
-        pieces = [self._output(plan, result, token) for token in tokens]
-        return [shown for piece in pieces for shown in self._shown(piece)]
+        num_guesses = sum(result.num_guesses.values())
+        self._num_guesses += num_guesses
+        self._num_accepted += sum(len(result.tokens[name]) - 1 for name in result.num_guesses)
+        self._num_computed += plan.num_tokens + num_guesses
+        runs = [list(run) for _, run in groupby(tokens, key=lambda token: token.request)]
+        outputs = [self._output(plan, result, run) for run in runs]
+        self._num_generated += sum(len(output.new_token_ids) for output in outputs)
+        return [shown for piece in outputs for shown in self._shown(piece)]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds."""
@@ -248,6 +273,8 @@ class Engine:
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             kv_blocks_total=pool.num_usable,
+            num_guesses=self._num_guesses,
+            num_accepted_guesses=self._num_accepted,
             kv_blocks_used=pool.num_usable - pool.num_free,
         )
 
@@ -274,23 +301,25 @@ class Engine:
         for sequence_id, scored in result.prompt_logprobs.items():
             self._prompt_logprobs.setdefault(sequence_id, {}).update(scored)
 
-    def _output(self, plan: StepPlan, result: StepResult, token: Token) -> RequestOutput:
-        request = token.request
-        text = self._advance_text(request, token.token_id)
-        logprobs = result.logprobs[plan.rows[token.row].sequence_id][token.sample]
+    def _output(self, plan: StepPlan, result: StepResult, run: list[Token]) -> RequestOutput:
+        """What the tokens of one sequence, in order, come to; its text may end before them."""
+        request = run[0].request
+        text, kept = self._advance_text(request, run)
+        scored = result.logprobs[plan.rows[run[0].row].sequence_id]
+        logprobs = [one for token in kept if (one := scored[token.sample]) is not None]
         prompt_logprobs = None
-        is_first = request.index == 0 and request.num_output_tokens == 1
+        is_first = request.index == 0 and request.num_output_tokens == len(kept)
         if is_first and request.params.prompt_logprobs is not None:
-            kept = self._prompt_logprobs.pop(request.sequence_id, {})
-            prompt_logprobs = tuple(kept.get(i) for i in range(request.num_prompt_tokens))
+            scores = self._prompt_logprobs.pop(request.sequence_id, {})
+            prompt_logprobs = tuple(scores.get(i) for i in range(request.num_prompt_tokens))
         if request.finish_reason is not None:
             self._texts.pop(request.sequence_id, None)
         return RequestOutput(
             request_id=request.request_id,
             index=request.index,
-            new_token_ids=(token.token_id,),
+            new_token_ids=tuple(token.token_id for token in kept),
             new_text=text,
-            logprobs=None if logprobs is None else (logprobs,),
+            logprobs=tuple(logprobs) or None,
             prompt_logprobs=prompt_logprobs,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
@@ -310,32 +339,25 @@ class Engine:
             del self._contests[piece.request_id]
         return winners
 
-    def _advance_text(self, request: Request, token_id: int) -> str:
-        """Text that a token completes; ends the request where it meets a stop string."""
-        params = request.params
+    def _advance_text(self, request: Request, run: list[Token]) -> tuple[str, list[Token]]:
+        """Text that tokens complete; ends the request where it meets a stop string, and drops the rest."""
         text = self._texts.get(request.sequence_id)
         if text is None:
             prompt = request.token_ids[: request.num_prompt_tokens]
-            text = self._texts[request.sequence_id] = _Text(
-                IncrementalDetokenizer(
-                    self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
-                ),
-                StopStrings(params.stop, include=params.include_stop_str_in_output),
-            )
-        piece = text.detokenizer.feed([token_id])
-        if request.num_output_tokens < params.min_tokens:
-            return piece
-        ended = request.finish_reason is not None
-        if ended:
-            piece += text.detokenizer.flush()
-        shown, met = text.stop.feed(piece)
-        if met is not None:
-            # A token limit reached by the same token yields to the stop string, which ends the text.
-            self.scheduler.finish(request, "stop", met)
-            request.finish_reason, request.stop_reason = "stop", met
-        elif ended:
-            shown += text.stop.flush()
-        return shown
+            text = CompletionText(self.tokenizer, prompt, request.params)
+            self._texts[request.sequence_id] = text
+        shown = ""
+        for count, token in enumerate(run, 1):
+            is_last = count == len(run) and request.finish_reason is not None
+            piece, met = text.feed(token.token_id, is_last=is_last)
+            shown += piece
+            if met is not None:
+                # A token limit reached by the same token yields to the stop string, which ends the text.
+                self.scheduler.finish(request, "stop", met)
+                request.finish_reason, request.stop_reason = "stop", met
+                del request.token_ids[len(request.token_ids) - len(run) + count :]
+                return shown, run[:count]
+        return shown, run
 
 
 def _choose_device(name: str) -> torch.device:
@@ -355,28 +377,3 @@ def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
     # Without bf16 instructions a CPU emulates it, tens of times slower than float32.
     has_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32
-
-
-def _load_tokenizer(model: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    arguments = tokenizer_arguments(model)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**arguments)
-    except Exception as error:  # transformers raises whatever the broken file led to
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{model}: the tokenizer does not load: {reason}") from error
-    # Our own check says how long is too long; the tokenizer's warning would only add noise.
-    tokenizer.model_max_length = int(1e30)
-    tokenizer.clean_up_tokenization_spaces = False
-    return tokenizer
-
-
-def _eos_token_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a sequence: the generation config's, else the model's, and the tokenizer's."""
-    path = folder / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
-    listed = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = set(listed) if isinstance(listed, list) else {listed}
-    ids.add(tokenizer.eos_token_id)
-    return frozenset(token for token in ids if token is not None)

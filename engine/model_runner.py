@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from .block_pool import NULL_BLOCK
-from .kernels.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan
 from .kv_cache import KvCache
 from .lora.bank import rows_by_adapter
 from .model.attention import StepInputs
 from .model.open import CausalModel
 from .outputs import TokenLogprobs
 from .sampler import Sampler, SamplingRow, token_logprobs
+from .speculation.proposer import Guesses, Proposer
+from .speculation.verify import accepted_tokens, num_agreeing
+from .step_inputs import Run, step_inputs
 from .step_plan import ScheduledRow, StepPlan
 
 
@@ -23,14 +24,32 @@ class StepResult:
     """What a step drew, by sequence.
 
     Attributes:
-        tokens: as many as the row asked for.
+        tokens: as many as the row asked for, or the guesses that stood and one behind them.
         logprobs: beside them, where the request asks for logprobs.
         prompt_logprobs: (position, logprobs) of prompt tokens that this step could score.
+        num_guesses: that were checked.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
+    num_guesses: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _GuessedRow:
+    """A row of a step with its guesses."""
+
+    row: ScheduledRow
+    guesses: Guesses | None
+
+    @property
+    def guessed(self) -> tuple[int, ...]:
+        return () if self.guesses is None else self.guesses.token_ids
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return [*self.row.token_ids, *self.guessed] if self.guessed else self.row.token_ids
 
 
 class ModelRunner:
@@ -43,6 +62,9 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         eos_token_ids: frozenset[int],
+        proposer: Proposer | None = None,
+        *,
+        by_rejection: bool = False,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -50,15 +72,22 @@ class ModelRunner:
         self._dtype = dtype
         self._eos_token_ids = eos_token_ids
         self._sampler = Sampler(eos_token_ids)
+        self._proposer = proposer
+        self._by_rejection = by_rejection
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
         self.cache.copy_blocks(plan.block_copies)
-        hidden = self.decoder.forward(self._inputs(plan.rows), self.cache.layers)
+        guesses: Mapping[str, Guesses] = {}
+        if self._proposer is not None:
+            self._proposer.copy_blocks(plan.block_copies)
+            guesses = self._proposer.propose(plan.rows, self._draw_of)
+        runs = [_GuessedRow(row, guesses.get(row.sequence_id)) for row in plan.rows]
+        hidden = self.decoder.forward(self._inputs(runs), self.cache.layers)
         result = StepResult()
-        self._score_prompts(plan.rows, hidden, result)
-        self._draw(plan.rows, hidden, result)
+        self._score_prompts(runs, hidden, result)
+        self._draw(runs, hidden, result)
         return result
 
     @torch.inference_mode()
@@ -83,84 +112,84 @@ class ModelRunner:
             scores.append(self.decoder.logits(hidden))
         return torch.cat(scores)
 
-    def _inputs(self, rows: Sequence[ScheduledRow]) -> StepInputs:
-        inputs = self._inputs_of([(row.start, row.token_ids, row.block_ids) for row in rows])
-        loras = [(row.lora, row.num_tokens) for row in rows]
+    def _inputs(self, runs: Sequence[_GuessedRow]) -> StepInputs:
+        inputs = self._inputs_of([(r.row.start, r.token_ids, r.row.block_ids) for r in runs])
+        loras = [(run.row.lora, len(run.token_ids)) for run in runs]
         return replace(inputs, adapters=rows_by_adapter(loras, self._device))
 
-    def _inputs_of(self, runs: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> StepInputs:
-        """Tensors for runs of (start position, token ids, block ids of the whole sequence)."""
-        size = self.cache.block_size
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        spans: list[SequenceSpan] = []
-        single: list[tuple[int, int, Sequence[int]]] = []
-        for start, tokens, block_ids in runs:
-            begin, end = len(token_ids), start + len(tokens)
-            token_ids.extend(tokens)
-            positions.extend(range(start, end))
-            slots.extend(block_ids[p // size] * size + p % size for p in range(start, end))
-            used = block_ids[: -(-end // size)]
-            if len(tokens) == 1:
-                single.append((begin, end, used))
-            else:
-                spans.append(SequenceSpan(begin, begin + len(tokens), end, self._tensor(used)))
-        batch = AttentionBatch(spans, self._decode_group(single), size, self._dtype)
-        return StepInputs(
-            self._tensor(token_ids), self._tensor(positions), self._tensor(slots), batch
-        )
-
-    def _decode_group(self, single: Sequence[tuple[int, int, Sequence[int]]]) -> DecodeGroup | None:
-        if not single:
-            return None
-        width = max(len(used) for _, _, used in single)
-        padded = [
-            block for _, _, used in single for block in [*used, *[NULL_BLOCK] * (width - len(used))]
-        ]
-        return DecodeGroup(
-            rows=self._tensor([row for row, _, _ in single]),
-            block_ids=self._tensor(padded),
-            lengths=self._tensor([length for _, length, _ in single]),
-        )
+    def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:
+        return step_inputs(runs, self.cache.block_size, self._device, self._dtype)
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _draw(self, rows: Sequence[ScheduledRow], hidden: torch.Tensor, result: StepResult) -> None:
+    def _draw(self, runs: Sequence[_GuessedRow], hidden: torch.Tensor, result: StepResult) -> None:
         ends: list[int] = []
         draws: list[SamplingRow] = []
-        owners: list[str] = []
+        spans: list[tuple[_GuessedRow, slice]] = []
         end = 0
-        for row in rows:
-            end += row.num_tokens
+        for run in runs:
+            row, end = run.row, end + len(run.token_ids)
+            first = len(ends)
             for sample in range(row.num_samples):
-                ends.append(end - 1)
-                owners.append(row.sequence_id)
-                draws.append(self._sampling_row(row, row.seed + sample))
+                for count in range(len(run.guessed) + 1):
+                    ends.append(end - 1 - len(run.guessed) + count)
+                    draws.append(self._draw_of(row, run.guessed[:count], row.seed + sample))
+            if row.num_samples:
+                spans.append((run, slice(first, len(ends))))
         if not draws:
             return
         logits = self.decoder.logits(hidden.index_select(0, self._tensor(ends)))
         tokens, logprobs = self._sampler.draw(logits, draws)
-        for owner, token, logprob in zip(owners, tokens, logprobs, strict=True):
-            result.tokens.setdefault(owner, []).append(token)
-            result.logprobs.setdefault(owner, []).append(logprob)
+        for run, span in spans:
+            name, drawn, scored = run.row.sequence_id, tokens[span], logprobs[span]
+            if run.guesses is not None:
+                result.num_guesses[name] = len(run.guessed)
+                drawn = self._standing(run, run.guesses, drawn, logits[span], draws[span])
+                scored = self._scored(drawn, logits[span], run.row.params.logprobs)
+            result.tokens[name], result.logprobs[name] = drawn, scored
 
-    def _sampling_row(self, row: ScheduledRow, seed: int) -> SamplingRow:
-        num_output = len(row.history) - row.num_prompt_tokens
+    def _standing(
+        self,
+        run: _GuessedRow,
+        guesses: Guesses,
+        drawn: list[int],
+        logits: torch.Tensor,
+        draws: Sequence[SamplingRow],
+    ) -> list[int]:
+        """The guesses of a run that stand, and the token behind them; `drawn` are the target's own."""
+        if self._by_rejection:
+            target = self._sampler.distributions(logits, draws)
+            return accepted_tokens(target, guesses, run.row.seed, len(run.row.history))
+        return drawn[: num_agreeing(run.guessed, drawn) + 1]
+
+    def _scored(
+        self, tokens: Sequence[int], logits: torch.Tensor, wanted: int | None
+    ) -> list[TokenLogprobs | None]:
+        if wanted is None:
+            return [None] * len(tokens)
+        return [token_logprobs(logits[i], token, wanted) for i, token in enumerate(tokens)]
+
+    def _draw_of(
+        self, row: ScheduledRow, guessed: Sequence[int] = (), seed: int | None = None
+    ) -> SamplingRow:
+        """How the token behind a row and some guesses is drawn."""
+        history = [*row.history, *guessed] if guessed else row.history
+        num_output = len(history) - row.num_prompt_tokens
         barred: frozenset[int] = frozenset()
         if num_output < row.params.min_tokens:
             barred = frozenset(row.params.stop_token_ids)
             if not row.params.ignore_eos:
                 barred |= self._eos_token_ids
-        return SamplingRow(row.params, seed, row.history, row.num_prompt_tokens, barred)
+        own = row.seed if seed is None else seed
+        return SamplingRow(row.params, own, history, row.num_prompt_tokens, barred)
 
     def _score_prompts(
-        self, rows: Sequence[ScheduledRow], hidden: torch.Tensor, result: StepResult
+        self, runs: Sequence[_GuessedRow], hidden: torch.Tensor, result: StepResult
     ) -> None:
         begin = 0
-        for row in rows:
-            wanted = row.params.prompt_logprobs
+        for run in runs:
+            row, wanted = run.row, run.row.params.prompt_logprobs
             # The row at position p scores the token at p + 1, which must be part of the prompt.
             count = min(row.end, row.num_prompt_tokens - 1) - row.start
             if wanted is not None and count > 0:
@@ -171,4 +200,4 @@ class ModelRunner:
                         range(row.start, row.start + count), logits, strict=True
                     )
                 ]
-            begin += row.num_tokens
+            begin += len(run.token_ids)

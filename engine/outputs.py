@@ -104,6 +104,8 @@ class EngineStats:
     num_computed_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_guesses: int = 0
+    num_accepted_guesses: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_running: int = 0

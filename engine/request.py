@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .sampling_params import SamplingParams
+from .speculation.draft_length import Acceptance
 
 
 class RequestStatus(Enum):
@@ -62,6 +63,7 @@ class Request:
     num_dropped_blocks: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

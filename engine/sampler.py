@@ -91,20 +91,33 @@ class Sampler:
                 constrain(scores[index], logits[index], row, endings)
         return scores
 
-    def _sample(self, scores: torch.Tensor, row: SamplingRow) -> int:
-        """Draw from softmax(scores / temperature), narrowed by min-p, top-k and top-p.
+    def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Float32 [rows, vocab]: the probabilities that `draw` draws by."""
+        scores = self._adjusted(logits, rows)
+        return torch.stack([_distribution(own, row) for own, row in zip(scores, rows, strict=True)])
 
-        argmax(p / e) with e ~ Exp(1) is a draw from p.
-        """
-        noise = exponential_noise(row.seed, len(row.history), scores.numel()).to(scores.device)
-        scores = scores / row.params.temperature
-        if not row.params.filters:
-            return int((scores.softmax(dim=-1) / noise).argmax())
-        # Stable, so that among equals the first stays, as with argmax.
-        ordered, order = scores.sort(descending=True, stable=True)
-        keep = filter_mask(ordered, row.params)
-        probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
-        return int(order[(probabilities / noise[order]).argmax()])
+    def _sample(self, scores: torch.Tensor, row: SamplingRow) -> int:
+        return choose(_distribution(scores, row), row.seed, len(row.history))
+
+
+def _distribution(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """softmax(scores / temperature), narrowed by min-p, top-k and top-p; all on one token where greedy."""
+    if row.params.is_greedy:
+        return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
+    scores = scores / row.params.temperature
+    if not row.params.filters:
+        return scores.softmax(dim=-1)
+    # Stable, so that among equals the first stays, as with argmax.
+    ordered, order = scores.sort(descending=True, stable=True)
+    keep = filter_mask(ordered, row.params)
+    probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
+    return torch.zeros_like(scores).index_copy_(0, order, probabilities)
+
+
+def choose(weights: torch.Tensor, seed: int, position: int, stream: int = 0) -> int:
+    """A draw by `weights` [vocab], which need not sum to 1: argmax(w / e) with e ~ Exp(1)."""
+    noise = exponential_noise(seed, position, weights.numel(), stream).to(weights.device)
+    return int((weights / noise).argmax())
 
 
 def filter_mask(ordered: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -180,13 +193,25 @@ def penalize(scores: torch.Tensor, row: SamplingRow) -> None:
         scores[tokens] -= times * params.frequency_penalty + params.presence_penalty
 
 
-def exponential_noise(seed: int, position: int, size: int) -> torch.Tensor:
-    """Exp(1) noise, float32 [size], from a counter-based generator keyed by (seed, position)."""
-    key = np.array([seed & (2**64 - 1), position], dtype=np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=key))
-    noise = generator.standard_exponential(size, dtype=np.float32)
+def exponential_noise(seed: int, position: int, size: int, stream: int = 0) -> torch.Tensor:
+    """Exp(1) noise, float32 [size], from a counter-based generator keyed by (seed, position).
+
+    Streams of one key have nothing to do with each other.
+    """
+    noise = _generator(seed, position, stream).standard_exponential(size, dtype=np.float32)
     # Float32 can round to zero, and dividing by it would make the token certain.
     return torch.from_numpy(np.maximum(noise, np.finfo(np.float32).tiny))
+
+
+def uniform_noise(seed: int, position: int, stream: int) -> float:
+    """A number in [0, 1), keyed as above."""
+    return float(_generator(seed, position, stream).random())
+
+
+def _generator(seed: int, position: int, stream: int) -> np.random.Generator:
+    key = np.array([seed & (2**64 - 1), position], dtype=np.uint64)
+    counter = np.array([0, 0, 0, stream], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def token_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:

@@ -10,6 +10,7 @@ from ..quant.errors import BadInput
 from .block_pool import NULL_BLOCK, BlockPool
 from .prefix_cache import PrefixCache
 from .request import Request, RequestStatus, RequestTimes
+from .speculation.draft_length import DraftLength
 from .step_plan import ScheduledRow, StepPlan
 from .stop import stop_token_reason
 
@@ -28,6 +29,7 @@ class SchedulerConfig:
             grow a while before one of them must be preempted.
         window: tokens that the farthest-looking layer sees, the new one included; None: some layer sees
             all. Blocks wholly behind it go back to the pool.
+        guessing: how many guesses a sequence gets room for; None: nobody guesses.
     """
 
     max_num_batched_tokens: int
@@ -37,6 +39,7 @@ class SchedulerConfig:
     prefill_chunk_size: int | None = None
     watermark: float = 0.01
     window: int | None = None
+    guessing: DraftLength | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.block_size < 1 or self.max_model_len < 1:
@@ -136,6 +139,7 @@ class Scheduler:
         """Decide the next step and take the blocks that it writes."""
         budget = self.config.max_num_batched_tokens
         scheduled: dict[str, tuple[Request, int]] = {}
+        guesses: dict[str, int] = {}
 
         num_after = len(self.running)
         for request in list(self.running):
@@ -146,12 +150,16 @@ class Scheduler:
             while not self._grow(request, num_new):
                 victim = max(self.running, key=lambda candidate: candidate.rank)
                 budget += scheduled.pop(victim.sequence_id, (victim, 0))[1]
+                budget += guesses.pop(victim.sequence_id, 0)
                 self._preempt(victim)
                 if victim is request:
                     break
             else:
                 scheduled[request.sequence_id] = (request, num_new)
                 budget -= num_new
+                if count := self._room_for_guesses(request, num_new, budget - num_after):
+                    guesses[request.sequence_id] = count
+                    budget -= count
 
         while self._waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self._waiting[0][1]
@@ -164,7 +172,11 @@ class Scheduler:
 
         copies = tuple((source, destination) for destination, source in self._copies.items())
         self._copies.clear()
-        return StepPlan(tuple(self._row(request, n) for request, n in scheduled.values()), copies)
+        rows = (
+            self._row(request, num_new, guesses.get(sequence_id, 0))
+            for sequence_id, (request, num_new) in scheduled.items()
+        )
+        return StepPlan(tuple(rows), copies)
 
     def update(
         self,
@@ -172,9 +184,11 @@ class Scheduler:
         sampled: Mapping[str, Sequence[int]],
         eos: frozenset[int],
         now: float = 0.0,
+        num_guesses: Mapping[str, int] | None = None,
     ) -> list[Token]:
         """Take the tokens that a step drew, `num_samples` for each row that asked for some.
 
+        A row that asked for one may bring a run of them: guesses that stood, and the token behind them.
         Sequences that were aborted meanwhile are passed over. Returns the tokens in row order; a
         sequence whose token was its last is finished and has let go of its blocks.
         """
@@ -189,10 +203,34 @@ class Scheduler:
             if not row.num_samples:
                 continue
             drawn = sampled[row.sequence_id]
+            if num_guesses and (checked := num_guesses.get(row.sequence_id)):
+                request.acceptance.record(checked, len(drawn) - 1)
+            if row.num_samples == 1:
+                tokens += self._take_run(request, index, drawn, eos, now)
+                continue
             family = [request, *self._fork(request, len(drawn) - 1)]
             for sample, (member, token_id) in enumerate(zip(family, drawn, strict=True)):
                 tokens.append(Token(member, token_id, index, sample))
                 self._append(member, token_id, eos, now)
+        return tokens
+
+    def _take_run(
+        self, request: Request, row: int, drawn: Sequence[int], eos: frozenset[int], now: float
+    ) -> list[Token]:
+        """Append tokens of which all but the last were computed as guesses, up to one that ends it."""
+        tokens: list[Token] = []
+        for sample, token_id in enumerate(drawn):
+            if sample:  # the guess before this one stood: its keys and values are in the cache
+                before, request.num_computed_tokens = (
+                    request.num_computed_tokens,
+                    request.num_tokens,
+                )
+                self.cache.insert(request, before)
+            tokens.append(Token(request, token_id, row, sample))
+            self._append(request, token_id, eos, now)
+            if request.status is RequestStatus.FINISHED:
+                return tokens
+        self._drop_behind_window(request)
         return tokens
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -236,6 +274,23 @@ class Scheduler:
             request.block_ids.extend(self.pool.allocate(needed))
         return True
 
+    def _room_for_guesses(self, request: Request, num_new: int, budget: int) -> int:
+        """Guesses behind the last known token that there are slots for; nobody is preempted for one.
+
+        The last token of a sequence is never computed, so the last guess is for the one before it.
+        """
+        known = request.num_computed_tokens + num_new == request.num_tokens
+        if self.config.guessing is None or not known or not request.num_output_tokens:
+            return 0
+        end = request.num_computed_tokens + num_new
+        left = request.max_tokens - request.num_output_tokens - 1
+        count = max(0, min(left, budget, self.config.guessing.best(request.acceptance.rate)))
+        needed = self._num_blocks(end + count) - len(request.block_ids)
+        if needed > self.pool.num_free - len(self.running):
+            count = min(count, len(request.block_ids) * self.config.block_size - end)
+        self._grow(request, num_new + count)
+        return count
+
     def _admit(self, request: Request, now: float) -> bool:
         """Move a waiting sequence to the running ones, if blocks for all its tokens are free."""
         hits = self.cache.match(request)
@@ -255,7 +310,7 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _row(self, request: Request, num_new: int) -> ScheduledRow:
+    def _row(self, request: Request, num_new: int, num_guesses: int) -> ScheduledRow:
         start = request.num_computed_tokens
         end = start + num_new
         return ScheduledRow(
@@ -268,6 +323,8 @@ class Scheduler:
             num_prompt_tokens=request.num_prompt_tokens,
             params=request.params,
             seed=request.seed,
+            lora=request.lora,
+            num_guesses=num_guesses,
         )
 
     def _wait(self, request: Request) -> None:
@@ -321,9 +378,9 @@ class Scheduler:
             times=RequestTimes(parent.times.arrival, parent.times.first_scheduled),
             priority=parent.priority,
             cache_salt=parent.cache_salt,
+            lora=parent.lora,
             num_cached_tokens=parent.num_cached_tokens,
             block_hashes=list(parent.block_hashes),
-            lora=parent.lora,
         )
         self._requests[child.sequence_id] = child
         num_full, partial = divmod(parent.num_computed_tokens, self.config.block_size)

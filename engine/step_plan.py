@@ -22,6 +22,7 @@ class ScheduledRow:
         num_prompt_tokens: how many of `history` are prompt.
         params, seed: how to draw.
         lora: the adapter that computes them, if any.
+        num_guesses: tokens behind `token_ids` for which there are slots, should somebody guess them.
     """
 
     sequence_id: str
@@ -33,8 +34,9 @@ class ScheduledRow:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-
     lora: str | None = None
+    num_guesses: int = 0
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

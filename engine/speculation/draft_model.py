@@ -1,0 +1,114 @@
+"""Guesses from a smaller model with the same vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+from ..kv_cache import KvCache
+from ..model.open import CausalModel
+from ..sampler import Sampler, choose
+from ..step_inputs import Run, step_inputs
+from ..step_plan import ScheduledRow
+from .proposer import DrawOf, Guesses
+from .verify import DRAFT_STREAM
+
+
+class DraftModel:
+    """A model beside the target, with a cache of its own under the target's block ids.
+
+    It sees the rows of every step, so a block that the prefix cache shares holds its keys and values too.
+    A slot may lack them, where all guesses stood and no step followed: that costs acceptance at most.
+
+    With `independent`, guesses are drawn with noise of their own, as rejection sampling needs them, and
+    their distributions are kept; without, with the noise that the target's token will be drawn with, so
+    that both draws agree where the distributions do.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        cache: KvCache,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        independent: bool,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._device = device
+        self._dtype = dtype
+        self._independent = independent
+        self._sampler = Sampler()
+
+    @property
+    def bytes_held(self) -> int:
+        """See `Proposer`."""
+        return self._model.bytes_held + self._cache.num_bytes
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See `Proposer`."""
+        self._cache.copy_blocks(copies)
+
+    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
+        """See `Proposer`."""
+        known = [_known(row) for row in rows]
+        ends = [end - 1 for end in accumulate(len(token_ids) for _, token_ids, _ in known)]
+        last = self._forward(known)[
+            [end for end, row in zip(ends, rows, strict=True) if row.num_guesses]
+        ]
+        guessed = {row.sequence_id: _Guessed() for row in rows if row.num_guesses}
+        going = [row for row in rows if row.num_guesses]
+        while going:
+            self._guess(going, guessed, self._model.logits(last), draw)
+            going = [row for row in going if len(guessed[row.sequence_id].tokens) < row.num_guesses]
+            if going:
+                last = self._forward([guessed[row.sequence_id].last_run(row) for row in going])
+        return {name: one.guesses() for name, one in guessed.items()}
+
+    def _guess(
+        self,
+        rows: Sequence[ScheduledRow],
+        guessed: Mapping[str, _Guessed],
+        logits: torch.Tensor,
+        draw: DrawOf,
+    ) -> None:
+        """Add a guess to each row."""
+        draws = [draw(row, guessed[row.sequence_id].tokens) for row in rows]
+        if not self._independent:
+            for row, token in zip(rows, self._sampler.draw(logits, draws)[0], strict=True):
+                guessed[row.sequence_id].tokens.append(token)
+            return
+        weights = self._sampler.distributions(logits, draws)
+        for row, own, by in zip(rows, draws, weights, strict=True):
+            token = choose(by, own.seed, len(own.history), DRAFT_STREAM)
+            guessed[row.sequence_id].tokens.append(token)
+            guessed[row.sequence_id].weights.append(by)
+
+    def _forward(self, runs: Sequence[Run]) -> torch.Tensor:
+        inputs = step_inputs(runs, self._cache.block_size, self._device, self._dtype)
+        return self._model.forward(inputs, self._cache.layers)
+
+
+@dataclass(slots=True)
+class _Guessed:
+    """Guesses of a row so far, and the distributions that they were drawn from."""
+
+    tokens: list[int] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+
+    def last_run(self, row: ScheduledRow) -> Run:
+        return row.end + len(self.tokens) - 1, self.tokens[-1:], row.block_ids
+
+    def guesses(self) -> Guesses:
+        return Guesses(tuple(self.tokens), torch.stack(self.weights) if self.weights else None)
+
+
+def _known(row: ScheduledRow) -> Run:
+    """What the target computes of it; before guesses also the token before, which may have been the last
+    guess of a step in which all stood, so that nobody has computed it here."""
+    start = max(0, row.start - 1) if row.num_guesses else row.start
+    return start, row.history[start : row.end], row.block_ids

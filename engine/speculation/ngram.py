@@ -1,0 +1,42 @@
+"""Guesses from the sequence itself: what followed the last time that these tokens came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..step_plan import ScheduledRow
+from .proposer import DrawOf, Guesses
+
+
+class NgramProposer:
+    """Prompt lookup (Saxena 2023): the longest match of the last tokens, the latest among several."""
+
+    bytes_held = 0
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest = shortest
+        self._longest = longest
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Nothing lies in blocks."""
+
+    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
+        """See `Proposer`."""
+        guesses = {}
+        for row in rows:
+            if row.num_guesses and (found := self._look_up(row.history, row.num_guesses)):
+                guesses[row.sequence_id] = Guesses(found)
+        return guesses
+
+    def _look_up(self, history: Sequence[int], count: int) -> tuple[int, ...]:
+        tokens = np.asarray(history, dtype=np.int64)
+        for size in range(min(self._longest, len(tokens) - 1), self._shortest - 1, -1):
+            # Windows that end before the last token: something must follow them.
+            windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
+            matches = np.flatnonzero((windows == tokens[-size:]).all(axis=1))
+            if matches.size:
+                start = int(matches[-1]) + size
+                return tuple(tokens[start : start + count].tolist())
+        return ()

@@ -1,0 +1,47 @@
+"""Who guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..sampler import SamplingRow
+from ..step_plan import ScheduledRow
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """Tokens that may come next.
+
+    Attributes:
+        token_ids: in order.
+        probabilities: of the distributions that they were drawn from, float32 [tokens, vocab]; None
+            where each was certain.
+    """
+
+    token_ids: tuple[int, ...]
+    probabilities: torch.Tensor | None = None
+
+
+DrawOf = Callable[[ScheduledRow, Sequence[int]], SamplingRow]
+"""How the token behind a row and some guesses is drawn."""
+
+
+class Proposer(Protocol):
+    """Makes guesses for the rows of a step that have room for some."""
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of weights and cache that it keeps."""
+        ...
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Sequences forked: what lies in a block (source, destination) is theirs too."""
+        ...
+
+    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
+        """Guesses by sequence, at most `num_guesses` of its row, and none for rows without."""
+        ...

@@ -1,0 +1,61 @@
+"""The tensors of a step, from runs of tokens and the blocks of their sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .block_pool import NULL_BLOCK
+from .kernels.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan
+from .model.attention import StepInputs
+
+Run = tuple[int, Sequence[int], Sequence[int]]
+"""Start position, token ids, block ids of the whole sequence."""
+
+
+def step_inputs(
+    runs: Sequence[Run],
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> StepInputs:
+    """Everything that a model reads of a step."""
+
+    def tensor(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    spans: list[SequenceSpan] = []
+    single: list[tuple[int, int, Sequence[int]]] = []
+    for start, tokens, block_ids in runs:
+        begin, end = len(token_ids), start + len(tokens)
+        token_ids.extend(tokens)
+        positions.extend(range(start, end))
+        slots.extend(
+            block_ids[p // block_size] * block_size + p % block_size for p in range(start, end)
+        )
+        used = block_ids[: -(-end // block_size)]
+        if len(tokens) == 1:
+            single.append((begin, end, used))
+        else:
+            spans.append(SequenceSpan(begin, begin + len(tokens), end, tensor(used)))
+    decode = None
+    if single:
+        width = max(len(used) for _, _, used in single)
+        padding = [[NULL_BLOCK] * (width - len(used)) for _, _, used in single]
+        decode = DecodeGroup(
+            rows=tensor([row for row, _, _ in single]),
+            block_ids=tensor(
+                [
+                    block
+                    for (_, _, used), rest in zip(single, padding, strict=True)
+                    for block in (*used, *rest)
+                ]
+            ),
+            lengths=tensor([length for _, length, _ in single]),
+        )
+    batch = AttentionBatch(spans, decode, block_size, dtype)
+    return StepInputs(tensor(token_ids), tensor(positions), tensor(slots), batch)
