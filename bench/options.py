@@ -74,6 +74,7 @@ class BenchOptions(BaseModel):
     max_model_len: PositiveInt | None = None
     max_num_seqs: PositiveInt | None = None
     max_num_batched_tokens: PositiveInt | None = None
+    scheduling_policy: Literal["fcfs", "priority", "shortest-prefill"] = "fcfs"
     block_size: PositiveInt | None = None
     kv_cache_memory_bytes: PositiveInt | None = None
     enable_prefix_caching: bool = True

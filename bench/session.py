@@ -337,6 +337,7 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
+        "scheduling_policy": options.scheduling_policy,
         "enable_prefix_caching": options.enable_prefix_caching,
         "seed": options.seed,
         "num_threads": options.num_threads,
@@ -379,6 +380,11 @@ def identity(
             # Only where it is not what it always was: older results stay comparable.
             **({} if options.cpu_activations == 16 else {"cpu_activations": 8}),
             **({"lora": list(options.lora)} if options.lora else {}),
+            **(
+                {}
+                if options.scheduling_policy == "fcfs"
+                else {"scheduling_policy": options.scheduling_policy}
+            ),
             **(
                 {}
                 if options.kv_cache_dtype == "auto"

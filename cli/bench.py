@@ -11,7 +11,7 @@ from . import server_options as s
 from . import sweep_options as sweep
 from . import verdict_options as v
 from . import workload_options as w
-from .options import Lora, ModelArgument, ModelOption
+from .options import Lora, ModelArgument, ModelOption, SchedulingPolicy
 
 if TYPE_CHECKING:
     from ..bench.gate_run import Judged, VerdictWanted
@@ -135,6 +135,7 @@ def bench(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens in a step.", rich_help_panel=ENGINE)
     ] = None,
+    scheduling_policy: SchedulingPolicy = "fcfs",
     block_size: Annotated[
         int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=ENGINE)
     ] = None,

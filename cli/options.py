@@ -11,6 +11,13 @@ ModelArgument = Annotated[
     typer.Argument(help="A folder, a bundled model's name or a hub id. Default: stories3M."),
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", help="The same as the argument.")]
+SchedulingPolicy = Annotated[
+    str,
+    typer.Option(
+        help="Who is served first: fcfs, priority (a request's own, smaller first) or shortest-prefill.",
+        rich_help_panel="Engine",
+    ),
+]
 Lora = Annotated[
     list[str] | None,
     typer.Option(

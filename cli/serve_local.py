@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Lora, ModelArgument, ModelOption
+from .options import Lora, ModelArgument, ModelOption, SchedulingPolicy
 
 
 def serve_local(
@@ -27,6 +27,7 @@ def serve_local(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens computed in one step.")
     ] = None,
+    scheduling_policy: SchedulingPolicy = "fcfs",
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Size of the KV cache, as in 4GiB. Default: derived.")
     ] = None,
@@ -86,6 +87,7 @@ def serve_local(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        scheduling_policy=scheduling_policy,
         enable_prefix_caching=not no_prefix_caching,
         cpu_activations=cpu_activations,
         loras=parse_adapters(lora or ()),

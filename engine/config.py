@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..quant.errors import BadInput
+from .scheduling_policy import POLICIES
 from .speculation.options import SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -31,6 +32,7 @@ class EngineConfig:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens in one step.
         prefill_chunk_size: tokens of one sequence in one step.
+        scheduling_policy: who is served first: fcfs, priority or shortest-prefill.
         seed: of the requests that bring none.
         num_threads: of the CPU; by default the cores that this process may use.
         cpu_activations: bits of what integer weights are multiplied with on a CPU. With 16 a checkpoint
@@ -51,6 +53,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     prefill_chunk_size: int | None = None
+    scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
     seed: int = 0
     num_threads: int | None = None
@@ -67,6 +70,10 @@ class EngineConfig:
             )
         if self.device.split(":")[0] not in DEVICES:
             raise BadInput(f"device {self.device!r}: choose {', '.join(DEVICES)} or cuda:N")
+        if self.scheduling_policy not in POLICIES:
+            raise BadInput(
+                f"scheduling_policy {self.scheduling_policy!r}: choose {', '.join(POLICIES)}"
+            )
         if self.cpu_activations not in (8, 16):
             raise BadInput(f"cpu_activations = {self.cpu_activations}: choose 8 or 16")
         if self.kv_cache_memory_bytes is not None and self.num_blocks is not None:

@@ -133,6 +133,7 @@ class Engine:
                 prefill_chunk_size=config.prefill_chunk_size,
                 window=model.window,
                 guessing=draft_length(config.speculation, draft, model),
+                policy=config.scheduling_policy,
             ),
             pool,
             PrefixCache(pool, block_size, enabled=config.enable_prefix_caching),
@@ -159,7 +160,7 @@ class Engine:
         """Queue a prompt, as text or as token ids.
 
         `arrival_seconds` is on the clock of `time.perf_counter`, now by default. A smaller `priority`
-        is served first. `lora` names one of the config's adapters.
+        is served first under the policy of that name. `lora` names one of the config's adapters.
 
         Raises:
             BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, an unknown

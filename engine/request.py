@@ -8,6 +8,8 @@ from enum import Enum
 from .sampling_params import SamplingParams
 from .speculation.draft_length import Acceptance
 
+Rank = tuple[int, int]
+
 
 class RequestStatus(Enum):
     """Where a sequence is. Preemption sends it back to WAITING."""
@@ -39,6 +41,8 @@ class Request:
 
     A request for n > 1 completions is one sequence until its prompt is computed; then
     `num_completions - 1` sequences fork from it.
+
+    A smaller `rank` is served first and preempted last; the scheduler gives it.
     """
 
     sequence_id: str
@@ -56,6 +60,7 @@ class Request:
     cache_salt: bytes = b""
     lora: str | None = None
 
+    rank: Rank = (0, 0)
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
@@ -79,8 +84,3 @@ class Request:
     def held_block_ids(self) -> list[int]:
         """The blocks that are still this sequence's."""
         return self.block_ids[self.num_dropped_blocks :]
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Sort key: a smaller rank is served first and preempted last."""
-        return (self.priority, self.order)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from ..quant.errors import BadInput
 from .block_pool import NULL_BLOCK, BlockPool
 from .prefix_cache import PrefixCache
-from .request import Request, RequestStatus, RequestTimes
+from .request import Rank, Request, RequestStatus, RequestTimes
+from .scheduling_policy import POLICIES
 from .speculation.draft_length import DraftLength
 from .step_plan import ScheduledRow, StepPlan
 from .stop import stop_token_reason
@@ -30,6 +31,7 @@ class SchedulerConfig:
         window: tokens that the farthest-looking layer sees, the new one included; None: some layer sees
             all. Blocks wholly behind it go back to the pool.
         guessing: how many guesses a sequence gets room for; None: nobody guesses.
+        policy: name of the order in which sequences are served.
     """
 
     max_num_batched_tokens: int
@@ -40,6 +42,7 @@ class SchedulerConfig:
     watermark: float = 0.01
     window: int | None = None
     guessing: DraftLength | None = None
+    policy: str = "fcfs"
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.block_size < 1 or self.max_model_len < 1:
@@ -70,7 +73,7 @@ class Scheduler:
     Chunked prefill, prefix hits, decode and the recomputation after a preemption are this one rule.
 
     * Running sequences come first, each with at least one token; waiting ones share what is left, in
-      the order of (priority, arrival), and the head of the queue is never overtaken.
+      the order of their ranks, and the head of the queue is never overtaken.
     * A waiting sequence is admitted only if blocks for all its known tokens are free now, and it takes
       them all, so that it is not preempted half-way through its prompt by its own next chunk.
     * When a running sequence cannot grow, the last in rank is preempted: it frees its blocks, keeps its
@@ -83,7 +86,7 @@ class Scheduler:
         self.pool = pool
         self.cache = cache
         self.running: list[Request] = []
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._waiting: list[tuple[Rank, Request]] = []
         self._requests: dict[str, Request] = {}
         self._copies: dict[int, int] = {}  # destination block → source block
         self._watermark_blocks = int(config.watermark * pool.num_usable)
@@ -111,8 +114,14 @@ class Scheduler:
         """Queue a sequence.
 
         Raises:
-            BadInput: it is longer than the model's context, or than the whole KV cache.
+            BadInput: it is longer than the model's context, or than the whole KV cache, or it has a
+                priority that the policy does not look at.
         """
+        if request.priority and self.config.policy != "priority":
+            raise BadInput(
+                f"priority = {request.priority}: the scheduling policy is {self.config.policy}, which "
+                "does not look at it; start the engine with the policy priority"
+            )
         longest = request.num_prompt_tokens + request.max_tokens
         if longest > self.config.max_model_len:
             raise BadInput(
@@ -125,6 +134,7 @@ class Scheduler:
                 f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones can never "
                 f"fit in the KV cache of {capacity} tokens: shorten the request or give the cache more memory"
             )
+        request.rank = POLICIES[self.config.policy](request)
         self._requests[request.sequence_id] = request
         self._wait(request)
 
@@ -382,6 +392,7 @@ class Scheduler:
             num_cached_tokens=parent.num_cached_tokens,
             block_hashes=list(parent.block_hashes),
         )
+        child.rank = POLICIES[self.config.policy](child)
         self._requests[child.sequence_id] = child
         num_full, partial = divmod(parent.num_computed_tokens, self.config.block_size)
         has_room = len(self.running) < self.config.max_num_seqs and self.pool.num_free >= bool(

@@ -90,7 +90,14 @@ class Service:
         name = body.model or self.model_name
         lora = name if name in self.adapters else None
         jobs = [
-            Job(f"{response_id}/{index}", token_ids, params, arrival_seconds, lora)
+            Job(
+                f"{response_id}/{index}",
+                token_ids,
+                params,
+                arrival_seconds,
+                lora,
+                body.priority or 0,
+            )
             for index, token_ids in enumerate(prompts)
         ]
         stream = await self.loop.submit(jobs)

@@ -28,6 +28,7 @@ class Job:
     params: SamplingParams
     arrival_seconds: float
     lora: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,7 @@ def _add_all(engine: Engine, jobs: Sequence[Job]) -> None:
                 job.params,
                 arrival_seconds=job.arrival_seconds,
                 lora=job.lora,
+                priority=job.priority,
             )
         except Exception:
             _abort_all(engine, [added.request_id for added in jobs[:index]])

@@ -99,6 +99,7 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -27,7 +27,12 @@ class World:
     """
 
     def __init__(
-        self, num_blocks: int = 9, block_size: int = 4, caching: bool = True, **limits: int
+        self,
+        num_blocks: int = 9,
+        block_size: int = 4,
+        caching: bool = True,
+        policy: str = "priority",
+        **limits: int,
     ) -> None:
         self.block_size = block_size
         pool = BlockPool(num_blocks)
@@ -37,6 +42,7 @@ class World:
                 max_num_seqs=limits.pop("max_num_seqs", 3),
                 block_size=block_size,
                 max_model_len=limits.pop("max_model_len", 32),
+                policy=policy,
                 **limits,
             ),
             pool,

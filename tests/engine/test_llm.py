@@ -189,6 +189,7 @@ def test_without_a_limit_a_request_runs_to_what_the_cache_holds():
     [
         ({"dtype": "float16"}, "dtype 'float16'"),
         ({"device": "tpu"}, "device 'tpu'"),
+        ({"scheduling_policy": "lifo"}, "choose fcfs, priority, shortest-prefill"),
         ({"max_model_len": 1000}, "exceeds the model's context of 512"),
         ({"kv_cache_memory_bytes": 100}, "does not hold one block"),
         ({"kv_cache_memory_bytes": 10**6, "num_blocks": 5}, "not both"),

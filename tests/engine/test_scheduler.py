@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from llmopt.engine.prefix_cache import CachedBlock, hash_block
+from llmopt.engine.scheduling_policy import POLICIES, TOKENS_PER_PLACE
 from llmopt.quant.errors import BadInput
 from policy_world import World, foretell
 
@@ -186,3 +187,55 @@ def test_limits_that_contradict_each_other_are_refused():
         World(max_num_batched_tokens=2, max_num_seqs=3)
     with pytest.raises(BadInput, match="prefill_chunk_size"):
         World(prefill_chunk_size=0)
+
+
+def order_of_service(world: World, requests: dict[str, tuple[int, int]]) -> list[str]:
+    """Names by when they end, one at a time, of requests with (prompt tokens, priority)."""
+    world.add("first", [1], 2, ignore_eos=True)
+    world.step()
+    for name, (length, priority) in requests.items():
+        world.add(name, [2] * length, 1, priority=priority)
+    world.drain()
+    return [name.removesuffix("/0") for name in world.finished][1:]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("fcfs", ["long", "middle", "short"]),
+        ("priority", ["short", "long", "middle"]),
+        ("shortest-prefill", ["short", "middle", "long"]),
+    ],
+)
+def test_policies_order_the_queue(policy, expected):
+    world = World(num_blocks=40, max_num_seqs=1, policy=policy, max_model_len=90)
+    own = -1 if policy == "priority" else 0
+    lengths = {"long": (80, 0), "middle": (40, 0), "short": (4, own)}
+    assert order_of_service(world, lengths) == expected
+
+
+def test_under_shortest_prefill_a_long_prompt_is_overtaken_by_so_many_and_no_more():
+    world = World(num_blocks=40, max_num_seqs=1, policy="shortest-prefill", max_model_len=90)
+    short = {f"short{i}": (1, 0) for i in range(20)}
+    order = order_of_service(world, {"long": (80, 0), **short})
+    assert 0 < order.index("long") <= 80 // TOKENS_PER_PLACE
+    assert [name for name in order if name != "long"] == list(short)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "shortest-prefill"])
+def test_a_priority_that_nobody_looks_at_is_refused(policy):
+    world = World(num_blocks=20, policy=policy)
+    with pytest.raises(BadInput, match=f"priority = 3: the scheduling policy is {policy}"):
+        world.add("a", [1], 2, priority=3)
+    assert not world.scheduler.has_unfinished()
+
+
+def test_the_completions_of_a_request_keep_together():
+    """Among equal prompts, forks rank just behind their parent under every policy."""
+    for policy in POLICIES:
+        world = World(num_blocks=40, max_num_seqs=1, policy=policy)
+        world.add("many", [1] * 3, 3, n=3, ignore_eos=True)
+        world.step()
+        world.add("late", [1] * 3, 3, ignore_eos=True)
+        world.drain()
+        assert list(world.finished) == ["many/0", "many/1", "many/2", "late/0"]

@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from llmopt.engine.scheduling_policy import POLICIES
 from llmopt.quant.errors import BadInput
 from policy_world import World, foretell
 
@@ -40,14 +41,16 @@ class SchedulerWalk(RuleBasedStateMachine):
         chunk=st.sampled_from([None, 1, 3]),
         caching=st.booleans(),
         window=st.sampled_from([None, None, 1, 3, 9]),
+        policy=st.sampled_from(list(POLICIES)),
     )
-    def build(self, num_blocks, block_size, max_num_seqs, spare, chunk, caching, window):
+    def build(self, num_blocks, block_size, max_num_seqs, spare, chunk, caching, window, policy):
         limits = {} if chunk is None else {"prefill_chunk_size": chunk}
         limits |= {} if window is None else {"window": window}
         self.world = World(
             num_blocks,
             block_size,
             caching,
+            policy,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare,
             **limits,
@@ -65,8 +68,9 @@ class SchedulerWalk(RuleBasedStateMachine):
     def add(self, prompt, max_tokens, n, priority):
         name = f"r{self.count}"
         self.count += 1
+        own = priority if self.world.scheduler.config.policy == "priority" else 0
         try:
-            request = self.world.add(name, prompt, max_tokens, n=n, priority=priority)
+            request = self.world.add(name, prompt, max_tokens, n=n, priority=own)
         except BadInput:
             return
         SchedulerWalk.num_forks += n - 1
