@@ -19,6 +19,7 @@ from .plot_style import (
     title,
     to_svg,
 )
+from .step_trace import steps_svg
 from .trace import LoadPass
 
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "End to end"}
@@ -149,6 +150,8 @@ def run_figures(result: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[s
     if any(trace.success for trace in traces):
         figures["distributions"] = distributions_svg({"this run": samples(traces)})
         figures["timeline"] = timeline_svg(passes[0])
+    if passes and passes[0].engine_steps:
+        figures["steps"] = steps_svg(passes[0])
     roofline = result["llmopt"]["roofline"]
     if roofline and roofline["points"]:
         figures["roofline"] = roofline_svg({"this run": roofline})

@@ -18,6 +18,8 @@ from .plots import SHORT, run_figures
 from .report_money import money_sections
 from .run_folder import write_whole
 from .step_split import split_sentence, split_table
+from .step_trace import CAPTION as STEPS_CAPTION
+from .step_trace import step_trace_sentence
 from .text import bounds, interval, number, per_second, percent, size
 from .trace import LoadPass
 
@@ -25,6 +27,7 @@ CAPTIONS = {
     "distributions": "How many of the values lie at or below a latency. ITL pools the gaps of all "
     "requests; the other three have one value per request.",
     "timeline": "First pass. Requests that wait for a place under the concurrency limit are grey.",
+    "steps": STEPS_CAPTION,
     "roofline": "Points are model bytes and model FLOP over measured time. The roofs were measured on "
     "this machine just after the run, with the same threads.",
 }
@@ -56,11 +59,14 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
     found = [Figure(name, svg, CAPTIONS[name]) for name, svg in figures.items()]
     latency = [f for f in found if f.name == "distributions"]
     timeline = [f for f in found if f.name == "timeline"]
+    steps = [f for f in found if f.name == "steps"]
     roof = [f for f in found if f.name == "roofline"]
     sections = [
         Section("Latency", (), latency, latency_tables(result)),
         Section("Timeline", (phase_sentence(ours),), timeline),
     ]
+    if steps:
+        sections.append(Section("Steps", (step_trace_sentence(ours["step_trace"]),), steps))
     if roof:
         words = [point["explanation"] for point in ours["roofline"]["points"]]
         tables = [roofline_table({ours["name"]: ours["roofline"]})]

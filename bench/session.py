@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..engine.step_trace import StepRecorder
 from ..quant.models import resolve_model
 from ..quant.open import open_checkpoint
 from ..quant.progress import Progress, Silent
@@ -39,6 +40,7 @@ from .roofline import roofline_part
 from .slow_sampler import slow_sampler
 from .steady import steady_state
 from .step_split import step_split
+from .step_trace import STEPS_NAME, in_pass, step_trace_part, write_steps
 from .trace import LoadPass
 from .workload import Workload
 
@@ -149,9 +151,12 @@ class BenchSession:
         before = self._engine.stats
         number, count = len(self._passes) + 1, self._options.num_runs
         clock = CpuTimes.now()
+        recorder = self._engine.recorder = StepRecorder(self._engine.scheduler)
         self._energy.start()
         one = self._drive(self._workload, f"{self.name}, pass {number} of {count}")
         self._energy.stop()
+        self._engine.recorder = None
+        one.engine_steps = in_pass(recorder.steps, one)
         self._other_loads.append(other_load(clock, CpuTimes.now()))
         after = self._engine.stats
         queries = after.prefix_cache_queries - before.prefix_cache_queries
@@ -236,6 +241,7 @@ class BenchSession:
             "client_lag_ms": record.client_lag(passes),
             "phases": record.phases(passes),
             "step_split": split,
+            "step_trace": step_trace_part(passes, engine.scheduler.config.block_size),
             "preemptions": preemptions,
             "prefix_cache_hit_rate": sum(self._hit_rates) / len(self._hit_rates),
             "memory": {
@@ -464,6 +470,7 @@ def write_run(run: BenchRun, target: Path, *, with_csv: bool = False) -> Path:
                 record.to_json(run.result["llmopt"]["environment"]), encoding="utf-8"
             )
             record.write_requests(folder / record.REQUESTS_NAME, run.passes)
+            write_steps(folder / STEPS_NAME, run.passes)
             if with_csv:
                 record.write_requests_csv(folder / record.REQUESTS_CSV_NAME, run.passes)
             write_report(run.result, run.passes, folder)

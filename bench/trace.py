@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from ..engine.step_trace import StepTrace
+
 
 @dataclass(slots=True)
 class RequestTrace:
@@ -98,6 +100,7 @@ class StepRecord:
 class LoadPass:
     """One pass over a workload: every request's trace, the steps, and how long it all took.
 
+    `steps` are what the client saw of them, `engine_steps` what the engine itself tells.
     `began_at` is the wall clock at its start, in seconds since the epoch.
     """
 
@@ -106,3 +109,4 @@ class LoadPass:
     steps: list[StepRecord] = field(default_factory=list)
     interrupted: bool = False
     began_at: float = 0.0
+    engine_steps: list[StepTrace] = field(default_factory=list)

@@ -18,6 +18,7 @@ from .best_of import BestOf
 from .block_pool import BlockPool
 from .completion_text import CompletionText
 from .config import EngineConfig
+from .device import choose_device, choose_dtype
 from .host import usable_cores
 from .kv_cache import KvCache, choose_num_blocks, kv_bytes_per_token, stored_dtype
 from .lora.settings import adapter_salt
@@ -35,6 +36,7 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig, Token
 from .speculation.open import draft_length, open_draft_model, open_proposer
 from .step_plan import StepPlan
+from .step_trace import StepRecorder
 from .tokenizer import end_token_ids, load_tokenizer
 
 
@@ -55,6 +57,8 @@ class EngineMemory:
 class Engine:
     """A model, its KV cache, and the requests that share them. Not thread-safe: one thread drives it.
 
+    `recorder`, where one is set, is told of every step.
+
     Raises:
         BadInput: the checkpoint is missing, broken or of a kind that is not supported, or the options
             contradict the model or the machine.
@@ -63,11 +67,11 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.folder: Path = resolve_model(None if config.model is None else str(config.model))
-        self.device = _choose_device(config.device)
+        self.device = choose_device(config.device)
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads or usable_cores())
         checkpoint = open_checkpoint(self.folder)
-        self.dtype = _choose_dtype(config.dtype, self.device)
+        self.dtype = choose_dtype(config.dtype, self.device)
         self.tokenizer = load_tokenizer(self.folder)
         self.eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
         model, self.max_model_len = open_model(
@@ -141,6 +145,7 @@ class Engine:
         self._texts: dict[str, CompletionText] = {}
         self._prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
         self._contests: dict[str, BestOf] = {}
+        self.recorder: StepRecorder | None = None
         self._random = random.Random(config.seed)
         self._next_order = 0
         self._num_steps = self._num_computed = self._num_generated = 0
@@ -211,13 +216,17 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, sample; returns what came out of it, possibly nothing."""
-        plan = self.scheduler.schedule(time.perf_counter())
+        start = time.perf_counter()
+        plan = self.scheduler.schedule(start)
         if not plan.rows:
             return []
+        scheduled, pool = time.perf_counter(), self.scheduler.pool
+        kv_blocks_used = pool.num_usable - pool.num_free
         result = self.runner.execute(plan)
+        executed = time.perf_counter()
         self._keep_prompt_logprobs(result)
         tokens = self.scheduler.update(
-            plan, result.tokens, self.eos_token_ids, time.perf_counter(), result.num_guesses
+            plan, result.tokens, self.eos_token_ids, executed, result.num_guesses
         )
         self._num_steps += 1
         num_guesses = sum(result.num_guesses.values())
@@ -227,6 +236,9 @@ class Engine:
         runs = [list(run) for _, run in groupby(tokens, key=lambda token: token.request)]
         outputs = [self._output(plan, result, run) for run in runs]
         self._num_generated += sum(len(output.new_token_ids) for output in outputs)
+        if self.recorder is not None:
+            times = (start, scheduled, executed)
+            self.recorder.note(plan, times, kv_blocks_used, num_guesses)
         return [shown for piece in outputs for shown in self._shown(piece)]
 
     def encode(self, text: str) -> list[int]:
@@ -359,22 +371,3 @@ class Engine:
                 del request.token_ids[len(request.token_ids) - len(run) + count :]
                 return shown, run[:count]
         return shown, run
-
-
-def _choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadInput(f"device {name!r}: this torch ({torch.__version__}) sees no CUDA device")
-    return device
-
-
-def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    # Without bf16 instructions a CPU emulates it, tens of times slower than float32.
-    has_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if has_bf16 else torch.float32

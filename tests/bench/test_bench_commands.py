@@ -49,6 +49,8 @@ def test_bench_leaves_a_whole_run_folder(plain: Path) -> None:
         "report.md",
         "distributions.svg",
         "timeline.svg",
+        "steps.parquet",
+        "steps.svg",
         "roofline.svg",
     }
     result = json.loads((plain / "result.json").read_text(), parse_constant=pytest.fail)
@@ -70,7 +72,7 @@ def test_bench_leaves_a_whole_run_folder(plain: Path) -> None:
     # A greedy run gives the same text in every pass.
     assert table["text"][:16] == table["text"][16:32]
     report = (plain / "report.html").read_text()
-    assert "stand-in" in report and "first chunk − sent" in report and report.count("<svg ") == 3
+    assert "stand-in" in report and "first chunk − sent" in report and report.count("<svg ") == 4
 
 
 def test_compare_with_itself_passes(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
