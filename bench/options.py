@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ..engine.speculation.options import SpeculationConfig
 from ..quant.errors import BadInput
 from .metrics import METRICS, parse_goodput
 
@@ -71,6 +72,7 @@ class BenchOptions(BaseModel):
     num_threads: PositiveInt | None = None
     cpu_activations: Literal[8, 16] = 16
     lora: dict[str, Path] = {}
+    speculation: SpeculationConfig | None = None
     max_model_len: PositiveInt | None = None
     max_num_seqs: PositiveInt | None = None
     max_num_batched_tokens: PositiveInt | None = None
@@ -161,6 +163,11 @@ class BenchOptions(BaseModel):
             raise ValueError(
                 "--lora loads adapters into this process: leave --base-url away, or give --lora to the "
                 "server with --serve-args"
+            )
+        if self.speculation and (self.base_url is not None or self.serve is not None):
+            raise ValueError(
+                "--speculative is for the model in this process: leave --base-url away, or give it to "
+                "the server"
             )
         if self.lora and self.tasks:
             raise ValueError("--tasks scores the model without adapters: leave --lora away")

@@ -208,6 +208,11 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
         )
     if ours["preemptions"]:
         found.append(f"{ours['preemptions']} sequences were preempted: the KV cache was too small.")
+    if guessed := ours.get("speculation"):
+        found.append(
+            f"Speculation ({guessed['method']}): {guessed['num_accepted']:,} of "
+            f"{guessed['num_guesses']:,} guesses stood, {guessed['acceptance']:.1%}."
+        )
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..engine.engine import Engine
+    from ..engine.outputs import EngineStats
     from .http_session import HttpSession
 
 # Enough cache for one window of text at a time.
@@ -243,6 +245,7 @@ class BenchSession:
             "step_split": split,
             "step_trace": step_trace_part(passes, engine.scheduler.config.block_size),
             "preemptions": preemptions,
+            "speculation": speculation_part(options, engine.stats),
             "prefix_cache_hit_rate": sum(self._hit_rates) / len(self._hit_rates),
             "memory": {
                 "weight_bytes": engine.memory.weight_bytes,
@@ -349,6 +352,7 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "num_threads": options.num_threads,
         "cpu_activations": options.cpu_activations,
         "loras": options.lora,
+        "speculation": options.speculation,
     }
     return Engine(EngineConfig(model=model, **{**settings, **overrides}))
 
@@ -386,6 +390,7 @@ def identity(
             # Only where it is not what it always was: older results stay comparable.
             **({} if options.cpu_activations == 16 else {"cpu_activations": 8}),
             **({"lora": list(options.lora)} if options.lora else {}),
+            **({"speculation": asdict(options.speculation)} if options.speculation else {}),
             **(
                 {}
                 if options.scheduling_policy == "fcfs"
@@ -399,6 +404,18 @@ def identity(
         },
         "device": str(engine.device),
         "machine": machine_name(str(engine.device)),
+    }
+
+
+def speculation_part(options: BenchOptions, stats: EngineStats) -> dict[str, Any] | None:
+    """What speculation brought; None where there was none."""
+    if options.speculation is None:
+        return None
+    return {
+        "method": options.speculation.method,
+        "num_guesses": stats.num_guesses,
+        "num_accepted": stats.num_accepted_guesses,
+        "acceptance": stats.num_accepted_guesses / max(1, stats.num_guesses),
     }
 
 
@@ -430,6 +447,7 @@ def reference_log_probabilities(
         kv_cache_memory_bytes=None,
         kv_cache_dtype="auto",
         loras={},
+        speculation=None,
     )
     return log_probabilities(engine, passage, progress=progress, what="reference")
 

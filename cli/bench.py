@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import server_options as s
+from . import speculation_options as speculation
 from . import sweep_options as sweep
 from . import verdict_options as v
 from . import workload_options as w
@@ -158,6 +159,12 @@ def bench(
         ),
     ] = True,
     lora: Lora = None,
+    speculative: speculation.Speculative = None,
+    draft_model: speculation.DraftModel = None,
+    num_speculative_tokens: speculation.NumSpeculativeTokens = 4,
+    prompt_lookup_min: speculation.PromptLookupMin = 2,
+    prompt_lookup_max: speculation.PromptLookupMax = 4,
+    speculative_acceptance: speculation.SpeculativeAcceptance = "coupled",
     percentile_metrics: Annotated[
         str, typer.Option(help="Metrics at the top level of the result.", rich_help_panel=METRICS)
     ] = "ttft,tpot,itl,e2el",
@@ -261,6 +268,8 @@ def bench(
     wanted = VerdictWanted.checked(baseline, against, gate, junit, benchmark_json)
     for own in ("model_option", "result_dir", "as_json", "csv", *OPTION_NAMES, *sweep.OPTION_NAMES):
         del given[own]
+    for own in speculation.OPTION_NAMES:
+        del given[own]
     given["enable_prefix_caching"] = given.pop("prefix_caching")
     given |= {
         "model": model or model_option,
@@ -269,6 +278,14 @@ def bench(
         "header": _pairs(header or (), "--header"),
         "extra_body": s.extra_body(extra_body),
         "lora": parse_adapters(lora or ()),
+        "speculation": speculation.speculation(
+            speculative,
+            draft_model,
+            num_speculative_tokens,
+            prompt_lookup_min,
+            prompt_lookup_max,
+            speculative_acceptance,
+        ),
     }
     # What nobody asked for stays unset: some data sets bring a default of their own.
     given = {key: value for key, value in given.items() if value is not None}

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from . import speculation_options as speculation
 from .options import Lora, ModelArgument, ModelOption, SchedulingPolicy
 
 
@@ -46,6 +47,12 @@ def serve_local(
         typer.Option(help="Bits of what quantized weights are multiplied with on a CPU, 8 or 16."),
     ] = 16,
     lora: Lora = None,
+    speculative: speculation.Speculative = None,
+    draft_model: speculation.DraftModel = None,
+    num_speculative_tokens: speculation.NumSpeculativeTokens = 4,
+    prompt_lookup_min: speculation.PromptLookupMin = 2,
+    prompt_lookup_max: speculation.PromptLookupMax = 4,
+    speculative_acceptance: speculation.SpeculativeAcceptance = "coupled",
     served_model_name: Annotated[
         str | None, typer.Option(help="Name for clients. Default: the model's.")
     ] = None,
@@ -91,6 +98,14 @@ def serve_local(
         enable_prefix_caching=not no_prefix_caching,
         cpu_activations=cpu_activations,
         loras=parse_adapters(lora or ()),
+        speculation=speculation.speculation(
+            speculative,
+            draft_model,
+            num_speculative_tokens,
+            prompt_lookup_min,
+            prompt_lookup_max,
+            speculative_acceptance,
+        ),
     )
     listener = bind(host, port)
     folder = resolve_model(name)

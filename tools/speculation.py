@@ -1,0 +1,128 @@
+"""Speed with and without guesses, and how many of them stand.
+
+    python tools/speculation.py --model stories3M --draft-model stories260K --output speculation.json
+
+Prompts are beginnings of the evaluation text. Every arm completes all of them once a round, the arms in turns;
+the ratio to the arm without guesses is of the same round. With float32 and the coupled rule the tokens must
+be the same as without guesses, and the run fails where they are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llmopt.bench.quality import EVALUATION_TEXT
+from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.speculation.options import SpeculationConfig
+
+PROMPT_TOKENS = 48
+
+
+class Arm:
+    """One way to guess, with an engine of its own."""
+
+    def __init__(self, given: argparse.Namespace, speculation: SpeculationConfig | None) -> None:
+        self.speculation = speculation
+        self.llm = LLM(
+            given.model,
+            dtype=given.dtype,
+            num_threads=given.threads,
+            max_num_seqs=given.batch,
+            enable_prefix_caching=False,
+            speculation=speculation,
+        )
+        self.tokens_per_second: list[float] = []
+
+    def run(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+        """Complete the prompts, and keep the speed."""
+        began = time.perf_counter()
+        tokens = [one.token_ids for one in self.llm.generate(prompts, params)]
+        seconds = time.perf_counter() - began
+        self.tokens_per_second.append(sum(map(len, tokens)) / seconds)
+        return tokens
+
+    def row(self, base: Arm) -> dict[str, Any]:
+        """What was found, beside the arm without guesses."""
+        stats = self.llm.engine.stats
+        ratios = [
+            own / other
+            for own, other in zip(self.tokens_per_second, base.tokens_per_second, strict=True)
+        ]
+        return {
+            "speculation": None if self.speculation is None else asdict(self.speculation),
+            "tokens_per_second": self.tokens_per_second,
+            "ratio": statistics.median(ratios),
+            "ratio_range": [min(ratios), max(ratios)],
+            "tokens_per_step": stats.num_generated_tokens / stats.num_steps,
+            "acceptance": stats.num_accepted_guesses / max(1, stats.num_guesses),
+        }
+
+
+def main() -> None:
+    given = _arguments()
+    choices = [
+        SpeculationConfig("ngram", num_tokens=given.num_tokens, acceptance="coupled"),
+        SpeculationConfig("draft", given.draft_model, given.num_tokens),
+        SpeculationConfig("draft", given.draft_model, given.num_tokens, acceptance="rejection"),
+    ]
+    found = []
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(
+            temperature=temperature, seed=7, max_tokens=given.max_tokens, ignore_eos=True
+        )
+        arms = [Arm(given, choice) for choice in (None, *choices)]
+        prompts = _prompts(arms[0].llm, given.batch)
+        expected: list[list[int]] = []
+        for number in range(given.rounds):
+            for arm in arms:
+                tokens = arm.run(prompts, params)
+                if arm is arms[0]:
+                    expected = tokens
+                exact = arm.speculation is None or arm.speculation.acceptance == "coupled"
+                if given.dtype == "float32" and exact and tokens != expected:
+                    raise SystemExit(f"round {number}: {arm.speculation} changed the tokens")
+        for arm in arms:
+            row = {"temperature": temperature, **arm.row(arms[0])}
+            found.append(row)
+            name = "none" if arm.speculation is None else arm.speculation.method
+            rule = "" if arm.speculation is None else arm.speculation.acceptance
+            print(
+                f"temperature {temperature:.1f} {name:6s} {rule:10s} "
+                f"{statistics.median(arm.tokens_per_second):7.0f} tokens/s  {row['ratio']:.2f}x "
+                f"({row['ratio_range'][0]:.2f}-{row['ratio_range'][1]:.2f})  "
+                f"{row['tokens_per_step']:.2f} tokens/step  {row['acceptance']:.1%} stood",
+                flush=True,
+            )
+    if given.output:
+        record = {"options": {**vars(given), "output": str(given.output)}, "rows": found}
+        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _prompts(llm: LLM, count: int) -> list[list[int]]:
+    stories = EVALUATION_TEXT.read_text(encoding="utf-8").split("\n\n")
+    encoded = (llm.engine.encode(story)[:PROMPT_TOKENS] for story in stories)
+    return [tokens for tokens in encoded if len(tokens) == PROMPT_TOKENS][:count]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", default="stories3M")
+    parser.add_argument("--draft-model", default="stories260K")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--num-tokens", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="JSON file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
