@@ -71,7 +71,7 @@ class ModelRunner:
         self._device = device
         self._dtype = dtype
         self._eos_token_ids = eos_token_ids
-        self._sampler = Sampler(eos_token_ids)
+        self._sampler = Sampler()
         self._proposer = proposer
         self._by_rejection = by_rejection
 
@@ -182,7 +182,8 @@ class ModelRunner:
             if not row.params.ignore_eos:
                 barred |= self._eos_token_ids
         own = row.seed if seed is None else seed
-        return SamplingRow(row.params, own, history, row.num_prompt_tokens, barred)
+        endings = self._eos_token_ids.union(row.params.stop_token_ids)
+        return SamplingRow(row.params, own, history, row.num_prompt_tokens, barred, endings)
 
     def _score_prompts(
         self, runs: Sequence[_GuessedRow], hidden: torch.Tensor, result: StepResult

@@ -7,7 +7,7 @@ and on nothing else. So a request draws the same tokens alone, in any batch, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ class SamplingRow:
         history: tokens so far, prompt first.
         num_prompt_tokens: how many of them are prompt.
         barred: tokens that must not come now (what would end a sequence that is too short to end).
+        endings: tokens that end the sequence; they may come where a token mask leaves nothing else.
     """
 
     params: SamplingParams
@@ -36,6 +37,7 @@ class SamplingRow:
     history: Sequence[int]
     num_prompt_tokens: int
     barred: frozenset[int] = frozenset()
+    endings: frozenset[int] = frozenset()
 
 
 class Sampler:
@@ -44,12 +46,7 @@ class Sampler:
     What is done to the scores, in this order: logit bias, logits processors, penalties, barred tokens,
     token mask, temperature, min-p, top-k, top-p. That a token may not come is said after everything
     that could raise its score again.
-
-    `eos_token_ids` may come where a token mask leaves nothing else.
     """
-
-    def __init__(self, eos_token_ids: frozenset[int] = frozenset()) -> None:
-        self._eos_token_ids = eos_token_ids
 
     def draw(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow]
@@ -87,8 +84,7 @@ class Sampler:
                     "-inf"
                 )
             if row.params.token_mask is not None:
-                endings = self._eos_token_ids.union(row.params.stop_token_ids)
-                constrain(scores[index], logits[index], row, endings)
+                constrain(scores[index], logits[index], row)
         return scores
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -154,13 +150,11 @@ def processed(processor: LogitsProcessor, row: SamplingRow, scores: torch.Tensor
     return found
 
 
-def constrain(
-    scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow, endings: Collection[int]
-) -> None:
+def constrain(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None:
     """Take what the token mask of one row does not allow out of its scores [vocab], in place.
 
     Where nothing is left, because the mask allows nothing or only what is barred otherwise, the sequence
-    can only end: the model's own `logits` choose among `endings`.
+    can only end: the model's own `logits` choose among the tokens that end it.
     """
     assert row.params.token_mask is not None
     end = row.num_prompt_tokens
@@ -170,8 +164,8 @@ def constrain(
     lowest = float("-inf")
     scores.masked_fill_(~dense_mask(mask, len(scores), scores.device), lowest)
     if bool((scores == lowest).all()):
-        tokens = torch.tensor(sorted(endings), device=scores.device)
-        scores[tokens] = logits[tokens]
+        endings = torch.tensor(sorted(row.endings), device=scores.device)
+        scores[endings] = logits[endings]
 
 
 def penalize(scores: torch.Tensor, row: SamplingRow) -> None:

@@ -228,8 +228,8 @@ class Only:
 
 def draw(mask: Any, barred: tuple[int, ...] = (), endings: tuple[int, ...] = (0,), **params) -> int:
     own = SamplingParams(token_mask=mask, **{"temperature": 0, **params})
-    row = SamplingRow(own, 0, [1], 1, frozenset(barred))
-    return Sampler(frozenset(endings)).draw(torch.tensor([[0.5, 1.0, 2.0, 3.0, 4.0]]), [row])[0][0]
+    row = SamplingRow(own, 0, [1], 1, frozenset(barred), frozenset(endings))
+    return Sampler().draw(torch.tensor([[0.5, 1.0, 2.0, 3.0, 4.0]]), [row])[0][0]
 
 
 def test_the_mask_has_the_last_word():
