@@ -9,6 +9,7 @@ import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.logits import REMEMBERED_STATES, AutomatonMask, dense_mask
 from llmopt.engine.sampler import Sampler, SamplingRow
+from llmopt.engine.speculation.options import SpeculationConfig
 from llmopt.quant.errors import BadInput
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
@@ -161,6 +162,22 @@ def test_every_completion_has_its_own_place_in_the_grammar(llm, tokenizer, promp
         own = AutomatonMask(Sentence(tokenizer))
         again = SamplingParams(max_tokens=24, temperature=1.2, seed=3 + index, token_mask=own)
         assert llm.generate([prompts[0]], again)[0].token_ids == completion.token_ids
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guesses_that_the_grammar_refuses_leave_nothing_behind(
+    llm, tokenizer, prompts, method, temperature
+):
+    draft = MODELS / "stories260K" if method == "draft" else None
+    guessing = LLM(MODEL, dtype="float32", speculation=SpeculationConfig(method, draft))
+    params: dict[str, Any] = {"temperature": temperature, "seed": 2, "ignore_eos": False}
+    expected = outputs(llm, prompts, token_mask=AutomatonMask(Sentence(tokenizer)), **params)
+    mask = AutomatonMask(Sentence(tokenizer))
+    assert outputs(guessing, prompts, token_mask=mask, **params) == expected
+    if method == "draft":
+        assert guessing.engine.stats.num_guesses > 0
+    assert all(tokens[-1] == EOS for tokens in expected)
 
 
 class DigitsOnly:
