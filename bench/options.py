@@ -71,6 +71,7 @@ class BenchOptions(BaseModel):
     kv_cache_dtype: Literal["auto", "bfloat16", "float32", "fp8", "int8"] = "auto"
     num_threads: PositiveInt | None = None
     cpu_activations: Literal[8, 16] = 16
+    tensor_parallel_size: PositiveInt = 1
     lora: dict[str, Path] = {}
     speculation: SpeculationConfig | None = None
     max_model_len: PositiveInt | None = None

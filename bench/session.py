@@ -352,6 +352,7 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "num_threads": options.num_threads,
         "cpu_activations": options.cpu_activations,
         "loras": options.lora,
+        "tensor_parallel_size": options.tensor_parallel_size,
         "speculation": options.speculation,
     }
     return Engine(EngineConfig(model=model, **{**settings, **overrides}))
@@ -387,24 +388,25 @@ def identity(
             "block_size": options.block_size,
             "enable_prefix_caching": options.enable_prefix_caching,
             "num_threads": options.num_threads,
-            # Only where it is not what it always was: older results stay comparable.
-            **({} if options.cpu_activations == 16 else {"cpu_activations": 8}),
-            **({"lora": list(options.lora)} if options.lora else {}),
-            **({"speculation": asdict(options.speculation)} if options.speculation else {}),
-            **(
-                {}
-                if options.scheduling_policy == "fcfs"
-                else {"scheduling_policy": options.scheduling_policy}
-            ),
-            **(
-                {}
-                if options.kv_cache_dtype == "auto"
-                else {"kv_cache_dtype": options.kv_cache_dtype}
-            ),
+            **_unusual(options),
         },
         "device": str(engine.device),
         "machine": machine_name(str(engine.device)),
     }
+
+
+def _unusual(options: BenchOptions) -> dict[str, Any]:
+    """Engine options that are not what they always were; without them older results stay comparable."""
+    later = ("cpu_activations", "tensor_parallel_size", "scheduling_policy", "kv_cache_dtype")
+    usual = {name: BenchOptions.model_fields[name].default for name in later}
+    found = {
+        name: getattr(options, name) for name in later if getattr(options, name) != usual[name]
+    }
+    if options.lora:
+        found["lora"] = list(options.lora)
+    if options.speculation is not None:
+        found["speculation"] = asdict(options.speculation)
+    return found
 
 
 def speculation_part(options: BenchOptions, stats: EngineStats) -> dict[str, Any] | None:
@@ -447,6 +449,7 @@ def reference_log_probabilities(
         kv_cache_memory_bytes=None,
         kv_cache_dtype="auto",
         loras={},
+        tensor_parallel_size=1,
         speculation=None,
     )
     return log_probabilities(engine, passage, progress=progress, what="reference")

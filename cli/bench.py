@@ -12,7 +12,7 @@ from . import speculation_options as speculation
 from . import sweep_options as sweep
 from . import verdict_options as v
 from . import workload_options as w
-from .options import Lora, ModelArgument, ModelOption, SchedulingPolicy
+from .options import Lora, ModelArgument, ModelOption, SchedulingPolicy, TensorParallelSize
 
 if TYPE_CHECKING:
     from ..bench.gate_run import Judged, VerdictWanted
@@ -158,6 +158,7 @@ def bench(
             rich_help_panel=ENGINE,
         ),
     ] = True,
+    tensor_parallel_size: TensorParallelSize = 1,
     lora: Lora = None,
     speculative: speculation.Speculative = None,
     draft_model: speculation.DraftModel = None,

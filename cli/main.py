@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
     """Run `call`; turn what it raises into a line on stderr and an exit code."""
-    from ..quant.errors import BadInput
+    from ..quant.errors import BadInput, Failure
 
     try:
         code = call()
@@ -86,6 +86,11 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Failure as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     except BrokenPipeError:
         # Whoever read our output has gone; there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

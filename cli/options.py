@@ -27,3 +27,10 @@ Lora = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        help="Processes that share the work of each layer, each with its share of the cores or a GPU.",
+        rich_help_panel="Engine",
+    ),
+]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from . import speculation_options as speculation
-from .options import Lora, ModelArgument, ModelOption, SchedulingPolicy
+from .options import Lora, ModelArgument, ModelOption, SchedulingPolicy, TensorParallelSize
 
 
 def serve_local(
@@ -46,6 +46,7 @@ def serve_local(
         int,
         typer.Option(help="Bits of what quantized weights are multiplied with on a CPU, 8 or 16."),
     ] = 16,
+    tensor_parallel_size: TensorParallelSize = 1,
     lora: Lora = None,
     speculative: speculation.Speculative = None,
     draft_model: speculation.DraftModel = None,
@@ -97,6 +98,7 @@ def serve_local(
         scheduling_policy=scheduling_policy,
         enable_prefix_caching=not no_prefix_caching,
         cpu_activations=cpu_activations,
+        tensor_parallel_size=tensor_parallel_size,
         loras=parse_adapters(lora or ()),
         speculation=speculation.speculation(
             speculative,

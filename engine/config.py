@@ -39,6 +39,8 @@ class EngineConfig:
             that quantizes weights alone gives the numbers of its weights; with 8 every token is rounded
             to 8 bits before each quantized linear, which is faster from a few tokens a step on.
         speculation: guesses that are checked together; None: a token a step.
+        tensor_parallel_size: processes that share each layer's work, this one included; every one of them
+            computes with `num_threads`, by default an equal share of the cores, or has a GPU of its own.
         loras: folders of adapters in PEFT's form, by the names that requests give.
     """
 
@@ -58,6 +60,7 @@ class EngineConfig:
     seed: int = 0
     num_threads: int | None = None
     cpu_activations: int = 16
+    tensor_parallel_size: int = 1
     loras: Mapping[str, Path] = field(default_factory=dict)
     speculation: SpeculationConfig | None = None
 
@@ -87,6 +90,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "prefill_chunk_size",
             "num_threads",
+            "tensor_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

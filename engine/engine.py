@@ -19,12 +19,11 @@ from .block_pool import BlockPool
 from .completion_text import CompletionText
 from .config import EngineConfig
 from .device import choose_device, choose_dtype
-from .host import usable_cores
 from .kv_cache import KvCache, choose_num_blocks, kv_bytes_per_token, stored_dtype
 from .lora.settings import adapter_salt
-from .model.open import open_model
 from .model_runner import ModelRunner, StepResult
 from .outputs import EngineStats, RequestOutput, TokenLogprobs
+from .parallel.workers import num_threads, open_parts
 from .planner.cache_size import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
@@ -69,18 +68,13 @@ class Engine:
         self.folder: Path = resolve_model(None if config.model is None else str(config.model))
         self.device = choose_device(config.device)
         if self.device.type == "cpu":
-            torch.set_num_threads(config.num_threads or usable_cores())
+            torch.set_num_threads(num_threads(config))
         checkpoint = open_checkpoint(self.folder)
         self.dtype = choose_dtype(config.dtype, self.device)
         self.tokenizer = load_tokenizer(self.folder)
         self.eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
-        model, self.max_model_len = open_model(
-            checkpoint,
-            config.max_model_len,
-            self.device,
-            self.dtype,
-            config.cpu_activations,
-            config.loras,
+        model, self.max_model_len, self.workers = open_parts(
+            config, checkpoint, self.device, self.dtype
         )
         self.vocab_size = model.vocab_size
         draft = open_draft_model(
@@ -106,6 +100,8 @@ class Engine:
             kv_dtype,
         )
         cache = KvCache(model.kv_layouts, num_blocks, block_size, self.device, kv_dtype)
+        if self.workers is not None:
+            self.workers.follow(model, cache, num_blocks)
         proposer = open_proposer(
             config.speculation, draft, num_blocks, block_size, self.device, self.dtype, kv_dtype
         )
@@ -119,11 +115,12 @@ class Engine:
             by_rejection=config.speculation is not None
             and config.speculation.acceptance == "rejection",
         )
+        parts = [model, *(() if self.workers is None else self.workers.loaded)]
         self.memory = EngineMemory(
-            weight_bytes=model.bytes_held,
-            kv_cache_bytes=cache.num_bytes,
-            weight_bytes_per_step=model.bytes_per_step,
-            kv_bytes_per_token=kv_bytes_per_token(model.kv_layouts, kv_dtype),
+            weight_bytes=sum(part.bytes_held for part in parts),
+            kv_cache_bytes=cache.num_bytes * len(parts),
+            weight_bytes_per_step=sum(part.bytes_per_step for part in parts),
+            kv_bytes_per_token=kv_bytes_per_token(model.kv_layouts, kv_dtype) * len(parts),
             draft_bytes=0 if proposer is None else proposer.bytes_held,
         )
         pool = BlockPool(num_blocks)
@@ -210,6 +207,11 @@ class Engine:
             self._texts.pop(request.sequence_id, None)
             self._prompt_logprobs.pop(request.sequence_id, None)
         return bool(members)
+
+    def close(self) -> None:
+        """End the processes that share the model's work, if there are any; this one serves no more."""
+        if self.workers is not None:
+            self.workers.close()
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()

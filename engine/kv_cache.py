@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 import torch
 
@@ -59,12 +60,17 @@ def choose_num_blocks(
 ) -> int:
     """Blocks of the cache, the null block included: the planner's rule, with the memory free now.
 
-    `dtype` is what keys and values are stored in.
+    `dtype` is what keys and values are stored in. `layouts` are those of this process, where several
+    share the model and the memory.
 
     Raises:
         BadInput: the memory given does not hold a single sequence.
     """
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
+    parts, memory = config.tensor_parallel_size, config.kv_cache_memory_bytes
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = available_memory_bytes() // parts
     layers = _Layers(layouts)
     request = CacheRequest(
         kind=device.type,
@@ -72,7 +78,7 @@ def choose_num_blocks(
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        memory_bytes=config.kv_cache_memory_bytes,
+        memory_bytes=None if memory is None else memory // parts,
         num_blocks=config.num_blocks,
     )
     return size_cache(layers, request, free).num_blocks + 1
@@ -95,11 +101,15 @@ class KvCache:
         self.block_size = block_size
         self.dtype = dtype
         self.num_bytes = sum(part.nbytes for layer in self.layers for part in layer.parts)
+        self.mirror: Callable[[str, Any], None] | None = None
+        """Told of every copy, where other processes hold other heads of the same blocks."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination); every source is read before any is written."""
         if not copies:
             return
+        if self.mirror is not None:
+            self.mirror("copy_blocks", copies)
         device = self.layers[0].parts[0].device
         sources, destinations = torch.tensor(copies, device=device).unbind(1)
         for layer in self.layers:

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ..model.projection import LinearSite
+from ..parallel.cut import take_rows
 from .read import read_adapter
 
 AdapterRows = Mapping[str, torch.Tensor | None]
@@ -19,12 +20,11 @@ AdapterRows = Mapping[str, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A pair of one adapter, for the outputs `begin .. end` of a projection."""
+    """A pair of one adapter, for some outputs of a projection."""
 
     down: torch.Tensor
     up: torch.Tensor
-    begin: int
-    end: int
+    outputs: slice
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Delta:
             inputs = x if rows is None else x.index_select(0, rows)
             for part in self.parts[name]:
                 change = functional.linear(functional.linear(inputs, part.down), part.up)
-                target = y[:, part.begin : part.end]
+                target = y[:, part.outputs]
                 if rows is None:
                     target.add_(change)
                 else:
@@ -82,7 +82,9 @@ class AdapterBank:
                 if delta is None:
                     delta = deltas[id(site.projection)] = _Delta(self)
                     site.projection.add_delta(delta)
-                part = _Part(pair.down.to(**like), pair.up.to(**like), site.begin, site.end)
+                down = pair.down if site.columns is None else pair.down[:, site.columns]
+                up = take_rows(pair.up, site.rows) if site.rows else pair.up
+                part = _Part(down.to(**like).contiguous(), up.to(**like), site.outputs)
                 delta.parts.setdefault(name, []).append(part)
                 self.num_bytes += part.down.nbytes + part.up.nbytes
 

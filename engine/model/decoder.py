@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -88,7 +89,11 @@ class DecoderWeights:
 
 
 class Decoder:
-    """A decoder-only transformer, whatever its family."""
+    """A decoder-only transformer, whatever its family.
+
+    `mirror`, where one is set, is told of each call's name and argument before it is computed: the
+    processes that hold the other parts of the model must make the same calls.
+    """
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.weights = weights
+        self.mirror: Callable[[str, Any], None] | None = None
         self._adapters = adapters
         self._dtype = dtype
         device = weights.embedding.device
@@ -140,6 +146,8 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step and fill the caches; returns the normed hidden states [tokens, hidden]."""
+        if self.mirror is not None:
+            self.mirror("forward", inputs)
         angles = [
             expand_angles(
                 cos.index_select(0, inputs.positions).to(self._dtype).unsqueeze(1),
@@ -162,6 +170,8 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores over the vocabulary, float32 [rows, vocab], of normed hidden states [rows, hidden]."""
+        if self.mirror is not None:
+            self.mirror("logits", hidden)
         logits = self.weights.head(hidden).float()
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * (logits / cap).tanh()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
-from ...quant.tensors.base import QuantizedTensor
-from ...quant.tensors.codebook import CodebookTensor
 from ..kernels.paged_attention import AttentionRule
-from ..planner.shapes import Experts, Latent
+from ..parallel.cut import Cut
+from ..parallel.shard import Shard
+from ..planner.shapes import Latent
 from .attention import Attention, HeadAttention, LatentAttention, Rotation
 from .decoder import DecoderLayer, DecoderWeights
-from .experts import MixtureOfExperts, Router
+from .expert_loader import load_mixture
 from .mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating
 from .norm import Norm
 from .projection import LinearSite, Projection
@@ -29,16 +29,18 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     input_bits: int = 16,
+    shard: Shard | None = None,
 ) -> DecoderWeights:
     """Read the weights of a decoder by the names of its family.
 
-    With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits.
+    With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits; with `shard`
+    it is the part of the decoder that one process holds.
 
     Raises:
         BadInput: a tensor is missing, misshapen, or has no place in the model.
     """
-    reader = CheckpointReader(checkpoint, device, dtype, input_bits)
-    return _Loader(reader, spec, _base(checkpoint, spec), dtype).load()
+    reader = CheckpointReader(checkpoint, device, dtype, input_bits, shard)
+    return _Loader(reader, spec, _base(checkpoint, spec), dtype, shard).load()
 
 
 def _base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
@@ -56,6 +58,7 @@ class _Loader:
     spec: ModelSpec
     base: str
     dtype: torch.dtype
+    shard: Shard | None
 
     def load(self) -> DecoderWeights:
         reader, spec, names, shape = self.reader, self.spec, self.spec.names, self.spec.shape
@@ -77,10 +80,14 @@ class _Loader:
             head_name = names.head
         # A quantized head is a weight of its own, also where the config still calls it tied.
         tied = shape.tied and not reader.is_quantized(head_name)
+        part = slice(0, vocab) if self.shard is None else self.shard.vocabulary(vocab)
         if tied:
-            head = Projection([embedding], None, self.dtype)
+            head = Projection([embedding[part]], None, self.dtype)
         else:
-            head = reader.projection([head_name], hidden, [vocab], bias=False)
+            cut = None if self.shard is None else Cut(rows=((part,),))
+            head = reader.projection([head_name], hidden, [vocab], bias=False, cut=cut)
+        if (shard := self.shard) is not None:
+            head.then(lambda logits: shard.group.join_columns(logits, vocab))
         reader.finish(lambda name: self._may_remain(name, f"{head_name}.weight" if tied else ""))
         return DecoderWeights(
             embedding, positions, layers, final_norm, head, tied, ropes, self._linears()
@@ -139,7 +146,8 @@ class _Loader:
         )
 
     def _head_attention(self, layer: str, index: int, turn: Rotation | None) -> HeadAttention:
-        spec, names, shape = self.spec, self.spec.names, self.spec.shape
+        spec, names, shape, shard = self.spec, self.spec.names, self.spec.shape, self.shard
+        own = shape if shard is None else shard.spec(spec).shape
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         outs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
         sinks = self.reader.tensor(layer + names.sinks, shape.num_heads) if shape.sinks else None
@@ -151,13 +159,16 @@ class _Loader:
             softcap=spec.attention_softcap,
             sinks=sinks,
         )
+        hidden, cuts = shape.hidden_size, (None, None)
+        if shard is not None:
+            cuts = shard.qkv(spec), shard.output(shape)
         return HeadAttention(
-            shape.num_heads,
-            shape.num_kv_heads,
+            own.num_heads,
+            own.num_kv_heads,
             shape.head_dim,
-            qkv=self._linear(layer, names.qkv, shape.hidden_size, outs, bias=shape.qkv_bias),
+            qkv=self._linear(layer, names.qkv, hidden, outs, bias=shape.qkv_bias, cut=cuts[0]),
             output=self._linear(
-                layer, (names.output,), queries, [shape.hidden_size], bias=shape.output_bias
+                layer, (names.output,), queries, [hidden], bias=shape.output_bias, cut=cuts[1]
             ),
             rule=rule,
             rotation=turn,
@@ -208,13 +219,14 @@ class _Loader:
         shape, names = self.spec.shape, self.spec.names
         experts = shape.experts
         if experts is not None and index not in experts.dense_layers:
-            return self._mixture(layer, experts)
+            return load_mixture(self.reader, self.spec, layer, self._gated)
         hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
         if shape.gated_mlp:
             return self._gated(layer, names.gate_up, names.down, inner, bias=bias)
+        into, out_of = self._mlp_cuts(inner, 1, 1)
         return PlainMlp(
-            self._linear(layer, names.gate_up, hidden, [inner], bias=bias),
-            self._linear(layer, (names.down,), inner, [hidden], bias=bias),
+            self._linear(layer, names.gate_up, hidden, [inner], bias=bias, cut=into),
+            self._linear(layer, (names.down,), inner, [hidden], bias=bias, cut=out_of),
             ACTIVATIONS[self.spec.activation],
         )
 
@@ -223,64 +235,19 @@ class _Loader:
     ) -> GatedMlp:
         hidden = self.spec.shape.hidden_size
         outs = [inner, inner] if len(gate_up) > 1 else [2 * inner]
+        into, out_of = self._mlp_cuts(inner, len(gate_up), 2)
         return GatedMlp(
-            self._linear(prefix, gate_up, hidden, outs, bias=bias),
-            self._linear(prefix, (down,), inner, [hidden], bias=bias),
+            self._linear(prefix, gate_up, hidden, outs, bias=bias, cut=into),
+            self._linear(prefix, (down,), inner, [hidden], bias=bias, cut=out_of),
             gating(self.spec.activation),
         )
 
-    def _mixture(self, layer: str, experts: Experts) -> MixtureOfExperts:
-        names, hidden = self.spec.names, self.spec.shape.hidden_size
-        kind, read, exact = self.spec.router, self.reader.tensor, torch.float32
-        name = layer + names.router
-        router = Router(
-            read(f"{name}.weight", experts.count, hidden, dtype=exact),
-            read(f"{name}.bias", experts.count, dtype=exact) if kind.bias else None,
-            read(layer + names.correction, experts.count, dtype=exact) if kind.correction else None,
-            experts.per_token,
-            kind,
-        )
-        prefix = f"{layer}{names.experts}."
-        if names.fused_experts:
-            routed = self._fused_experts(prefix, experts)
-        else:
-            gate, up, down = names.expert
-            routed = [
-                self._gated(f"{prefix}{number}.", (gate, up), down, experts.width)
-                for number in range(experts.count)
-            ]
-        shared = None
-        if experts.shared_width:
-            one = f"{layer}{names.shared_expert}."
-            shared = self._gated(one, ("gate_proj", "up_proj"), "down_proj", experts.shared_width)
-        return MixtureOfExperts(router, routed, shared)
-
-    def _fused_experts(self, prefix: str, experts: Experts) -> list[Block]:
-        """Experts that lie in two tensors."""
-        count, inner, hidden = experts.count, experts.width, self.spec.shape.hidden_size
-        into = self.reader.experts(f"{prefix}gate_up_proj", count, 2 * inner, hidden)
-        out_of = self.reader.experts(f"{prefix}down_proj", count, hidden, inner)
-        into_bias = out_bias = None
-        if self.spec.shape.expert_bias:
-            into_bias = self.reader.tensor(f"{prefix}gate_up_proj_bias", count, 2 * inner)
-            out_bias = self.reader.tensor(f"{prefix}down_proj_bias", count, hidden)
-        if self.spec.names.gate_up_alternates:
-            into = [_gate_before_up(weight) for weight in into]
-            into_bias = None if into_bias is None else _halves(into_bias.T).T
-        return [
-            GatedMlp(
-                self._expert(into[number], into_bias, number),
-                self._expert(out_of[number], out_bias, number),
-                gating(self.spec.activation),
-            )
-            for number in range(count)
-        ]
-
-    def _expert(
-        self, weight: torch.Tensor | QuantizedTensor, biases: torch.Tensor | None, number: int
-    ) -> Projection:
-        whole = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
-        return self.reader.stacked([whole], None if biases is None else biases[number].clone())
+    def _mlp_cuts(
+        self, inner: int, num_modules: int, num_stacked: int
+    ) -> tuple[Cut | None, Cut | None]:
+        if self.shard is None:
+            return None, None
+        return self.shard.gate_up(inner, num_modules, num_stacked), self.shard.down(inner)
 
     def _linear(
         self,
@@ -290,22 +257,9 @@ class _Loader:
         out_features: list[int],
         *,
         bias: bool = False,
+        cut: Cut | None = None,
     ) -> Projection:
         modules, turned = [prefix + name for name in names], self.spec.names.transposed
         return self.reader.projection(
-            modules, in_features, out_features, bias=bias, transposed=turned
+            modules, in_features, out_features, bias=bias, transposed=turned, cut=cut
         )
-
-
-def _halves(rows: torch.Tensor) -> torch.Tensor:
-    """Rows that take turns, as a first and a second half."""
-    return torch.cat([rows[0::2], rows[1::2]])
-
-
-def _gate_before_up(weight: torch.Tensor | QuantizedTensor) -> torch.Tensor | QuantizedTensor:
-    """A stacked weight whose rows of gate and up took turns."""
-    if isinstance(weight, torch.Tensor):
-        return _halves(weight)
-    assert isinstance(weight, CodebookTensor)
-    magnitudes = _halves(weight.absmax.view(weight.out_features, -1)).flatten()
-    return replace(weight, codes=_halves(weight.codes), absmax=magnitudes)

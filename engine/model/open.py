@@ -12,6 +12,7 @@ import torch
 from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
 from ..lora.bank import AdapterBank
+from ..parallel.shard import Shard
 from .attention import LayerCache, StepInputs
 from .decoder import Decoder
 from .families import model_spec
@@ -63,11 +64,12 @@ def open_model(
     dtype: torch.dtype,
     input_bits: int = 16,
     loras: Mapping[str, Path] | None = None,
+    shard: Shard | None = None,
 ) -> tuple[CausalModel, int]:
     """Load a model; returns it and the longest sequence that it will be asked for.
 
     With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits. `loras` are
-    folders of adapters by name.
+    folders of adapters by name. With `shard` it is the part of the model that one process holds.
 
     Raises:
         BadInput: a broken checkpoint, a model that cannot be served, or a `max_model_len` beyond the
@@ -80,15 +82,21 @@ def open_model(
 
         if loras:
             raise BadInput(f"adapters are for the decoder's own model types: {reason}") from reason
+        if shard is not None:
+            raise BadInput(f"tensor_parallel_size = {shard.size}: {reason}") from reason
         _log.info("%s: transformers' modules are used: %s", checkpoint.folder, reason)
         model = TransformersModel(checkpoint, device, dtype)
         return model, _longest(max_model_len, model.max_context)
     longest = _longest(max_model_len, spec.max_model_len)
-    weights = load_weights(checkpoint, spec, device, dtype, input_bits)
+    own = spec
+    if shard is not None:
+        shard.check(spec)
+        own = shard.spec(spec)
+    weights = load_weights(checkpoint, spec, device, dtype, input_bits, shard)
     bank = None
     if loras:
         bank = AdapterBank(loras, weights.linears, spec.names.bases, device, dtype)
-    return Decoder(spec, weights, longest, dtype, bank), longest
+    return Decoder(own, weights, longest, dtype, bank), longest
 
 
 def _longest(asked: int | None, own: int | None) -> int:

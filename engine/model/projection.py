@@ -50,6 +50,7 @@ class Projection:
             bias = None
         self._bias = bias
         self._delta: Delta | None = None
+        self._then: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.weight_bytes = sum(kernel.weight_bytes for kernel in self._kernels)
         if bias is not None:
             self.weight_bytes += bias.nbytes
@@ -63,6 +64,10 @@ class Projection:
         """Let `delta` change every result from now on."""
         self._delta = delta
 
+    def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Hand every result from now on to `step`, which may change it in place."""
+        self._then = step
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(self._kernels) == 1:
             y = self._kernels[0](x)
@@ -72,21 +77,22 @@ class Projection:
             y = y + self._bias
         if self._delta is not None:
             self._delta(x, y)
-        return y
+        return y if self._then is None else self._then(y)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSite:
-    """Where a checkpoint's linear lies: in the outputs of `projection` from `begin` on."""
+    """Where a checkpoint's linear of `out_features` and `in_features` lies: in some outputs of a projection.
+
+    `rows` and `columns` say which part of it lies there, in a model that is divided; empty and None: all.
+    """
 
     projection: Projection
-    begin: int
+    outputs: slice
     out_features: int
     in_features: int
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.out_features
+    rows: Sequence[slice] = ()
+    columns: slice | None = None
 
 
 def _kind(weight: torch.Tensor | QuantizedTensor) -> object:

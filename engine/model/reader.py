@@ -12,6 +12,8 @@ from ...quant.errors import BadInput
 from ...quant.formats.mxfp4 import METHOD, mxfp4_names, read_mxfp4
 from ...quant.read import quantized_modules, read_quantized, tensor_names
 from ...quant.tensors.base import QuantizedTensor
+from ..parallel.cut import Cut, take, take_rows
+from ..parallel.shard import Shard
 from .projection import LinearSite, Projection
 
 _log = logging.getLogger(__name__)
@@ -39,7 +41,9 @@ class CheckpointReader:
         device: torch.device,
         dtype: torch.dtype,
         input_bits: int = 16,
+        shard: Shard | None = None,
     ) -> None:
+        self._shard = shard
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
@@ -79,20 +83,32 @@ class CheckpointReader:
         *,
         bias: bool,
         transposed: bool = False,
+        cut: Cut | None = None,
     ) -> Projection:
-        """Linears that share their input, stacked in the order given; `transposed` ones lie [in, out]."""
+        """Linears that share their input, stacked in the order given; `transposed` ones lie [in, out].
+
+        With `cut`, the part of them that this reader's shard holds.
+        """
         read = self._transposed if transposed else self._weight
-        weights = [read(m, out, in_features) for m, out in zip(modules, out_features, strict=True)]
-        biases = None
-        if bias:
-            parts = [
-                self.tensor(f"{m}.bias", out) for m, out in zip(modules, out_features, strict=True)
-            ]
-            biases = torch.cat(parts)
-        projection, begin = self.stacked(weights, biases), 0
-        for module, out in zip(modules, out_features, strict=True):
-            self.linears[module] = LinearSite(projection, begin, out, in_features)
-            begin += out
+        rows = ((),) * len(modules) if cut is None or not cut.rows else cut.rows
+        columns = None if cut is None else cut.columns
+        weights: list[torch.Tensor | QuantizedTensor] = []
+        biases: list[torch.Tensor] = []
+        for module, out, runs in zip(modules, out_features, rows, strict=True):
+            weights.append(take(module, read(module, out, in_features), runs, columns))
+            if bias:
+                whole = self.tensor(f"{module}.bias", out)
+                biases.append(take_rows(whole, runs) if runs else whole)
+        if columns is not None and self._shard is not None and self._shard.rank:
+            biases.clear()  # one part of a sum brings the bias
+        projection = self.stacked(weights, torch.cat(biases) if biases else None)
+        if columns is not None and self._shard is not None:
+            projection.then(self._shard.group.sum)
+        begin = 0
+        for module, out, runs, weight in zip(modules, out_features, rows, weights, strict=True):
+            outputs = slice(begin, begin + weight.shape[0])
+            begin = outputs.stop
+            self.linears[module] = LinearSite(projection, outputs, out, in_features, runs, columns)
         return projection
 
     def stacked(

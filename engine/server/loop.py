@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ...quant.errors import Failure
 from ..engine import Engine
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
@@ -180,7 +181,10 @@ class EngineLoop:
                 if replies or pieces:
                     self._post(self._deliver, replies, pieces)
         except Exception as error:
-            _log.exception("the engine failed")
+            if isinstance(error, Failure):
+                _log.error("the engine failed: %s", error)
+            else:
+                _log.exception("the engine failed")
             self._post(self.fail, f"the engine failed ({type(error).__name__}): restart the server")
 
     def _take_calls(self, *, wait: bool) -> list[_Reply]:

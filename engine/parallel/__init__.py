@@ -1,0 +1,1 @@
+"""One model on several processes of one machine: every layer is divided among them."""
