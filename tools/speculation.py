@@ -2,7 +2,7 @@
 
     python tools/speculation.py --model stories3M --draft-model stories260K --output speculation.json
 
-Prompts are beginnings of the evaluation text. Every arm completes all of them once a round, the arms in turns;
+Prompts are beginnings of the evaluation text. Every arm completes all of them once a round, arms in turns;
 the ratio to the arm without guesses is of the same round. With float32 and the coupled rule the tokens must
 be the same as without guesses, and the run fails where they are not.
 """

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llmopt.engine.block_pool import BlockPool
 from llmopt.engine.prefix_cache import PrefixCache
 from llmopt.engine.request import Request, RequestTimes
 from llmopt.engine.sampling_params import SamplingParams
 from llmopt.engine.scheduler import Scheduler, SchedulerConfig, Token
-from llmopt.engine.step_plan import StepPlan
+from llmopt.engine.speculation.draft_length import DraftLength
+from llmopt.engine.step_plan import ScheduledRow, StepPlan
 
 EOS = 0
 VOCAB = 7
 
+Past = tuple[bytes | int, ...]
+"""Of a token: the salt of its sequence, and the tokens up to it."""
 
-def next_token(history: list[int] | tuple[int, ...], seed: int) -> int:
-    """What the make-believe model says after `history`."""
-    return hash((tuple(history), seed)) % VOCAB
+
+def next_token(history: Sequence[int], seed: int, salt: bytes = b"") -> int:
+    """What the make-believe model says after `history`; with another salt it is another model."""
+    return hash((tuple(history), seed, len(salt))) % VOCAB
+
+
+def guesses_of(row: ScheduledRow, salt: bytes) -> list[int]:
+    """Some guesses for a row, two of three of them right, and not always as many as there is room for."""
+    guesses: list[int] = []
+    for _ in range(row.num_guesses):
+        history = [*row.history, *guesses]
+        chance = hash((tuple(history), row.seed, "guess")) % 12
+        if chance == 11:
+            break
+        guesses.append((next_token(history, row.seed, salt) + (chance > 7)) % VOCAB)
+    return guesses
 
 
 class World:
     """Runs steps and keeps, for each slot of the cache, the whole past of the token that lies there.
 
     Attention reads every slot of a sequence up to the current token, or those within the window. So before
-    each draw, every one of them must hold exactly that sequence's past; a block that was shared, copied, freed or reused wrongly
-    shows at once.
+    each draw, every one of them must hold exactly that sequence's past and its salt; a block that was
+    shared, copied, freed or reused wrongly shows at once. Guesses are written too, right and wrong ones.
     """
 
     def __init__(
@@ -32,6 +50,7 @@ class World:
         block_size: int = 4,
         caching: bool = True,
         policy: str = "priority",
+        guessing: int = 0,
         **limits: int,
     ) -> None:
         self.block_size = block_size
@@ -43,12 +62,14 @@ class World:
                 block_size=block_size,
                 max_model_len=limits.pop("max_model_len", 32),
                 policy=policy,
+                guessing=DraftLength(guessing, 0.1) if guessing else None,
                 **limits,
             ),
             pool,
             PrefixCache(pool, block_size, enabled=caching),
         )
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.slots: dict[tuple[int, int], Past] = {}
+        self.num_accepted = 0
         self.finished: dict[str, Request] = {}
         self._order = 0
 
@@ -59,6 +80,7 @@ class World:
         max_tokens: int,
         n: int = 1,
         priority: int = 0,
+        salt: bytes = b"",
         **params,
     ) -> Request:
         request = Request(
@@ -74,6 +96,7 @@ class World:
             times=RequestTimes(0.0),
             priority=priority,
             num_completions=n,
+            cache_salt=salt,
         )
         self.scheduler.add(request)
         self._order += n
@@ -91,26 +114,39 @@ class World:
             if (source, offset) in self.slots
         }
         self.slots.update(copied)
-        written: dict[tuple[int, int], tuple[int, ...]] = {}
+        salts = {one.sequence_id: one.cache_salt for one in self.scheduler.requests()}
+        guesses = {row.sequence_id: guesses_of(row, salts[row.sequence_id]) for row in plan.rows}
+        num_guesses = {name: len(found) for name, found in guesses.items() if found}
+        room = sum(row.num_guesses for row in plan.rows)
+        assert plan.num_tokens + room <= config.max_num_batched_tokens
+        written: dict[tuple[int, int], Past] = {}
         for row in plan.rows:
             assert row.num_tokens >= 1
-            for position in range(row.start, row.end):
+            history = [*row.history[: row.end], *guesses[row.sequence_id]]
+            for position in range(row.start, len(history)):
                 slot = (row.block_ids[position // self.block_size], position % self.block_size)
                 assert slot[0] != 0, "a token is written to the null block"
                 assert slot not in written, "two sequences write the same slot"
-                written[slot] = tuple(row.history[: position + 1])
+                written[slot] = (salts[row.sequence_id], *history[: position + 1])
         self.slots.update(written)
         sampled: dict[str, list[int]] = {}
         for row in plan.rows:
+            salt, guessed = salts[row.sequence_id], guesses[row.sequence_id]
             window = config.window or row.end
             for position in range(max(0, row.start - window + 1), row.end):
                 slot = (row.block_ids[position // self.block_size], position % self.block_size)
-                assert self.slots[slot] == tuple(row.history[: position + 1]), "the cache is wrong"
-            if row.num_samples:
-                sampled[row.sequence_id] = [
-                    next_token(list(row.history), row.seed + i) for i in range(row.num_samples)
-                ]
-        tokens = self.scheduler.update(plan, sampled, frozenset({EOS}))
+                past = (salt, *row.history[: position + 1])
+                assert self.slots[slot] == past, "the cache is wrong"
+            if not row.num_samples:
+                continue
+            drawn = [next_token(row.history, row.seed + i, salt) for i in range(row.num_samples)]
+            for index, guess in enumerate(guessed):
+                if guess != drawn[-1]:
+                    break
+                drawn.append(next_token([*row.history, *guessed[: index + 1]], row.seed, salt))
+                self.num_accepted += 1
+            sampled[row.sequence_id] = drawn
+        tokens = self.scheduler.update(plan, sampled, frozenset({EOS}), 0.0, num_guesses)
         for token in tokens:
             if token.request.finish_reason is not None:
                 self.finished[token.request.sequence_id] = token.request
@@ -129,11 +165,11 @@ class World:
         assert pool.num_free == pool.num_usable
 
 
-def foretell(prompt: list[int], seed: int, max_tokens: int) -> list[int]:
+def foretell(prompt: list[int], seed: int, max_tokens: int, salt: bytes = b"") -> list[int]:
     """The output of a request, whatever happens around it."""
     history = list(prompt)
     while len(history) - len(prompt) < max_tokens:
-        history.append(next_token(history, seed))
+        history.append(next_token(history, seed, salt))
         if history[-1] == EOS:
             break
     return history[len(prompt) :]

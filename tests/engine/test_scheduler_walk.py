@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
 from hypothesis import settings
@@ -17,6 +18,8 @@ from llmopt.engine.scheduling_policy import POLICIES
 from llmopt.quant.errors import BadInput
 from policy_world import World, foretell
 
+# 200 make more than 3,000 steps; 1,200 make more than 20,000.
+EXAMPLES = int(os.environ.get("LLMOPT_WALK_EXAMPLES", "200"))
 # Few distinct tokens, so that prompts share prefixes by chance as well as by design.
 PROMPTS = st.one_of(
     st.lists(st.integers(1, 2), min_size=1, max_size=14),
@@ -32,6 +35,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     num_forks: ClassVar[int] = 0
     num_hit_tokens: ClassVar[int] = 0
     num_dropped_blocks: ClassVar[int] = 0
+    num_accepted_guesses: ClassVar[int] = 0
 
     @initialize(
         num_blocks=st.integers(6, 14),
@@ -42,8 +46,11 @@ class SchedulerWalk(RuleBasedStateMachine):
         caching=st.booleans(),
         window=st.sampled_from([None, None, 1, 3, 9]),
         policy=st.sampled_from(list(POLICIES)),
+        guessing=st.sampled_from([0, 1, 4]),
     )
-    def build(self, num_blocks, block_size, max_num_seqs, spare, chunk, caching, window, policy):
+    def build(
+        self, num_blocks, block_size, max_num_seqs, spare, chunk, caching, window, policy, guessing
+    ):
         limits = {} if chunk is None else {"prefill_chunk_size": chunk}
         limits |= {} if window is None else {"window": window}
         self.world = World(
@@ -51,6 +58,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             block_size,
             caching,
             policy,
+            guessing,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare,
             **limits,
@@ -64,18 +72,21 @@ class SchedulerWalk(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         n=st.integers(1, 3),
         priority=st.integers(0, 1),
+        salt=st.sampled_from([b"", b"", b"adapter"]),
     )
-    def add(self, prompt, max_tokens, n, priority):
+    def add(self, prompt, max_tokens, n, priority, salt):
         name = f"r{self.count}"
         self.count += 1
         own = priority if self.world.scheduler.config.policy == "priority" else 0
         try:
-            request = self.world.add(name, prompt, max_tokens, n=n, priority=own)
+            request = self.world.add(name, prompt, max_tokens, n=n, priority=own, salt=salt)
         except BadInput:
             return
         SchedulerWalk.num_forks += n - 1
         for index in range(n):
-            self.expected[f"{name}/{index}"] = foretell(prompt, request.seed + index, max_tokens)
+            self.expected[f"{name}/{index}"] = foretell(
+                prompt, request.seed + index, max_tokens, salt
+            )
 
     @rule(times=st.integers(1, 4))
     def step(self, times):
@@ -112,6 +123,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         SchedulerWalk.num_hit_tokens += sum(
             request.num_cached_tokens for request in self.world.finished.values()
         )
+        SchedulerWalk.num_accepted_guesses += self.world.num_accepted
         SchedulerWalk.num_preemptions += self.world.scheduler.num_preemptions
         for name, tokens in self.expected.items():
             if name not in self.aborted:
@@ -123,15 +135,16 @@ def test_random_walk():
     run_state_machine_as_test(
         SchedulerWalk,
         settings=settings(
-            max_examples=200,
+            max_examples=EXAMPLES,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
         ),
     )
-    assert SchedulerWalk.num_steps >= 2000
+    assert SchedulerWalk.num_steps >= 15 * EXAMPLES
     # A walk that never met the hard cases would prove little.
     assert SchedulerWalk.num_preemptions >= 20
     assert SchedulerWalk.num_forks >= 20
     assert SchedulerWalk.num_hit_tokens >= 20
     assert SchedulerWalk.num_dropped_blocks >= 20
+    assert SchedulerWalk.num_accepted_guesses >= 20
