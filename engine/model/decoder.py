@@ -77,7 +77,8 @@ class DecoderWeights:
     def bytes_held(self) -> int:
         """Bytes of weights in memory. A tied head counts only if its kernel keeps a layout of its own."""
         shared = self.is_tied and not self.head.holds_a_copy
-        tables = 0 if shared else self.embedding.nbytes
+        # In a divided model the head is a part of the embedding, which is there as a whole.
+        tables = self.embedding.nbytes - (self.head.weight_bytes if shared else 0)
         tables += 0 if self.positions is None else self.positions.nbytes
         return self.bytes_per_step + tables
 

@@ -159,6 +159,8 @@ def open_parts(
         )
         workers.meet()
     except BaseException:
+        for process in workers.processes:  # still busy with loading
+            process.kill()
         workers.close()
         raise
     return model, longest, workers

@@ -1,0 +1,53 @@
+"""The benchmark's adapters: requests take them in turn, and the quality is that of the adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llmopt.bench.inprocess import InProcessTarget, WithAdapter
+from llmopt.bench.options import BenchOptions, checked
+from llmopt.bench.workload import WorkloadItem
+from llmopt.quant.errors import BadInput
+
+
+class NotingEngine:
+    """Notes which adapter each call names."""
+
+    def __init__(self) -> None:
+        self.named: list[str | None] = []
+
+    def add_request(self, *_: object, lora: str | None = None) -> None:
+        self.named.append(lora)
+
+    def prompt_logits(self, token_ids: object, lora: str | None = None) -> torch.Tensor:
+        self.named.append(lora)
+        return torch.zeros(1, 1)
+
+
+def test_requests_take_the_adapters_in_turn_by_their_place() -> None:
+    engine: Any = NotingEngine()
+    target = InProcessTarget(engine, loras=("a", "b"))
+    for number in (0, 1, 2, 5, 4):
+        target.send(WorkloadItem(f"bench-{number}", (1, 2), 3))
+    assert engine.named == ["a", "b", "a", "b", "a"]
+    InProcessTarget(engine).send(WorkloadItem("bench-0", (1, 2), 3))
+    WithAdapter(engine, "b").prompt_logits([1])
+    assert engine.named[-2:] == [None, "b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"base_url": "http://localhost:1"}, "--lora loads adapters into this process"),
+        ({"serve": "vllm"}, "--serve-args"),
+        ({"tasks": ("arc_easy",)}, "--tasks scores the model without adapters"),
+        ({"lora": {"a": Path("a"), "b": Path("b")}}, "--no-quality"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=r"--lora|quality") as refusal:
+        checked(BenchOptions, {"lora": {"a": Path("a")}, **options}, "option")
+    assert words in str(refusal.value)

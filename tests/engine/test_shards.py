@@ -1,0 +1,216 @@
+"""The parts of a model, computed by threads that add their sums up, are the model: families and formats."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llmopt.engine.kv_cache import KvCache
+from llmopt.engine.model.open import CausalModel, open_model
+from llmopt.engine.parallel.channel import Channel
+from llmopt.engine.parallel.cut import take
+from llmopt.engine.parallel.shard import Shard
+from llmopt.engine.step_inputs import step_inputs
+from llmopt.quant.checkpoint import Checkpoint
+from llmopt.quant.errors import BadInput
+from llmopt.quant.scheme import (
+    Activations,
+    CodebookScheme,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    LookupScheme,
+    VectorwiseScheme,
+)
+from llmopt.quant.tensors.gguf import GgufTensor
+from model_families import ADAPTED, FAMILIES, VOCAB, save_model
+from quantized_world import quantized, random_model, write_checkpoint
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+class ThreadGroup:
+    """What the group of processes does, between threads: `of(rank)` is one member's view."""
+
+    def __init__(self, size: int) -> None:
+        self._parts: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=30)
+
+    def of(self, rank: int) -> Any:
+        view = _Member()
+        view.rank, view.group = rank, self
+        return view
+
+    def exchange(self, rank: int, part: torch.Tensor) -> list[torch.Tensor]:
+        self._parts[rank] = part
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        return parts
+
+
+class _Member:
+    rank: int
+    group: ThreadGroup
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.group.exchange(self.rank, part)).sum(dim=0)
+
+    def join_columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
+        whole = torch.cat(self.group.exchange(self.rank, part), dim=1)
+        assert whole.shape[1] == width
+        return whole
+
+
+def logits_of(model: CausalModel) -> torch.Tensor:
+    """Of `TOKENS`, in two steps through a cache of the model's own."""
+    cache = KvCache(model.kv_layouts, 12, 4, CPU, torch.float32)
+    blocks, rows = list(range(1, 12)), []
+    for begin, end in ((0, 23), (23, 40)):
+        inputs = step_inputs([(begin, TOKENS[begin:end], blocks)], 4, CPU, torch.float32)
+        rows.append(model.logits(model.forward(inputs, cache.layers)))
+    return torch.cat(rows)
+
+
+def load(folder: Path, shard: Shard | None = None) -> CausalModel:
+    return open_model(Checkpoint(folder), 64, CPU, torch.float32, shard=shard)[0]
+
+
+def parts_of(folder: Path, size: int) -> list[CausalModel]:
+    group = ThreadGroup(size)
+    return [load(folder, Shard(rank, size, group.of(rank))) for rank in range(size)]
+
+
+def assert_parts_are_the_whole(folder: Path, size: int) -> list[CausalModel]:
+    parts = parts_of(folder, size)
+    with ThreadPoolExecutor(size) as pool:
+        got = list(pool.map(logits_of, parts))
+    expected = logits_of(load(folder))
+    for one in got:
+        torch.testing.assert_close(one, expected, atol=1e-4, rtol=1e-4)
+    return parts
+
+
+DIVIDED = [
+    "llama-3.1", "llama-biases-tied-wide-heads", "mistral-sliding", "qwen2", "qwen3", "gemma-2",
+    "gemma-3", "phi-3", "gpt-2", "falcon-7b", "falcon-40b", "falcon-11b",
+    "falcon-sequential-heads-biases",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", DIVIDED)
+def test_two_parts_of_a_family_are_the_whole(tmp_path, family):
+    save_model(tmp_path / "model", *FAMILIES[family][:2])
+    assert_parts_are_the_whole(tmp_path / "model", 2)
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama-3.1", 8), ("phi-3", 8), ("llama-2", 4)])
+def test_fewer_kv_heads_than_parts_are_held_by_several(tmp_path, family, size):
+    save_model(tmp_path / "model", *FAMILIES[family][:2])
+    parts = assert_parts_are_the_whole(tmp_path / "model", size)
+    assert {layout.num_heads for part in parts for layout in part.kv_layouts} <= {1, 2}
+
+
+def test_two_parts_of_packed_weights_are_the_whole(tmp_path):
+    scheme = IntScheme(4, 32, symmetric=False)
+    write_checkpoint(tmp_path / "model", random_model(), "compressed-tensors", scheme, head=True)
+    assert_parts_are_the_whole(tmp_path / "model", 2)
+
+
+WEIGHT = torch.randn(384, 512, generator=torch.Generator().manual_seed(3))
+ROWS, COLUMNS = (slice(0, 128), slice(256, 384)), slice(256, 512)
+SCHEMES = [
+    IntScheme(4, 32, symmetric=False),
+    IntScheme(8, -1, symmetric=True),
+    FloatScheme("tensor"),
+    FloatScheme("channel"),
+    FloatScheme("block", Activations("fp8", "group128")),
+    CodebookScheme("nf4"),
+    CodebookScheme("mxfp4", 32),
+    LookupScheme(4),
+    VectorwiseScheme(6.0),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label)
+def test_a_part_of_packed_weights_stands_for_that_part(scheme):
+    whole = quantized(WEIGHT, scheme, torch.float32)
+    floats = whole.dequantize()
+    for rows in (ROWS, ROWS[1:], ()):
+        part = take("a", whole, rows, COLUMNS)
+        chosen = torch.cat([floats[run] for run in rows]) if rows else floats
+        assert not isinstance(part, torch.Tensor)
+        assert torch.equal(part.dequantize(), chosen[:, COLUMNS])
+
+
+def test_a_part_of_ggml_blocks_stands_for_that_part():
+    scheme = GgufScheme("Q8_0")
+    data = torch.randint(0, 60, (384, 512 // 32 * 34), generator=torch.Generator().manual_seed(4))
+    whole = GgufTensor(data.to(torch.uint8), scheme)
+    part = take("a", whole, ROWS, COLUMNS)
+    assert isinstance(part, GgufTensor)
+    chosen = torch.cat([whole.dequantize()[run] for run in ROWS])
+    assert torch.equal(part.dequantize(), chosen[:, COLUMNS])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows", "columns"),
+    [
+        (IntScheme(4, 128, symmetric=True), (), slice(0, 64)),
+        (IntScheme(4, 64, symmetric=True, permuted=True), (), COLUMNS),
+        (CodebookScheme("nf4", double_quant=True), (), COLUMNS),
+        (CodebookScheme("nf4"), (slice(0, 64),), None),
+        (LookupScheme(4, 0.0045), (), COLUMNS),
+        (FloatScheme("block", Activations("fp8", "group128")), (slice(64, 128),), None),
+    ],
+    ids=lambda value: getattr(value, "label", ""),
+)
+def test_codes_that_cannot_be_divided_there_are_refused(scheme, rows, columns):
+    with pytest.raises(BadInput, match=r"layers\.0\.down: .* cannot be divided"):
+        take("layers.0.down", quantized(WEIGHT, scheme, torch.float32), rows, columns)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "words"),
+    [
+        ("mixtral", 2, "mixtral has a mixture of experts, which is not divided"),
+        ("deepseek-v2-lite", 2, "latent attention"),
+        ("llama-3.1", 3, "4 KV heads do not divide"),
+        ("llama-3.1", 16, "num_heads = 8 does not divide"),
+        ("olmo-2", 2, "tensor_parallel_size = 2: config.json: model_type 'olmo2'"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(tmp_path, family, size, words):
+    save_model(tmp_path / "model", *{**FAMILIES, **ADAPTED}[family][:2])
+    with pytest.raises(BadInput) as refusal:
+        load(tmp_path / "model", Shard(0, size, ThreadGroup(size).of(0)))
+    assert words in str(refusal.value)
+
+
+def test_messages_bring_tensors_of_every_kind():
+    ours, theirs = Pipe()
+    sender, receiver = Channel(ours, CPU), Channel(theirs, CPU)
+    tensors = [
+        torch.arange(6).view(2, 3).T,
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.empty(0, 4),
+        torch.tensor([True, False]),
+        torch.randn(5).to(torch.float8_e4m3fn),
+    ]
+    sender.send(("forward", tensors))
+    call, received = receiver.receive()
+    assert call == "forward"
+    for sent, got in zip(tensors, received, strict=True):
+        assert (sent.dtype, sent.shape) == (got.dtype, got.shape)
+        assert torch.equal(
+            sent.contiguous().view(-1).view(torch.uint8), got.view(-1).view(torch.uint8)
+        )
+    sender.close()
+    with pytest.raises(EOFError):
+        receiver.receive()
