@@ -91,7 +91,7 @@ def test_logprobs_penalties_and_forks_are_those_without_guesses() -> None:
     )
     results = []
     for speculation in (None, DRAFT, NGRAM):
-        llm = LLM("stories3M", dtype="float32", speculation=speculation)
+        llm = LLM("stories3M", dtype="float32", num_threads=1, speculation=speculation)
         results.append(llm.generate(PROMPTS[:3], params))
     for guessed in results[1:]:
         for one, other in zip(results[0], guessed, strict=True):
@@ -105,14 +105,22 @@ def test_logprobs_penalties_and_forks_are_those_without_guesses() -> None:
                     assert here.logprob == pytest.approx(there.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("stop", [("happy",), ("Lily",), (" the", "."), ("y",)])
-def test_what_ends_a_text_ends_it_at_the_same_token(stop: tuple[str, ...]) -> None:
-    """Several tokens come at once, and a stop string or the end of sequence may lie among them."""
-    params = SamplingParams(temperature=0, max_tokens=60, stop=stop)
-    results = [
-        LLM("stories3M", dtype="float32", speculation=speculation).generate(PROMPTS, params)
+@pytest.fixture(scope="module")
+def engines() -> list[LLM]:
+    """Without guesses, and with a draft model's."""
+    return [
+        LLM("stories3M", dtype="float32", num_threads=1, speculation=speculation)
         for speculation in (None, DRAFT)
     ]
+
+
+@pytest.mark.parametrize("stop", [("happy",), ("Lily",), (" the", "."), ("y",)])
+def test_what_ends_a_text_ends_it_at_the_same_token(
+    engines: list[LLM], stop: tuple[str, ...]
+) -> None:
+    """Several tokens come at once, and a stop string or the end of sequence may lie among them."""
+    params = SamplingParams(temperature=0, max_tokens=60, stop=stop)
+    results = [llm.generate(PROMPTS, params) for llm in engines]
     for one, other in zip(*results, strict=True):
         assert one.completions == other.completions
 
