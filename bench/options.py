@@ -72,6 +72,8 @@ class BenchOptions(BaseModel):
     num_threads: PositiveInt | None = None
     cpu_activations: Literal[8, 16] = 16
     tensor_parallel_size: PositiveInt = 1
+    window: PositiveInt | None = None
+    attention_sinks: Annotated[int, Field(ge=0)] = 0
     lora: dict[str, Path] = {}
     speculation: SpeculationConfig | None = None
     max_model_len: PositiveInt | None = None

@@ -385,7 +385,7 @@ def quality_and_memory(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
                 name,
                 size(memory["weight_bytes"]),
                 size(memory["checkpoint_bytes"]),
-                size(memory["kv_cache_bytes"]),
+                size(memory["kv_cache_bytes"]) + _stored(memory),
                 size(memory["peak_resident_bytes"]),
             ]
         )
@@ -413,6 +413,13 @@ def quality_and_memory(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         )
     header = ["model", "weights held", "checkpoint on disk", "KV cache", "peak resident"]
     return [*tables, *task_tables(results), Table(header, memory_rows)]
+
+
+def _stored(memory: Mapping[str, Any]) -> str:
+    """How the cache was stored and what it held, where the result tells."""
+    if not (cache := memory.get("kv_cache")):
+        return ""
+    return f" ({cache['dtype']}, {cache['tokens']:,} tokens)"
 
 
 def identity_table(result: Mapping[str, Any]) -> Table:

@@ -251,6 +251,12 @@ class BenchSession:
                 "weight_bytes": engine.memory.weight_bytes,
                 "checkpoint_bytes": open_checkpoint(self._model).weight_bytes,
                 "kv_cache_bytes": engine.memory.kv_cache_bytes,
+                "kv_cache": {
+                    "dtype": engine.stats.kv_dtype,
+                    "bytes_per_token": engine.memory.kv_bytes_per_token,
+                    "tokens": engine.stats.kv_tokens_total,
+                    "blocks": engine.stats.kv_blocks_total,
+                },
                 "peak_resident_bytes": peak_bytes,
             },
             "quality": quality,
@@ -341,6 +347,8 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "dtype": options.dtype,
         "device": options.device,
         "kv_cache_dtype": options.kv_cache_dtype,
+        "window": options.window,
+        "attention_sinks": options.attention_sinks,
         "block_size": options.block_size,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
         "max_model_len": options.max_model_len,
@@ -397,7 +405,14 @@ def identity(
 
 def _unusual(options: BenchOptions) -> dict[str, Any]:
     """Engine options that are not what they always were; without them older results stay comparable."""
-    later = ("cpu_activations", "tensor_parallel_size", "scheduling_policy", "kv_cache_dtype")
+    later = (
+        "cpu_activations",
+        "tensor_parallel_size",
+        "scheduling_policy",
+        "kv_cache_dtype",
+        "window",
+        "attention_sinks",
+    )
     usual = {name: BenchOptions.model_fields[name].default for name in later}
     found = {
         name: getattr(options, name) for name in later if getattr(options, name) != usual[name]
@@ -448,6 +463,8 @@ def reference_log_probabilities(
         max_num_seqs=SCORING_SEQUENCES,
         kv_cache_memory_bytes=None,
         kv_cache_dtype="auto",
+        window=None,
+        attention_sinks=0,
         loras={},
         tensor_parallel_size=1,
         speculation=None,

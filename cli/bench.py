@@ -12,7 +12,15 @@ from . import speculation_options as speculation
 from . import sweep_options as sweep
 from . import verdict_options as v
 from . import workload_options as w
-from .options import Lora, ModelArgument, ModelOption, SchedulingPolicy, TensorParallelSize
+from .options import (
+    AttentionSinks,
+    Lora,
+    ModelArgument,
+    ModelOption,
+    SchedulingPolicy,
+    TensorParallelSize,
+    Window,
+)
 
 if TYPE_CHECKING:
     from ..bench.gate_run import Judged, VerdictWanted
@@ -159,6 +167,8 @@ def bench(
         ),
     ] = True,
     tensor_parallel_size: TensorParallelSize = 1,
+    window: Window = None,
+    attention_sinks: AttentionSinks = 0,
     lora: Lora = None,
     speculative: speculation.Speculative = None,
     draft_model: speculation.DraftModel = None,
@@ -395,6 +405,12 @@ def _summary(result: dict[str, Any]) -> str:
         lines.append(
             f"Weights {size(memory['weight_bytes'])}, KV cache {size(memory['kv_cache_bytes'])}, "
             f"peak {size(memory['peak_resident_bytes'])}"
+        )
+        cache, trace = memory["kv_cache"], ours["step_trace"]
+        lines.append(
+            f"KV cache in {cache['dtype']}: {cache['tokens']:,} tokens of {cache['bytes_per_token']:,} "
+            f"bytes, at most {trace['peak_kv_blocks']:,} of {cache['blocks']:,} blocks in use, "
+            f"{percent(trace['kv_unfilled_share'])} of the slots in them empty"
         )
     if spread := ours["spread"].get("output_throughput"):
         lines.append(

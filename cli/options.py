@@ -34,3 +34,19 @@ TensorParallelSize = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        "--window",
+        help="For streams beyond the model's context: a token sees this many tokens, itself included.",
+        rich_help_panel="Engine",
+    ),
+]
+AttentionSinks = Annotated[
+    int,
+    typer.Option(
+        "--attention-sinks",
+        help="With --window: the first tokens, which stay in sight. 4 keep a stream's quality.",
+        rich_help_panel="Engine",
+    ),
+]

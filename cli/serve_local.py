@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import speculation_options as speculation
-from .options import Lora, ModelArgument, ModelOption, SchedulingPolicy, TensorParallelSize
+from .options import (
+    AttentionSinks,
+    Lora,
+    ModelArgument,
+    ModelOption,
+    SchedulingPolicy,
+    TensorParallelSize,
+    Window,
+)
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 
 def serve_local(
@@ -47,6 +58,8 @@ def serve_local(
         typer.Option(help="Bits of what quantized weights are multiplied with on a CPU, 8 or 16."),
     ] = 16,
     tensor_parallel_size: TensorParallelSize = 1,
+    window: Window = None,
+    attention_sinks: AttentionSinks = 0,
     lora: Lora = None,
     speculative: speculation.Speculative = None,
     draft_model: speculation.DraftModel = None,
@@ -91,6 +104,8 @@ def serve_local(
         device=device,
         block_size=block_size,
         kv_cache_dtype=kv_cache_dtype,
+        window=window,
+        attention_sinks=attention_sinks,
         kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -126,11 +141,17 @@ def serve_local(
     url = base_url(listener)
     facts = (
         f"{str(engine.dtype).removeprefix('torch.')} on {engine.device}, "
-        f"context {engine.max_model_len} tokens, "
+        f"{_context(engine)}, "
         f"chat template: {describe_template(app.state.service.text)}"
     )
     serve(app, listener, on_ready=lambda: _announce(url, served, facts, api_key, as_json))
     people.print("stopped")
+
+
+def _context(engine: Engine) -> str:
+    if (stream := engine.config.stream) is not None:
+        return f"streams without end: the first {stream.sinks} and the last {stream.length} tokens stay"
+    return f"context {engine.max_model_len} tokens"
 
 
 def _announce(url: str, model: str, facts: str, api_key: str | None, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..quant.errors import BadInput
 from .scheduling_policy import POLICIES
 from .speculation.options import SpeculationConfig
+from .window import Window
 
 DTYPES = ("auto", "bfloat16", "float32")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "fp8", "int8")
@@ -34,6 +35,9 @@ class EngineConfig:
         prefill_chunk_size: tokens of one sequence in one step.
         scheduling_policy: who is served first: fcfs, priority or shortest-prefill.
         seed: of the requests that bring none.
+        window, attention_sinks: for streams that go beyond the model's context in constant memory: a token
+            sees the last `window` tokens, itself included, and the first `attention_sinks` ones. Then
+            `max_model_len` has no default.
         num_threads: of the CPU; by default the cores that this process may use.
         cpu_activations: bits of what integer weights are multiplied with on a CPU. With 16 a checkpoint
             that quantizes weights alone gives the numbers of its weights; with 8 every token is rounded
@@ -57,6 +61,8 @@ class EngineConfig:
     prefill_chunk_size: int | None = None
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
+    window: int | None = None
+    attention_sinks: int = 0
     seed: int = 0
     num_threads: int | None = None
     cpu_activations: int = 16
@@ -77,6 +83,21 @@ class EngineConfig:
             raise BadInput(
                 f"scheduling_policy {self.scheduling_policy!r}: choose {', '.join(POLICIES)}"
             )
+        if self.attention_sinks < 0:
+            raise BadInput(f"attention_sinks = {self.attention_sinks}: need 0 or more")
+        if self.attention_sinks and self.window is None:
+            raise BadInput(
+                f"attention_sinks = {self.attention_sinks} are kept beside a window: give window too"
+            )
+        if (
+            self.window is not None
+            and self.speculation is not None
+            and self.speculation.draft_model
+        ):
+            raise BadInput(
+                f"window = {self.window} and draft_model = {self.speculation.draft_model}: the draft "
+                "model would end at its own context; use n-gram speculation, or leave one out"
+            )
         if self.cpu_activations not in (8, 16):
             raise BadInput(f"cpu_activations = {self.cpu_activations}: choose 8 or 16")
         if self.kv_cache_memory_bytes is not None and self.num_blocks is not None:
@@ -89,9 +110,15 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "prefill_chunk_size",
+            "window",
             "num_threads",
             "tensor_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadInput(f"{name} = {value}: need 1 or more")
+
+    @property
+    def stream(self) -> Window | None:
+        """What stays of a stream without end; None: sequences end at the model's context."""
+        return None if self.window is None else Window(self.window, self.attention_sinks)

@@ -32,7 +32,9 @@ from .planner.cache_size import (
 from .prefix_cache import PrefixCache
 from .request import Request, RequestTimes
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler, SchedulerConfig, Token
+from .scheduler import Scheduler, Token
+from .scheduler_config import SchedulerConfig
+from .scoring import prompt_logits
 from .speculation.open import draft_length, open_draft_model, open_proposer
 from .step_plan import StepPlan
 from .step_trace import StepRecorder
@@ -89,12 +91,23 @@ class Engine:
         kind = self.device.type
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[kind]
+        limits = SchedulerConfig(
+            max_num_batched_tokens=config.max_num_batched_tokens
+            or max(DEFAULT_MAX_NUM_BATCHED_TOKENS[kind], max_num_seqs),
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+            prefill_chunk_size=config.prefill_chunk_size,
+            window=model.window,
+            guessing=draft_length(config.speculation, draft, model),
+            policy=config.scheduling_policy,
+        )
         kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
         num_blocks = choose_num_blocks(
             config,
             [*model.kv_layouts, *(draft.kv_layouts if draft else ())],
             block_size,
-            self.max_model_len,
+            min(self.max_model_len, limits.most_blocks(self.max_model_len) * block_size),
             max_num_seqs,
             self.device,
             kv_dtype,
@@ -125,19 +138,7 @@ class Engine:
         )
         pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_batched_tokens=config.max_num_batched_tokens
-                or max(DEFAULT_MAX_NUM_BATCHED_TOKENS[kind], max_num_seqs),
-                max_num_seqs=max_num_seqs,
-                block_size=block_size,
-                max_model_len=self.max_model_len,
-                prefill_chunk_size=config.prefill_chunk_size,
-                window=model.window,
-                guessing=draft_length(config.speculation, draft, model),
-                policy=config.scheduling_policy,
-            ),
-            pool,
-            PrefixCache(pool, block_size, enabled=config.enable_prefix_caching),
+            limits, pool, PrefixCache(pool, block_size, enabled=config.enable_prefix_caching)
         )
         self._texts: dict[str, CompletionText] = {}
         self._prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
@@ -256,20 +257,8 @@ class Engine:
         """
         self._check_lora(lora)
         self._check_tokens(token_ids, SamplingParams())
-        size, pool = self.scheduler.config.block_size, self.scheduler.pool
-        needed = -(-len(token_ids) // size)
-        if len(token_ids) > self.max_model_len or needed > pool.num_free:
-            raise BadInput(
-                f"{len(token_ids)} tokens to score exceed the context of {self.max_model_len} tokens "
-                f"or the {pool.num_free * size} free tokens of the KV cache"
-            )
-        blocks = pool.allocate(needed)
-        try:
-            return self.runner.prompt_logits(
-                token_ids, blocks, self.scheduler.config.max_num_batched_tokens, lora
-            )
-        finally:
-            pool.free(blocks)
+        scheduler = self.scheduler
+        return prompt_logits(self.runner, scheduler.pool, scheduler.config, token_ids, lora)
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes and their counters, as a benchmark does between runs."""
@@ -278,6 +267,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.pool
+        size, used = scheduler.config.block_size, pool.num_usable - pool.num_free
         return EngineStats(
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed,
@@ -290,7 +280,15 @@ class Engine:
             kv_blocks_total=pool.num_usable,
             num_guesses=self._num_guesses,
             num_accepted_guesses=self._num_accepted,
-            kv_blocks_used=pool.num_usable - pool.num_free,
+            kv_blocks_used=used,
+            kv_dtype=str(self.runner.cache.dtype).removeprefix("torch."),
+            kv_bytes=self.memory.kv_cache_bytes,
+            kv_tokens_total=pool.num_usable * size,
+            kv_slots_used=used * size,
+            kv_slots_unfilled=sum(
+                len(request.block_ids) * size - request.num_computed_tokens
+                for request in scheduler.running
+            ),
         )
 
     def _check_lora(self, name: str | None) -> None:

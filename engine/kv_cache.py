@@ -60,8 +60,8 @@ def choose_num_blocks(
 ) -> int:
     """Blocks of the cache, the null block included: the planner's rule, with the memory free now.
 
-    `dtype` is what keys and values are stored in. `layouts` are those of this process, where several
-    share the model and the memory.
+    `dtype` is what keys and values are stored in, `max_model_len` the tokens of the longest sequence that
+    stay in the cache. `layouts` are those of this process, where several share the model and the memory.
 
     Raises:
         BadInput: the memory given does not hold a single sequence.

@@ -91,26 +91,20 @@ class ModelRunner:
         return result
 
     @torch.inference_mode()
-    def prompt_logits(
+    def score(
         self,
+        start: int,
         token_ids: Sequence[int],
         block_ids: Sequence[int],
-        chunk: int,
         lora: str | None = None,
     ) -> torch.Tensor:
-        """Scores after each of `token_ids`, float32 [tokens, vocab], in chunks of `chunk` tokens.
+        """Scores after each of `token_ids`, float32 [tokens, vocab], of a sequence from `start` on.
 
         `block_ids` are blocks that the caller has taken for this.
         """
-        scores = []
-        for begin in range(0, len(token_ids), chunk):
-            tokens = token_ids[begin : begin + chunk]
-            spans = [(begin, tokens, block_ids)]
-            adapters = rows_by_adapter([(lora, len(tokens))], self._device)
-            inputs = replace(self._inputs_of(spans), adapters=adapters)
-            hidden = self.decoder.forward(inputs, self.cache.layers)
-            scores.append(self.decoder.logits(hidden))
-        return torch.cat(scores)
+        adapters = rows_by_adapter([(lora, len(token_ids))], self._device)
+        inputs = replace(self._inputs_of([(start, token_ids, block_ids)]), adapters=adapters)
+        return self.decoder.logits(self.decoder.forward(inputs, self.cache.layers))
 
     def _inputs(self, runs: Sequence[_GuessedRow]) -> StepInputs:
         inputs = self._inputs_of([(r.row.start, r.token_ids, r.row.block_ids) for r in runs])

@@ -98,7 +98,14 @@ class GenerationResult:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine started, and gauges of this moment."""
+    """Counters since the engine started, and gauges of this moment.
+
+    Attributes:
+        kv_dtype, kv_bytes: how the cache stores keys and values, and what all of it takes.
+        kv_tokens_total: tokens that it holds at most.
+        kv_slots_used, kv_slots_unfilled: places for tokens in the blocks in use, a shared block once, and
+            those of them in which no token's keys and values lie yet.
+    """
 
     num_steps: int = 0
     num_computed_tokens: int = 0
@@ -112,3 +119,8 @@ class EngineStats:
     num_waiting: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
+    kv_dtype: str = ""
+    kv_bytes: int = 0
+    kv_tokens_total: int = 0
+    kv_slots_used: int = 0
+    kv_slots_unfilled: int = 0

@@ -37,7 +37,8 @@ class Request:
     values in the blocks of `block_ids`, and each step computes some of the difference. When it is gone,
     the step samples the next token.
 
-    Of `block_ids` the first `num_dropped_blocks` have gone back to the pool: no token will see them again.
+    The blocks in the places `dropped` of `block_ids` have gone back to the pool: no token will see them
+    again.
 
     A request for n > 1 completions is one sequence until its prompt is computed; then
     `num_completions - 1` sequences fork from it.
@@ -65,7 +66,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
-    num_dropped_blocks: int = 0
+    dropped: range = range(0)
     block_hashes: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -83,4 +84,4 @@ class Request:
     @property
     def held_block_ids(self) -> list[int]:
         """The blocks that are still this sequence's."""
-        return self.block_ids[self.num_dropped_blocks :]
+        return [*self.block_ids[: self.dropped.start], *self.block_ids[self.dropped.stop :]]

@@ -7,53 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..quant.errors import BadInput
-from .block_pool import NULL_BLOCK, BlockPool
+from .block_pool import BlockPool
 from .prefix_cache import PrefixCache
 from .request import Rank, Request, RequestStatus, RequestTimes
+from .scheduler_config import SchedulerConfig
 from .scheduling_policy import POLICIES
-from .speculation.draft_length import DraftLength
 from .step_plan import ScheduledRow, StepPlan
 from .stop import stop_token_reason
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """The limits of a step.
-
-    Attributes:
-        max_num_batched_tokens: tokens in one step.
-        max_num_seqs: sequences in one step.
-        block_size: tokens in a KV block.
-        max_model_len: tokens in a sequence.
-        prefill_chunk_size: tokens of one sequence in one step; None leaves it to the budget.
-        watermark: share of the blocks that admission leaves free, so that the sequences which run can
-            grow a while before one of them must be preempted.
-        window: tokens that the farthest-looking layer sees, the new one included; None: some layer sees
-            all. Blocks wholly behind it go back to the pool.
-        guessing: how many guesses a sequence gets room for; None: nobody guesses.
-        policy: name of the order in which sequences are served.
-    """
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    block_size: int
-    max_model_len: int
-    prefill_chunk_size: int | None = None
-    watermark: float = 0.01
-    window: int | None = None
-    guessing: DraftLength | None = None
-    policy: str = "fcfs"
-
-    def __post_init__(self) -> None:
-        if self.max_num_seqs < 1 or self.block_size < 1 or self.max_model_len < 1:
-            raise BadInput(f"{self}: every limit needs to be 1 or more")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise BadInput(
-                f"max_num_batched_tokens = {self.max_num_batched_tokens} is less than max_num_seqs = "
-                f"{self.max_num_seqs}: every running sequence needs a token in every step"
-            )
-        if self.prefill_chunk_size is not None and self.prefill_chunk_size < 1:
-            raise BadInput(f"prefill_chunk_size = {self.prefill_chunk_size}: need 1 or more")
+from .window import take_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +36,8 @@ class Scheduler:
     * Running sequences come first, each with at least one token; waiting ones share what is left, in
       the order of their ranks, and the head of the queue is never overtaken.
     * A waiting sequence is admitted only if blocks for all its known tokens are free now, and it takes
-      them all, so that it is not preempted half-way through its prompt by its own next chunk.
+      them all, so that it is not preempted half-way through its prompt by its own next chunk. Where
+      blocks behind a window go back, it takes as many as it will ever hold.
     * When a running sequence cannot grow, the last in rank is preempted: it frees its blocks, keeps its
       tokens and its place in the queue, and is computed again later.
     * What could never fit, not even alone, is refused by `add`.
@@ -96,8 +58,10 @@ class Scheduler:
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that fits into the context and, alone, into the KV cache."""
         # The last token of a sequence is never computed, so it needs no slot.
-        slots = self.pool.num_usable * self.config.block_size
-        return min(self.config.max_model_len, slots + 1)
+        longest = self.config.max_model_len
+        if self.config.most_blocks(longest - 1) <= self.pool.num_usable:
+            return longest
+        return min(longest, self.pool.num_usable * self.config.block_size + 1)
 
     @property
     def num_waiting(self) -> int:
@@ -259,16 +223,13 @@ class Scheduler:
         for request in waiting:
             assert request.status is RequestStatus.WAITING
             assert not request.block_ids and request.num_computed_tokens == 0
-            assert request.num_dropped_blocks == 0
+            assert not request.dropped
         for request in self.running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens
-            assert len(request.block_ids) >= self._num_blocks(request.num_computed_tokens)
+            assert len(request.block_ids) >= self.config.num_blocks(request.num_computed_tokens)
         self.pool.check_integrity(request.held_block_ids for request in self.running)
         self.cache.check_integrity()
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Tokens that `request` may compute now, at least one."""
@@ -277,7 +238,9 @@ class Scheduler:
 
     def _grow(self, request: Request, num_new: int) -> bool:
         """Give `request` the blocks for `num_new` more tokens, if they are free."""
-        needed = self._num_blocks(request.num_computed_tokens + num_new) - len(request.block_ids)
+        needed = self.config.num_blocks(request.num_computed_tokens + num_new) - len(
+            request.block_ids
+        )
         if needed > self.pool.num_free:
             return False
         if needed > 0:
@@ -295,7 +258,7 @@ class Scheduler:
         end = request.num_computed_tokens + num_new
         left = request.max_tokens - request.num_output_tokens - 1
         count = max(0, min(left, budget, self.config.guessing.best(request.acceptance.rate)))
-        needed = self._num_blocks(end + count) - len(request.block_ids)
+        needed = self.config.num_blocks(end + count) - len(request.block_ids)
         if needed > self.pool.num_free - len(self.running):
             count = min(count, len(request.block_ids) * self.config.block_size - end)
         self._grow(request, num_new + count)
@@ -303,16 +266,23 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> bool:
         """Move a waiting sequence to the running ones, if blocks for all its tokens are free."""
-        hits = self.cache.match(request)
+        table = self.cache.match(request)
+        num_hits = len(table)
+        num_computed = num_hits * self.config.block_size
+        dropped = self.config.dropped(num_computed)
+        take_out(table, range(0), dropped)
+        hits = [*table[: dropped.start], *table[dropped.stop :]]
         revived = sum(1 for block_id in hits if self.pool.num_holders(block_id) == 0)
-        needed = self._num_blocks(request.num_tokens) - len(hits)
+        end = self.config.admitted_tokens(num_computed, request.num_tokens)
+        needed = self.config.num_blocks(end) - num_hits
         reserve = self._watermark_blocks if self.running else 0
         if needed + revived + reserve > self.pool.num_free:
             return False
         self.pool.share(hits)
-        request.block_ids = [*hits, *self.pool.allocate(needed)]
-        request.num_computed_tokens = len(hits) * self.config.block_size
-        self.cache.count(request, len(hits))
+        request.block_ids = [*table, *self.pool.allocate(needed)]
+        request.dropped = dropped
+        request.num_computed_tokens = num_computed
+        self.cache.count(request, num_hits)
         if request.times.first_scheduled is None:
             request.times.first_scheduled = now
             request.num_cached_tokens = request.num_computed_tokens
@@ -403,7 +373,7 @@ class Scheduler:
             return child
         shared = parent.block_ids[:num_full]
         child.block_ids = list(shared)
-        child.num_dropped_blocks = parent.num_dropped_blocks
+        child.dropped = parent.dropped
         self.pool.share(child.held_block_ids)
         if partial:
             copy = self.pool.allocate(1)
@@ -433,15 +403,10 @@ class Scheduler:
         """
         self.pool.free(request.held_block_ids)
         request.block_ids = []
-        request.num_dropped_blocks = 0
+        request.dropped = range(0)
 
     def _drop_behind_window(self, request: Request) -> None:
         """Return the blocks that no token to come will see; the null block stands in their place."""
-        if self.config.window is None:
-            return
-        first_seen = request.num_computed_tokens - self.config.window + 1
-        begin, end = request.num_dropped_blocks, max(0, first_seen) // self.config.block_size
-        if end > begin:
-            self.pool.free(request.block_ids[begin:end])
-            request.block_ids[begin:end] = [NULL_BLOCK] * (end - begin)
-            request.num_dropped_blocks = end
+        dropped = self.config.dropped(request.num_computed_tokens)
+        self.pool.free(take_out(request.block_ids, request.dropped, dropped))
+        request.dropped = dropped

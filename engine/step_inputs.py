@@ -9,6 +9,7 @@ import torch
 from .block_pool import NULL_BLOCK
 from .kernels.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan
 from .model.attention import StepInputs
+from .window import dropped_places
 
 Run = tuple[int, Sequence[int], Sequence[int]]
 """Start position, token ids, block ids of the whole sequence."""
@@ -29,7 +30,7 @@ def step_inputs(
     positions: list[int] = []
     slots: list[int] = []
     spans: list[SequenceSpan] = []
-    single: list[tuple[int, int, Sequence[int]]] = []
+    single: list[tuple[int, int, Sequence[int], range]] = []
     for start, tokens, block_ids in runs:
         begin, end = len(token_ids), start + len(tokens)
         token_ids.extend(tokens)
@@ -38,24 +39,30 @@ def step_inputs(
             block_ids[p // block_size] * block_size + p % block_size for p in range(start, end)
         )
         used = block_ids[: -(-end // block_size)]
+        out = dropped_places(used)
+        held = [*used[: out.start], *used[out.stop :]]
         if len(tokens) == 1:
-            single.append((begin, end, used))
+            single.append((begin, end, held, out))
         else:
-            spans.append(SequenceSpan(begin, begin + len(tokens), end, tensor(used)))
+            front, gap = out.start * block_size, len(out) * block_size
+            spans.append(SequenceSpan(begin, begin + len(tokens), end, tensor(held), front, gap))
     decode = None
     if single:
-        width = max(len(used) for _, _, used in single)
-        padding = [[NULL_BLOCK] * (width - len(used)) for _, _, used in single]
+        width = max(len(held) for _, _, held, _ in single)
+        padding = [[NULL_BLOCK] * (width - len(held)) for _, _, held, _ in single]
         decode = DecodeGroup(
-            rows=tensor([row for row, _, _ in single]),
+            rows=tensor([row for row, _, _, _ in single]),
             block_ids=tensor(
                 [
                     block
-                    for (_, _, used), rest in zip(single, padding, strict=True)
-                    for block in (*used, *rest)
+                    for (_, _, held, _), rest in zip(single, padding, strict=True)
+                    for block in (*held, *rest)
                 ]
             ),
-            lengths=tensor([length for _, length, _ in single]),
+            lengths=tensor([length for _, length, _, _ in single]),
+            gaps=tensor([len(out) * block_size for _, _, _, out in single]),
+            # All that leave something out keep the same first tokens.
+            front=max(out.start for _, _, _, out in single) * block_size,
         )
     batch = AttentionBatch(spans, decode, block_size, dtype)
     return StepInputs(tensor(token_ids), tensor(positions), tensor(slots), batch)

@@ -3,13 +3,15 @@
 The cache of a layer is `keys` of [blocks, block_size, kv_heads, head_dim] and `values` with a head size of
 their own; attention is over what they read back in the queries' dtype. A batch is a run of tokens,
 sequence after sequence; token t of a sequence sees its own past: every position up to its own, the last
-`window` of them, or those of its own `chunk`.
+`window` of them and the `kept` first ones, or those of its own `chunk`. A table may leave out blocks that no
+token of the batch sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -37,6 +39,7 @@ class AttentionRule:
     Attributes:
         scale: factor on the scores.
         window: how many tokens a token sees, itself included; None: all before it.
+        kept: tokens at the beginning of a sequence that all of its tokens see, whatever the window.
         chunk: a token sees back to the last multiple of `chunk` (Llama 4); None: no such border.
         softcap: scores go through `cap * tanh(score / cap)` (Gemma 2).
         sinks: [heads], a score of each head that takes part in the softmax and weighs no value (gpt-oss).
@@ -44,6 +47,7 @@ class AttentionRule:
 
     scale: float
     window: int | None = None
+    kept: int = 0
     chunk: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
@@ -60,14 +64,21 @@ class SequenceSpan:
 
     Attributes:
         begin, end: where they lie in the batch.
-        num_cached: tokens of the sequence in the cache, these included.
-        block_ids: int64 [ceil(num_cached / block_size)].
+        num_cached: tokens of the sequence so far, these included.
+        block_ids: int64, the blocks of these tokens, less those of `gap` tokens behind the first `front`.
     """
 
     begin: int
     end: int
     num_cached: int
     block_ids: torch.Tensor
+    front: int = 0
+    gap: int = 0
+
+    @property
+    def num_held(self) -> int:
+        """Tokens in the blocks."""
+        return self.num_cached - self.gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +88,15 @@ class DecodeGroup:
     Attributes:
         rows: int64 [sequences], where their tokens lie in the batch.
         block_ids: int64 [sequences * width], padded with the null block.
-        lengths: int64 [sequences], tokens in the cache.
+        lengths: int64 [sequences], tokens so far.
+        gaps: int64 [sequences], tokens that each table leaves out behind the first `front`.
     """
 
     rows: torch.Tensor
     block_ids: torch.Tensor
     lengths: torch.Tensor
+    gaps: torch.Tensor
+    front: int = 0
 
 
 class AttentionBatch:
@@ -99,26 +113,28 @@ class AttentionBatch:
         self.decode = decode
         self.block_size = block_size
         self._dtype = dtype
-        self._masks: dict[tuple[int, int | None, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None, int, int | None], torch.Tensor] = {}
 
     def decode_mask(self, rule: AttentionRule) -> torch.Tensor:
         """What the decode rows see: 0 or -inf, [sequences, 1, 1, width * block_size]."""
         assert self.decode is not None
-        key = (-1, rule.window, rule.chunk)
+        key = (-1, rule.window, rule.kept, rule.chunk)
         if key not in self._masks:
             width = self.decode.block_ids.numel() // self.decode.rows.numel() * self.block_size
-            position = torch.arange(width, device=self.decode.rows.device)
+            slot = torch.arange(width, device=self.decode.rows.device)
+            position = slot + (slot >= self.decode.front) * self.decode.gaps[:, None]
             last = self.decode.lengths[:, None]
             self._masks[key] = self._bias(position, last - 1, rule)[:, None, None, :]
         return self._masks[key]
 
     def span_mask(self, index: int, rule: AttentionRule) -> torch.Tensor:
-        """What the tokens of span `index` see: 0 or -inf, [tokens, num_cached]."""
-        key = (index, rule.window, rule.chunk)
+        """What the tokens of span `index` see: 0 or -inf, [tokens, num_held]."""
+        key = (index, rule.window, rule.kept, rule.chunk)
         if key not in self._masks:
             span = self.spans[index]
             device = span.block_ids.device
-            position = torch.arange(span.num_cached, device=device)
+            slot = torch.arange(span.num_held, device=device)
+            position = slot + (slot >= span.front) * span.gap
             first = span.num_cached - (span.end - span.begin)
             own = torch.arange(first, span.num_cached, device=device)[:, None]
             self._masks[key] = self._bias(position, own, rule)
@@ -127,17 +143,29 @@ class AttentionBatch:
     def _bias(self, position: torch.Tensor, own: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         visible = position <= own
         if rule.window is not None:
-            visible &= position > own - rule.window
+            visible &= (position > own - rule.window) | (position < rule.kept)
         if rule.chunk is not None:
             visible &= position >= own - own % rule.chunk
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=position.device)
         return bias.masked_fill_(~visible, float("-inf"))
 
 
-AttentionKernel = Callable[
-    [torch.Tensor, PagedTensor, PagedTensor, AttentionBatch, AttentionRule], torch.Tensor
-]
-"""(queries [tokens, heads, head_dim], keys, values, batch, rule) → [tokens, heads, value head_dim]."""
+class AttentionKernel(Protocol):
+    """Queries [tokens, heads, head_dim] over keys and values → [tokens, heads, value head_dim].
+
+    `anchored` are the queries as they meet the `kept` first keys, where that differs from how they meet
+    the others; it is given only with a rule that keeps some.
+    """
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        keys: PagedTensor,
+        values: PagedTensor,
+        batch: AttentionBatch,
+        rule: AttentionRule,
+        anchored: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
 
 def attend_reference(
@@ -146,34 +174,49 @@ def attend_reference(
     values: PagedTensor,
     batch: AttentionBatch,
     rule: AttentionRule,
+    anchored: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition, in float32, one token at a time. For tests."""
     out = queries.new_empty(*queries.shape[:2], values.dim)
-    num_kv_heads = keys.num_heads
+    anchored = queries if anchored is None else anchored
     spans = list(batch.spans)
-    if batch.decode is not None:
-        table = batch.decode.block_ids.view(batch.decode.rows.numel(), -1)
-        for i, row in enumerate(batch.decode.rows.tolist()):
-            spans.append(SequenceSpan(row, row + 1, int(batch.decode.lengths[i]), table[i]))
+    if (group := batch.decode) is not None:
+        table = group.block_ids.view(group.rows.numel(), -1)
+        for i, row in enumerate(group.rows.tolist()):
+            length, gap = int(group.lengths[i]), int(group.gaps[i])
+            spans.append(SequenceSpan(row, row + 1, length, table[i], group.front, gap))
     for span in spans:
-        k = keys.read(span.block_ids, torch.float32).flatten(0, 1)[: span.num_cached]
-        v = values.read(span.block_ids, torch.float32).flatten(0, 1)[: span.num_cached]
-        first = span.num_cached - (span.end - span.begin)
-        for offset, row in enumerate(range(span.begin, span.end)):
-            end = first + offset + 1
-            begin = 0 if rule.window is None else max(0, end - rule.window)
-            if rule.chunk is not None:
-                begin = max(begin, (end - 1) // rule.chunk * rule.chunk)
-            q = queries[row].float().view(num_kv_heads, -1, queries.shape[-1])
-            scores = torch.einsum("hgd,thd->hgt", q, k[begin:end]) * rule.scale
+        k = keys.read(span.block_ids, torch.float32).flatten(0, 1)
+        v = values.read(span.block_ids, torch.float32).flatten(0, 1)
+        for row in range(span.begin, span.end):
+            own = span.num_cached - (span.end - row)
+            scores, slots = [], []
+            for position in range(own + 1):
+                is_first = position < rule.kept
+                if not is_first and not _sees(own, position, rule):
+                    continue
+                slot = position if position < span.front else position - span.gap
+                query = (anchored if is_first else queries)[row].float()
+                grouped = query.view(keys.num_heads, -1, query.shape[-1])
+                scores.append(torch.einsum("hgd,hd->hg", grouped, k[slot]) * rule.scale)
+                slots.append(slot)
+            logits = torch.stack(scores, dim=-1)
             if rule.softcap is not None:
-                scores = rule.softcap * (scores / rule.softcap).tanh()
+                logits = rule.softcap * (logits / rule.softcap).tanh()
             if rule.sinks is not None:
-                scores = torch.cat([scores, rule.sinks.float().view(num_kv_heads, -1, 1)], dim=-1)
-            weights = scores.softmax(dim=-1)[..., : end - begin]
-            mixed = torch.einsum("hgt,thd->hgd", weights, v[begin:end])
+                column = rule.sinks.float().view(keys.num_heads, -1, 1)
+                logits = torch.cat([logits, column], dim=-1)
+            weights = logits.softmax(dim=-1)[..., : len(slots)]
+            mixed = torch.einsum("hgt,thd->hgd", weights, v[slots])
             out[row] = mixed.flatten(0, 1).to(out.dtype)
     return out
+
+
+def _sees(own: int, position: int, rule: AttentionRule) -> bool:
+    """Whether the token at `own` sees the one at `position` before it, the kept first ones apart."""
+    if rule.window is not None and own - position >= rule.window:
+        return False
+    return rule.chunk is None or own // rule.chunk == position // rule.chunk
 
 
 def attend_sdpa(
@@ -182,6 +225,7 @@ def attend_sdpa(
     values: PagedTensor,
     batch: AttentionBatch,
     rule: AttentionRule,
+    anchored: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """torch's attention over gathered blocks; on any device.
 
@@ -198,21 +242,29 @@ def attend_sdpa(
         k = keys.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, head_dim)
         v = values.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, value_dim)
         q = queries.index_select(0, decode.rows).view(count, num_kv_heads, group, head_dim)
+        first = None if anchored is None else anchored.index_select(0, decode.rows).view_as(q)
         mask = batch.decode_mask(rule)
-        mixed = _mix(q, k.transpose(1, 2), v.transpose(1, 2), mask, rule, sinks)
+        mixed = _mix(q, k.transpose(1, 2), v.transpose(1, 2), mask, rule, sinks, first)
         out.index_copy_(0, decode.rows, mixed.reshape(count, heads, value_dim))
     for index, span in enumerate(batch.spans):
         count = span.end - span.begin
-        k = keys.read(span.block_ids, dtype).flatten(0, 1)[: span.num_cached].transpose(0, 1)
-        v = values.read(span.block_ids, dtype).flatten(0, 1)[: span.num_cached].transpose(0, 1)
-        q = queries[span.begin : span.end].view(count, num_kv_heads, group, head_dim)
-        folded = q.permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * count, head_dim)
+        k = keys.read(span.block_ids, dtype).flatten(0, 1)[: span.num_held].transpose(0, 1)
+        v = values.read(span.block_ids, dtype).flatten(0, 1)[: span.num_held].transpose(0, 1)
+        rows = slice(span.begin, span.end)
+        folded = _fold(queries[rows], num_kv_heads)
+        first = None if anchored is None else _fold(anchored[rows], num_kv_heads)
         mask = batch.span_mask(index, rule).repeat(group, 1)
         row_sinks = None if sinks is None else sinks.repeat_interleave(count, dim=2)
-        mixed = _mix(folded, k[None], v[None], mask, rule, row_sinks)
+        mixed = _mix(folded, k[None], v[None], mask, rule, row_sinks, first)
         unfolded = mixed.view(num_kv_heads, group, count, value_dim).permute(2, 0, 1, 3)
-        out[span.begin : span.end] = unfolded.reshape(count, heads, value_dim)
+        out[rows] = unfolded.reshape(count, heads, value_dim)
     return out
+
+
+def _fold(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[tokens, heads, head_dim] to [1, kv_heads, heads / kv_heads * tokens, head_dim]."""
+    grouped = queries.unflatten(1, (num_kv_heads, -1))
+    return grouped.permute(1, 2, 0, 3).flatten(1, 2)[None]
 
 
 def _mix(
@@ -222,13 +274,20 @@ def _mix(
     mask: torch.Tensor,
     rule: AttentionRule,
     sinks: torch.Tensor | None,
+    anchored: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of [batch, kv_heads, rows, head_dim]; `sinks` [1, kv_heads, rows, 1]."""
-    if rule.is_plain:
+    """Attention of [batch, kv_heads, rows, head_dim]; `sinks` [1, kv_heads, rows, 1].
+
+    The first `rule.kept` keys meet `anchored` in place of `queries`.
+    """
+    if rule.is_plain and anchored is None:
         return functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=rule.scale
         )
     scores = queries.float() @ keys.float().transpose(-1, -2) * rule.scale
+    if anchored is not None:
+        first = keys[:, :, : rule.kept].float()
+        scores[..., : rule.kept] = anchored.float() @ first.transpose(-1, -2) * rule.scale
     if rule.softcap is not None:
         scores = rule.softcap * (scores / rule.softcap).tanh()
     scores = scores + mask

@@ -68,11 +68,15 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every layer of a step needs: its inputs, the angles of each rotation, the kernel."""
+    """What every layer of a step needs: its inputs, the angles of each rotation, the kernel.
+
+    `anchors` are the angles at which queries meet the first tokens of an endless sequence.
+    """
 
     inputs: StepInputs
     angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
     attend: AttentionKernel
+    anchors: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,16 @@ class Rotation:
     neighbours: bool
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        return apply_rotary(
-            neighbours_to_halves(x) if self.neighbours else x, *step.angles[self.index]
-        )
+        return self._turn(x, step.angles)
+
+    def anchored(self, x: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """Queries as they meet the first tokens; None where no first tokens are kept."""
+        return self._turn(x, step.anchors) if step.anchors else None
+
+    def _turn(
+        self, x: torch.Tensor, angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        return apply_rotary(neighbours_to_halves(x) if self.neighbours else x, *angles[self.index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +133,9 @@ class HeadAttention:
         queries, keys, values = self._split(self.qkv(x))
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
+        anchored = None
         if self.rotation is not None:
+            anchored = self.rotation.anchored(queries, step)
             queries, keys = self.rotation(queries, step), self.rotation(keys, step)
         if self.turned_norm is not None:
             queries, keys = self.turned_norm(queries), self.turned_norm(keys)
@@ -130,7 +143,9 @@ class HeadAttention:
             queries = _heated(queries, self.temperature, step.inputs.positions)
         cache.keys.write(keys, step.inputs.slots)
         cache.values.write(values, step.inputs.slots)
-        mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
+        mixed = step.attend(
+            queries, cache.keys, cache.values, step.inputs.batch, self.rule, anchored
+        )
         return self.output(mixed.flatten(1))
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -191,8 +206,13 @@ class LatentAttention:
         kept = torch.cat([self.latent_norm(latent[:, :rank])[:, None], key], dim=-1)
         cache.keys.write(kept, step.inputs.slots)
         inward = torch.einsum("thn,hnr->thr", plain, self.key_up)
+        anchored = self.rotation.anchored(turned, step)
+        if anchored is not None:
+            anchored = torch.cat([inward, anchored], dim=-1)
         queries = torch.cat([inward, self.rotation(turned, step)], dim=-1)
-        mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
+        mixed = step.attend(
+            queries, cache.keys, cache.values, step.inputs.batch, self.rule, anchored
+        )
         return self.output(torch.einsum("thr,hvr->thv", mixed, self.value_up).flatten(1))
 
 

@@ -10,13 +10,14 @@ import torch
 from torch.nn import functional
 
 from ..kernels.paged_attention import PAGED_ATTENTION, AttentionSituation
-from ..kernels.rotary import expand_angles
 from ..lora.bank import AdapterBank
+from ..window import Window
+from .angles import StepAngles
 from .attention import Attention, LayerCache, Step, StepInputs
 from .mlp import Block
 from .norm import Norm
 from .projection import LinearSite, Projection
-from .rope import RopeSpec, rope_table
+from .rope import RopeSpec
 from .spec import KvLayout, ModelSpec
 
 
@@ -110,9 +111,14 @@ class Decoder:
         self._adapters = adapters
         self._dtype = dtype
         device = weights.embedding.device
-        self._tables = [
-            rope_table(rope, spec.rotary_width, max_model_len, device) for rope in weights.ropes
-        ]
+        self._angles = StepAngles(
+            weights.ropes,
+            spec.rotary_width,
+            max_model_len if spec.stream is None else spec.stream.num_seen,
+            device,
+            dtype,
+            spec.stream,
+        )
         # Gemma rounds the factor to the model's dtype.
         self._scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         situation = AttentionSituation(device.type, dtype, spec.shape.head_dim)
@@ -128,10 +134,12 @@ class Decoder:
         return self.spec.vocab_size
 
     @property
-    def window(self) -> int | None:
-        """Tokens that the farthest-looking layer sees, the new one included; None: some layer sees all."""
+    def window(self) -> Window | None:
+        """What the farthest-looking layer sees; None: some layer sees all."""
         windows = [window for window in self.spec.shape.windows if window is not None]
-        return max(windows) if len(windows) == self.spec.shape.num_layers else None
+        if len(windows) < self.spec.shape.num_layers:
+            return None
+        return Window(max(windows), self.spec.num_kept)
 
     @property
     def bytes_held(self) -> int:
@@ -149,14 +157,9 @@ class Decoder:
         """Run a step and fill the caches; returns the normed hidden states [tokens, hidden]."""
         if self.mirror is not None:
             self.mirror("forward", inputs)
-        angles = [
-            expand_angles(
-                cos.index_select(0, inputs.positions).to(self._dtype).unsqueeze(1),
-                sin.index_select(0, inputs.positions).to(self._dtype).unsqueeze(1),
-            )
-            for cos, sin in self._tables
-        ]
-        step = Step(inputs, angles, self._attend)
+        positions = inputs.positions
+        angles, anchors = self._angles.of(positions), self._angles.of_anchors(positions)
+        step = Step(inputs, angles, self._attend, anchors)
         if self._adapters is not None:
             self._adapters.rows = inputs.adapters
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)

@@ -155,6 +155,7 @@ class _Loader:
         rule = AttentionRule(
             spec.attention_scale,
             window=None if shape.chunked else window,
+            kept=spec.num_kept,
             chunk=window if shape.chunked else None,
             softcap=spec.attention_softcap,
             sinks=sinks,
@@ -207,7 +208,9 @@ class _Loader:
             key_up=expand[:, : latent.nope_dim].contiguous(),
             value_up=expand[:, latent.nope_dim :].contiguous(),
             output=self._linear(prefix, ("o_proj",), heads * latent.value_dim, [hidden]),
-            rule=AttentionRule(self.spec.attention_scale),
+            rule=AttentionRule(
+                self.spec.attention_scale, window=shape.windows[0], kept=self.spec.num_kept
+            ),
             rotation=turn,
         )
 

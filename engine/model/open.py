@@ -13,11 +13,13 @@ from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
 from ..lora.bank import AdapterBank
 from ..parallel.shard import Shard
+from ..window import Window
 from .attention import LayerCache, StepInputs
 from .decoder import Decoder
 from .families import model_spec
 from .loader import load_weights
 from .spec import KvLayout, NotCovered
+from .streaming import ENDLESS, streaming_spec
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +36,8 @@ class CausalModel(Protocol):
         ...
 
     @property
-    def window(self) -> int | None:
-        """Tokens that the farthest-looking layer sees, the new one included; None: some layer sees all."""
+    def window(self) -> Window | None:
+        """What the farthest-looking layer sees; None: some layer sees all."""
         ...
 
     @property
@@ -65,11 +67,13 @@ def open_model(
     input_bits: int = 16,
     loras: Mapping[str, Path] | None = None,
     shard: Shard | None = None,
+    stream: Window | None = None,
 ) -> tuple[CausalModel, int]:
     """Load a model; returns it and the longest sequence that it will be asked for.
 
     With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits. `loras` are
-    folders of adapters by name. With `shard` it is the part of the model that one process holds.
+    folders of adapters by name. With `shard` it is the part of the model that one process holds. With
+    `stream`, sequences may go past the model's context.
 
     Raises:
         BadInput: a broken checkpoint, a model that cannot be served, or a `max_model_len` beyond the
@@ -84,10 +88,17 @@ def open_model(
             raise BadInput(f"adapters are for the decoder's own model types: {reason}") from reason
         if shard is not None:
             raise BadInput(f"tensor_parallel_size = {shard.size}: {reason}") from reason
+        if stream is not None:
+            raise BadInput(
+                f"window and attention_sinks are for the decoder's own model types: {reason}"
+            ) from reason
         _log.info("%s: transformers' modules are used: %s", checkpoint.folder, reason)
         model = TransformersModel(checkpoint, device, dtype)
         return model, _longest(max_model_len, model.max_context)
-    longest = _longest(max_model_len, spec.max_model_len)
+    if stream is None:
+        longest = _longest(max_model_len, spec.max_model_len)
+    else:
+        spec, longest = streaming_spec(spec, stream), max_model_len or ENDLESS
     own = spec
     if shard is not None:
         shard.check(spec)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ...quant.errors import BadInput
 from ..planner.shapes import ModelShape
+from ..window import Window
 from .names import Names
 from .rope import RopeSpec
 
@@ -91,6 +92,7 @@ class ModelSpec:
         key_norm_after_rotation: queries and keys get a norm without weights after they turned (Llama 4).
         grouped_qkv: the stacked projection holds, for each KV head, its queries, its key and its value.
         parallel: attention and MLP read the same residual and are added together (Falcon).
+        stream: what is kept of sequences without end, where the engine was asked for them.
     """
 
     shape: ModelShape
@@ -111,6 +113,12 @@ class ModelSpec:
     grouped_qkv: bool = False
     parallel: bool = False
     router: RouterSpec = field(default_factory=RouterSpec)
+    stream: Window | None = None
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens at the beginning of a sequence that all of its tokens see, whatever the window."""
+        return 0 if self.stream is None else self.stream.sinks
 
     @property
     def vocab_size(self) -> int:

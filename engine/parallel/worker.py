@@ -19,6 +19,7 @@ from ...quant.open import open_checkpoint
 from ..kv_cache import KvCache
 from ..model.decoder import Decoder
 from ..model.open import open_model
+from ..window import Window
 from .channel import Channel
 from .group import Group, PeerLost
 from .shard import Shard
@@ -36,6 +37,7 @@ class Setup:
     max_model_len: int | None
     input_bits: int
     loras: Mapping[str, Path]
+    stream: Window | None
     num_threads: int
 
 
@@ -62,6 +64,7 @@ def work(channel: Channel) -> None:
             setup.input_bits,
             setup.loras,
             Shard(setup.rank, setup.size, group),
+            setup.stream,
         )
     except BadInput as error:
         channel.send(Loaded(refusal=str(error)))

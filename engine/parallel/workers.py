@@ -128,7 +128,13 @@ def open_parts(
     size, folder = config.tensor_parallel_size, checkpoint.folder
     if size == 1:
         model, longest = open_model(
-            checkpoint, config.max_model_len, device, dtype, config.cpu_activations, config.loras
+            checkpoint,
+            config.max_model_len,
+            device,
+            dtype,
+            config.cpu_activations,
+            config.loras,
+            stream=config.stream,
         )
         return model, longest, None
     if device.type == "cuda" and torch.cuda.device_count() < size:
@@ -144,6 +150,7 @@ def open_parts(
         max_model_len=config.max_model_len,
         input_bits=config.cpu_activations,
         loras=config.loras,
+        stream=config.stream,
         num_threads=num_threads(config),
     )
     workers = Workers(setup)
@@ -156,6 +163,7 @@ def open_parts(
             config.cpu_activations,
             config.loras,
             Shard(0, size, workers.group),
+            config.stream,
         )
         workers.meet()
     except BaseException:

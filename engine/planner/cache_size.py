@@ -30,7 +30,8 @@ class CachedShape(Protocol):
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
     """What the engine was told of its cache: at most one of the two sizes, and the limits that it
-    serves. `kind` is the kind of device, cpu or cuda; a block spans all layers."""
+    serves. `kind` is the kind of device, cpu or cuda; a block spans all layers; `max_model_len` is what
+    stays in the cache of the longest sequence."""
 
     kind: str
     bytes_per_element: float | Fraction

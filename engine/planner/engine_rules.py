@@ -3,8 +3,8 @@
 The unit of every rule is the token slots that one sequence takes, summed over the layers; a slot is
 `cached_elements` of the model wide. They differ in what they do behind a window and in their rounding:
 
-    llmopt        every layer holds the whole sequence, in blocks: it is admitted so, though blocks behind
-                  the window go back where every layer has one
+    llmopt        every layer holds the whole sequence, in blocks; where every layer has a window, what the
+                  widest sees and max_num_batched_tokens
     vllm          a windowed layer holds min(W - 1 + max_num_batched_tokens, S) in blocks, and a block
                   more; a chunked one min(C + max_num_batched_tokens, S). Layers are pooled in groups of
                   one size, so an odd class is padded. With pipeline stages nothing is freed
@@ -22,6 +22,7 @@ from fractions import Fraction
 from math import ceil
 
 from ...quant.errors import BadInput
+from ..window import Window
 from .shapes import ModelShape
 
 LLAMA_CPP_STEP = 256
@@ -72,8 +73,17 @@ def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
+def resident_tokens(shape: ModelShape, tokens: int, step_tokens: int, block_size: int) -> int:
+    """Tokens of a sequence that this project's engine keeps: one block table serves all layers."""
+    windows = [window for window in shape.windows if window is not None]
+    if len(windows) < shape.num_layers:
+        return tokens
+    return min(tokens, Window(max(windows)).most_blocks(step_tokens, block_size) * block_size)
+
+
 def _llmopt(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
-    return shape.num_layers * round_up(tokens, knobs.block_size)
+    kept = resident_tokens(shape, tokens, knobs.step_tokens, knobs.block_size)
+    return shape.num_layers * round_up(kept, knobs.block_size)
 
 
 def _vllm(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
@@ -120,8 +130,8 @@ RULES = {
             "llmopt",
             _llmopt,
             ("bf16", "float32", "fp8_per_token_head", "int8"),
-            "one block table for all layers; what lies behind a window is freed where every layer has one, "
-            "but a sequence is admitted with blocks for all its tokens",
+            "one block table for all layers; where every layer has a window, the widest and "
+            "max_num_batched_tokens are kept",
         ),
         EngineRule(
             "vllm",

@@ -8,10 +8,16 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ...quant.errors import BadInput
-from .cache_size import DEFAULT_MAX_NUM_SEQS, CacheRequest, CacheSize, size_cache
+from .cache_size import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    CacheRequest,
+    CacheSize,
+    size_cache,
+)
 from .catalog import PlannedModel
 from .devices import Device
-from .engine_rules import RULES
+from .engine_rules import RULES, resident_tokens
 from .kv_dtypes import kv_dtype
 from .memory import Deployment, Reserve
 from .money import Cost, cost_of
@@ -196,7 +202,13 @@ def _engine_cache(
         kind=device.kind,
         bytes_per_element=deployment.kv_bytes_per_element,
         block_size=workload.block_size,
-        max_model_len=workload.context,
+        max_model_len=resident_tokens(
+            deployment.shape,
+            workload.context,
+            setup.max_num_batched_tokens
+            or max(DEFAULT_MAX_NUM_BATCHED_TOKENS[device.kind], sequences),
+            workload.block_size,
+        ),
         max_num_seqs=sequences,
         memory_bytes=setup.kv_cache_bytes,
     )

@@ -11,6 +11,7 @@ from llmopt.engine.sampling_params import SamplingParams
 from llmopt.engine.scheduler import Scheduler, SchedulerConfig, Token
 from llmopt.engine.speculation.draft_length import DraftLength
 from llmopt.engine.step_plan import ScheduledRow, StepPlan
+from llmopt.engine.window import Window
 
 EOS = 0
 VOCAB = 7
@@ -54,6 +55,8 @@ class World:
         **limits: int,
     ) -> None:
         self.block_size = block_size
+        sinks = limits.pop("sinks", 0)
+        window = Window(limits.pop("window"), sinks) if "window" in limits else None
         pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -63,6 +66,7 @@ class World:
                 max_model_len=limits.pop("max_model_len", 32),
                 policy=policy,
                 guessing=DraftLength(guessing, 0.1) if guessing else None,
+                window=window,
                 **limits,
             ),
             pool,
@@ -132,8 +136,11 @@ class World:
         sampled: dict[str, list[int]] = {}
         for row in plan.rows:
             salt, guessed = salts[row.sequence_id], guesses[row.sequence_id]
-            window = config.window or row.end
-            for position in range(max(0, row.start - window + 1), row.end):
+            window = config.window or Window(row.end)
+            behind = range(window.sinks, max(window.sinks, row.start - window.length + 1))
+            for position in range(row.end):
+                if position in behind:
+                    continue
                 slot = (row.block_ids[position // self.block_size], position % self.block_size)
                 past = (salt, *row.history[: position + 1])
                 assert self.slots[slot] == past, "the cache is wrong"

@@ -40,6 +40,7 @@ def attention_case(heads, kv_heads, head_dim, block_size, lengths, news, seed=0)
                 [b for _, _, blocks in single for b in blocks + [0] * (width - len(blocks))]
             ),
             torch.tensor([length for _, length, _ in single]),
+            torch.zeros(len(single), dtype=torch.int64),
         )
     queries = torch.randn(begin, heads, head_dim, generator=g)
     batch = pa.AttentionBatch(spans, decode, block_size, queries.dtype)

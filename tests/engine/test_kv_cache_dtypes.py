@@ -140,16 +140,24 @@ def test_a_cache_wider_than_the_arithmetic_changes_nothing(prompts):
 
 
 @pytest.mark.parametrize("kv", NARROW)
-@pytest.mark.parametrize("family", ["deepseek-v3", "gemma-2", "gpt-oss", "gpt-2", "phi", "bloom"])
+@pytest.mark.parametrize(
+    "family", ["deepseek-v3", "gemma-2", "gpt-oss", "gpt-2", "olmo-2", "bloom-alibi"]
+)
 def test_every_kind_of_attention_runs_over_codes(tmp_path, family, kv):
     """Latents too: their values are the front of their keys, under the keys' scale."""
     folder = tmp_path / family
     save_model(folder, *{**FAMILIES, **ADAPTED}[family][:2])
     tokens = [(7 * i) % 90 + 1 for i in range(40)]
-    options = {"model": folder, "max_num_batched_tokens": 9, "max_num_seqs": 4, "block_size": 4}
+    options = {
+        "model": folder,
+        "max_num_batched_tokens": 9,
+        "max_num_seqs": 4,
+        "block_size": 4,
+        "max_model_len": 256,
+    }
     exact = engine("auto", **options).prompt_logits(tokens)
     narrow = engine(kv, **options).prompt_logits(tokens)
-    limit = 0.1 if kv == "int8" else 0.35
+    limit = 0.15 if kv == "int8" else 0.4
     assert 0 < (narrow - exact).norm() / exact.norm() < limit
 
 

@@ -45,14 +45,25 @@ class SchedulerWalk(RuleBasedStateMachine):
         chunk=st.sampled_from([None, 1, 3]),
         caching=st.booleans(),
         window=st.sampled_from([None, None, 1, 3, 9]),
+        sinks=st.sampled_from([0, 0, 1, 6]),
         policy=st.sampled_from(list(POLICIES)),
         guessing=st.sampled_from([0, 1, 4]),
     )
     def build(
-        self, num_blocks, block_size, max_num_seqs, spare, chunk, caching, window, policy, guessing
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        spare,
+        chunk,
+        caching,
+        window,
+        sinks,
+        policy,
+        guessing,
     ):
         limits = {} if chunk is None else {"prefill_chunk_size": chunk}
-        limits |= {} if window is None else {"window": window}
+        limits |= {} if window is None else {"window": window, "sinks": sinks, "max_model_len": 200}
         self.world = World(
             num_blocks,
             block_size,
@@ -94,7 +105,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             self.world.step()
             SchedulerWalk.num_steps += 1
             SchedulerWalk.num_dropped_blocks += sum(
-                request.num_dropped_blocks for request in self.world.scheduler.running
+                len(request.dropped) for request in self.world.scheduler.running
             )
 
     @rule(data=st.data())

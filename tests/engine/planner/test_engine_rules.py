@@ -80,7 +80,9 @@ def test_the_table_is_reproduced(name: str) -> None:
     assert seen == pytest.approx(aware or naive, **tolerance)
     assert gib("vllm", name) == pytest.approx(vllm, **tolerance)
     assert gib("llama.cpp", name) == pytest.approx(llama_cpp, **tolerance)
-    assert gib("llmopt", name) == pytest.approx(naive[-1], **tolerance)
+    # One table for all layers: a window counts where every layer has one, and then as vLLM's does.
+    own = naive[-1] if None in model.windows else vllm
+    assert gib("llmopt", name) == pytest.approx(own, **tolerance)
 
 
 @pytest.mark.parametrize(
