@@ -173,8 +173,9 @@ class BenchSession:
         An interrupt, be it of a pass, of the quality or elsewhere (`interrupted`), leaves out the
         scores that were not finished; the record then says so. Needs one pass.
         """
-        # With several sessions in one process there is no telling whose memory it is.
-        peak_bytes = None if self._arms else peak_memory_bytes()
+        # Of several sessions in one process, or one in several, there is no telling whose memory it is.
+        alone = not self._arms and self._options.tensor_parallel_size == 1
+        peak_bytes = peak_memory_bytes() if alone else None
         interrupted = interrupted or any(one.interrupted for one in self._passes)
         quality = None
         if self._options.quality and not interrupted:

