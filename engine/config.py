@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..quant.errors import BadInput
+from .compatibility import asked_for, refuse
 from .scheduling_policy import POLICIES
 from .speculation.options import SpeculationConfig
 from .window import Window
@@ -117,6 +118,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadInput(f"{name} = {value}: need 1 or more")
+        refuse(asked_for(self))
 
     @property
     def stream(self) -> Window | None:

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
+from ..compatibility import refuse
 from ..kernels.paged_attention import AttentionBatch, SequenceSpan
 from .attention import LayerCache, StepInputs
 from .paged_modules import PackedForward, SequentialForward, cached_layouts
@@ -67,10 +68,7 @@ class TransformersModel:
 
     def _checked_config(self, checkpoint: Checkpoint) -> Any:
         if not checkpoint.folder.is_dir() or checkpoint.quantization_config is not None:
-            raise BadInput(
-                f"{self._name} runs through transformers, and that with plain weights only: "
-                "this checkpoint is quantized"
-            )
+            refuse({"transformers", "quantized"}, f"{self._name}: this checkpoint is quantized")
         try:
             config = AutoConfig.from_pretrained(checkpoint.folder)
         except Exception as error:  # whatever a broken or unknown config leads to

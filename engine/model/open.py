@@ -11,6 +11,7 @@ import torch
 
 from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
+from ..compatibility import refuse
 from ..lora.bank import AdapterBank
 from ..parallel.shard import Shard
 from ..window import Window
@@ -84,14 +85,8 @@ def open_model(
     except NotCovered as reason:
         from .adapter import TransformersModel
 
-        if loras:
-            raise BadInput(f"adapters are for the decoder's own model types: {reason}") from reason
-        if shard is not None:
-            raise BadInput(f"tensor_parallel_size = {shard.size}: {reason}") from reason
-        if stream is not None:
-            raise BadInput(
-                f"window and attention_sinks are for the decoder's own model types: {reason}"
-            ) from reason
+        asked = {"lora": loras, "tensor-parallel": shard, "sinks": stream}
+        refuse({"transformers", *(name for name in asked if asked[name])}, str(reason))
         _log.info("%s: transformers' modules are used: %s", checkpoint.folder, reason)
         model = TransformersModel(checkpoint, device, dtype)
         return model, _longest(max_model_len, model.max_context)

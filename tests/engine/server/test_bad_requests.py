@@ -50,6 +50,8 @@ def refusal(server: RunningServer, path: str, **request: Any) -> tuple[int, dict
         ({"stop": [1]}, "stop"),
         ({"best_of": 0}, "best_of"),
         ({"n": 3, "best_of": 2}, "best_of"),
+        ({"priority": 5}, "priority = 5: the scheduling policy is fcfs"),
+        ({"priority": 2**40}, "priority"),
         ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
         ({"suffix": "the end"}, "suffix"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

@@ -1,0 +1,68 @@
+"""Write the table of what goes with what into the README: `python tools/feature_table.py [--check]`.
+
+It is made from `engine/compatibility.py`, which also refuses at start what the table says does not go. With
+`--check` nothing is written, and a table that is not the present one ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import count
+from pathlib import Path
+
+from llmopt.engine.compatibility import ALTERNATIVES, FEATURES, REFUSALS, refusal_line
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN = "<!-- made by tools/feature_table.py: begin -->"
+END = "<!-- made by tools/feature_table.py: end -->"
+
+
+def table() -> str:
+    """The Markdown between the markers: half a square, and the reasons below it."""
+    keys = list(FEATURES)
+    notes = dict(zip(REFUSALS, map(str, count(1)), strict=False))
+
+    def cell(row: str, column: str) -> str:
+        pair = frozenset({row, column})
+        if pair in REFUSALS:
+            return f"no<sup>{notes[pair]}</sup>"
+        return "–" if pair in ALTERNATIVES else "✓"
+
+    header = ["", "turned on by", *(f"{chr(ord('a') + i)}" for i in range(len(keys) - 1))]
+    lines = [line(header), line(["---", "---", *[":-:"] * (len(keys) - 1)])]
+    for place, key in enumerate(keys):
+        cells = [cell(key, other) for other in keys[:place]]
+        padded = [*cells, *[""] * (len(keys) - 1 - place)]
+        name = f"**{chr(ord('a') + place)}** {FEATURES[key].name}"
+        lines.append(line([name, FEATURES[key].source, *padded[: len(keys) - 1]]))
+    lines += ["", "✓ together, – one place asks for the one or the other, no: refused at start."]
+    for pair, reason in REFUSALS.items():
+        lines += ["", f"<sup>{notes[pair]}</sup> {refusal_line(pair)}: {reason}."]
+    return "\n".join(lines)
+
+
+def line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    text = README.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f"{README} lacks the lines {BEGIN} and {END}")
+    made = f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    if options.check and made != text:
+        sys.exit(f"the table in {README} is not the present one: run python tools/feature_table.py")
+    if made != text:
+        README.write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
