@@ -28,7 +28,7 @@ def prompts() -> list[list[int]]:
 def pair(request: pytest.FixtureRequest) -> tuple[LLM, Any]:
     folder = MODELS / request.param
     oracle: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return LLM(folder, dtype="float32", block_size=4), oracle
+    return LLM(folder, dtype="float32", block_size=4, num_threads=1), oracle
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,11 @@ def test_hypotheses_are_those_of_transformers(pair, prompts, width, length_penal
 def test_a_wide_search_in_a_narrow_engine(prompts):
     """Fewer places and blocks than beams, chunks, and no prefix cache to rely on."""
     params = BeamSearchParams(4, 12)
-    wide = LLM("stories3M", dtype="float32").beam_search(prompts, params)
+    wide = LLM("stories3M", dtype="float32", num_threads=1).beam_search(prompts, params)
     narrow = LLM(
         "stories3M",
         dtype="float32",
+        num_threads=1,
         max_num_seqs=3,
         num_blocks=70,
         block_size=8,
@@ -83,14 +84,14 @@ def test_a_wide_search_in_a_narrow_engine(prompts):
 
 
 def test_the_prefix_cache_makes_a_round_cheap(prompts):
-    llm = LLM("stories3M", dtype="float32", block_size=4)
+    llm = LLM("stories3M", dtype="float32", block_size=4, num_threads=1)
     llm.beam_search(prompts[-1], BeamSearchParams(4, NUM_NEW, ignore_eos=True))
     computed = llm.engine.stats.num_computed_tokens - len(prompts[-1])
     assert computed < 4 * NUM_NEW * 4, "at most a block for each beam and round"
 
 
 def test_texts_and_reasons(prompts):
-    llm = LLM("stories3M", dtype="float32")
+    llm = LLM("stories3M", dtype="float32", num_threads=1)
     result = llm.beam_search("Once upon a time", BeamSearchParams(2, 8))[0]
     greedy = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0]
     assert result.prompt_token_ids == greedy.prompt_token_ids
@@ -125,7 +126,7 @@ def test_the_likeliest_beams_go_on_and_the_ended_ones_compete():
     ],
 )
 def test_searches_that_cannot_be(options, complaint):
-    llm = LLM("stories3M", dtype="float32")
+    llm = LLM("stories3M", dtype="float32", num_threads=1)
     with pytest.raises(BadInput, match=complaint):
         llm.beam_search("Once", BeamSearchParams(**options))
 
@@ -134,7 +135,7 @@ def test_searches_that_cannot_be(options, complaint):
 def test_best_of_hands_out_the_likeliest(prompts, small):
     """The winners are those of six single requests, ranked by the sum of their log-probabilities."""
     options: dict[str, Any] = {"num_blocks": 40, "max_num_seqs": 3} if small else {}
-    llm = LLM("stories3M", dtype="float32", block_size=4, **options)
+    llm = LLM("stories3M", dtype="float32", block_size=4, num_threads=1, **options)
     common: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0}
     result = llm.generate(
         [prompts[0]], SamplingParams(n=2, best_of=6, seed=4, prompt_logprobs=0, **common)
@@ -155,7 +156,7 @@ def test_best_of_hands_out_the_likeliest(prompts, small):
 
 
 def test_a_contest_shows_nothing_before_its_end_and_can_be_aborted(prompts):
-    engine = LLM("stories3M", dtype="float32").engine
+    engine = LLM("stories3M", dtype="float32", num_threads=1).engine
     params = SamplingParams(n=1, best_of=3, max_tokens=5, ignore_eos=True, logprobs=1, seed=1)
     engine.add_request("a", prompts[0], params)
     assert [engine.step() for _ in range(4)] == [[]] * 4

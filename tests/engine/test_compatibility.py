@@ -112,7 +112,9 @@ def engines(checkpoints) -> Any:
                 options |= ENGINE[name]
             if "lora" in own:
                 options["loras"] = {"own": folder / "adapter"}
-            made[own] = LLM(folder, dtype="float32", block_size=4, num_blocks=64, **options)
+            made[own] = LLM(
+                folder, dtype="float32", num_threads=1, block_size=4, num_blocks=64, **options
+            )
         return made[own]
 
     return open_with

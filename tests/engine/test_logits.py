@@ -84,7 +84,7 @@ def prompts(tokenizer) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(MODEL, dtype="float32", block_size=4)
+    return LLM(MODEL, dtype="float32", block_size=4, num_threads=1)
 
 
 def generate(oracle: Any, prompt: list[int], **options: Any) -> list[int]:
@@ -133,7 +133,7 @@ def test_neither_preemption_nor_company_changes_a_constrained_request(
         for own in (mask, None, mask, None, mask, mask)
     ]
     alone = [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
-    small = LLM(MODEL, dtype="float32", block_size=2, num_blocks=48, prefill_chunk_size=3)
+    small = LLM(MODEL, dtype="float32", block_size=2, num_blocks=36, num_threads=1)
     preempted: set[str] = set()
     preempt = small.engine.scheduler._preempt
 
@@ -170,7 +170,9 @@ def test_guesses_that_the_grammar_refuses_leave_nothing_behind(
     llm, tokenizer, prompts, method, temperature
 ):
     draft = MODELS / "stories260K" if method == "draft" else None
-    guessing = LLM(MODEL, dtype="float32", speculation=SpeculationConfig(method, draft))
+    guessing = LLM(
+        MODEL, dtype="float32", num_threads=1, speculation=SpeculationConfig(method, draft)
+    )
     params: dict[str, Any] = {"temperature": temperature, "seed": 2, "ignore_eos": False}
     expected = outputs(llm, prompts, token_mask=AutomatonMask(Sentence(tokenizer)), **params)
     mask = AutomatonMask(Sentence(tokenizer))

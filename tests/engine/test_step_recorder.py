@@ -17,7 +17,7 @@ def traced(llm: LLM, prompts: list[list[int]]) -> list[StepTrace]:
 
 
 def test_a_trace_adds_up():
-    llm = LLM("stories260K", dtype="float32", block_size=4, prefill_chunk_size=8)
+    llm = LLM("stories260K", dtype="float32", num_threads=1, block_size=4, prefill_chunk_size=8)
     prompts = [[1] + [300 + i] * (5 + 6 * i) for i in range(3)]
     llm.generate(prompts[0], PARAMS)
     before = llm.engine.stats
@@ -44,7 +44,7 @@ def test_a_trace_adds_up():
 
 
 def test_preemptions_are_in_the_step_that_made_them():
-    llm = LLM("stories260K", dtype="float32", block_size=2, num_blocks=14)
+    llm = LLM("stories260K", dtype="float32", num_threads=1, block_size=2, num_blocks=14)
     steps = traced(llm, [[1, 5, 6], [1, 7, 8], [1, 9, 10]])
     assert sum(s.num_preemptions for s in steps) == llm.engine.stats.num_preemptions > 0
     assert max(s.kv_blocks_used for s in steps) <= 14
@@ -55,7 +55,7 @@ def test_preemptions_are_in_the_step_that_made_them():
 
 @pytest.mark.parametrize("block_size", [1, 8])
 def test_unfilled_slots_are_less_than_a_block_a_sequence(block_size):
-    llm = LLM("stories260K", dtype="float32", block_size=block_size)
+    llm = LLM("stories260K", dtype="float32", num_threads=1, block_size=block_size)
     steps = traced(llm, [[1, 5, 6], [1, 7, 8, 11, 12]])
     assert all(0 <= s.kv_slots_unfilled <= (block_size - 1) * s.num_rows for s in steps)
     assert (sum(s.kv_slots_unfilled for s in steps) == 0) == (block_size == 1)
