@@ -58,7 +58,7 @@ class StepRecorder:
         decode = sum(
             row.num_tokens
             for row in plan.rows
-            if row.num_samples and row.start >= row.num_prompt_tokens
+            if row.num_samples and row.num_tokens == 1 and row.start >= row.num_prompt_tokens
         )
         self.steps.append(
             StepTrace(
