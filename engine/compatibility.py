@@ -59,7 +59,9 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "lora": Feature("LoRA adapters", "`--lora`", lambda c: bool(c.loras)),
     "tensor-parallel": Feature(
-        "tensor parallel", "`--tensor-parallel-size`, dense models", lambda c: c.tensor_parallel_size > 1
+        "tensor parallel",
+        "`--tensor-parallel-size`, dense models",
+        lambda c: c.tensor_parallel_size > 1,
     ),
     "activations-8": Feature(
         "8-bit activations", "`--cpu-activations 8`", lambda c: c.cpu_activations == 8

@@ -68,7 +68,7 @@ class FirstHalf:
 def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
     """A small model for every set of features that a checkpoint brings, with an adapter beside it."""
     root = tmp_path_factory.mktemp("checkpoints")
-    window = {"sliding_window": 5}
+    window = {"sliding_window": 5, "intermediate_size": 128}
     found: dict[frozenset[str], Path] = {}
 
     def add(names: tuple[str, ...], config: str, overrides: dict[str, Any]) -> Any:
@@ -85,7 +85,7 @@ def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
         write_adapter(folder / "adapter", model, ("q_proj", "down_proj"))
         found[frozenset((*names, "quantized"))] = folder
 
-    quantize((), add((), "LlamaConfig", {}))
+    quantize((), add((), "LlamaConfig", {"intermediate_size": 128}))
     quantize(("windows",), add(("windows",), "MistralConfig", window))
     add(("transformers",), "Olmo2Config", {})
     add(("transformers", "windows"), "Starcoder2Config", window)
