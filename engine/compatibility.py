@@ -57,6 +57,9 @@ FEATURES: Mapping[str, Feature] = {
         "`--speculative draft`",
         lambda c: c.speculation is not None and c.speculation.method == "draft",
     ),
+    "streams": Feature(
+        "streams without end", "`--window`, `--attention-sinks`", lambda c: c.window is not None
+    ),
     "lora": Feature("LoRA adapters", "`--lora`", lambda c: bool(c.loras)),
     "tensor-parallel": Feature(
         "tensor parallel",
@@ -78,6 +81,13 @@ FEATURES: Mapping[str, Feature] = {
 }
 
 REFUSALS: Mapping[frozenset[str], str] = {
+    frozenset(
+        {"streams", "draft"}
+    ): "the draft model would end at its own context; use prompt lookup",
+    frozenset({"streams", "windows"}): "layers of this model have windows of their own",
+    frozenset(
+        {"streams", "transformers"}
+    ): "window and attention_sinks are for the decoder's own model types",
     frozenset({"lora", "transformers"}): "adapters are for the decoder's own model types",
     frozenset({"tensor-parallel", "transformers"}): "only the decoder's own layers are divided",
     frozenset({"quantized", "transformers"}): "transformers' modules take plain weights only",

@@ -90,15 +90,6 @@ class EngineConfig:
             raise BadInput(
                 f"attention_sinks = {self.attention_sinks} are kept beside a window: give window too"
             )
-        if (
-            self.window is not None
-            and self.speculation is not None
-            and self.speculation.draft_model
-        ):
-            raise BadInput(
-                f"window = {self.window} and draft_model = {self.speculation.draft_model}: the draft "
-                "model would end at its own context; use n-gram speculation, or leave one out"
-            )
         if self.cpu_activations not in (8, 16):
             raise BadInput(f"cpu_activations = {self.cpu_activations}: choose 8 or 16")
         if self.kv_cache_memory_bytes is not None and self.num_blocks is not None:

@@ -85,7 +85,7 @@ def open_model(
     except NotCovered as reason:
         from .adapter import TransformersModel
 
-        asked = {"lora": loras, "tensor-parallel": shard, "sinks": stream}
+        asked = {"lora": loras, "tensor-parallel": shard, "streams": stream}
         refuse({"transformers", *(name for name in asked if asked[name])}, str(reason))
         _log.info("%s: transformers' modules are used: %s", checkpoint.folder, reason)
         model = TransformersModel(checkpoint, device, dtype)

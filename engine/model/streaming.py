@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...quant.errors import BadInput
+from ..compatibility import refuse
 from ..window import Window
 from .spec import ModelSpec
 
@@ -26,7 +27,7 @@ def streaming_spec(spec: ModelSpec, stream: Window) -> ModelSpec:
             "so its sequences end there: leave both out"
         )
     if any(window is not None for window in spec.shape.windows):
-        raise BadInput(f"{asked}: layers of this model have windows of their own: leave both out")
+        refuse({"streams", "windows"}, asked)
     if stream.num_seen > spec.max_model_len:
         raise BadInput(
             f"{asked}: together they exceed the model's context of {spec.max_model_len} tokens"

@@ -42,6 +42,7 @@ ENGINE: dict[str, dict[str, Any]] = {
     "kv-int8": {"kv_cache_dtype": "int8"},
     "ngram": {"speculation": SpeculationConfig("ngram", ngram_min=1)},
     "draft": {"speculation": SpeculationConfig("draft", MODELS / "stories260K")},
+    "streams": {"window": 6, "attention_sinks": 2},
     "lora": {"loras": {"own": "the checkpoint's"}},
     "tensor-parallel": {"tensor_parallel_size": 2},
     "activations-8": {"cpu_activations": 8},
@@ -52,7 +53,7 @@ REQUEST = ("completions", "mask", "prompt-logprobs", "beams")
 LOSSLESS = {"chunks", "no-prefix-cache", "policy", "ngram", "draft", "prompt-logprobs"}
 # A process for each part takes seconds to start: these share two engines.
 DIVIDED = (
-    {"chunks", "policy", "kv-int8", "ngram", "lora"},
+    {"chunks", "policy", "kv-int8", "ngram", "streams", "lora"},
     {"no-prefix-cache", "kv-fp8", "draft", "activations-8", "quantized", "windows"},
 )
 
