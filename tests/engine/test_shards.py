@@ -183,7 +183,11 @@ def test_codes_that_cannot_be_divided_there_are_refused(scheme, rows, columns):
         ("deepseek-v2-lite", 2, "latent attention"),
         ("llama-3.1", 3, "4 KV heads do not divide"),
         ("llama-3.1", 16, "num_heads = 8 does not divide"),
-        ("olmo-2", 2, "tensor_parallel_size = 2: config.json: model_type 'olmo2'"),
+        (
+            "olmo-2",
+            2,
+            "tensor parallel and a model that runs through transformers do not go together",
+        ),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(tmp_path, family, size, words):
