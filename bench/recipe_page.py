@@ -14,7 +14,7 @@ from .comparison_page import (
     slowdown_bounds,
 )
 from .layer_errors import layer_sections
-from .page import Card, Figure, Page, Section, Table, Verdict
+from .page import Figure, Page, Section, Table, Verdict
 from .plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from .plots import distributions_svg, roofline_svg
 from .recipe_run import RecipeRun, VariantRun, all_results
@@ -178,25 +178,18 @@ def quantization_table(variants: Sequence[VariantRun]) -> Table:
     return Table(header, rows, caption=f"Layer error: {ERROR_FORMULA}.")
 
 
-def recipe_cards(run: RecipeRun) -> list[Card]:
-    """Perplexity and weights of each checkpoint."""
+def summary_table(run: RecipeRun) -> Table:
+    """`verdict_rows`, with what became of the original's weights and perplexity."""
     base = run.base.result["llmopt"]
-    cards = []
-    for name, result in all_results(run).items():
+    rows = verdict_rows(run)
+    for row, result in zip(rows[1:], list(all_results(run).values())[1:], strict=True):
         ours = result["llmopt"]
-        if ours["quality"]:
-            note = ""
-            if name != run.base.name and base["quality"]:
-                change = ours["quality"]["perplexity"] / base["quality"]["perplexity"] - 1
-                note = f"{percent(change, 2, signed=True)} against the original"
-            perplexity = number(ours["quality"]["perplexity"], 3)
-            cards.append(Card(f"Perplexity, {name}", perplexity, "", note))
-    for name, result in all_results(run).items():
-        memory = result["llmopt"]["memory"]
-        ratio = memory["weight_bytes"] / base["memory"]["weight_bytes"]
-        note = "" if name == run.base.name else f"{percent(ratio, 0)} of the original"
-        cards.append(Card(f"Weights, {name}", size(memory["weight_bytes"]), "", note))
-    return cards
+        ratio = ours["memory"]["weight_bytes"] / base["memory"]["weight_bytes"]
+        row[1] += f" ({percent(ratio, 0)})"
+        if ours["quality"] and base["quality"]:
+            change = ours["quality"]["perplexity"] / base["quality"]["perplexity"] - 1
+            row[2] += f" ({percent(change, 2, signed=True)})"
+    return Table(HEADER, rows, caption="In brackets: against the original.")
 
 
 def recipe_page(run: RecipeRun) -> Page:
@@ -215,11 +208,10 @@ def recipe_page(run: RecipeRun) -> Page:
         title=f"{run.recipe.name}: {run.base.result['model_id']} and its quantized checkpoints",
         subtitle=subtitle(run.base.result),
         verdict=recipe_verdict(run),
-        cards=recipe_cards(run),
+        cards=(),
         sections=[
-            Section(
-                "Verdict", (gate_sentence(run),), figures[:1], [Table(HEADER, verdict_rows(run))]
-            ),
+            Section("Side by side", (), figures[:1], [summary_table(run)], tables_first=True),
+            Section("Verdict", (gate_sentence(run),)),
             Section("Quantization", (), (), (quantization_table(run.variants),)),
             *layer_sections(results),
             Section("Speed against the original", (), figures[1:3], per_variant),
