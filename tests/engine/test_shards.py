@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.kv_cache import KvCache
+from llmopt.engine.lora.bank import rows_by_adapter
 from llmopt.engine.model.open import CausalModel, open_model
 from llmopt.engine.parallel.channel import Channel
 from llmopt.engine.parallel.cut import take
@@ -28,6 +30,7 @@ from llmopt.quant.scheme import (
     VectorwiseScheme,
 )
 from llmopt.quant.tensors.gguf import GgufTensor
+from lora_world import LINEARS, write_adapter
 from model_families import ADAPTED, FAMILIES, VOCAB, save_model
 from quantized_world import quantized, random_model, write_checkpoint
 
@@ -68,30 +71,31 @@ class _Member:
         return whole
 
 
-def logits_of(model: CausalModel) -> torch.Tensor:
-    """Of `TOKENS`, in two steps through a cache of the model's own."""
+def logits_of(model: CausalModel, lora: str | None = None) -> torch.Tensor:
+    """Of `TOKENS`, in two steps through a cache of the model's own; the first rows have no adapter."""
     cache = KvCache(model.kv_layouts, 12, 4, CPU, torch.float32)
     blocks, rows = list(range(1, 12)), []
     for begin, end in ((0, 23), (23, 40)):
         inputs = step_inputs([(begin, TOKENS[begin:end], blocks)], 4, CPU, torch.float32)
+        runs = [(None, 5), (lora, end - begin - 5)]
+        inputs = replace(inputs, adapters=rows_by_adapter(runs, CPU))
         rows.append(model.logits(model.forward(inputs, cache.layers)))
     return torch.cat(rows)
 
 
-def load(folder: Path, shard: Shard | None = None) -> CausalModel:
-    return open_model(Checkpoint(folder), 64, CPU, torch.float32, shard=shard)[0]
+def load(folder: Path, shard: Shard | None = None, adapter: Path | None = None) -> CausalModel:
+    loras = {} if adapter is None else {"a": adapter}
+    return open_model(Checkpoint(folder), 64, CPU, torch.float32, loras=loras, shard=shard)[0]
 
 
-def parts_of(folder: Path, size: int) -> list[CausalModel]:
-    group = ThreadGroup(size)
-    return [load(folder, Shard(rank, size, group.of(rank))) for rank in range(size)]
-
-
-def assert_parts_are_the_whole(folder: Path, size: int) -> list[CausalModel]:
-    parts = parts_of(folder, size)
+def assert_parts_are_the_whole(
+    folder: Path, size: int, adapter: Path | None = None
+) -> list[CausalModel]:
+    group, lora = ThreadGroup(size), None if adapter is None else "a"
+    parts = [load(folder, Shard(rank, size, group.of(rank)), adapter) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        got = list(pool.map(logits_of, parts))
-    expected = logits_of(load(folder))
+        got = list(pool.map(lambda part: logits_of(part, lora), parts))
+    expected = logits_of(load(folder, adapter=adapter), lora)
     for one in got:
         torch.testing.assert_close(one, expected, atol=1e-4, rtol=1e-4)
     return parts
@@ -117,12 +121,29 @@ def test_fewer_kv_heads_than_parts_are_held_by_several(tmp_path, family, size):
     assert {layout.num_heads for part in parts for layout in part.kv_layouts} <= {1, 2}
 
 
+@pytest.mark.parametrize("family", ["phi-3", "gpt-2", "falcon-7b", "qwen3"])
+def test_two_parts_of_adapters_are_the_whole(tmp_path, family):
+    model = save_model(tmp_path / "model", *FAMILIES[family][:2])
+    adapter = write_adapter(tmp_path / "adapter", model, STACKED.get(family, LINEARS))
+    assert_parts_are_the_whole(tmp_path / "model", 2, adapter)
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(
+            logits_of(load(tmp_path / "model", adapter=adapter), "a"),
+            logits_of(load(tmp_path / "model")),
+        )
+
+
 def test_two_parts_of_packed_weights_are_the_whole(tmp_path):
     scheme = IntScheme(4, 32, symmetric=False)
     write_checkpoint(tmp_path / "model", random_model(), "compressed-tensors", scheme, head=True)
     assert_parts_are_the_whole(tmp_path / "model", 2)
 
 
+STACKED = {
+    "phi-3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "gpt-2": ("c_attn", "c_proj", "c_fc"),
+    "falcon-7b": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+}
 WEIGHT = torch.randn(384, 512, generator=torch.Generator().manual_seed(3))
 ROWS, COLUMNS = (slice(0, 128), slice(256, 384)), slice(256, 512)
 SCHEMES = [
