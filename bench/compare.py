@@ -229,7 +229,8 @@ def judge_quality(
 def memory_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """{what: [base bytes, new bytes]}."""
     ours, theirs = base["llmopt"]["memory"], new["llmopt"]["memory"]
-    return {key: [ours[key], theirs[key]] for key in ours}
+    both = ours.keys() & theirs.keys()
+    return {key: [ours[key], theirs[key]] for key in ours if key in both and key.endswith("_bytes")}
 
 
 def parse_share(text: str) -> float:
