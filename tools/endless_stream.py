@@ -75,6 +75,8 @@ def run_stream(arguments: argparse.Namespace, sinks: int) -> Stream:
             attention_sinks=sinks,
             kv_cache_dtype=arguments.kv_cache_dtype,
             max_num_seqs=1,
+            # What a step computes is kept beside the window, and attended to by all of it.
+            prefill_chunk_size=max(1, arguments.window // 2),
             enable_prefix_caching=False,
         )
     )
