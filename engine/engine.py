@@ -19,7 +19,7 @@ from .block_pool import BlockPool
 from .completion_text import CompletionText
 from .config import EngineConfig
 from .device import choose_device, choose_dtype
-from .kv_cache import KvCache, choose_num_blocks, kv_bytes_per_token, stored_dtype
+from .kv_cache import KvCache, choose_num_blocks, kv_bytes_per_token, stored_dtype, stored_name
 from .lora.settings import adapter_salt
 from .model_runner import ModelRunner, StepResult
 from .outputs import EngineStats, RequestOutput, TokenLogprobs
@@ -281,7 +281,7 @@ class Engine:
             num_guesses=self._num_guesses,
             num_accepted_guesses=self._num_accepted,
             kv_blocks_used=used,
-            kv_dtype=str(self.runner.cache.dtype).removeprefix("torch."),
+            kv_dtype=stored_name(self.runner.cache.dtype),
             kv_bytes=self.memory.kv_cache_bytes,
             kv_tokens_total=pool.num_usable * size,
             kv_slots_used=used * size,

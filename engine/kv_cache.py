@@ -30,6 +30,11 @@ def stored_dtype(name: str, computed: torch.dtype) -> torch.dtype:
     return _STORED.get(name, computed)
 
 
+def stored_name(dtype: torch.dtype) -> str:
+    """What `EngineConfig.kv_cache_dtype` calls it."""
+    return next(name for name, stored in _STORED.items() if stored is dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class _Layers:
     """The layers of a model as the planner asks for them."""

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def prompts() -> list[list[int]]:
     tokenizer = Engine(EngineConfig("stories260K", num_threads=1)).tokenizer
     stories = [s for s in (DATA / "evaluation.txt").read_text().split("\n\n") if s.strip()]
-    lengths = [5 + (41 * i) % 120 for i in range(16)]
+    lengths = [5 + (41 * i) % 120 for i in range(10)]
     return [tokenizer(s).input_ids[:n] for s, n in zip(stories, lengths, strict=False)]
 
 
@@ -119,10 +119,10 @@ def test_greedy_tokens_depend_on_nothing_but_the_prompt(prompts, kv):
         built = engine(kv, **options)
         assert run(built, prompts) == expected
         assert run(built, prompts) == expected, "the second time with whatever is cached"
-        assert built.stats.prefix_cache_hits > 300
-    few = engine(kv, block_size=4, num_blocks=100, max_num_seqs=16)
+        assert built.stats.prefix_cache_hits > 200
+    few = engine(kv, block_size=4, num_blocks=60, max_num_seqs=16)
     assert run(few, prompts) == expected
-    assert few.stats.num_preemptions > 3, "the pool was meant to be too small"
+    assert few.stats.num_preemptions > 1, "the pool was meant to be too small"
 
 
 @pytest.mark.parametrize("kv", NARROW)
@@ -168,11 +168,28 @@ def test_every_kind_of_attention_runs_over_codes(tmp_path, family, kv):
 def test_memory_counts_every_byte(kv, token_bytes):
     built = engine(kv, dtype="bfloat16", block_size=16, num_blocks=10)
     assert built.memory.kv_bytes_per_token == token_bytes
-    assert built.memory.kv_cache_bytes == 11 * 16 * token_bytes
+    assert built.memory.kv_cache_bytes == built.stats.kv_bytes == 11 * 16 * token_bytes
+    assert built.stats.kv_dtype == ("bfloat16" if kv == "auto" else kv)
+    assert built.stats.kv_tokens_total == 160
     held = [part for layer in built.runner.cache.layers for part in layer.parts]
     assert sum(part.untyped_storage().nbytes() for part in held) == 11 * 16 * token_bytes
     given = engine(kv, dtype="bfloat16", block_size=16, kv_cache_memory_bytes=10**6)
     assert given.stats.kv_blocks_total == 10**6 // (16 * token_bytes)
+
+
+def test_slots_that_hold_nothing_are_counted():
+    built = engine("auto", block_size=16, num_blocks=10, max_num_batched_tokens=16)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    built.add_request("a", list(range(3, 23)), params)
+    built.step()
+    stats = built.stats
+    assert (stats.kv_slots_used, stats.kv_slots_unfilled) == (32, 16)
+    built.step()
+    built.step()
+    assert (built.stats.kv_slots_used, built.stats.kv_slots_unfilled) == (32, 11)
+    while built.has_unfinished():
+        built.step()
+    assert (built.stats.kv_slots_used, built.stats.kv_slots_unfilled) == (0, 0)
 
 
 def test_a_latent_has_one_scale():
