@@ -6,6 +6,8 @@ other end of the pipe is closed.
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +73,10 @@ def work(channel: Channel) -> None:
         return
     assert isinstance(model, Decoder)
     channel.send(Loaded(model.bytes_held, model.bytes_per_step))
-    group.connect(channel.receive())
+    meeting_point: Path = channel.receive()
+    # Whoever made the folder may be killed, and then cannot remove it.
+    atexit.register(shutil.rmtree, meeting_point.parent, ignore_errors=True)
+    group.connect(meeting_point)
     _, (num_blocks, block_size, dtype) = channel.receive()
     cache = KvCache(model.kv_layouts, num_blocks, block_size, setup.device, dtype)
     while True:

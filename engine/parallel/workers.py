@@ -38,7 +38,7 @@ class Workers:
     """
 
     def __init__(self, setup: Setup) -> None:
-        self._home = tempfile.TemporaryDirectory(prefix="llmopt-")
+        self._home = tempfile.TemporaryDirectory(prefix="llmopt-", ignore_cleanup_errors=True)
         self._meeting_point = Path(self._home.name) / "meeting-point"
         self.group = Group(0, setup.size, setup.device)
         self.group.explain = self._explanation

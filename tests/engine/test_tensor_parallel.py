@@ -140,8 +140,11 @@ time.sleep(60)
 """
 
 
-def test_workers_die_with_the_engines_process():
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
+def test_workers_die_with_the_engines_process(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert driver.stdout is not None
     worker = int(driver.stdout.readline())
     os.kill(worker, 0)
@@ -151,6 +154,7 @@ def test_workers_die_with_the_engines_process():
     while _is_running(worker):
         assert time.monotonic() < deadline, "an orphan is left"
         time.sleep(0.05)
+    assert not list(tmp_path.glob("llmopt-*")), "a file of theirs is left"
 
 
 def _is_running(process: int) -> bool:
