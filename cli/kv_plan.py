@@ -71,7 +71,8 @@ def kv_plan(
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            help="bf16, float32, fp8, int8, nvfp4, q8_0, q5_1 or q4_0. Default: bf16.",
+            help="bf16, float32, fp8, fp8_per_token_head, int8, nvfp4, q8_0, q5_1 or q4_0. Default: "
+            "bf16.",
             rich_help_panel=SERVED,
         ),
     ] = None,
