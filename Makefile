@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/installed
 OMP_NUM_THREADS ?= 2
 export OMP_NUM_THREADS
 
-.PHONY: demo test lint install owners clean
+.PHONY: demo test nightly lint install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -13,6 +13,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest
+
+# The random walk over scheduler and block pool, of more than 20,000 steps.
+nightly: $(INSTALLED)
+	LLMOPT_WALK_EXAMPLES=1200 $(VENV)/bin/python -m pytest tests/engine/test_scheduler_walk.py
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
