@@ -97,11 +97,14 @@ def test_attention_over_codes_is_attention_over_what_they_mean(dtype, rule):
         8, 4, 32, 4, [1, 7, 20, 9, 13, 5], [1, 7, 1, 4, 1, 2]
     )
     given = pa.AttentionRule(0.3, **RULES.get(rule, {}))
-    packed = [PagedTensor(*quantize(part.codes, dtype)) for part in (keys, values)]
+    packed_keys = PagedTensor(*quantize(keys.codes, dtype))
+    packed_values = PagedTensor(*quantize(values.codes, dtype))
     everything = torch.arange(len(keys.codes))
-    meant = [PagedTensor(part.read(everything, torch.float32)) for part in packed]
-    got = pa.attend_sdpa(queries, *packed, batch, given)
-    torch.testing.assert_close(got, pa.attend_reference(queries, *meant, batch, given))
+    meant_keys = PagedTensor(packed_keys.read(everything, torch.float32))
+    meant_values = PagedTensor(packed_values.read(everything, torch.float32))
+    got = pa.attend_sdpa(queries, packed_keys, packed_values, batch, given)
+    wanted = pa.attend_reference(queries, meant_keys, meant_values, batch, given)
+    torch.testing.assert_close(got, wanted)
     exact = pa.attend_reference(queries, keys, values, batch, given)
     # Errors of a code average out over many keys; nobody promises less than a few steps of one value.
     worst = {torch.int8: 0.05, torch.float8_e4m3fn: 0.4}[dtype]
