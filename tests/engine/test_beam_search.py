@@ -39,7 +39,6 @@ def pairs() -> dict[str, tuple[LLM, Any]]:
 @pytest.mark.parametrize(
     ("model", "width", "length_penalty", "early_stopping"),
     [
-        ("stories3M", 2, 1.0, False),
         ("stories3M", 4, 1.0, True),
         ("stories3M", 3, 2.0, "never"),
         ("stories3M", 5, -1.0, False),
@@ -83,7 +82,7 @@ def test_hypotheses_are_those_of_transformers(
 
 def test_a_wide_search_in_a_narrow_engine(prompts):
     """Fewer places and blocks than beams, chunks, and no prefix cache to rely on."""
-    params, prompts = BeamSearchParams(4, 6), prompts[:3]
+    params, prompts = BeamSearchParams(4, 4), prompts[:3]
     wide = LLM("stories3M", dtype="float32", num_threads=1).beam_search(prompts, params)
     narrow = LLM(
         "stories3M",
