@@ -30,9 +30,9 @@ from .planner.cache_size import (
     DEFAULT_MAX_NUM_SEQS,
 )
 from .prefix_cache import PrefixCache
-from .request import Request, RequestTimes
+from .request import Request, RequestTimes, Token
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler, Token
+from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 from .scoring import prompt_logits
 from .speculation.open import draft_length, open_draft_model, open_proposer

@@ -85,3 +85,13 @@ class Request:
     def held_block_ids(self) -> list[int]:
         """The blocks that are still this sequence's."""
         return [*self.block_ids[: self.dropped.start], *self.block_ids[self.dropped.stop :]]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token that a step gave to a sequence, and whether it was the last."""
+
+    request: Request
+    token_id: int
+    row: int
+    sample: int

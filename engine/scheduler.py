@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ..quant.errors import BadInput
 from .block_pool import BlockPool
 from .prefix_cache import PrefixCache
-from .request import Rank, Request, RequestStatus, RequestTimes
+from .request import Rank, Request, RequestStatus, RequestTimes, Token
 from .scheduler_config import SchedulerConfig
-from .scheduling_policy import POLICIES
+from .scheduling_policy import rank_of
 from .step_plan import ScheduledRow, StepPlan
 from .stop import stop_token_reason
 from .window import take_out
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A token that a step gave to a sequence, and whether it was the last."""
-
-    request: Request
-    token_id: int
-    row: int
-    sample: int
 
 
 class Scheduler:
@@ -81,11 +70,7 @@ class Scheduler:
             BadInput: it is longer than the model's context, or than the whole KV cache, or it has a
                 priority that the policy does not look at.
         """
-        if request.priority and self.config.policy != "priority":
-            raise BadInput(
-                f"priority = {request.priority}: the scheduling policy is {self.config.policy}, which "
-                "does not look at it; start the engine with the policy priority"
-            )
+        request.rank = rank_of(request, self.config.policy)
         longest = request.num_prompt_tokens + request.max_tokens
         if longest > self.config.max_model_len:
             raise BadInput(
@@ -98,7 +83,6 @@ class Scheduler:
                 f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones can never "
                 f"fit in the KV cache of {capacity} tokens: shorten the request or give the cache more memory"
             )
-        request.rank = POLICIES[self.config.policy](request)
         self._requests[request.sequence_id] = request
         self._wait(request)
 
@@ -362,7 +346,7 @@ class Scheduler:
             num_cached_tokens=parent.num_cached_tokens,
             block_hashes=list(parent.block_hashes),
         )
-        child.rank = POLICIES[self.config.policy](child)
+        child.rank = rank_of(child, self.config.policy)
         self._requests[child.sequence_id] = child
         num_full, partial = divmod(parent.num_computed_tokens, self.config.block_size)
         has_room = len(self.running) < self.config.max_num_seqs and self.pool.num_free >= bool(

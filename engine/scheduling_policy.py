@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ..quant.errors import BadInput
 from .request import Rank, Request
 
 TOKENS_PER_PLACE = 16
@@ -41,3 +42,17 @@ POLICIES: Mapping[str, Callable[[Request], Rank]] = {
     "priority": by_priority,
     "shortest-prefill": shortest_prefill,
 }
+
+
+def rank_of(request: Request, policy: str) -> Rank:
+    """The rank of a sequence under the policy of that name.
+
+    Raises:
+        BadInput: it has a priority that the policy does not look at.
+    """
+    if request.priority and policy != "priority":
+        raise BadInput(
+            f"priority = {request.priority}: the scheduling policy is {policy}, which does not look at "
+            "it; start the engine with the policy priority"
+        )
+    return POLICIES[policy](request)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from llmopt.engine.block_pool import BlockPool
 from llmopt.engine.prefix_cache import PrefixCache
-from llmopt.engine.request import Request, RequestTimes
+from llmopt.engine.request import Request, RequestTimes, Token
 from llmopt.engine.sampling_params import SamplingParams
-from llmopt.engine.scheduler import Scheduler, SchedulerConfig, Token
+from llmopt.engine.scheduler import Scheduler, SchedulerConfig
 from llmopt.engine.speculation.draft_length import DraftLength
 from llmopt.engine.step_plan import ScheduledRow, StepPlan
 from llmopt.engine.window import Window
