@@ -170,3 +170,47 @@ def test_dispatch_takes_the_first_that_serves_and_explains_itself():
 def test_the_table_names_a_kernel_for_every_operation():
     for choice in table(torch.device("cpu"), torch.bfloat16):
         assert choice.chosen in dict(choice.reasons)
+
+
+@pytest.mark.parametrize(("block_size", "kept", "window"), [(4, 6, 5), (4, 3, 9), (1, 0, 3)])
+def test_what_a_table_leaves_out_was_not_seen(block_size, kept, window):
+    """First tokens stay in sight, met by queries of their own; blocks in the middle are not looked at."""
+    queries, keys, values, batch = attention_case(
+        8, 4, 32, block_size, [30, 50, 7, 21, 33], [1, 1, 1, 4, 9]
+    )
+    rule = pa.AttentionRule(0.3, window=window, kept=kept)
+    anchored = torch.randn(queries.shape, generator=torch.Generator().manual_seed(1))
+    whole = pa.attend_reference(queries, keys, values, batch, rule, anchored)
+    front = -(-kept // block_size)
+
+    def cut(blocks: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
+        stop = max(front, (first - window + 1) // block_size)
+        return torch.cat([blocks[:front], blocks[stop:]]), (stop - front) * block_size
+
+    spans = []
+    for span in batch.spans:
+        blocks, gap = cut(span.block_ids, span.num_cached - (span.end - span.begin))
+        spans.append(
+            pa.SequenceSpan(span.begin, span.end, span.num_cached, blocks, front * block_size, gap)
+        )
+    group = batch.decode
+    assert group is not None
+    tables, gaps = [], []
+    for length, row in zip(group.lengths.tolist(), group.block_ids.view(3, -1), strict=True):
+        blocks, gap = cut(row[: -(-length // block_size)], length - 1)
+        tables.append(blocks)
+        gaps.append(gap)
+    padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).flatten()
+    decode = pa.DecodeGroup(
+        group.rows, padded, group.lengths, torch.tensor(gaps), front * block_size
+    )
+    assert max(gaps) > 0
+    assert max(span.gap for span in spans) > 0
+    held = pa.AttentionBatch(spans, decode, block_size, queries.dtype)
+    for attend, given in (
+        (pa.attend_sdpa, batch),
+        (pa.attend_sdpa, held),
+        (pa.attend_reference, held),
+    ):
+        got = attend(queries, keys, values, given, rule, anchored)
+        torch.testing.assert_close(got, whole, atol=1e-5, rtol=1e-5)
