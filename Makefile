@@ -11,6 +11,9 @@ export OMP_NUM_THREADS
 demo: $(INSTALLED)
 	$(VENV)/bin/llmopt run recipes/quickstart.yaml
 
+# The models of the tests are too small for a second thread to pay.
+test nightly: export OMP_NUM_THREADS = 1
+
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest
 

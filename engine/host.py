@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use: its affinity, cut by the control group's quota."""
+    """CPU cores that this process may use: its affinity, cut by the control group's quota and by
+    OMP_NUM_THREADS, where the user set that."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -18,7 +19,8 @@ def usable_cores() -> int:
             cores = min(cores, max(1, int(quota) // int(period)))
     except (OSError, ValueError):
         pass
-    return cores
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return min(cores, int(asked)) if asked.isdigit() and int(asked) else cores
 
 
 def available_memory_bytes() -> int:
