@@ -19,7 +19,7 @@ test: $(INSTALLED)
 
 # The random walk over scheduler and block pool, of more than 20,000 steps.
 nightly: $(INSTALLED)
-	LLMOPT_WALK_EXAMPLES=1200 $(VENV)/bin/python -m pytest tests/engine/test_scheduler_walk.py
+	LLMOPT_WALK_EXAMPLES=2000 $(VENV)/bin/python -m pytest tests/engine/test_scheduler_walk.py
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
