@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..quant.errors import BadInput
-from ..quant.models import resolve_model, tokenizer_arguments
+from ..quant.models import load_tokenizer, resolve_model
 from ..quant.open import open_checkpoint
 from .arrivals import arrival_offsets, ramp_offsets
 from .custom import custom_workload
@@ -114,25 +114,6 @@ def freeze_workload(options: BenchOptions, path: Path) -> Workload:
     workload = build_workload(options, load_tokenizer(folder), limit)
     write_frozen(workload, path, model=options.model or folder.name)
     return workload
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model in a folder.
-
-    Raises:
-        BadInput: it does not load.
-    """
-    from transformers import AutoTokenizer
-
-    arguments = tokenizer_arguments(folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**arguments)
-    except Exception as error:  # transformers raises whatever the broken file led to
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{folder}: the tokenizer does not load: {reason}") from error
-    # How long is too long is said by the data sets; the tokenizer's warning would only add noise.
-    tokenizer.model_max_length = int(1e30)
-    return tokenizer
 
 
 def requests_of(

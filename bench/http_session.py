@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..quant.errors import BadInput
-from ..quant.models import bundled_models, resolve_model, tokenizer_arguments
+from ..quant.models import bundled_models, load_tokenizer, resolve_model
 from ..quant.progress import Progress, Silent
 from . import result as record
 from .client.address import BACKENDS, CHAT, COMPLETIONS, Address, Body
@@ -25,9 +25,10 @@ from .client.certify import ClientError, judge, measure_client
 from .client.fleet import Fleet, FleetPass, default_workers
 from .client.job import Exchange, Shot
 from .cost import cost_part
-from .datasets import arrival_words, build_workload, settled, warmup_workload
+from .datasets import build_workload, settled, warmup_workload
 from .energy import EnergyMeter, no_energy
 from .environment import describe, machine_name
+from .identity import load_words
 from .machine_load import CpuTimes, other_load
 from .machine_state import machine_state
 from .options import DEFAULT_CONCURRENCY, BenchOptions
@@ -251,16 +252,7 @@ class HttpSession:
             "target": TARGET,
             "workload": workload.name,
             "workload_sha256": workload.sha256,
-            "load": {
-                "num_prompts": options.num_prompts,
-                "request_rate": options.rate if options.request_rate else "inf",
-                "burstiness": options.burstiness,
-                **arrival_words(options, workload),
-                "max_concurrency": options.concurrency,
-                "ignore_eos": options.ignore_eos,
-                "temperature": options.temperature,
-                "seed": options.seed,
-            },
+            "load": load_words(options, workload),
             "engine": {
                 "backend": CHAT if BACKENDS[options.backend] == CHAT else COMPLETIONS,
                 "path": self._address.path,
@@ -424,24 +416,6 @@ def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Pa
         f"no tokenizer for {' or '.join(map(repr, names))}: give --tokenizer FOLDER, a bundled model or a "
         "hub id"
     )
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model's folder.
-
-    Raises:
-        BadInput: it does not load.
-    """
-    from transformers import AutoTokenizer
-
-    arguments = tokenizer_arguments(folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**arguments)
-    except Exception as error:  # transformers raises whatever the broken file led to
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{folder}: the tokenizer does not load: {reason}") from error
-    tokenizer.model_max_length = int(1e30)  # its warning about long texts is not for us
-    return tokenizer
 
 
 def first_tokens(tokenizer: Any, count: int) -> list[int]:

@@ -31,16 +31,7 @@ def identity(
         "target": InProcessTarget.name,
         "workload": workload.name,
         "workload_sha256": workload.sha256,
-        "load": {
-            "num_prompts": options.num_prompts,
-            "request_rate": options.rate if options.request_rate else "inf",
-            "burstiness": options.burstiness,
-            **arrival_words(options, workload),
-            "max_concurrency": options.concurrency,
-            "ignore_eos": options.ignore_eos,
-            "temperature": options.temperature,
-            "seed": options.seed,
-        },
+        "load": load_words(options, workload),
         "engine": {
             "max_model_len": engine.max_model_len,
             "max_num_seqs": options.max_num_seqs,
@@ -52,6 +43,20 @@ def identity(
         },
         "device": str(engine.device),
         "machine": machine_name(str(engine.device)),
+    }
+
+
+def load_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
+    """What is sent, when, and how tokens are chosen."""
+    return {
+        "num_prompts": options.num_prompts,
+        "request_rate": options.rate if options.request_rate else "inf",
+        "burstiness": options.burstiness,
+        **arrival_words(options, workload),
+        "max_concurrency": options.concurrency,
+        "ignore_eos": options.ignore_eos,
+        "temperature": options.temperature,
+        "seed": options.seed,
     }
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from ..quant.errors import BadInput
-from ..quant.models import resolve_model
+from ..quant.models import load_tokenizer, resolve_model
 from ..quant.open import open_checkpoint
 from .best_of import BestOf
 from .block_pool import BlockPool
 from .completion_text import CompletionText
 from .config import EngineConfig
 from .device import choose_device, choose_dtype
+from .end_tokens import end_token_ids
 from .kv_cache import KvCache, choose_num_blocks, kv_bytes_per_token, stored_dtype, stored_name
 from .lora.settings import adapter_salt
 from .model_runner import ModelRunner, StepResult
@@ -38,7 +39,6 @@ from .scoring import prompt_logits
 from .speculation.open import draft_length, open_draft_model, open_proposer
 from .step_plan import StepPlan
 from .step_trace import StepRecorder
-from .tokenizer import end_token_ids, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from .lora.bank import rows_by_adapter
 from .model.attention import StepInputs
 from .model.open import CausalModel
 from .outputs import TokenLogprobs
-from .sampler import Sampler, SamplingRow, token_logprobs
+from .sampler import Sampler, SamplingRow, choose, token_logprobs
 from .speculation.proposer import Guesses, Proposer
 from .speculation.verify import accepted_tokens, num_agreeing
 from .step_inputs import Run, step_inputs
@@ -134,35 +134,37 @@ class ModelRunner:
         if not draws:
             return
         logits = self.decoder.logits(hidden.index_select(0, self._tensor(ends)))
-        tokens, logprobs = self._sampler.draw(logits, draws)
-        for run, span in spans:
-            name, drawn, scored = run.row.sequence_id, tokens[span], logprobs[span]
+        if self._by_rejection:
+            chosen = [self._by_rejecting(run, logits[span], draws[span]) for run, span in spans]
+        else:
+            tokens, logprobs = self._sampler.draw(logits, draws)
+            chosen = []
+            for run, span in spans:
+                kept = span
+                if run.guesses is not None:
+                    count = num_agreeing(run.guessed, tokens[span]) + 1
+                    kept = slice(span.start, span.start + count)
+                chosen.append((tokens[kept], logprobs[kept]))
+        for (run, _), (drawn, scored) in zip(spans, chosen, strict=True):
+            name = run.row.sequence_id
+            result.tokens[name], result.logprobs[name] = drawn, scored
             if run.guesses is not None:
                 result.num_guesses[name] = len(run.guessed)
-                drawn = self._standing(run, run.guesses, drawn, logits[span], draws[span])
-                scored = self._scored(drawn, logits[span], run.row.params.logprobs)
-            result.tokens[name], result.logprobs[name] = drawn, scored
 
-    def _standing(
-        self,
-        run: _GuessedRow,
-        guesses: Guesses,
-        drawn: list[int],
-        logits: torch.Tensor,
-        draws: Sequence[SamplingRow],
-    ) -> list[int]:
-        """The guesses of a run that stand, and the token behind them; `drawn` are the target's own."""
-        if self._by_rejection:
-            target = self._sampler.distributions(logits, draws)
-            return accepted_tokens(target, guesses, run.row.seed, len(run.row.history))
-        return drawn[: num_agreeing(run.guessed, drawn) + 1]
-
-    def _scored(
-        self, tokens: Sequence[int], logits: torch.Tensor, wanted: int | None
-    ) -> list[TokenLogprobs | None]:
+    def _by_rejecting(
+        self, run: _GuessedRow, logits: torch.Tensor, draws: Sequence[SamplingRow]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """The guesses of a row that stand and the token behind them, or its samples; their logprobs."""
+        target = self._sampler.distributions(logits, draws)
+        if run.guesses is None:
+            pairs = zip(target, draws, strict=True)
+            drawn = [choose(by, draw.seed, len(draw.history)) for by, draw in pairs]
+        else:
+            drawn = accepted_tokens(target, run.guesses, run.row.seed, len(run.row.history))
+        wanted = run.row.params.logprobs
         if wanted is None:
-            return [None] * len(tokens)
-        return [token_logprobs(logits[i], token, wanted) for i, token in enumerate(tokens)]
+            return drawn, [None] * len(drawn)
+        return drawn, [token_logprobs(logits[i], token, wanted) for i, token in enumerate(drawn)]
 
     def _draw_of(
         self, row: ScheduledRow, guessed: Sequence[int] = (), seed: int | None = None
@@ -171,12 +173,14 @@ class ModelRunner:
         history = [*row.history, *guessed] if guessed else row.history
         num_output = len(history) - row.num_prompt_tokens
         barred: frozenset[int] = frozenset()
+        endings: frozenset[int] = frozenset()
         if num_output < row.params.min_tokens:
             barred = frozenset(row.params.stop_token_ids)
             if not row.params.ignore_eos:
                 barred |= self._eos_token_ids
+        if row.params.token_mask is not None:
+            endings = self._eos_token_ids.union(row.params.stop_token_ids)
         own = row.seed if seed is None else seed
-        endings = self._eos_token_ids.union(row.params.stop_token_ids)
         return SamplingRow(row.params, own, history, row.num_prompt_tokens, barred, endings)
 
     def _score_prompts(

@@ -68,6 +68,26 @@ def tokenizer_arguments(model: Path) -> dict[str, Any]:
     return arguments
 
 
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer of a model that `resolve_model` found.
+
+    Raises:
+        BadInput: it does not load.
+    """
+    from transformers import AutoTokenizer
+
+    arguments = tokenizer_arguments(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**arguments)
+    except Exception as error:  # transformers raises whatever the broken file led to
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{model}: the tokenizer does not load: {reason}") from error
+    # Whoever encodes says how long is too long; the tokenizer's warning would only add noise.
+    tokenizer.model_max_length = int(1e30)
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
+
+
 def _from_hub(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 

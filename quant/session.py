@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 from .errors import BadInput
 from .journal import sha256_of, sha256_of_file
 from .layer_stream import LayerStream
+from .models import load_tokenizer
 from .plan import Plan, QuantizeRequest, make_plan
 from .progress import Progress, Silent
 from .scheme import scheme_record
@@ -57,7 +58,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     asked = request.num_samples // 8 if request.held_out is None else request.held_out
     calibration = load_calibration(
         request.calibration,
-        load_tokenizer(plan.checkpoint),
+        load_tokenizer(plan.checkpoint.folder),
         num_samples=request.num_samples,
         seq_len=plan.seq_len,
         seed=request.seed,
@@ -150,17 +151,6 @@ def _planned(request: QuantizeRequest) -> QuantizeRequest:
 
 def _digest(facts: dict[str, Any]) -> str:
     return sha256_of(json.dumps(facts, sort_keys=True).encode())
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The tokenizer of a checkpoint, or BadInput."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint.folder)
-    except Exception as error:  # a missing or broken file fails in many ways in there
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInput(f"{checkpoint.folder} has no usable tokenizer: {reason}") from error
 
 
 def _source_hashes(checkpoint: Checkpoint) -> dict[str, str]:

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmopt.bench.datasets import build_workload
-from llmopt.bench.http_session import load_tokenizer
 from llmopt.bench.options import BenchOptions
+from llmopt.quant.models import load_tokenizer
 from llmopt.recipes import DEFAULT_MODEL, MODELS
 
 PROMPTS, OUTPUT_LEN, CONCURRENCY = 48, 64, 4

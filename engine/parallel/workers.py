@@ -126,17 +126,21 @@ def open_parts(
         PeerLost: a worker ended while it loaded.
     """
     size, folder = config.tensor_parallel_size, checkpoint.folder
-    if size == 1:
-        model, longest = open_model(
+
+    def own(shard: Shard | None = None) -> tuple[CausalModel, int]:
+        return open_model(
             checkpoint,
             config.max_model_len,
             device,
             dtype,
             config.cpu_activations,
             config.loras,
-            stream=config.stream,
+            shard,
+            config.stream,
         )
-        return model, longest, None
+
+    if size == 1:
+        return *own(), None
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise BadInput(
             f"tensor_parallel_size = {size}: this machine has {torch.cuda.device_count()} CUDA devices"
@@ -155,16 +159,7 @@ def open_parts(
     )
     workers = Workers(setup)
     try:
-        model, longest = open_model(
-            checkpoint,
-            config.max_model_len,
-            device,
-            dtype,
-            config.cpu_activations,
-            config.loras,
-            Shard(0, size, workers.group),
-            config.stream,
-        )
+        model, longest = own(Shard(0, size, workers.group))
         workers.meet()
     except BaseException:
         for process in workers.processes:  # still busy with loading

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...quant.errors import BadInput
-from ...quant.models import resolve_model
+from ...quant.models import load_tokenizer, resolve_model
 from ...quant.open import open_checkpoint
 from ..kv_cache import KvCache
 from ..model.open import CausalModel, open_model
@@ -35,8 +35,6 @@ def open_draft_model(
     """
     if options is None or options.draft_model is None:
         return None
-    from ..tokenizer import load_tokenizer
-
     folder = resolve_model(str(options.draft_model))
     if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise BadInput(

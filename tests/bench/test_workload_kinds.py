@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llmopt.bench.arrivals import ramp_offsets
-from llmopt.bench.datasets import build_workload, load_tokenizer, locate_dataset
+from llmopt.bench.datasets import build_workload, locate_dataset
 from llmopt.bench.hub import hub_rows, hub_workload
 from llmopt.bench.options import BenchOptions, checked
 from llmopt.bench.prefix import prefix_repetition_workload
 from llmopt.bench.sonnet import sonnet_workload
 from llmopt.bench.workload import fit_lengths
 from llmopt.quant.errors import BadInput
+from llmopt.quant.models import load_tokenizer
 from llmopt.recipes import MODELS
 
 

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from llmopt.bench.datasets import load_tokenizer
 from llmopt.bench.sharegpt import sharegpt_workload
+from llmopt.quant.models import load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 FILES = ("dpo_en_300.json", "sharegpt_multiturn_128.json")

@@ -132,6 +132,19 @@ def test_rejection_keeps_the_greedy_tokens() -> None:
         assert generate(GREEDY, speculation)[0] == expected
 
 
+def test_rejection_without_a_guess_draws_as_without_speculation() -> None:
+    never = SpeculationConfig("ngram", ngram_min=64, ngram_max=64, acceptance="rejection")
+    params = SamplingParams(temperature=0.9, seed=4, n=3, max_tokens=12, logprobs=1)
+    results = [
+        LLM("stories3M", dtype="float32", num_threads=1, speculation=speculation).generate(
+            PROMPTS[:2], params
+        )
+        for speculation in (None, never)
+    ]
+    for one, other in zip(*results, strict=True):
+        assert one.completions == other.completions
+
+
 SAMPLES = 50_000
 
 

@@ -287,7 +287,7 @@ def test_a_crash_before_any_durable_step_changes_no_byte(
     tmp_path: Path, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps that touch the disk: every third, and each of the last ones, which tidy up."""
-    tokenizer = session.load_tokenizer(Checkpoint(MODELS / "stories260K"))
+    tokenizer = session.load_tokenizer(MODELS / "stories260K")
     monkeypatch.setattr(session, "load_tokenizer", lambda _: tokenizer)
     whole = quantize(small_request(tmp_path / "whole")).output
     expected = contents(whole)
