@@ -14,6 +14,8 @@ from . import verdict_options as v
 from . import workload_options as w
 from .options import (
     AttentionSinks,
+    CpuActivations,
+    KvCacheDtype,
     Lora,
     ModelArgument,
     ModelOption,
@@ -128,13 +130,7 @@ def bench(
     num_threads: Annotated[
         int | None, typer.Option(help="CPU threads of a step.", rich_help_panel=ENGINE)
     ] = None,
-    cpu_activations: Annotated[
-        int,
-        typer.Option(
-            help="Bits of what quantized weights are multiplied with on a CPU, 8 or 16.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = 16,
+    cpu_activations: CpuActivations = 16,
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens in a sequence.", rich_help_panel=ENGINE)
     ] = None,
@@ -148,13 +144,7 @@ def bench(
     block_size: Annotated[
         int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=ENGINE)
     ] = None,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(
-            help="How keys and values are stored: auto (as --dtype), bfloat16, float32, fp8 or int8.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
     kv_cache_memory_bytes: Annotated[
         int | None, typer.Option(help="Size of the KV cache.", rich_help_panel=ENGINE)
     ] = None,

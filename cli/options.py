@@ -50,3 +50,17 @@ AttentionSinks = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(
+        help="How keys and values are stored: auto (as --dtype), bfloat16, float32, fp8 or int8.",
+        rich_help_panel="Engine",
+    ),
+]
+CpuActivations = Annotated[
+    int,
+    typer.Option(
+        help="Bits of what quantized weights are multiplied with on a CPU, 8 or 16.",
+        rich_help_panel="Engine",
+    ),
+]

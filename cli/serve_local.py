@@ -9,6 +9,8 @@ import typer
 from . import speculation_options as speculation
 from .options import (
     AttentionSinks,
+    CpuActivations,
+    KvCacheDtype,
     Lora,
     ModelArgument,
     ModelOption,
@@ -43,20 +45,12 @@ def serve_local(
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Size of the KV cache, as in 4GiB. Default: derived.")
     ] = None,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(
-            help="How keys and values are stored: auto (as --dtype), bfloat16, float32, fp8 or int8."
-        ),
-    ] = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its beginning.")
     ] = False,
-    cpu_activations: Annotated[
-        int,
-        typer.Option(help="Bits of what quantized weights are multiplied with on a CPU, 8 or 16."),
-    ] = 16,
+    cpu_activations: CpuActivations = 16,
     tensor_parallel_size: TensorParallelSize = 1,
     window: Window = None,
     attention_sinks: AttentionSinks = 0,

@@ -29,7 +29,7 @@ class SamplingRow:
         history: tokens so far, prompt first.
         num_prompt_tokens: how many of them are prompt.
         barred: tokens that must not come now (what would end a sequence that is too short to end).
-        endings: with a token mask, the tokens that end the sequence: they may come where it leaves nothing else.
+        endings: tokens that end the sequence; given with a token mask, which may leave nothing else.
     """
 
     params: SamplingParams
