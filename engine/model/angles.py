@@ -53,11 +53,13 @@ class StepAngles:
         angles = [(positions[:, None] * turn, factor) for turn, factor in self._frequencies]
         return [self._factors(x.cos() * factor, x.sin() * factor) for x, factor in angles]
 
-    def of_anchors(self, positions: torch.Tensor) -> Angles:
-        """At which the queries at `positions` meet the first tokens; none where no first tokens are kept."""
-        if self._stream is None or not self._stream.sinks:
-            return []
-        return self._looked_up(positions.clamp(max=self._stream.num_seen - 1))
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where tokens stand among those in sight, int64 [tokens]; their positions where sequences end."""
+        return positions if self._stream is None else positions.clamp(max=self._stream.num_seen - 1)
+
+    def of_anchors(self, places: torch.Tensor) -> Angles:
+        """At which queries at `places` meet the first tokens; none where no first tokens are kept."""
+        return self._looked_up(places) if self._stream is not None and self._stream.sinks else []
 
     def _looked_up(self, positions: torch.Tensor) -> Angles:
         return [

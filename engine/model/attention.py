@@ -70,10 +70,12 @@ class StepInputs:
 class Step:
     """What every layer of a step needs: its inputs, the angles of each rotation, the kernel.
 
-    `anchors` are the angles at which queries meet the first tokens of an endless sequence.
+    `places` are the positions within what is in sight, other than `inputs.positions` where a sequence has
+    no end; `anchors` are the angles at which queries then meet its first tokens.
     """
 
     inputs: StepInputs
+    places: torch.Tensor
     angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
     attend: AttentionKernel
     anchors: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
@@ -139,8 +141,9 @@ class HeadAttention:
             queries, keys = self.rotation(queries, step), self.rotation(keys, step)
         if self.turned_norm is not None:
             queries, keys = self.turned_norm(queries), self.turned_norm(keys)
+            anchored = None if anchored is None else self.turned_norm(anchored)
         if self.temperature is not None:
-            queries = _heated(queries, self.temperature, step.inputs.positions)
+            queries = _heated(queries, self.temperature, step.places)
         cache.keys.write(keys, step.inputs.slots)
         cache.values.write(values, step.inputs.slots)
         mixed = step.attend(
@@ -219,9 +222,7 @@ class LatentAttention:
 Attention = HeadAttention | LatentAttention
 
 
-def _heated(
-    queries: torch.Tensor, temperature: Temperature, positions: torch.Tensor
-) -> torch.Tensor:
-    steps = ((positions.float() + 1.0) / temperature.floor).floor()
+def _heated(queries: torch.Tensor, temperature: Temperature, places: torch.Tensor) -> torch.Tensor:
+    steps = ((places.float() + 1.0) / temperature.floor).floor()
     factor = steps.log1p() * temperature.weight + 1.0
     return (queries * factor[:, None, None]).to(queries.dtype)

@@ -158,8 +158,9 @@ class Decoder:
         if self.mirror is not None:
             self.mirror("forward", inputs)
         positions = inputs.positions
-        angles, anchors = self._angles.of(positions), self._angles.of_anchors(positions)
-        step = Step(inputs, angles, self._attend, anchors)
+        places = self._angles.places(positions)
+        angles, anchors = self._angles.of(positions), self._angles.of_anchors(places)
+        step = Step(inputs, places, angles, self._attend, anchors)
         if self._adapters is not None:
             self._adapters.rows = inputs.adapters
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)

@@ -142,14 +142,27 @@ def test_tokens_depend_on_nothing_but_the_prompt(tokens, kv):
     assert run(engine(kv_cache_dtype=kv, block_size=8), prompts[-1:], n=2) == expected[-1:] * 2
 
 
-ONE_LAYER = ["llama-3.1", "llama-linear-rope", "qwen2-yarn", "qwen3", "falcon-40b", "deepseek-v3"]
+# Llama 4 norms queries behind their rotation, and heats those of layers without one by their place.
+FULL = {"attention_chunk_size": None, "layer_types": ["full_attention"]}
+NORMED = {**FULL, "no_rope_layers": [1], "attn_temperature_tuning": False}
+HEATED = {**FULL, "no_rope_layers": [0], "floor_scale": 8}
+ONE_LAYER: list[tuple[str, dict[str, Any]]] = [
+    ("llama-3.1", {}),
+    ("llama-linear-rope", {}),
+    ("qwen2-yarn", {}),
+    ("qwen3", {}),
+    ("falcon-40b", {}),
+    ("deepseek-v3", {}),
+    ("llama-4", NORMED),
+    ("llama-4", HEATED),
+]
 
 
-@pytest.mark.parametrize("family", ONE_LAYER)
-def test_one_layer_sees_what_is_in_sight_and_nothing_else(family, tmp_path):
+@pytest.mark.parametrize(("family", "changes"), ONE_LAYER)
+def test_one_layer_sees_what_is_in_sight_and_nothing_else(family, changes, tmp_path):
     """With a single layer a token is what the plain model says after the tokens in sight alone."""
     kind, overrides = FAMILIES[family][:2]
-    save_model(tmp_path, kind, {**overrides, "num_hidden_layers": 1})
+    save_model(tmp_path, kind, {**overrides, "num_hidden_layers": 1, **changes})
     given = torch.randint(3, 500, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     stream = {"window": 20, "attention_sinks": 3}
     built = engine(tmp_path, block_size=4, max_num_batched_tokens=31, max_num_seqs=4, **stream)
