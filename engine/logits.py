@@ -18,8 +18,7 @@ from ..quant.errors import BadInput
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 """(tokens so far, prompt first; float32 scores [vocab]) → scores [vocab].
 
-The tokens are the engine's own list: to be read during the call, not kept or changed. The scores may be
-changed in place. The call must be a function of the two.
+The scores may be changed in place. The call must be a function of the two.
 """
 
 REMEMBERED_STATES = 256

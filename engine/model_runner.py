@@ -194,7 +194,7 @@ class ModelRunner:
             if wanted is not None and count > 0:
                 logits = self.decoder.logits(hidden[begin : begin + count])
                 result.prompt_logprobs[row.sequence_id] = [
-                    (position + 1, token_logprobs(scores, row.history[position + 1], wanted))
+                    (position + 1, token_logprobs(scores, row.tokens[position + 1], wanted))
                     for position, scores in zip(
                         range(row.start, row.start + count), logits, strict=True
                     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from .block_pool import BlockPool
+from .block_pool import NULL_BLOCK, BlockPool
 from .request import Request
 
 
@@ -59,7 +59,7 @@ class PrefixCache:
         hits: list[int] = []
         if not self._enabled or request.params.prompt_logprobs is not None:
             return hits
-        self._extend_chain(request, request.num_tokens)
+        self._extend_chain(request, request.num_known_tokens)
         parent = b""
         for index in range((request.num_tokens - 1) // self._block_size):
             name = request.block_hashes[index]
@@ -77,15 +77,14 @@ class PrefixCache:
             self.num_queried_tokens += request.num_tokens
             self.num_hit_tokens += num_hit_blocks * self._block_size
 
-    def insert(self, request: Request, num_computed_before: int) -> None:
-        """Offer the blocks of `request` that its last step filled to those that come after it."""
+    def insert(self, request: Request, start: int, end: int) -> None:
+        """Offer the blocks of `request` that its tokens from `start` to `end` filled to later steps."""
         if not self._enabled:
             return
-        self._extend_chain(request, request.num_computed_tokens)
-        first = num_computed_before // self._block_size
-        for index in range(first, request.num_computed_tokens // self._block_size):
+        self._extend_chain(request, end)
+        for index in range(start // self._block_size, end // self._block_size):
             name, block_id = request.block_hashes[index], request.block_ids[index]
-            if name in self._by_hash or block_id in self._hash_of:
+            if name in self._by_hash or block_id in self._hash_of or block_id == NULL_BLOCK:
                 continue
             parent = request.block_hashes[index - 1] if index else b""
             self._by_hash[name] = CachedBlock(block_id, parent, self._tokens(request, index))

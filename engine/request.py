@@ -34,11 +34,14 @@ class Request:
     """One sequence: a prompt and what has been generated after it.
 
     There is no phase. `token_ids` is what is known, `num_computed_tokens` of them have their keys and
-    values in the blocks of `block_ids`, and each step computes some of the difference. When it is gone,
-    the step samples the next token.
+    values in the blocks of `block_ids`, once the steps under way are done, and each step computes some of
+    the difference. When it is gone, the step samples the next token.
 
     The blocks in the places `dropped` of `block_ids` have gone back to the pool: no token will see them
     again.
+
+    The last `num_promised` of `token_ids` are places for what steps under way will draw. They count as
+    tokens, so that the next step can be scheduled, and become known when those steps are settled.
 
     A request for n > 1 completions is one sequence until its prompt is computed; then
     `num_completions - 1` sequences fork from it.
@@ -64,6 +67,7 @@ class Request:
     rank: Rank = (0, 0)
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
+    num_promised: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     dropped: range = range(0)
@@ -78,8 +82,18 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_known_tokens(self) -> int:
+        return len(self.token_ids) - self.num_promised
+
+    @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Known ones."""
+        return self.num_known_tokens - self.num_prompt_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last token that it may have is known or under way."""
+        return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
 
     @property
     def held_block_ids(self) -> list[int]:

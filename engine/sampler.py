@@ -141,7 +141,7 @@ def processed(processor: LogitsProcessor, row: SamplingRow, scores: torch.Tensor
     Raises:
         BadInput: something of another shape.
     """
-    found = processor(row.history, scores)
+    found = processor(list(row.history), scores)
     if not isinstance(found, torch.Tensor) or found.shape != scores.shape:
         raise BadInput(
             f"the logits processor {processor!r} gave {getattr(found, 'shape', type(found))}: need "

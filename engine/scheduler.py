@@ -11,7 +11,7 @@ from .prefix_cache import PrefixCache
 from .request import Rank, Request, RequestStatus, RequestTimes, Token
 from .scheduler_config import SchedulerConfig
 from .scheduling_policy import rank_of
-from .step_plan import ScheduledRow, StepPlan
+from .step_plan import PROMISED, ScheduledRow, StepPlan
 from .stop import stop_token_reason
 from .window import take_out
 
@@ -99,8 +99,9 @@ class Scheduler:
         scheduled: dict[str, tuple[Request, int]] = {}
         guesses: dict[str, int] = {}
 
-        num_after = len(self.running)
-        for request in list(self.running):
+        active = [request for request in self.running if not request.is_complete]
+        num_after = len(active)
+        for request in active:
             num_after -= 1
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for the sake of one before it
@@ -121,7 +122,7 @@ class Scheduler:
 
         while self._waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self._waiting[0][1]
-            if not self._admit(request, now):
+            if request.is_complete or not self._admit(request, now):
                 break
             heapq.heappop(self._waiting)
             num_new = self._chunk(request, budget)
@@ -130,10 +131,10 @@ class Scheduler:
 
         copies = tuple((source, destination) for destination, source in self._copies.items())
         self._copies.clear()
-        rows = (
+        rows = [
             self._row(request, num_new, guesses.get(sequence_id, 0))
             for sequence_id, (request, num_new) in scheduled.items()
-        )
+        ]
         return StepPlan(tuple(rows), copies)
 
     def update(
@@ -147,17 +148,22 @@ class Scheduler:
         """Take the tokens that a step drew, `num_samples` for each row that asked for some.
 
         A row that asked for one may bring a run of them: guesses that stood, and the token behind them.
-        Sequences that were aborted meanwhile are passed over. Returns the tokens in row order; a
-        sequence whose token was its last is finished and has let go of its blocks.
+        Sequences that ended meanwhile are passed over. Returns the tokens in row order; a sequence whose
+        token was its last is finished and has let go of its blocks.
+
+        Plans are settled in the order in which they were scheduled. One more may have been scheduled
+        meanwhile, unless this one `decides_next`: steps run in order, so a block that is let go of here
+        is not written by its next holder before the step under way has read it.
         """
+        plan.keep(sampled)
         tokens: list[Token] = []
         for index, row in enumerate(plan.rows):
-            request = self._requests.get(row.sequence_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            request = self.request_of(row)
+            if request is None:
                 continue
-            before, request.num_computed_tokens = request.num_computed_tokens, row.end
-            self.cache.insert(request, before)
-            self._drop_behind_window(request)
+            if request.status is RequestStatus.RUNNING:  # else it was preempted since
+                self.cache.insert(request, row.start, min(row.end, request.num_computed_tokens))
+                self._drop_behind_window(request)
             if not row.num_samples:
                 continue
             drawn = sampled[row.sequence_id]
@@ -172,6 +178,11 @@ class Scheduler:
                 self._append(member, token_id, eos, now)
         return tokens
 
+    def request_of(self, row: ScheduledRow) -> Request | None:
+        """The sequence of a row, unless it ended since; another one may have its name by now."""
+        request = self._requests.get(row.sequence_id)
+        return request if request is not None and request.token_ids is row.tokens else None
+
     def _take_run(
         self, request: Request, row: int, drawn: Sequence[int], eos: frozenset[int], now: float
     ) -> list[Token]:
@@ -179,11 +190,9 @@ class Scheduler:
         tokens: list[Token] = []
         for sample, token_id in enumerate(drawn):
             if sample:  # the guess before this one stood: its keys and values are in the cache
-                before, request.num_computed_tokens = (
-                    request.num_computed_tokens,
-                    request.num_tokens,
-                )
-                self.cache.insert(request, before)
+                before, end = request.num_computed_tokens, request.num_tokens
+                request.num_computed_tokens = end
+                self.cache.insert(request, before, end)
             tokens.append(Token(request, token_id, row, sample))
             self._append(request, token_id, eos, now)
             if request.status is RequestStatus.FINISHED:
@@ -237,10 +246,11 @@ class Scheduler:
         The last token of a sequence is never computed, so the last guess is for the one before it.
         """
         known = request.num_computed_tokens + num_new == request.num_tokens
-        if self.config.guessing is None or not known or not request.num_output_tokens:
+        answering = request.num_tokens > request.num_prompt_tokens
+        if self.config.guessing is None or not known or not answering:
             return 0
         end = request.num_computed_tokens + num_new
-        left = request.max_tokens - request.num_output_tokens - 1
+        left = request.max_tokens - (request.num_tokens - request.num_prompt_tokens) - 1
         count = max(0, min(left, budget, self.config.guessing.best(request.acceptance.rate)))
         needed = self.config.num_blocks(end + count) - len(request.block_ids)
         if needed > self.pool.num_free - len(self.running):
@@ -275,21 +285,27 @@ class Scheduler:
         return True
 
     def _row(self, request: Request, num_new: int, num_guesses: int) -> ScheduledRow:
+        """The row of a sequence, which from now on counts as computed."""
         start = request.num_computed_tokens
         end = start + num_new
-        return ScheduledRow(
+        row = ScheduledRow(
             sequence_id=request.sequence_id,
             start=start,
-            token_ids=request.token_ids[start:end],
-            block_ids=request.block_ids,
+            end=end,
+            tokens=request.token_ids,
+            block_ids=list(request.block_ids),
             num_samples=request.num_completions if end == request.num_tokens else 0,
-            history=request.token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             params=request.params,
             seed=request.seed,
             lora=request.lora,
             num_guesses=num_guesses,
         )
+        request.num_computed_tokens = end
+        if row.promises:
+            request.token_ids.append(PROMISED)
+            request.num_promised += 1
+        return row
 
     def _wait(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
@@ -305,7 +321,10 @@ class Scheduler:
         self._wait(request)
 
     def _append(self, request: Request, token_id: int, eos: frozenset[int], now: float) -> None:
-        request.token_ids.append(token_id)
+        if request.num_promised:
+            request.num_promised -= 1  # it lies in its place
+        else:
+            request.token_ids.append(token_id)
         request.times.last_token = now
         if request.times.first_token is None:
             request.times.first_token = now
@@ -376,6 +395,9 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if entry[1] is not request]
             heapq.heapify(self._waiting)
         del self._requests[request.sequence_id]
+        # A step under way keeps the list with the places that it fills.
+        request.token_ids = request.token_ids[: request.num_known_tokens]
+        request.num_promised = 0
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
 

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import overload
 
 from .sampling_params import SamplingParams
+
+PROMISED = -1
+"""In the place of a token that a step under way will draw."""
+
+
+class Prefix(Sequence[int]):
+    """The first `length` tokens of a list that others lengthen: a view, because sequences are long."""
+
+    __slots__ = ("_length", "_tokens")
+
+    def __init__(self, tokens: Sequence[int], length: int) -> None:
+        self._tokens = tokens
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self._tokens, self._length)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return self._tokens[slice(*index.indices(self._length))]
+        return self._tokens[range(self._length)[index]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,23 +44,23 @@ class ScheduledRow:
 
     Attributes:
         sequence_id: whose they are.
-        start: position of the first one; everything before it is in the KV cache.
-        token_ids: the tokens to compute.
+        start, end: positions of the first one and behind the last; those before are in the KV cache.
+        tokens: the sequence's own list. A token that the step before draws is known in it when this step
+            runs, and the place behind `end` is kept for the one that this step draws, if it `promises` one.
         block_ids: the blocks of the sequence from position 0 on, wide enough for these tokens.
         num_samples: tokens to draw after the last one; 0 where the known tokens are not exhausted.
-        history: all known tokens of the sequence, for penalties.
-        num_prompt_tokens: how many of `history` are prompt.
+        num_prompt_tokens: how many of `tokens` are prompt.
         params, seed: how to draw.
         lora: the adapter that computes them, if any.
-        num_guesses: tokens behind `token_ids` for which there are slots, should somebody guess them.
+        num_guesses: tokens behind `end` for which there are slots, should somebody guess them.
     """
 
     sequence_id: str
     start: int
-    token_ids: Sequence[int]
+    end: int
+    tokens: list[int]
     block_ids: Sequence[int]
     num_samples: int
-    history: Sequence[int]
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
@@ -38,13 +68,23 @@ class ScheduledRow:
     num_guesses: int = 0
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
+    def token_ids(self) -> Sequence[int]:
+        """The tokens to compute."""
+        return self.tokens[self.start : self.end]
 
     @property
-    def end(self) -> int:
-        """Tokens in the KV cache once the step is done."""
-        return self.start + len(self.token_ids)
+    def history(self) -> Sequence[int]:
+        """All tokens before the one that this step draws."""
+        return Prefix(self.tokens, self.end)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def promises(self) -> bool:
+        """Whether exactly one token comes of it, so that the next step can be scheduled before this one ran."""
+        return self.num_samples == 1 and not self.num_guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +93,17 @@ class StepPlan:
 
     rows: tuple[ScheduledRow, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def decides_next(self) -> bool:
+        """Whether where the next step begins depends on what this one draws."""
+        return any(row.num_samples and not row.promises for row in self.rows)
+
+    def keep(self, drawn: Mapping[str, Sequence[int]]) -> None:
+        """Put the tokens that were promised in their places; a second time changes nothing."""
+        for row in self.rows:
+            if row.promises:
+                row.tokens[row.end] = drawn[row.sequence_id][0]
 
     @property
     def num_tokens_of(self) -> dict[str, int]:
