@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from . import protection_options as protection
 from . import speculation_options as speculation
 from .options import (
     AttentionSinks,
@@ -64,12 +65,17 @@ def serve_local(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name for clients. Default: the model's.")
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="LLMOPT_API_KEY", help="Ask clients for this key. Default: ask for none."
-        ),
-    ] = None,
+    api_key: protection.ApiKey = None,
+    cors_origin: protection.CorsOrigin = None,
+    max_body: protection.MaxBody = "16MiB",
+    max_header: protection.MaxHeader = "32KiB",
+    body_timeout: protection.BodyTimeout = 30.0,
+    max_concurrency_per_key: protection.MaxConcurrencyPerKey = None,
+    max_queue_per_key: protection.MaxQueuePerKey = 0,
+    max_waiting: protection.MaxWaiting = 4096,
+    request_timeout: protection.RequestTimeout = 3600.0,
+    drain_seconds: protection.DrainSeconds = 5.0,
+    log_prompts: protection.LogPrompts = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="When ready, print url, model and pid as one JSON line."),
@@ -82,6 +88,7 @@ def serve_local(
     from ..engine.lora.settings import parse_adapters
     from ..engine.planner.units import parse_bytes
     from ..engine.server.launch import base_url, bind
+    from ..engine.server.server_options import ServerOptions
     from ..quant.errors import BadInput
     from ..quant.models import resolve_model
     from ..recipes import DEFAULT_MODEL
@@ -89,8 +96,19 @@ def serve_local(
 
     if model is not None and model_option is not None and model != model_option:
         raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")
-    if api_key == "":
-        raise BadInput("the API key is empty: give one, or leave --api-key out")
+    options = ServerOptions(
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        max_body_bytes=parse_bytes(max_body),
+        max_header_bytes=parse_bytes(max_header),
+        body_timeout_seconds=body_timeout,
+        max_concurrency_per_key=max_concurrency_per_key,
+        max_queue_per_key=max_queue_per_key,
+        max_waiting=max_waiting,
+        request_timeout_seconds=request_timeout,
+        drain_seconds=drain_seconds,
+        log_prompts=log_prompts,
+    )
     name = model or model_option or DEFAULT_MODEL
     config = EngineConfig(
         model=name,
@@ -131,14 +149,15 @@ def serve_local(
     from ..engine.server.launch import serve
 
     engine = Engine(config)
-    app = create_app(engine, model_name=served, api_key=api_key)
+    app = create_app(engine, model_name=served, options=options)
     url = base_url(listener)
     facts = (
         f"{str(engine.dtype).removeprefix('torch.')} on {engine.device}, "
         f"{_context(engine)}, "
         f"chat template: {describe_template(app.state.service.text)}"
     )
-    serve(app, listener, on_ready=lambda: _announce(url, served, facts, api_key, as_json))
+    has_key = bool(options.api_keys)
+    serve(app, listener, on_ready=lambda: _announce(url, served, facts, has_key, as_json))
     people.print("stopped")
 
 
@@ -148,7 +167,7 @@ def _context(engine: Engine) -> str:
     return f"context {engine.max_model_len} tokens"
 
 
-def _announce(url: str, model: str, facts: str, api_key: str | None, as_json: bool) -> None:
+def _announce(url: str, model: str, facts: str, has_key: bool, as_json: bool) -> None:
     import json
     import os
 
@@ -156,7 +175,7 @@ def _announce(url: str, model: str, facts: str, api_key: str | None, as_json: bo
         typer.echo(json.dumps({"url": url, "model": model, "pid": os.getpid()}))
         return
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 64})
-    key = "" if api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
     typer.echo(f"ready: {model} at {url}/v1 ({facts})")
     typer.echo(
         f"try: curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,45 +9,30 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..engine import Engine
 from .chat import chat_router
 from .completions import completions_router
-from .errors import ApiError, Unavailable, error_response, install
+from .errors import Unavailable, install
+from .exposition import Exposition
 from .generation import Service
+from .guard import Guard
 from .loop import EngineLoop
+from .server_options import ServerOptions
 from .text import PLAIN_TEMPLATE, Tokenization
 
 
-class ApiKeyGuard:
-    """Lets only requests with `Authorization: Bearer KEY` through; `/health` is open, for probes."""
-
-    OPEN_PATHS = frozenset({"/health"})
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self.OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
-                refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-                response = error_response(refusal, {"WWW-Authenticate": "Bearer"})
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-def create_app(engine: Engine, *, model_name: str, api_key: str | None = None) -> FastAPI:
+def create_app(engine: Engine, *, model_name: str, options: ServerOptions | None = None) -> FastAPI:
     """An OpenAI-compatible application that serves `engine` as `model_name`.
 
     It starts the engine's thread when it starts up; from then on nothing else may touch `engine`.
     `app.state.loop` is its `EngineLoop`, `app.state.service` what the endpoints share.
     """
-    loop = EngineLoop(engine)
+    options = options or ServerOptions()
+    loop = EngineLoop(engine, options)
     service = Service(
         loop,
         Tokenization(engine.tokenizer),
@@ -74,13 +58,20 @@ def create_app(engine: Engine, *, model_name: str, api_key: str | None = None) -
         redoc_url=None,
         telemetry={"auto_configure": False, "tracing": False, "metrics": False, "logs": False},
     )
-    app.state.loop, app.state.service = loop, service
+    app.state.loop, app.state.service, app.state.options = loop, service, options
     install(app)
-    if api_key is not None:
-        app.add_middleware(ApiKeyGuard, key=api_key)
+    app.add_middleware(Guard, options=options, count=loop.metrics.responses)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
     cards = _model_cards(engine, service)
+    exposition = Exposition(engine, loop, model_name)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -88,6 +79,17 @@ def create_app(engine: Engine, *, model_name: str, api_key: str | None = None) -
         if loop.unavailable is not None:
             raise Unavailable(loop.unavailable)
         return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        """200 once the engine is warm and while it serves, 503 before and after."""
+        if not loop.is_ready:
+            raise Unavailable(loop.unavailable or "the engine is warming up")
+        return {"status": "ready"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:

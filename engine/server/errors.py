@@ -16,19 +16,31 @@ from ...quant.errors import BadInput
 
 _log = logging.getLogger(__name__)
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    429: "rate_limit_error",
+}
 
 
 class ApiError(Exception):
-    """A request that the server answers with an error of its own choosing."""
+    """A request that the server answers with an error of its own choosing, and `headers` beside it."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.headers = headers
 
     def body(self) -> dict[str, Any]:
         return error_body(self.status, str(self), self.param, self.code)
@@ -39,6 +51,20 @@ class Unavailable(ApiError):
 
     def __init__(self, message: str) -> None:
         super().__init__(503, message, code="engine_unavailable")
+
+
+class TooMany(ApiError):
+    """There is no room for the request now; `headers` say when to try again."""
+
+    def __init__(self, message: str, headers: Mapping[str, str]) -> None:
+        super().__init__(429, message, code="rate_limit_exceeded", headers=headers)
+
+
+class TimedOut(ApiError):
+    """The answer took longer than the server lets any take."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(504, f"the answer was not complete after {seconds:g} s", code="timeout")
 
 
 def error_body(
@@ -57,8 +83,8 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"the server failed on this request ({type(error).__name__})")
 
 
-def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, headers)
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
 def install(app: FastAPI) -> None:
@@ -74,7 +100,8 @@ def install(app: FastAPI) -> None:
 
     async def answer_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return error_response(ApiError(error.status_code, str(error.detail)), error.headers)
+        refusal = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        return error_response(refusal)
 
     for kind in (ApiError, BadInput):
         app.add_exception_handler(kind, answer)

@@ -15,10 +15,10 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
 
-from ...quant.errors import BadInput
+from ...quant.errors import BadInput, Failure
 
-DRAIN_SECONDS = 5.0
-"""How long requests in flight may go on after the signal to stop."""
+LONGEST_REQUEST_HEAD = 1 << 20
+"""Bytes of address and headers that are read at all; `ServerOptions` says how many are accepted."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -59,40 +59,40 @@ def base_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(
-    app: FastAPI,
-    listener: socket.socket,
-    *,
-    on_ready: Callable[[], None],
-    drain_seconds: float = DRAIN_SECONDS,
-) -> None:
-    """Serve `app` until SIGINT or SIGTERM, then let requests in flight finish for `drain_seconds`.
+def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
+    """Serve `app` until SIGINT or SIGTERM, then let requests in flight finish for a while.
 
-    `on_ready` is called once connections are answered. Requests that outlast the drain are told so. A
-    second signal ends the drain at once.
+    `on_ready` is called once the engine is warm. Requests that outlast the drain are told so. A second
+    signal ends the drain at once.
 
     Raises:
         BadInput: another process has begun to listen on the port since `bind`.
+        Failure: the engine failed before it was warm.
     """
     try:
         listener.listen()
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise _cannot_listen(host, port, error) from error
-    server = Server(app, on_ready, drain_seconds)
+    server = Server(app, on_ready)
     server.run(sockets=[listener])
     app.state.loop.stop()  # after a third SIGINT nobody else has
+    if server.cold_end is not None:
+        raise Failure(server.cold_end)
 
 
 class Server(uvicorn.Server):
     """uvicorn with an end of our own: signals end it without being raised again, and it drains."""
 
-    def __init__(self, app: FastAPI, on_ready: Callable[[], None], drain_seconds: float) -> None:
+    def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
+        drain_seconds = app.state.options.drain_seconds
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="asyncio",
                 ws="none",
+                http="h11",
+                h11_max_incomplete_event_size=LONGEST_REQUEST_HEAD,
                 lifespan="on",
                 log_config=_log_config(),
                 server_header=False,
@@ -100,6 +100,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(drain_seconds) + 2,
             )
         )
+        self.cold_end: str | None = None
         self._app = app
         self._on_ready = on_ready
         self._drain_seconds = drain_seconds
@@ -108,8 +109,16 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._event_loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        if self.started:
+        self._announcing = asyncio.ensure_future(self._announce())
+
+    async def _announce(self) -> None:
+        loop = self._app.state.loop
+        await loop.wait_until_warm()
+        if loop.is_ready:
             self._on_ready()
+        elif not self.should_exit:
+            self.cold_end = loop.unavailable
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         tell = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)
@@ -145,6 +154,7 @@ def _log_config() -> dict[str, Any]:
     """Errors and the access log, both on stderr. Access lines hold no body, so no prompt."""
     config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
     config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    config["loggers"]["llmopt"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
     config["loggers"]["uvicorn"]["level"] = "WARNING"
     config["loggers"]["uvicorn.error"] = {"level": "WARNING"}
     config["loggers"]["uvicorn.access"]["level"] = "INFO"

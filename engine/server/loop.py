@@ -14,10 +14,15 @@ from ...quant.errors import Failure
 from ..engine import Engine
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
-from .errors import Unavailable
+from .errors import ApiError, TimedOut, TooMany, Unavailable
+from .metrics import ServerMetrics
+from .pace import Pace
+from .server_options import ServerOptions
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +62,23 @@ class OutputStream:
     """What the engine makes of some jobs, as it makes it: `async for piece in stream`.
 
     Ends when every completion of every job has a finish reason. Raises `Unavailable` where the engine
-    fails or stops first. `close` must be called in the end; it aborts what is unfinished.
+    fails or stops first, and `TimedOut` after `timeout_seconds`. `close` must be called in the end; it
+    aborts what is unfinished.
     """
 
-    def __init__(self, loop: EngineLoop, jobs: Sequence[Job]) -> None:
+    def __init__(self, loop: EngineLoop, jobs: Sequence[Job], timeout_seconds: float) -> None:
         self.jobs = jobs
         self._loop = loop
-        self._pieces: asyncio.Queue[RequestOutput | Unavailable] = asyncio.Queue()
+        self._pieces: asyncio.Queue[RequestOutput | ApiError] = asyncio.Queue()
         self._num_unfinished = sum(job.params.n for job in jobs)
+        self._deadline = asyncio.get_running_loop().call_later(
+            timeout_seconds, self.push, TimedOut(timeout_seconds)
+        )
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while not self.is_finished:
             piece = await self._pieces.get()
-            if isinstance(piece, Unavailable):
+            if isinstance(piece, ApiError):
                 raise piece
             self._num_unfinished -= piece.finish_reason is not None
             yield piece
@@ -78,10 +87,11 @@ class OutputStream:
     def is_finished(self) -> bool:
         return self._num_unfinished == 0
 
-    def push(self, piece: RequestOutput | Unavailable) -> None:
+    def push(self, piece: RequestOutput | ApiError) -> None:
         self._pieces.put_nowait(piece)
 
     def close(self) -> None:
+        self._deadline.cancel()
         self._loop.close_stream(self)
 
 
@@ -94,7 +104,11 @@ class EngineLoop:
     All methods but the thread's own are for the event loop that `start` was called on.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+        self.metrics = ServerMetrics()
+        self._options = options
+        self._pace = Pace()
+        self._warm = asyncio.Event()
         self._engine = engine
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._drive, name="llmopt-engine", daemon=True)
@@ -107,6 +121,15 @@ class EngineLoop:
     def unavailable(self) -> str | None:
         """Why the engine serves nobody; None while it does."""
         return self._unavailable
+
+    @property
+    def is_ready(self) -> bool:
+        """The first request would not be the first that the engine ever computes, and it serves."""
+        return self._warm.is_set() and self._unavailable is None
+
+    async def wait_until_warm(self) -> None:
+        """Return once `is_ready` may be asked: the engine is warm, or has failed on the way."""
+        await self._warm.wait()
 
     def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -130,12 +153,13 @@ class EngineLoop:
 
         Raises:
             BadInput: the engine refuses one of them.
+            TooMany: there are more of them than may wait now.
             Unavailable: the engine has failed or is stopping.
         """
-        stream = OutputStream(self, jobs)
+        stream = OutputStream(self, jobs, self._options.request_timeout_seconds)
         self._streams.update((job.request_id, stream) for job in jobs)
         try:
-            await self.run(lambda engine: _add_all(engine, jobs))
+            await self.run(lambda engine: self._add_all(engine, jobs))
         except BaseException:
             stream.close()
             raise
@@ -148,7 +172,10 @@ class EngineLoop:
         ]
         if open_ids and not stream.is_finished and self._unavailable is None:
             self._inbox.put(
-                _Call(lambda engine: _abort_all(engine, open_ids), self._event_loop.create_future())
+                _Call(
+                    lambda engine: self._abort_all(engine, open_ids),
+                    self._event_loop.create_future(),
+                )
             )
 
     def fail(self, reason: str) -> None:
@@ -159,6 +186,7 @@ class EngineLoop:
         for future in list(self._calls):
             if not future.done():
                 future.set_exception(Unavailable(self._unavailable))
+        self._warm.set()
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
         """End the thread after the step that it is in; what is unfinished fails."""
@@ -174,10 +202,18 @@ class EngineLoop:
 
     def _drive(self) -> None:
         """The thread: take calls, step, hand over, until told to stop or the engine fails."""
+        engine = self._engine
         try:
+            _warm_up(engine)
+            self.metrics.begin(engine)
+            self._post(self._warm.set)
             while not self._stopping:
-                replies = self._take_calls(wait=not self._engine.has_unfinished())
-                pieces = self._engine.step() if self._engine.has_unfinished() else []
+                replies = self._take_calls(wait=not engine.has_unfinished())
+                pieces = engine.step() if engine.has_unfinished() else []
+                for piece in pieces:
+                    if piece.finish_reason is not None:
+                        self._pace.note_end()
+                self.metrics.note_step(pieces)
                 if replies or pieces:
                     self._post(self._deliver, replies, pieces)
         except Exception as error:
@@ -216,23 +252,44 @@ class EngineLoop:
         except RuntimeError:  # the event loop is closed: the server was forced to stop
             self._stopping = True
 
-
-def _add_all(engine: Engine, jobs: Sequence[Job]) -> None:
-    for index, job in enumerate(jobs):
-        try:
-            engine.add_request(
-                job.request_id,
-                job.token_ids,
-                job.params,
-                arrival_seconds=job.arrival_seconds,
-                lora=job.lora,
-                priority=job.priority,
+    def _add_all(self, engine: Engine, jobs: Sequence[Job]) -> None:
+        scheduler, most = engine.scheduler, self._options.max_waiting
+        num_free = max(0, scheduler.config.max_num_seqs - len(scheduler.running))
+        num_waiting = (
+            scheduler.num_waiting + sum(job.params.num_sequences for job in jobs) - num_free
+        )
+        if num_waiting > most:
+            raise TooMany(
+                f"{num_waiting} sequences would wait, {most} may: try again later, or send less at once",
+                self._pace.retry_after(num_waiting - most),
             )
-        except Exception:
-            _abort_all(engine, [added.request_id for added in jobs[:index]])
-            raise
+        for index, job in enumerate(jobs):
+            try:
+                engine.add_request(
+                    job.request_id,
+                    job.token_ids,
+                    job.params,
+                    arrival_seconds=job.arrival_seconds,
+                    lora=job.lora,
+                    priority=job.priority,
+                )
+            except Exception:
+                for added in jobs[:index]:
+                    engine.abort(added.request_id)
+                raise
+        self.metrics.note_added([job.params for job in jobs])
+
+    def _abort_all(self, engine: Engine, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if engine.abort(request_id):
+                self.metrics.note_aborted(request_id)
 
 
-def _abort_all(engine: Engine, request_ids: Sequence[str]) -> None:
-    for request_id in request_ids:
-        engine.abort(request_id)
+def _warm_up(engine: Engine) -> None:
+    """Compute a prompt and a token once, so that no client waits for what is set up on first use."""
+    length = max(1, min(WARM_UP_TOKENS, engine.scheduler.longest_sequence - 2))
+    params = SamplingParams(max_tokens=2, temperature=0.0, seed=0, ignore_eos=True)
+    engine.add_request("warm-up", [0] * length, params)
+    while engine.has_unfinished():
+        engine.step()
+    engine.reset_prefix_cache()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from live_server import RunningServer, make_engine, running
 from llmopt.engine import LLM
+from llmopt.engine.server.server_options import ServerOptions
 
 
 @pytest.fixture(scope="session")
@@ -30,5 +31,5 @@ def fragile_server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def guarded_server() -> Iterator[RunningServer]:
-    with running(make_engine("stories260K"), api_key="sesame") as it:
+    with running(make_engine("stories260K"), ServerOptions(api_keys=("sesame",))) as it:
         yield it

@@ -20,6 +20,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.outputs import EngineStats
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.loop import EngineLoop
+from llmopt.engine.server.server_options import ServerOptions
 
 T = TypeVar("T")
 
@@ -67,8 +68,8 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running(engine: Engine, api_key: str | None = None) -> Iterator[RunningServer]:
-    app = create_app(engine, model_name="tiny", api_key=api_key)
+def running(engine: Engine, options: ServerOptions | None = None) -> Iterator[RunningServer]:
+    app = create_app(engine, model_name="tiny", options=options)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, loop="asyncio", ws="none", lifespan="on", log_level="critical")
     server = uvicorn.Server(config)
@@ -80,6 +81,7 @@ def running(engine: Engine, api_key: str | None = None) -> Iterator[RunningServe
         serving = asyncio.ensure_future(server.serve([listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
+        await app.state.loop.wait_until_warm()
         started.set()
         await serving
 

@@ -102,13 +102,14 @@ from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import base_url, bind, serve
+from llmopt.engine.server.server_options import ServerOptions
 
 engine = Engine(EngineConfig(model="stories260K", num_threads=1))
 step = engine.step
 engine.step = lambda: time.sleep(0.05) or step()
 listener = bind("127.0.0.1", 0)
-app = create_app(engine, model_name="slow")
-serve(app, listener, on_ready=lambda: print(base_url(listener), flush=True), drain_seconds=60)
+app = create_app(engine, model_name="slow", options=ServerOptions(drain_seconds=60))
+serve(app, listener, on_ready=lambda: print(base_url(listener), flush=True))
 """
 
 
