@@ -120,3 +120,16 @@ class KvCache:
         for layer in self.layers:
             for part in layer.parts:
                 part.index_copy_(0, destinations, part.index_select(0, sources))
+
+    def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy single slots (source, destination), numbered through all blocks; all are read first."""
+        if not copies:
+            return
+        if self.mirror is not None:
+            self.mirror("copy_slots", copies)
+        device = self.layers[0].parts[0].device
+        sources, destinations = torch.tensor(copies, device=device).unbind(1)
+        for layer in self.layers:
+            for part in layer.parts:
+                slots = part.flatten(0, 1)
+                slots.index_copy_(0, destinations, slots.index_select(0, sources))

@@ -13,8 +13,8 @@ from .model.attention import StepInputs
 from .model.open import CausalModel
 from .outputs import TokenLogprobs
 from .sampler import Sampler, SamplingRow, choose, token_logprobs
-from .speculation.proposer import Guesses, Proposer
-from .speculation.verify import accepted_tokens, num_agreeing
+from .speculation.proposer import Guesses, Proposer, Seen
+from .speculation.verify import accepted_tokens
 from .step_inputs import Run, step_inputs
 from .step_plan import ScheduledRow, StepPlan
 
@@ -28,28 +28,87 @@ class StepResult:
         logprobs: beside them, where the request asks for logprobs.
         prompt_logprobs: (position, logprobs) of prompt tokens that this step could score.
         num_guesses: that were checked.
+        guess_depths: how far those reached.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
     num_guesses: dict[str, int] = field(default_factory=dict)
+    guess_depths: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _GuessedRow:
-    """A row of a step with its guesses."""
+    """A row of a step with its guesses, and what became of them.
+
+    Attributes:
+        begin: where its tokens lie in the step.
+        kept: the guesses that stand, from the first place on.
+        drawn, scored: the tokens that came of it, and their logprobs.
+    """
 
     row: ScheduledRow
+    begin: int
     guesses: Guesses | None
+    kept: list[int] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
+    scored: list[TokenLogprobs | None] = field(default_factory=list)
 
     @property
     def guessed(self) -> tuple[int, ...]:
         return () if self.guesses is None else self.guesses.token_ids
 
     @property
-    def token_ids(self) -> Sequence[int]:
-        return [*self.row.token_ids, *self.guessed] if self.guessed else self.row.token_ids
+    def num_tokens(self) -> int:
+        return self.row.num_tokens + len(self.guessed)
+
+    @property
+    def run(self) -> Run:
+        row = self.row
+        if self.guesses is None:
+            return Run(row.start, row.token_ids, row.block_ids)
+        return Run(row.start, [*row.token_ids, *self.guessed], row.block_ids, self.guesses.tree)
+
+    @property
+    def ends(self) -> list[int]:
+        """Where the tokens lie in the step behind which something is drawn, once for each draw."""
+        last = self.begin + self.row.num_tokens - 1
+        return [last] * self.row.num_samples + [last + 1 + i for i in range(len(self.guessed))]
+
+    @property
+    def path(self) -> list[int]:
+        """The tokens of the guesses that stand."""
+        return [self.guessed[index] for index in self.kept]
+
+    def follow(self) -> bool:
+        """Go on to the guess that is what was drawn last; False where there is none."""
+        if self.guesses is None:
+            return False
+        at = self.kept[-1] if self.kept else -1
+        found = self.guesses.tree.child(at, self.drawn[-1], self.guessed)
+        if found is not None:
+            self.kept.append(found)
+        return found is not None
+
+    def moves(self) -> list[tuple[int, int]]:
+        """Slots of the sequence from and to which the guesses that stand must go."""
+        pairs = enumerate(self.kept, self.row.end)
+        return [(self.row.end + index, to) for to, index in pairs if self.row.end + index != to]
+
+    def seen(self, hidden: torch.Tensor) -> Seen:
+        """What the step, which gave `hidden` [tokens, hidden], found out about it."""
+        row, end = self.row, self.begin + self.row.num_tokens
+        if self.moves():
+            known = torch.arange(self.begin, end, device=hidden.device)
+            kept = torch.tensor(self.kept, device=hidden.device) + end
+            own = hidden.index_select(0, torch.cat([known, kept]))
+        else:
+            own = hidden[self.begin : end + len(self.kept)]
+        behind = row.tokens[row.start + 1 : row.end]
+        if row.num_samples:
+            return Seen(row, own, [*behind, *self.drawn[: len(self.kept) + 1]])
+        return Seen(row, own, [*behind, row.tokens[row.end]])
 
 
 class ModelRunner:
@@ -83,11 +142,25 @@ class ModelRunner:
         if self._proposer is not None:
             self._proposer.copy_blocks(plan.block_copies)
             guesses = self._proposer.propose(plan.rows, self._draw_of)
-        runs = [_GuessedRow(row, guesses.get(row.sequence_id)) for row in plan.rows]
+        runs: list[_GuessedRow] = []
+        begin = 0
+        for row in plan.rows:
+            runs.append(_GuessedRow(row, begin, guesses.get(row.sequence_id)))
+            begin += runs[-1].num_tokens
         hidden = self.decoder.forward(self._inputs(runs), self.cache.layers)
         result = StepResult()
         self._score_prompts(runs, hidden, result)
-        self._draw(runs, hidden, result)
+        self._draw([run for run in runs if run.row.num_samples], hidden)
+        for run in runs:
+            name = run.row.sequence_id
+            if run.row.num_samples:
+                result.tokens[name], result.logprobs[name] = run.drawn, run.scored
+            if run.guesses is not None:
+                result.num_guesses[name] = len(run.guessed)
+                result.guess_depths[name] = run.guesses.tree.depth
+        self.cache.copy_slots([move for run in runs for move in self._moves(run)])
+        if self._proposer is not None:
+            self._proposer.see([run.seen(hidden) for run in runs])
         return result
 
     @torch.inference_mode()
@@ -103,12 +176,12 @@ class ModelRunner:
         `block_ids` are blocks that the caller has taken for this.
         """
         adapters = rows_by_adapter([(lora, len(token_ids))], self._device)
-        inputs = replace(self._inputs_of([(start, token_ids, block_ids)]), adapters=adapters)
+        inputs = replace(self._inputs_of([Run(start, token_ids, block_ids)]), adapters=adapters)
         return self.decoder.logits(self.decoder.forward(inputs, self.cache.layers))
 
     def _inputs(self, runs: Sequence[_GuessedRow]) -> StepInputs:
-        inputs = self._inputs_of([(r.row.start, r.token_ids, r.row.block_ids) for r in runs])
-        loras = [(run.row.lora, len(run.token_ids)) for run in runs]
+        inputs = self._inputs_of([run.run for run in runs])
+        loras = [(run.row.lora, run.num_tokens) for run in runs]
         return replace(inputs, adapters=rows_by_adapter(loras, self._device))
 
     def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:
@@ -117,54 +190,71 @@ class ModelRunner:
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _draw(self, runs: Sequence[_GuessedRow], hidden: torch.Tensor, result: StepResult) -> None:
-        ends: list[int] = []
-        draws: list[SamplingRow] = []
-        spans: list[tuple[_GuessedRow, slice]] = []
-        end = 0
-        for run in runs:
-            row, end = run.row, end + len(run.token_ids)
-            first = len(ends)
-            for sample in range(row.num_samples):
-                for count in range(len(run.guessed) + 1):
-                    ends.append(end - 1 - len(run.guessed) + count)
-                    draws.append(self._draw_of(row, run.guessed[:count], row.seed + sample))
-            if row.num_samples:
-                spans.append((run, slice(first, len(ends))))
-        if not draws:
+    def _draw(self, runs: Sequence[_GuessedRow], hidden: torch.Tensor) -> None:
+        """Draw behind each row, and behind its guesses for as long as they are what is drawn."""
+        if not runs:
             return
-        logits = self.decoder.logits(hidden.index_select(0, self._tensor(ends)))
+        ends = [run.ends for run in runs]
+        logits = self.decoder.logits(
+            hidden.index_select(0, self._tensor([e for own in ends for e in own]))
+        )
+        own = dict(zip(map(id, runs), logits.split([len(one) for one in ends]), strict=True))
         if self._by_rejection:
-            chosen = [self._by_rejecting(run, logits[span], draws[span]) for run, span in spans]
-        else:
-            tokens, logprobs = self._sampler.draw(logits, draws)
-            chosen = []
-            for run, span in spans:
-                kept = span
-                if run.guesses is not None:
-                    count = num_agreeing(run.guessed, tokens[span]) + 1
-                    kept = slice(span.start, span.start + count)
-                chosen.append((tokens[kept], logprobs[kept]))
-        for (run, _), (drawn, scored) in zip(spans, chosen, strict=True):
-            name = run.row.sequence_id
-            result.tokens[name], result.logprobs[name] = drawn, scored
-            if run.guesses is not None:
-                result.num_guesses[name] = len(run.guessed)
+            for run in runs:
+                self._reject(run, own[id(run)])
+            return
+        going = list(runs)
+        while going:
+            draws: list[SamplingRow] = []
+            scores: list[torch.Tensor] = []
+            for run in going:
+                at = run.kept[-1] + 1 if run.kept else 0
+                scores.append(own[id(run)][at : at + run.row.num_samples])
+                draws += self._draws_of(run.row, run.path)
+            picked = logits if len(draws) == len(logits) else torch.cat(scores)
+            tokens, logprobs = self._sampler.draw(picked, draws)
+            begin = 0
+            for run in going:
+                end = begin + run.row.num_samples
+                run.drawn += tokens[begin:end]
+                run.scored += logprobs[begin:end]
+                begin = end
+            going = [run for run in going if run.follow()]
 
-    def _by_rejecting(
-        self, run: _GuessedRow, logits: torch.Tensor, draws: Sequence[SamplingRow]
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _reject(self, run: _GuessedRow, logits: torch.Tensor) -> None:
         """The guesses of a row that stand and the token behind them, or its samples; their logprobs."""
-        target = self._sampler.distributions(logits, draws)
-        if run.guesses is None:
+        row, guesses = run.row, run.guesses
+        if guesses is None:
+            draws = self._draws_of(row)
+            target = self._sampler.distributions(logits, draws)
             pairs = zip(target, draws, strict=True)
-            drawn = [choose(by, draw.seed, len(draw.history)) for by, draw in pairs]
+            run.drawn = [choose(by, draw.seed, len(draw.history)) for by, draw in pairs]
         else:
-            drawn = accepted_tokens(target, run.guesses, run.row.seed, len(run.row.history))
-        wanted = run.row.params.logprobs
-        if wanted is None:
-            return drawn, [None] * len(drawn)
-        return drawn, [token_logprobs(logits[i], token, wanted) for i, token in enumerate(drawn)]
+            counts = range(len(run.guessed) + 1)
+            draws = [self._draw_of(row, run.guessed[:count]) for count in counts]
+            target = self._sampler.distributions(logits, draws)
+            run.drawn = accepted_tokens(target, guesses, row.seed, len(row.history))
+            run.kept = list(range(len(run.drawn) - 1))
+        wanted = row.params.logprobs
+        run.scored = [
+            None if wanted is None else token_logprobs(logits[i], token, wanted)
+            for i, token in enumerate(run.drawn)
+        ]
+
+    def _moves(self, run: _GuessedRow) -> list[tuple[int, int]]:
+        """Slots of the cache from and to which the guesses that stand must go."""
+        size, blocks = self.cache.block_size, run.row.block_ids
+        return [
+            (
+                blocks[source // size] * size + source % size,
+                blocks[place // size] * size + place % size,
+            )
+            for source, place in run.moves()
+        ]
+
+    def _draws_of(self, row: ScheduledRow, guessed: Sequence[int] = ()) -> list[SamplingRow]:
+        """One for each of the row's samples."""
+        return [self._draw_of(row, guessed, row.seed + i) for i in range(row.num_samples)]
 
     def _draw_of(
         self, row: ScheduledRow, guessed: Sequence[int] = (), seed: int | None = None
@@ -186,9 +276,8 @@ class ModelRunner:
     def _score_prompts(
         self, runs: Sequence[_GuessedRow], hidden: torch.Tensor, result: StepResult
     ) -> None:
-        begin = 0
         for run in runs:
-            row, wanted = run.row, run.row.params.prompt_logprobs
+            row, begin, wanted = run.row, run.begin, run.row.params.prompt_logprobs
             # The row at position p scores the token at p + 1, which must be part of the prompt.
             count = min(row.end, row.num_prompt_tokens - 1) - row.start
             if wanted is not None and count > 0:
@@ -199,4 +288,3 @@ class ModelRunner:
                         range(row.start, row.start + count), logits, strict=True
                     )
                 ]
-            begin += len(run.token_ids)

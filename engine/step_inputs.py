@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from .block_pool import NULL_BLOCK
-from .kernels.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan
+from .kernels.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan, TreeMask
 from .model.attention import StepInputs
+from .speculation.tree import Tree
 from .window import dropped_places
 
-Run = tuple[int, Sequence[int], Sequence[int]]
-"""Start position, token ids, block ids of the whole sequence."""
+
+class Run(NamedTuple):
+    """Tokens of a sequence to compute.
+
+    Attributes:
+        start: slots of the sequence before them.
+        block_ids: of the whole sequence.
+        tree: of the guesses at their end, of which the first may have been computed before.
+    """
+
+    start: int
+    token_ids: Sequence[int]
+    block_ids: Sequence[int]
+    tree: Tree | None = None
 
 
 def step_inputs(
@@ -31,21 +45,30 @@ def step_inputs(
     slots: list[int] = []
     spans: list[SequenceSpan] = []
     single: list[tuple[int, int, Sequence[int], range]] = []
-    for start, tokens, block_ids in runs:
+    for start, tokens, block_ids, tree in runs:
         begin, end = len(token_ids), start + len(tokens)
         token_ids.extend(tokens)
-        positions.extend(range(start, end))
+        mask = None
+        if tree is None or tree.is_chain:
+            positions.extend(range(start, end))
+        else:
+            mask = _tree_mask(tree, device)
+            first, depths = end - len(tree.parents), tree.depths
+            positions.extend(
+                p if p < first else first - 1 + depths[p - first] for p in range(start, end)
+            )
         slots.extend(
             block_ids[p // block_size] * block_size + p % block_size for p in range(start, end)
         )
         used = block_ids[: -(-end // block_size)]
         out = dropped_places(used)
         held = [*used[: out.start], *used[out.stop :]]
-        if len(tokens) == 1:
+        if len(tokens) == 1 and mask is None:
             single.append((begin, end, held, out))
         else:
             front, gap = out.start * block_size, len(out) * block_size
-            spans.append(SequenceSpan(begin, begin + len(tokens), end, tensor(held), front, gap))
+            tokens_end = begin + len(tokens)
+            spans.append(SequenceSpan(begin, tokens_end, end, tensor(held), front, gap, mask))
     decode = None
     if single:
         width = max(len(held) for _, _, held, _ in single)
@@ -66,3 +89,11 @@ def step_inputs(
         )
     batch = AttentionBatch(spans, decode, block_size, dtype)
     return StepInputs(tensor(token_ids), tensor(positions), tensor(slots), batch)
+
+
+def _tree_mask(tree: Tree, device: torch.device) -> TreeMask:
+    sees = torch.eye(len(tree.parents), dtype=torch.bool)
+    for index, parent in enumerate(tree.parents):
+        if parent >= 0:
+            sees[index] |= sees[parent]
+    return TreeMask(torch.tensor(tree.depths, device=device), sees.to(device))

@@ -4,7 +4,8 @@ The cache of a layer is `keys` of [blocks, block_size, kv_heads, head_dim] and `
 their own; attention is over what they read back in the queries' dtype. A batch is a run of tokens,
 sequence after sequence; token t of a sequence sees its own past: every position up to its own, the last
 `window` of them and the `kept` first ones, or those of its own `chunk`. A table may leave out blocks that no
-token of the batch sees.
+token of the batch sees. Guesses may form a tree: then several stand at one position, and each sees the
+known tokens and the guesses that lead to it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,19 @@ class AttentionRule:
         return self.softcap is None and self.sinks is None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeMask:
+    """The guesses at the end of a sequence, in the order of their slots.
+
+    Attributes:
+        depths: int64 [guesses], how far behind the last known token each stands, from 1 on.
+        sees: bool [guesses, guesses], the guesses that lead to each, itself included.
+    """
+
+    depths: torch.Tensor
+    sees: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
     """The tokens of one sequence in a batch.
@@ -66,6 +80,8 @@ class SequenceSpan:
         begin, end: where they lie in the batch.
         num_cached: tokens of the sequence so far, these included.
         block_ids: int64, the blocks of these tokens, less those of `gap` tokens behind the first `front`.
+        tree: of the last tokens so far, where they are guesses that do not follow one another; a token
+            then stands in the slot that its number says, and at the position that its depth says.
     """
 
     begin: int
@@ -74,6 +90,7 @@ class SequenceSpan:
     block_ids: torch.Tensor
     front: int = 0
     gap: int = 0
+    tree: TreeMask | None = None
 
     @property
     def num_held(self) -> int:
@@ -136,8 +153,18 @@ class AttentionBatch:
             slot = torch.arange(span.num_held, device=device)
             position = slot + (slot >= span.front) * span.gap
             first = span.num_cached - (span.end - span.begin)
-            own = torch.arange(first, span.num_cached, device=device)[:, None]
-            self._masks[key] = self._bias(position, own, rule)
+            own = torch.arange(first, span.num_cached, device=device)
+            if (tree := span.tree) is not None:
+                count = tree.depths.numel()
+                rows = min(count, own.numel())
+                places = tree.depths + (span.num_cached - count - 1)
+                position = torch.cat([position[:-count], places])
+                own = torch.cat([own[:-rows], places[-rows:]])
+                bias = self._bias(position, own[:, None], rule)
+                bias[-rows:, -count:].masked_fill_(~tree.sees[-rows:], float("-inf"))
+                self._masks[key] = bias
+            else:
+                self._masks[key] = self._bias(position, own[:, None], rule)
         return self._masks[key]
 
     def _bias(self, position: torch.Tensor, own: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
@@ -188,14 +215,19 @@ def attend_reference(
     for span in spans:
         k = keys.read(span.block_ids, torch.float32).flatten(0, 1)
         v = values.read(span.block_ids, torch.float32).flatten(0, 1)
+        places, leads = _places(span)
         for row in range(span.begin, span.end):
-            own = span.num_cached - (span.end - row)
+            number = span.num_cached - (span.end - row)
+            own = places[number]
             scores, slots = [], []
-            for position in range(own + 1):
+            for other in range(number + 1):
+                position = places[other]
                 is_first = position < rule.kept
                 if not is_first and not _sees(own, position, rule):
                     continue
-                slot = position if position < span.front else position - span.gap
+                if other not in leads.get(number, range(number + 1)):
+                    continue
+                slot = other if other < span.front else other - span.gap
                 query = (anchored if is_first else queries)[row].float()
                 grouped = query.view(keys.num_heads, -1, query.shape[-1])
                 scores.append(torch.einsum("hgd,hd->hg", grouped, k[slot]) * rule.scale)
@@ -210,6 +242,19 @@ def attend_reference(
             mixed = torch.einsum("hgt,thd->hgd", weights, v[slots])
             out[row] = mixed.flatten(0, 1).to(out.dtype)
     return out
+
+
+def _places(span: SequenceSpan) -> tuple[list[int], dict[int, set[int]]]:
+    """The positions of a sequence's tokens so far, and what each guess of a tree sees, by their numbers."""
+    if span.tree is None:
+        return list(range(span.num_cached)), {}
+    depths = span.tree.depths.tolist()
+    first = span.num_cached - len(depths)
+    leads = {
+        first + index: {*range(first), *(first + other for other, led in enumerate(row) if led)}
+        for index, row in enumerate(span.tree.sees.tolist())
+    }
+    return [*range(first), *(first - 1 + depth for depth in depths)], leads
 
 
 def _sees(own: int, position: int, rule: AttentionRule) -> bool:

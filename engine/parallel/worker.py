@@ -85,8 +85,10 @@ def work(channel: Channel) -> None:
             model.forward(argument, cache.layers)
         elif call == "logits":
             model.logits(argument)
-        else:
+        elif call == "copy_blocks":
             cache.copy_blocks(argument)
+        else:
+            cache.copy_slots(argument)
 
 
 def main() -> None:

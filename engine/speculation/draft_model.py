@@ -13,7 +13,8 @@ from ..model.open import CausalModel
 from ..sampler import Sampler, choose
 from ..step_inputs import Run, step_inputs
 from ..step_plan import ScheduledRow
-from .proposer import DrawOf, Guesses
+from .proposer import DrawOf, Guesses, Seen
+from .tree import Tree
 from .verify import DRAFT_STREAM
 
 
@@ -53,10 +54,13 @@ class DraftModel:
         """See `Proposer`."""
         self._cache.copy_blocks(copies)
 
+    def see(self, steps: Sequence[Seen]) -> None:
+        """It computes what it needs itself."""
+
     def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
         """See `Proposer`."""
         known = [_known(row) for row in rows]
-        ends = [end - 1 for end in accumulate(len(token_ids) for _, token_ids, _ in known)]
+        ends = [end - 1 for end in accumulate(len(run.token_ids) for run in known)]
         last = self._forward(known)[
             [end for end, row in zip(ends, rows, strict=True) if row.num_guesses]
         ]
@@ -101,14 +105,15 @@ class _Guessed:
     weights: list[torch.Tensor] = field(default_factory=list)
 
     def last_run(self, row: ScheduledRow) -> Run:
-        return row.end + len(self.tokens) - 1, self.tokens[-1:], row.block_ids
+        return Run(row.end + len(self.tokens) - 1, self.tokens[-1:], row.block_ids)
 
     def guesses(self) -> Guesses:
-        return Guesses(tuple(self.tokens), torch.stack(self.weights) if self.weights else None)
+        weights = torch.stack(self.weights) if self.weights else None
+        return Guesses(tuple(self.tokens), Tree.chain(len(self.tokens)), weights)
 
 
 def _known(row: ScheduledRow) -> Run:
     """What the target computes of it; before guesses also the token before, which may have been the last
     guess of a step in which all stood, so that nobody has computed it here."""
     start = max(0, row.start - 1) if row.num_guesses else row.start
-    return start, row.history[start : row.end], row.block_ids
+    return Run(start, row.tokens[start : row.end], row.block_ids)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..step_plan import ScheduledRow
-from .proposer import DrawOf, Guesses
+from .proposer import DrawOf, Guesses, Seen
+from .tree import Tree
 
 
 class NgramProposer:
@@ -22,12 +23,15 @@ class NgramProposer:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Nothing lies in blocks."""
 
+    def see(self, steps: Sequence[Seen]) -> None:
+        """Rows bring all that there is to look at."""
+
     def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
         """See `Proposer`."""
         guesses = {}
         for row in rows:
-            if row.num_guesses and (found := self._look_up(row.history, row.num_guesses)):
-                guesses[row.sequence_id] = Guesses(found)
+            if row.num_guesses and (found := self._look_up(row.tokens, row.num_guesses)):
+                guesses[row.sequence_id] = Guesses(found, Tree.chain(len(found)))
         return guesses
 
     def _look_up(self, history: Sequence[int], count: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 
 from ..sampler import SamplingRow
 from ..step_plan import ScheduledRow
+from .tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +18,30 @@ class Guesses:
     """Tokens that may come next.
 
     Attributes:
-        token_ids: in order.
+        token_ids: each behind the one that it follows.
+        tree: which follows which.
         probabilities: of the distributions that they were drawn from, float32 [tokens, vocab]; None
             where each was certain.
     """
 
     token_ids: tuple[int, ...]
+    tree: Tree
     probabilities: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a step has found out about a row.
+
+    Attributes:
+        hidden: [tokens, hidden], what the model made of the row's tokens and of the guesses that stand, as
+            its vocabulary projection reads it.
+        next_ids: the token behind each of them.
+    """
+
+    row: ScheduledRow
+    hidden: torch.Tensor
+    next_ids: Sequence[int]
 
 
 DrawOf = Callable[[ScheduledRow, Sequence[int]], SamplingRow]
@@ -43,5 +61,10 @@ class Proposer(Protocol):
         ...
 
     def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
-        """Guesses by sequence, at most `num_guesses` of its row, and none for rows without."""
+        """Guesses by sequence, at most `num_guesses` of its row and not deeper than its `guess_depth`, and
+        none for rows without."""
+        ...
+
+    def see(self, steps: Sequence[Seen]) -> None:
+        """What came out of the step, row by row."""
         ...

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..sampler import choose, uniform_noise
@@ -11,12 +9,6 @@ from .proposer import Guesses
 
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2
 """Of noise: what a draft model draws with, and what decides on its guesses, apart from the sampler's."""
-
-
-def num_agreeing(guesses: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many guesses are what was drawn in their place; the draws behind those mean nothing."""
-    pairs = enumerate(zip(guesses, drawn, strict=False))
-    return next((index for index, (guess, own) in pairs if guess != own), len(guesses))
 
 
 def accepted_tokens(target: torch.Tensor, guesses: Guesses, seed: int, position: int) -> list[int]:
@@ -29,7 +21,7 @@ def accepted_tokens(target: torch.Tensor, guesses: Guesses, seed: int, position:
 
     Args:
         target: p, float32 [guesses + 1, vocab].
-        guesses: with q.
+        guesses: a chain, with q.
         seed, position: of the completion, and of the first guess in it.
     """
     tokens: list[int] = []

@@ -14,6 +14,7 @@ from llmopt.engine.sampler import Sampler, SamplingRow, choose
 from llmopt.engine.speculation.draft_length import Acceptance, DraftLength
 from llmopt.engine.speculation.options import SpeculationConfig
 from llmopt.engine.speculation.proposer import Guesses
+from llmopt.engine.speculation.tree import Tree
 from llmopt.engine.speculation.verify import DRAFT_STREAM, accepted_tokens
 from llmopt.quant.errors import BadInput
 
@@ -169,7 +170,7 @@ def test_rejection_draws_by_the_target(certain: bool) -> None:
                 guessed.append(guess)
             context = torch.tensor([before, *guessed])
             probabilities = None if certain else draft[context[:-1]]
-            guesses = Guesses(tuple(guessed), probabilities)
+            guesses = Guesses(tuple(guessed), Tree.chain(2), probabilities)
             tokens += accepted_tokens(target[context], guesses, seed, position)
         counts[tuple(tokens[:3])] += 1
     first, rest = target[vocab], target[:vocab]
