@@ -10,27 +10,16 @@ known tokens and the guesses that lead to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.nn import functional
 
-from .dispatch import Candidate, Operation
 from .paged_tensor import PagedTensor
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionSituation:
-    """What a candidate may look at."""
-
-    device: str
-    dtype: torch.dtype
-    head_dim: int
-
-    def __str__(self) -> str:
-        return f"heads of {self.head_dim} in {self.dtype} on {self.device}"
+LaidOut = TypeVar("LaidOut")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +120,18 @@ class AttentionBatch:
         self.block_size = block_size
         self._dtype = dtype
         self._masks: dict[tuple[int, int | None, int, int | None], torch.Tensor] = {}
+        self._laid_out: Any = None
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether guesses of some sequence form a tree."""
+        return any(span.tree is not None for span in self.spans)
+
+    def laid_out(self, make: Callable[[AttentionBatch], LaidOut]) -> LaidOut:
+        """What a kernel makes of the batch, for all layers once; a model asks one kernel."""
+        if self._laid_out is None:
+            self._laid_out = make(self)
+        return self._laid_out
 
     def decode_mask(self, rule: AttentionRule) -> torch.Tensor:
         """What the decode rows see: 0 or -inf, [sequences, 1, 1, width * block_size]."""
@@ -341,8 +342,3 @@ def _mix(
         scores = torch.cat([scores, column], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
     return weights.to(values.dtype) @ values
-
-
-PAGED_ATTENTION: Operation[AttentionSituation, AttentionKernel] = Operation(
-    "paged attention", [Candidate("torch-sdpa", lambda situation: None, attend_sdpa)]
-)

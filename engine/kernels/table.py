@@ -14,9 +14,9 @@ from ...quant.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from .attention_kernels import PAGED_ATTENTION, AttentionSituation
 from .dispatch import Choice
 from .linear import LINEAR, LinearSituation
-from .paged_attention import PAGED_ATTENTION, AttentionSituation
 from .quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
 
 SCHEMES: tuple[tuple[Scheme, int], ...] = (
@@ -36,7 +36,8 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
 def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     """The choices on `device` for a typical decoder in `dtype`, for `llmopt doctor`."""
     choices = [
-        PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, head_dim=128)),
+        PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, 128, 128)),
+        PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, 128, 128, has_trees=True)),
         LINEAR.explain(LinearSituation(device.type, dtype, 4096, 4096)),
     ]
     for scheme, input_bits in SCHEMES:

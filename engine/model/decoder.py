@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..kernels.paged_attention import PAGED_ATTENTION, AttentionSituation
+from ..kernels.attention_kernels import PAGED_ATTENTION, AttentionSituation
 from ..lora.bank import AdapterBank
 from ..window import Window
 from .angles import StepAngles
@@ -121,8 +121,12 @@ class Decoder:
         )
         # Gemma rounds the factor to the model's dtype.
         self._scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
-        situation = AttentionSituation(device.type, dtype, spec.shape.head_dim)
-        self._attend = PAGED_ATTENTION.select(situation).run
+        layout = spec.kv_layouts[0]
+        sizes = layout.key_dim, layout.value_dim
+        self._attend = [
+            PAGED_ATTENTION.select(AttentionSituation(device.type, dtype, *sizes, trees)).run
+            for trees in (False, True)
+        ]
 
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
@@ -160,7 +164,8 @@ class Decoder:
         positions = inputs.positions
         places = self._angles.places(positions)
         angles, anchors = self._angles.of(positions), self._angles.of_anchors(places)
-        step = Step(inputs, places, angles, self._attend, anchors)
+        attend = self._attend[inputs.batch.has_trees]
+        step = Step(inputs, places, angles, attend, anchors)
         if self._adapters is not None:
             self._adapters.rows = inputs.adapters
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)

@@ -10,7 +10,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..kernels.paged_attention import PAGED_ATTENTION, AttentionRule, AttentionSituation
+from ..kernels.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from ..kernels.paged_attention import AttentionRule
 from ..kernels.paged_tensor import PagedTensor
 from .attention import LayerCache, StepInputs
 from .spec import KvLayout
@@ -47,7 +48,13 @@ class _PagedStep:
         rule: AttentionRule,
     ) -> torch.Tensor:
         cache = self._caches[layer]
-        situation = AttentionSituation(queries.device.type, queries.dtype, queries.shape[-1])
+        situation = AttentionSituation(
+            queries.device.type,
+            queries.dtype,
+            cache.keys.dim,
+            cache.values.dim,
+            self._inputs.batch.has_trees,
+        )
         kernel = PAGED_ATTENTION.select(situation).run
         cache.keys.write(keys, self._inputs.slots)
         cache.values.write(values, self._inputs.slots)

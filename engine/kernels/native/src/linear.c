@@ -368,11 +368,7 @@ static void store_rows(const Job *job, int64_t panel, int64_t first, int64_t row
             continue;
         }
         uint16_t halves[PANEL];
-        for (int i = 0; i < PANEL; i += LANES) { /* to the nearest, ties to even */
-            ivec bits = ibits(fload(values + i));
-            ivec up = iadd(iset(0x7fff), iand(ISHR(bits, 16), iset(1)));
-            istore_u16(halves + i, ISHR(iadd(bits, up), 16));
-        }
+        store_bf16(halves, values, PANEL);
         memcpy((uint16_t *)call->y + at, halves, (size_t)count * sizeof(uint16_t));
     }
 }
@@ -457,7 +453,7 @@ int llmopt_linear(const Weight *w, const Call *call) {
     job.stride = padded * width + 64; /* rows at a power of two would share the cache's sets */
     int64_t values = call->rows * job.stride;
     int64_t sums = ceil_div(call->rows * steps * 4, 64) * 64;
-    uint8_t *memory = workspace(values + sums + call->rows * 4);
+    uint8_t *memory = workspace(0, values + sums + call->rows * 4);
     if (!memory) return 1;
     job.values = memory;
     job.sums = memory + values;

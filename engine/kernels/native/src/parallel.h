@@ -19,17 +19,17 @@ static inline void run_parallel(void (*work)(void *), void *argument, int64_t th
     else work(argument);
 }
 
-/* Memory that a thread keeps for its calls, 64 bytes aligned; NULL where there is none. */
-static inline uint8_t *workspace(int64_t bytes) {
-    static _Thread_local uint8_t *memory;
-    static _Thread_local int64_t held;
-    if (bytes > held) {
-        free(memory);
+/* Memory that a thread keeps for its calls, 64 bytes aligned; NULL where there is none. What is asked for
+ * under one number is lost when the same is asked for again: 0 is of a call, 1 of a thread's part in it. */
+static inline uint8_t *workspace(int number, int64_t bytes) {
+    static _Thread_local struct { uint8_t *memory; int64_t held; } kept[2];
+    if (bytes > kept[number].held) {
+        free(kept[number].memory);
         int64_t rounded = (bytes + 4095) / 4096 * 4096;
-        memory = aligned_alloc(64, (size_t)rounded);
-        held = memory ? rounded : 0;
+        kept[number].memory = aligned_alloc(64, (size_t)rounded);
+        kept[number].held = kept[number].memory ? rounded : 0;
     }
-    return memory;
+    return kept[number].memory;
 }
 
 #endif

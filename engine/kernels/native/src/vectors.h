@@ -65,6 +65,35 @@ static inline fvec fzero_unless_below(fvec v, fvec bound) {
 static inline float fmax_lane(fvec v) { return _mm512_reduce_max_ps(v); }
 static inline int32_t isum_lanes(ivec v) { return _mm512_reduce_add_epi32(v); }
 static inline ivec iadd(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
+static inline ivec isign_low_byte(ivec v) { return _mm512_srai_epi32(_mm512_slli_epi32(v, 24), 24); }
+static inline float fsum_lanes(fvec v) { return _mm512_reduce_add_ps(v); }
+static inline fvec fround(fvec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT); }
+static inline fvec fzero_unless_above(fvec v, fvec x, fvec bound) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_GT_OQ), v);
+}
+static inline void transpose(ivec v[LANES]) {
+    ivec pairs[LANES], fours[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4) {
+        fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+        fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        ivec a = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88);
+        ivec b = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xdd);
+        ivec c = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0x88);
+        ivec d = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0xdd);
+        v[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+        v[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+        v[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        v[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+}
 
 /* Sums of four products of unsigned weights and signed inputs in every lane. `narrow`: weights of at
  * most six bits. */
@@ -152,6 +181,33 @@ static inline int32_t isum_lanes(ivec v) {
     return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
 }
 static inline ivec iadd(ivec a, ivec b) { return _mm256_add_epi32(a, b); }
+static inline ivec isign_low_byte(ivec v) { return _mm256_srai_epi32(_mm256_slli_epi32(v, 24), 24); }
+static inline float fsum_lanes(fvec v) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+static inline fvec fround(fvec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | 8); }
+static inline fvec fzero_unless_above(fvec v, fvec x, fvec bound) {
+    return _mm256_and_ps(_mm256_cmp_ps(x, bound, _CMP_GT_OQ), v);
+}
+static inline void transpose(ivec v[LANES]) {
+    ivec pairs[LANES], fours[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        pairs[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4) {
+        fours[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+        fours[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_permute2x128_si256(fours[i], fours[4 + i], 0x20);
+        v[4 + i] = _mm256_permute2x128_si256(fours[i], fours[4 + i], 0x31);
+    }
+}
 
 static inline ivec dot4(ivec sum, ivec weights, ivec inputs, int narrow) {
 #if defined(__AVXVNNI__)
@@ -183,5 +239,34 @@ static inline fvec table_look(ftable t, ivec codes) {
 #define VECTORS (PANEL / LANES)
 
 #define INLINE static inline __attribute__((always_inline))
+
+/* `count` floats, a multiple of LANES, as bfloat16: to the nearest, ties to even. */
+INLINE void store_bf16(uint16_t *to, const float *values, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        ivec bits = ibits(fload(values + i));
+        ivec up = iadd(iset(0x7fff), iand(ISHR(bits, 16), iset(1)));
+        istore_u16(to + i, ISHR(iadd(bits, up), 16));
+    }
+}
+
+/* A code of e4m3 in the lowest byte of each lane: its bits in a float's places are 2^-120 of the value. */
+INLINE fvec e4m3_to_float(ivec code) {
+    ivec bits = ior(ISHL(iand(code, iset(0x80)), 24), ISHL(iand(code, iset(0x7f)), 20));
+    return fmul(fbits(bits), fset(0x1p120f));
+}
+
+/* e^x within 2 units in the last place for x <= 0, and 0 from -87 down.
+ * Cody and Waite, "Software Manual for the Elementary Functions", 1980: 2^n times a short series. */
+INLINE fvec exp_not_above_zero(fvec x) {
+    const fvec lowest = fset(-87.0f);
+    fvec n = fround(fmul(fmax_(x, lowest), fset(1.44269504f)));
+    fvec r = ffnma(n, fset(0.693359375f), fmax_(x, lowest));
+    r = ffnma(n, fset(-2.12194440e-4f), r);
+    fvec sum = fset(1.0f / 5040);
+    const float terms[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+    for (int i = 0; i < 7; i++) sum = ffma(sum, r, fset(terms[i]));
+    fvec power = fbits(ISHL(iadd(ftoi(n), iset(127)), 23));
+    return fzero_unless_above(fmul(sum, power), x, lowest);
+}
 
 #endif

@@ -132,10 +132,7 @@ static const uint8_t *codes_as_bytes(const Weight *w, const uint8_t *packed, int
 INLINE fvec code_to_float(const Weight *w, ivec quad, int byte, fvec base, ftable table) {
     ivec code = iand(ISHR(quad, byte * 8), iset(0xff));
     if (w->kind == CODES_TABLE) return table_look(table, code);
-    if (w->kind == CODES_FP8) { /* e4m3 bits in a float's places are 2^-120 of the value */
-        ivec bits = ior(ISHL(iand(code, iset(0x80)), 24), ISHL(iand(code, iset(0x7f)), 20));
-        return fmul(fbits(bits), fset(0x1p120f));
-    }
+    if (w->kind == CODES_FP8) return e4m3_to_float(code);
     return fsub(itof(code), base);
 }
 

@@ -1,0 +1,57 @@
+"""Which kernel attends over a paged cache, and why the others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .dispatch import Candidate, Operation
+from .native.attention import HEAD_CHANNELS, attend_native, native_attention
+from .paged_attention import AttentionKernel, attend_sdpa
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSituation:
+    """What a candidate may look at.
+
+    Attributes:
+        dtype: of the queries.
+        key_dim, value_dim: elements of a head.
+        has_trees: whether guesses of a step form trees.
+    """
+
+    device: str
+    dtype: torch.dtype
+    key_dim: int
+    value_dim: int
+    has_trees: bool = False
+
+    def __str__(self) -> str:
+        same = self.key_dim == self.value_dim
+        heads = f"{self.key_dim}" if same else f"{self.key_dim} and {self.value_dim}"
+        trees = ", trees of guesses" if self.has_trees else ""
+        return f"heads of {heads} in {self.dtype} on {self.device}{trees}"
+
+
+def _refuses_native(situation: AttentionSituation) -> str | None:
+    if situation.device != "cpu":
+        return "it is a CPU kernel"
+    if (reason := native_attention().reason) is not None:
+        return reason
+    if situation.dtype not in (torch.bfloat16, torch.float32):
+        return f"it takes bfloat16 and float32, not {situation.dtype}"
+    if situation.key_dim % HEAD_CHANNELS or situation.value_dim % HEAD_CHANNELS:
+        return f"it is for heads of multiples of {HEAD_CHANNELS}"
+    if situation.has_trees:
+        return "it knows no guesses that form trees"
+    return None
+
+
+PAGED_ATTENTION: Operation[AttentionSituation, AttentionKernel] = Operation(
+    "paged attention",
+    [
+        Candidate("native-paged", _refuses_native, attend_native),
+        Candidate("torch-sdpa", lambda situation: None, attend_sdpa),
+    ],
+)

@@ -1,0 +1,145 @@
+"""Calling the C kernel of paged attention."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ..paged_attention import AttentionBatch, AttentionRule
+from ..paged_tensor import PagedTensor
+from .build import Native, native
+
+HEAD_CHANNELS = 16
+"""The head sizes that the kernel takes are multiples of this."""
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+
+
+class _Span(ctypes.Structure):
+    """`Span` of `src/attention.c`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("begin", "end", "num_cached", "front", "gap")],
+        ("blocks", ctypes.c_void_p),
+    ]
+
+
+class _Paged(ctypes.Structure):
+    """`Paged` of `src/paged.h`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("data", "scales")],
+        *[(n, ctypes.c_int64) for n in ("type", "dim", "heads", "slot_bytes", "head_bytes")],
+    ]
+
+
+class _Call(ctypes.Structure):
+    """`Call` of `src/attention.c`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("queries", "anchored", "out", "spans", "sinks")],
+        *[
+            (name, ctypes.c_int64)
+            for name in (
+                *("num_spans", "heads", "query_stride", "anchored_stride", "is_bf16"),
+                *("block_size", "window", "kept", "chunk", "threads"),
+            )
+        ],
+        ("keys", _Paged),
+        ("values", _Paged),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+class _Spans:
+    """The sequences of a batch as the kernel reads them, and the kernel; the tables that they point at."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        library = native_attention().library
+        assert library is not None
+        self.attend = library.llmopt_attend
+        rows: list[tuple[int, int, int, int, int, int]] = []
+        self._tables = [span.block_ids for span in batch.spans]
+        if (group := batch.decode) is not None:
+            table = group.block_ids
+            self._tables.append(table)
+            width = table.numel() // group.rows.numel() * table.itemsize
+            address = table.data_ptr()
+            places = zip(
+                group.rows.tolist(), group.lengths.tolist(), group.gaps.tolist(), strict=True
+            )
+            rows += [
+                (row, row + 1, length, group.front, gap, address + index * width)
+                for index, (row, length, gap) in enumerate(places)
+            ]
+        rows += [
+            (s.begin, s.end, s.num_cached, s.front, s.gap, s.block_ids.data_ptr())
+            for s in batch.spans
+        ]
+        self.array = (_Span * len(rows))(*rows)
+
+
+def native_attention() -> Native:
+    """The compiled kernel, or why there is none."""
+    return native("attention")
+
+
+def attend_native(
+    queries: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    batch: AttentionBatch,
+    rule: AttentionRule,
+    anchored: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention that reads the blocks where they lie; a token's numbers depend on its own past alone."""
+    spans = batch.laid_out(_Spans)
+    queries = _dense_heads(queries)
+    anchored = None if anchored is None else _dense_heads(anchored)
+    out = queries.new_empty(*queries.shape[:2], values.dim)
+    sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
+    call = _Call(
+        queries.data_ptr(),
+        None if anchored is None else anchored.data_ptr(),
+        out.data_ptr(),
+        ctypes.addressof(spans.array),
+        None if sinks is None else sinks.data_ptr(),
+        len(spans.array),
+        queries.shape[1],
+        queries.stride(0),
+        0 if anchored is None else anchored.stride(0),
+        queries.dtype is torch.bfloat16,
+        batch.block_size,
+        rule.window or 0,
+        rule.kept,
+        rule.chunk or 0,
+        torch.get_num_threads(),
+        _paged(keys),
+        _paged(values),
+        rule.scale,
+        rule.softcap or 0.0,
+    )
+    if spans.attend(ctypes.byref(call)):
+        raise MemoryError(f"no memory for attention of {queries.shape[0]} tokens")
+    return out
+
+
+def _dense_heads(queries: torch.Tensor) -> torch.Tensor:
+    """Queries whose heads lie behind one another; tokens may lie further apart."""
+    is_dense = queries.stride(2) == 1 and queries.stride(1) == queries.shape[2]
+    return queries if is_dense else queries.contiguous()
+
+
+def _paged(tensor: PagedTensor) -> _Paged:
+    codes, scales = tensor.codes, tensor.scales
+    assert codes.stride(3) == 1 and codes.stride(0) == codes.shape[1] * codes.stride(1)
+    return _Paged(
+        codes.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+        _TYPES[codes.dtype],
+        codes.shape[3],
+        codes.shape[2],
+        codes.stride(1) * codes.itemsize,
+        codes.stride(2) * codes.itemsize,
+    )

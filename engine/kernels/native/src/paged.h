@@ -1,0 +1,102 @@
+/* Keys and values in blocks, and reading them as floats.
+ *
+ * A stored vector is read in words of 32 bits, which hold one float, two bfloat16 or four codes of 8 bits;
+ * `word_part` gives the floats of a word. All types go the same way. */
+#ifndef LLMOPT_PAGED_H
+#define LLMOPT_PAGED_H
+
+#include <string.h>
+
+#include "vectors.h"
+
+#define RUN 32 /* positions that are read at once */
+
+enum { STORED_F32 = 0, STORED_BF16 = 1, STORED_S8 = 2, STORED_E4M3 = 3 };
+
+typedef struct {
+    const uint8_t *data;
+    const float *scales;   /* [slots][heads] of 8-bit types, else NULL */
+    int64_t type;          /* STORED_... */
+    int64_t dim, heads;
+    int64_t slot_bytes, head_bytes; /* from one slot or head to the next */
+} Paged;
+
+/* A run of positions as a sequence sees it: where each lies. */
+typedef struct {
+    int64_t slots[RUN];
+} Places;
+
+static inline int64_t word_floats(const Paged *p) {
+    return p->type == STORED_F32 ? 1 : p->type == STORED_BF16 ? 2 : 4;
+}
+
+/* Float `part` of every word; 0 <= part < word_floats. */
+INLINE fvec word_part(int64_t type, ivec word, int part) {
+    if (type == STORED_F32) return fbits(word);
+    if (type == STORED_BF16)
+        return fbits(part ? iand(word, iset((int32_t)0xffff0000)) : ISHL(word, 16));
+    ivec byte = ISHR(word, 8 * part);
+    return type == STORED_S8 ? itof(isign_low_byte(byte)) : e4m3_to_float(byte);
+}
+
+static inline const uint8_t *vector_at(const Paged *p, int64_t slot, int64_t head) {
+    return p->data + slot * p->slot_bytes + head * p->head_bytes;
+}
+
+/* Words `first` to first + LANES - 1 of a vector, zeros after its end. */
+INLINE ivec load_words(const uint8_t *vector, int64_t first, int64_t words) {
+    if (words - first >= LANES) return iload(vector + first * 4);
+    int32_t some[LANES] = {0};
+    memcpy(some, vector + first * 4, (size_t)(words - first) * 4);
+    return iload(some);
+}
+
+/* A run of vectors as columns, floats [dim][RUN]; without the scales. */
+INLINE void read_columns_of(const int64_t type, const Paged *p, const Places *places, int64_t head,
+                            float *columns) {
+    const int parts = type == STORED_F32 ? 1 : type == STORED_BF16 ? 2 : 4;
+    int64_t words = p->dim / parts;
+    for (int half = 0; half < RUN; half += LANES)
+        for (int64_t first = 0; first < words; first += LANES) {
+            ivec block[LANES];
+            for (int i = 0; i < LANES; i++)
+                block[i] = load_words(vector_at(p, places->slots[half + i], head), first, words);
+            transpose(block);
+            int64_t count = words - first < LANES ? words - first : LANES;
+            for (int64_t w = 0; w < count; w++)
+                for (int part = 0; part < parts; part++)
+                    fstore(columns + ((first + w) * parts + part) * RUN + half,
+                           word_part(type, block[w], part));
+        }
+}
+
+static void read_columns(const Paged *p, const Places *places, int64_t head, float *columns) {
+    switch (p->type) {
+    case STORED_F32: read_columns_of(STORED_F32, p, places, head, columns); break;
+    case STORED_BF16: read_columns_of(STORED_BF16, p, places, head, columns); break;
+    case STORED_S8: read_columns_of(STORED_S8, p, places, head, columns); break;
+    default: read_columns_of(STORED_E4M3, p, places, head, columns); break;
+    }
+}
+
+/* A run of vectors as rows, floats [RUN][dim]; without the scales. dim is a multiple of 16. */
+static void read_rows(const Paged *p, const Places *places, int64_t head, float *rows) {
+    for (int i = 0; i < RUN; i++) {
+        const uint8_t *vector = vector_at(p, places->slots[i], head);
+        float *row = rows + i * p->dim;
+        for (int64_t d = 0; d < p->dim; d += LANES) {
+            if (p->type == STORED_F32) fstore(row + d, fload((const float *)vector + d));
+            else if (p->type == STORED_BF16)
+                fstore(row + d, fbits(ISHL(iwiden_u16((const uint16_t *)vector + d), 16)));
+            else if (p->type == STORED_S8) fstore(row + d, itof(iwiden_s8(vector + d)));
+            else fstore(row + d, e4m3_to_float(iwiden_u8(vector + d)));
+        }
+    }
+}
+
+/* The scale of each vector of a run. */
+static inline void read_scales(const Paged *p, const Places *places, int64_t head, float *scales) {
+    for (int i = 0; i < RUN; i++) scales[i] = p->scales[places->slots[i] * p->heads + head];
+}
+
+#endif

@@ -1,0 +1,250 @@
+"""Where the time of a step goes on this CPU: `python tools/cpu_step_profile.py CHECKPOINT ... [--json FILE]`.
+
+The engine's own steps, with a clock that gives every moment to the innermost part that is running, so that
+the parts of a step sum to it. Greedy requests of random tokens: decode steps of 1, 8 and 16 sequences, and
+prefills of 512 tokens; checkpoints take turns. "python" is what is neither computed in the model nor drawn:
+scheduling, the tensors of a step, outputs; "between" is what the model takes outside of the operations named.
+The roof is the time that the bytes of a step, or its products, would take at the roofs measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_kernels import Roofs
+from llmopt.engine.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.engine.host import cpu_model, usable_cores
+from llmopt.engine.kernels.native.linear import native_linear
+from llmopt.engine.kernels.paged_tensor import PagedTensor
+from llmopt.engine.model import attention
+from llmopt.engine.model.mlp import GatedMlp
+from llmopt.engine.model.norm import Norm
+from llmopt.engine.model.projection import Projection
+from llmopt.engine.sampling_params import SamplingParams
+
+BATCHES = {"alone": 1, "batch 8": 8, "batch 16": 16}
+PREFILL, PREFILL_TOKENS = "prefill 512", 512
+PARTS = (
+    *("linears", "head", "attention", "norms", "gate", "rotary", "KV write", "between"),
+    *("sampler", "python"),
+)
+SKIPPED = 3
+"""Steps of a case that come first and do not count."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Gives every moment to the innermost part under way."""
+
+    spent: dict[str, float] = field(default_factory=dict)
+    _parts: list[str] = field(default_factory=list)
+    _last: float = 0.0
+
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._turn()
+            # The head is a projection like others, told apart by who calls it.
+            self._parts.append("head" if self._parts[-1:] == ["head"] else part)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._turn()
+                self._parts.pop()
+
+        return run
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each part since it was last asked."""
+        spent, self.spent = self.spent, {}
+        return spent
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        if self._parts:
+            part = self._parts[-1]
+            self.spent[part] = self.spent.get(part, 0.0) + now - self._last
+        self._last = now
+
+
+@contextmanager
+def watched(engine: Engine, clock: Clock) -> Iterator[None]:
+    """Every part of the engine's steps on the clock, while the block lasts."""
+    runner: Any = engine.runner
+    decoder: Any = runner.decoder
+    places: list[tuple[Any, str, str]] = [
+        (engine, "step", "python"),
+        (runner._sampler, "draw", "sampler"),
+        (decoder, "forward", "between"),
+        (decoder, "logits", "head"),
+        (PagedTensor, "write", "KV write"),
+        (attention, "apply_rotary", "rotary"),
+        (Norm, "__call__", "norms"),
+        (GatedMlp, "__call__", "gate"),
+        (Projection, "__call__", "linears"),
+    ]
+    before = [vars(owner).get(name) for owner, name, _ in places]
+    for owner, name, part in places:
+        setattr(owner, name, clock.timed(part, getattr(owner, name)))
+    kernels = decoder._attend
+    decoder._attend = [clock.timed("attention", kernel) for kernel in kernels]
+    try:
+        yield
+    finally:
+        decoder._attend = kernels
+        for (owner, name, _), own in zip(places, before, strict=True):
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
+def random_tokens(engine: Engine, count: int) -> list[int]:
+    return torch.randint(3, engine.vocab_size, (count,)).tolist()
+
+
+def decode(engine: Engine, clock: Clock, batch: int, context: int, steps: int) -> list[Any]:
+    """The parts of each decode step of `batch` sequences that begin with `context` tokens."""
+    total = SKIPPED + steps
+    params = SamplingParams(temperature=0.0, max_tokens=total + 1, ignore_eos=True)
+    for index in range(batch):
+        engine.add_request(f"decode-{index}", random_tokens(engine, context), params)
+    found = []
+    while engine.has_unfinished():
+        generated = engine.stats.num_generated_tokens
+        computed = engine.stats.num_computed_tokens
+        engine.step()
+        spent, stats = clock.take(), engine.stats
+        whole = stats.num_generated_tokens - generated == batch
+        if whole and stats.num_computed_tokens - computed == batch:
+            found.append(spent)
+    return found[SKIPPED:]
+
+
+def prefill(engine: Engine, clock: Clock, repeats: int) -> list[Any]:
+    """The parts of each prefill of a prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    found = []
+    for index in range(repeats + 1):
+        engine.add_request(f"prefill-{index}", random_tokens(engine, PREFILL_TOKENS), params)
+        while engine.has_unfinished():
+            engine.step()
+        found.append(clock.take())
+    return found[1:]
+
+
+def least_seconds(engine: Engine, roofs: Roofs, rows: int, context: int) -> float:
+    """What a step would take at the roofs: the bytes of weights and cache, or the products in 8 bits."""
+    memory = engine.memory
+    moved = memory.weight_bytes_per_step + rows * context * memory.kv_bytes_per_token
+    decoder: Any = engine.runner.decoder
+    sites = decoder.weights.linears.values()
+    products = sum(site.out_features * site.in_features for site in sites)
+    return max(moved / max(roofs.bytes), 2 * rows * products / max(roofs.operations))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("checkpoints", nargs="+")
+    parser.add_argument(
+        "--context", type=int, default=32, help="tokens before the first that counts"
+    )
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cases", default=",".join([*BATCHES, PREFILL]))
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--cpu-activations", type=int, default=16)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    cases = options.cases.split(",")
+    engines = {
+        Path(name).name: Engine(
+            EngineConfig(
+                name,
+                device="cpu",
+                num_threads=options.threads,
+                cpu_activations=options.cpu_activations,
+                kv_cache_dtype=options.kv_cache_dtype,
+                enable_prefix_caching=False,
+                max_model_len=max(
+                    options.context + SKIPPED + options.steps + 2, PREFILL_TOKENS + 1
+                ),
+            )
+        )
+        for name in options.checkpoints
+    }
+    roofs, clock = Roofs(options.threads), Clock()
+    found: dict[tuple[str, str], list[Any]] = {}
+    for _ in range(options.rounds):
+        for case in cases:
+            for name, engine in engines.items():
+                roofs.measure()
+                with watched(engine, clock):
+                    if case == PREFILL:
+                        steps = prefill(engine, clock, max(1, options.steps // 12))
+                    else:
+                        steps = decode(engine, clock, BATCHES[case], options.context, options.steps)
+                found.setdefault((name, case), []).extend(steps)
+    print(
+        f"{cpu_model()}, {options.threads} threads, {native_linear().path}, context {options.context}; "
+        f"roofs: read {max(roofs.bytes) / 1e9:.1f} GB/s, 8-bit {max(roofs.operations) / 1e9:.0f} GOP/s; "
+        "milliseconds, medians"
+    )
+    rows = [
+        row(engines[name], case, name, steps, roofs, options.context)
+        for (name, case), steps in found.items()
+    ]
+    heads = ("checkpoint", "case", "step", *PARTS, "tokens/s", "of roof")
+    print(" ".join(f"{head:>9}" for head in heads))
+    for one in rows:
+        numbers = [one["step_ms"], *(one["parts_ms"][part] for part in PARTS)]
+        print(
+            f"{one['checkpoint']:>9} {one['case']:>9} "
+            + " ".join(f"{value:>9.2f}" for value in numbers)
+            + f" {one['tokens_per_second']:>9.1f} {one['of_roof']:>9.0%}"
+        )
+    if options.json:
+        record = {
+            "processor": cpu_model(),
+            "threads": options.threads,
+            "path": native_linear().path,
+            "context": options.context,
+            "read_bytes_per_second": roofs.bytes,
+            "int8_operations_per_second": roofs.operations,
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def row(
+    engine: Engine, case: str, name: str, steps: list[Any], roofs: Roofs, context: int
+) -> dict[str, Any]:
+    """Medians of a case."""
+    batch = BATCHES.get(case, PREFILL_TOKENS)
+    whole = statistics.median(sum(step.values()) for step in steps)
+    seen = context if case in BATCHES else 1
+    return {
+        "checkpoint": name,
+        "case": case,
+        "steps": len(steps),
+        "step_ms": 1e3 * whole,
+        "parts_ms": {
+            part: 1e3 * statistics.median(step.get(part, 0.0) for step in steps) for part in PARTS
+        },
+        "tokens_per_second": batch / whole,
+        "of_roof": least_seconds(engine, roofs, batch, seen) / whole,
+    }
+
+
+if __name__ == "__main__":
+    main()
