@@ -15,6 +15,7 @@ from .options import (
     Lora,
     ModelArgument,
     ModelOption,
+    OverlappedLoop,
     SchedulingPolicy,
     TensorParallelSize,
     Window,
@@ -43,6 +44,7 @@ def serve_local(
         int | None, typer.Option(help="Tokens computed in one step.")
     ] = None,
     scheduling_policy: SchedulingPolicy = "fcfs",
+    overlapped_loop: OverlappedLoop = False,
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Size of the KV cache, as in 4GiB. Default: derived.")
     ] = None,
@@ -59,11 +61,23 @@ def serve_local(
     speculative: speculation.Speculative = None,
     draft_model: speculation.DraftModel = None,
     num_speculative_tokens: speculation.NumSpeculativeTokens = 4,
+    speculative_tree_width: speculation.SpeculativeTreeWidth = None,
     prompt_lookup_min: speculation.PromptLookupMin = 2,
     prompt_lookup_max: speculation.PromptLookupMax = 4,
     speculative_acceptance: speculation.SpeculativeAcceptance = "coupled",
     served_model_name: Annotated[
         str | None, typer.Option(help="Name for clients. Default: the model's.")
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="File with a chat template, in Jinja. Default: the model's own."),
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls: hermes, llama3_json or mistral. Default: as its "
+            "chat template does."
+        ),
     ] = None,
     api_key: protection.ApiKey = None,
     cors_origin: protection.CorsOrigin = None,
@@ -89,6 +103,7 @@ def serve_local(
     from ..engine.planner.units import parse_bytes
     from ..engine.server.launch import base_url, bind
     from ..engine.server.server_options import ServerOptions
+    from ..engine.server.tool_calls import tool_format
     from ..quant.errors import BadInput
     from ..quant.models import resolve_model
     from ..recipes import DEFAULT_MODEL
@@ -123,6 +138,7 @@ def serve_local(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         scheduling_policy=scheduling_policy,
+        overlapped_loop=overlapped_loop,
         enable_prefix_caching=not no_prefix_caching,
         cpu_activations=cpu_activations,
         tensor_parallel_size=tensor_parallel_size,
@@ -131,11 +147,15 @@ def serve_local(
             speculative,
             draft_model,
             num_speculative_tokens,
+            speculative_tree_width,
             prompt_lookup_min,
             prompt_lookup_max,
             speculative_acceptance,
         ),
     )
+    template = None if chat_template is None else _read_template(chat_template)
+    if tool_call_parser is not None:
+        tool_format(tool_call_parser)
     listener = bind(host, port)
     folder = resolve_model(name)
     path = Path(name).expanduser()
@@ -149,7 +169,13 @@ def serve_local(
     from ..engine.server.launch import serve
 
     engine = Engine(config)
-    app = create_app(engine, model_name=served, options=options)
+    app = create_app(
+        engine,
+        model_name=served,
+        options=options,
+        chat_template=template,
+        tool_call_parser=tool_call_parser,
+    )
     url = base_url(listener)
     facts = (
         f"{str(engine.dtype).removeprefix('torch.')} on {engine.device}, "
@@ -159,6 +185,18 @@ def serve_local(
     has_key = bool(options.api_keys)
     serve(app, listener, on_ready=lambda: _announce(url, served, facts, has_key, as_json))
     people.print("stopped")
+
+
+def _read_template(path: str) -> str:
+    from pathlib import Path
+
+    from ..quant.errors import BadInput
+
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8 text"
+        raise BadInput(f"--chat-template {path}: {reason}") from error
 
 
 def _context(engine: Engine) -> str:

@@ -108,21 +108,19 @@ class Guard:
             ApiError: it is too large, or takes too long.
         """
         most = self._options.max_body_bytes
-        declared = int(
-            Headers(scope=scope).get("content-length", 0)
-        )  # h11 has seen that it is a number
+        # h11 has seen that it is a number.
+        declared = int(Headers(scope=scope).get("content-length", 0))
         pieces: list[bytes] = []
-        num_bytes = 0
+        num_bytes, has_more = 0, True
         try:
             async with asyncio.timeout(self._options.body_timeout_seconds):
-                while max(num_bytes, declared) <= most:
+                while has_more and max(num_bytes, declared) <= most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     pieces.append(message.get("body", b""))
                     num_bytes += len(pieces[-1])
-                    if not message.get("more_body") and num_bytes <= most:
-                        return b"".join(pieces)
+                    has_more = message.get("more_body", False)
         except TimeoutError:
             raise ApiError(
                 408,
@@ -130,7 +128,10 @@ class Guard:
                 code="timeout",
                 headers={"Connection": "close"},
             ) from None
-        await _discard(receive)
+        if max(num_bytes, declared) <= most:
+            return b"".join(pieces)
+        if has_more:
+            await _discard(receive)
         raise ApiError(
             413,
             f"the body is larger than the {most} bytes that this server takes",

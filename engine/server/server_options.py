@@ -49,20 +49,19 @@ class ServerOptions:
                 raise BadInput(
                     f"--cors-origin {origin!r}: give an origin such as https://example.org, or *"
                 )
-        for name, least in _LEAST.items():
+        for name, (option, least) in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                option = name.replace("_", "-").removesuffix("-seconds").removesuffix("-bytes")
-                raise BadInput(f"--{option} {value:g}: at least {least}")
+            if value is not None and not value >= least:
+                raise BadInput(f"{option} {value:g}: at least {least}")
 
 
 _LEAST = {
-    "max_body_bytes": 1,
-    "max_header_bytes": 1,
-    "body_timeout_seconds": 1,
-    "max_concurrency_per_key": 1,
-    "max_queue_per_key": 0,
-    "max_waiting": 0,
-    "request_timeout_seconds": 1,
-    "drain_seconds": 0,
+    "max_body_bytes": ("--max-body", 1),
+    "max_header_bytes": ("--max-header", 1),
+    "body_timeout_seconds": ("--body-timeout", 1),
+    "max_concurrency_per_key": ("--max-concurrency-per-key", 1),
+    "max_queue_per_key": ("--max-queue-per-key", 0),
+    "max_waiting": ("--max-waiting", 0),
+    "request_timeout_seconds": ("--request-timeout", 1),
+    "drain_seconds": ("--drain-seconds", 0),
 }

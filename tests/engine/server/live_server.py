@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,9 @@ import openai
 import uvicorn
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.outputs import EngineStats
+from llmopt.engine.outputs import EngineStats, RequestOutput
 from llmopt.engine.server.app import create_app
+from llmopt.engine.server.launch import bind
 from llmopt.engine.server.loop import EngineLoop
 from llmopt.engine.server.server_options import ServerOptions
 
@@ -68,9 +68,11 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running(engine: Engine, options: ServerOptions | None = None) -> Iterator[RunningServer]:
+def running(
+    engine: Engine, options: ServerOptions | None = None, *, is_warm: bool = True
+) -> Iterator[RunningServer]:
     app = create_app(engine, model_name="tiny", options=options)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind("127.0.0.1", 0)
     config = uvicorn.Config(app, loop="asyncio", ws="none", lifespan="on", log_level="critical")
     server = uvicorn.Server(config)
     started = threading.Event()
@@ -81,7 +83,8 @@ def running(engine: Engine, options: ServerOptions | None = None) -> Iterator[Ru
         serving = asyncio.ensure_future(server.serve([listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
-        await app.state.loop.wait_until_warm()
+        if is_warm:
+            await app.state.loop.wait_until_warm()
         started.set()
         await serving
 
@@ -97,8 +100,24 @@ def running(engine: Engine, options: ServerOptions | None = None) -> Iterator[Ru
     assert not thread.is_alive()
 
 
-def make_engine(model: str = "stories3M") -> Engine:
-    return Engine(EngineConfig(model=model, dtype="float32", num_threads=1))
+def make_engine(model: str = "stories3M", **options: Any) -> Engine:
+    return Engine(EngineConfig(model=model, dtype="float32", num_threads=1, **options))
+
+
+@contextlib.contextmanager
+def slow_steps(server: RunningServer, seconds: float = 0.005) -> Iterator[None]:
+    """Every step takes a while, so that a client can leave in the middle on any machine."""
+    step = server.engine.step
+
+    def slow() -> list[RequestOutput]:
+        time.sleep(seconds)
+        return step()
+
+    server.engine.step = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        server.engine.step = step  # type: ignore[method-assign]
 
 
 def events(server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

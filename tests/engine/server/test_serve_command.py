@@ -145,9 +145,55 @@ def test_a_second_signal_ends_the_drain_and_tells_the_client() -> None:
     assert process.returncode == 0 and "Traceback" not in err
 
 
+def test_an_engine_that_fails_while_it_warms_up_ends_the_server() -> None:
+    script = SLOW_SERVER.replace("lambda: time.sleep(0.05) or step()", "lambda: 1 // 0")
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+    )
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].endswith(
+        "the engine failed (ZeroDivisionError): restart the server"
+    )
+
+
+def test_what_outlasts_the_drain_is_told() -> None:
+    script = SLOW_SERVER.replace("drain_seconds=60", "drain_seconds=1")
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    try:
+        with (
+            client(process.stdout.readline().strip()) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [text for text in lines if text]
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    error = json.loads(rest[-1].removeprefix("data: "))["error"]
+    assert (error["message"], error["type"]) == ("the server is stopping", "server_error")
+    assert process.returncode == 0 and "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        (["--api-key", ""], "API key"),
+        (["--max-body", "none"], "none"),
         (["no-such-model"], "no-such-model"),
         (["--kv-cache-memory", "plenty"], "plenty"),
         (["--dtype", "int3"], "int3"),

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from live_server import RunningServer
+from live_server import RunningServer, make_engine, running, slow_steps
 from llmopt.engine.outputs import RequestOutput
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 3, "seed": 1}
-
-
-@contextlib.contextmanager
-def slow_steps(server: RunningServer) -> Iterator[None]:
-    """Every step takes a while, so that a client can leave in the middle on any machine."""
-    step = server.engine.step
-
-    def slow() -> list[RequestOutput]:
-        time.sleep(0.005)
-        return step()
-
-    server.engine.step = slow  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        server.engine.step = step  # type: ignore[method-assign]
 
 
 def test_a_stream_that_is_left_frees_its_blocks(server: RunningServer) -> None:
@@ -54,6 +36,57 @@ def test_a_request_that_is_left_frees_its_blocks(server: RunningServer) -> None:
         after = server.settle()
     assert after.kv_blocks_used == 0
     assert 0 < after.num_generated_tokens - before.num_generated_tokens < 1000
+
+
+def test_blocks_are_free_within_one_step_of_the_client_s_leaving(
+    fragile_server: RunningServer,
+) -> None:
+    server, step, steps = fragile_server, fragile_server.engine.step, threading.Semaphore(0)
+
+    def on_demand() -> list[RequestOutput]:
+        steps.acquire(timeout=20)
+        return step()
+
+    server.engine.step = on_demand  # type: ignore[method-assign]
+    steps.release(3)
+    with (
+        server.http() as http,
+        http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
+    ):
+        next(response.iter_lines())
+    deadline = time.monotonic() + 20
+    while server.loop._streams:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert server.engine.stats.kv_blocks_used > 0  # the engine is in the middle of a step
+    before = server.engine.stats.num_steps
+    steps.release()
+    stats = server.on_engine(lambda engine: engine.stats)
+    assert (stats.kv_blocks_used, stats.num_running) == (0, 0)
+    assert stats.num_steps - before <= 1
+
+
+def test_it_is_ready_only_when_warm() -> None:
+    engine, may_step = make_engine("stories260K"), threading.Event()
+    step = engine.step
+
+    def held() -> list[RequestOutput]:
+        may_step.wait(20)
+        return step()
+
+    engine.step = held  # type: ignore[method-assign]
+    with running(engine, is_warm=False) as server, server.http() as http:
+        assert http.get("/health").status_code == 200
+        early = http.get("/ready")
+        assert early.status_code == 503
+        assert early.json()["error"]["message"] == "the engine is warming up"
+        assert "llmopt_ready{" in (scraped := http.get("/metrics").text)
+        assert 'llmopt_ready{engine="0",model_name="tiny"} 0.0' in scraped
+        may_step.set()
+        # A request that came early is served all the same, and leaves no trace of the warm-up.
+        assert http.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
+        assert http.get("/ready").json() == {"status": "ready"}
+        assert server.settle().prefix_cache_queries < 10
 
 
 def test_those_who_stay_are_not_disturbed_by_one_who_leaves(server: RunningServer) -> None:
@@ -136,11 +169,13 @@ def test_an_engine_fault_is_told_to_everybody(fragile_server: RunningServer) -> 
         for refused in (
             whole[0],
             http.get("/health"),
+            http.get("/ready"),
             http.post("/v1/completions", json={"prompt": "hi"}),
         ):
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "engine_unavailable"
         assert http.get("/v1/models").status_code == 200
+        assert 'llmopt_ready{engine="0",model_name="tiny"} 0.0' in http.get("/metrics").text
 
 
 def test_a_failure_to_take_one_request_is_that_request_s_alone(

@@ -1,0 +1,258 @@
+"""Keys, limits and turns, against a real server and raw sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from live_server import RunningServer, make_engine, running, slow_steps
+from llmopt.engine.server.server_options import ServerOptions
+from llmopt.quant.errors import BadInput
+
+LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 1}
+KEYS = ("sesame", "rosebud")
+OPTIONS = ServerOptions(
+    api_keys=KEYS,
+    cors_origins=("https://app.example",),
+    max_body_bytes=20_000,
+    max_header_bytes=4_000,
+    body_timeout_seconds=1,
+    max_concurrency_per_key=2,
+    max_queue_per_key=1,
+    request_timeout_seconds=2,
+    log_prompts=True,
+)
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[RunningServer]:
+    with running(make_engine("stories260K"), OPTIONS) as it:
+        yield it
+
+
+def key(name: str = "sesame") -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    found = response.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return found
+
+
+def test_every_path_but_probes_and_the_page_needs_a_key(strict: RunningServer) -> None:
+    with strict.http() as http:
+        for path in ("/health", "/ready"):
+            assert http.get(path).status_code == 200
+        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/frobnicate"):
+            refused = http.get(path)
+            assert error(refused, 401)["code"] == "invalid_api_key"
+            assert refused.headers["www-authenticate"] == "Bearer"
+        for name in KEYS:
+            assert http.get("/v1/models", headers=key(name)).status_code == 200
+        for wrong in ("Bearer sesam", "Bearer sesame ", "sesame", "Basic sesame", "Bearer \xff"):
+            headers = {"Authorization": wrong.strip().encode("latin-1") + b"x"}
+            assert http.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_pages_of_the_named_origin_may_call_and_no_others(
+    strict: RunningServer, server: RunningServer
+) -> None:
+    asks = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    with strict.http() as http:
+        allowed = http.options("/v1/models", headers={"Origin": "https://app.example", **asks})
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        refused = http.get("/v1/models", headers={"Origin": "https://app.example"})
+        assert refused.status_code == 401  # a page reads its refusals too
+        assert refused.headers["access-control-allow-origin"] == "https://app.example"
+        other = http.options("/v1/models", headers={"Origin": "https://evil.example", **asks})
+        assert "access-control-allow-origin" not in other.headers
+    with server.http() as http:
+        closed = http.get("/v1/models", headers={"Origin": "https://app.example"})
+        assert "access-control-allow-origin" not in closed.headers
+
+
+def test_a_page_elsewhere_cannot_make_the_browser_post(server: RunningServer) -> None:
+    """A form or a script without leave sends text/plain; that is not taken for JSON."""
+    with server.http() as http:
+        response = http.post(
+            "/v1/completions",
+            content=json.dumps({"prompt": "hi"}),
+            headers={"Content-Type": "text/plain", "Origin": "https://evil.example"},
+        )
+    assert response.status_code in (400, 415)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_is_refused(strict: RunningServer, chunked: bool) -> None:
+    body = json.dumps({"prompt": "x" * 30_000}).encode()
+    content: Any = (body[i : i + 1000] for i in range(0, len(body), 1000)) if chunked else body
+    with strict.http(headers=key() | {"Content-Type": "application/json"}) as http:
+        refused = http.post("/v1/completions", content=content)
+        assert error(refused, 413)["code"] == "body_too_large"
+        fits = http.post("/v1/completions", json={"prompt": "x", "user": "y" * 15_000})
+        assert fits.status_code == 200
+
+
+def test_large_headers_and_addresses_are_refused(strict: RunningServer) -> None:
+    with strict.http(headers=key()) as http:
+        for request in ({"headers": {"X-Large": "x" * 5000}}, {"params": {"q": "x" * 5000}}):
+            assert error(http.get("/v1/models", **request), 431)["code"] == "headers_too_large"  # type: ignore[arg-type]
+
+
+def talk(server: RunningServer, sent: bytes) -> bytes:
+    """What the server answers to these bytes before it hangs up."""
+    host, port = server.url.removeprefix("http://").split(":")
+    received = b""
+    with socket.create_connection((host, int(port)), timeout=10) as plug:
+        plug.sendall(sent)
+        while piece := plug.recv(65536):
+            received += piece
+    return received
+
+
+def head(*lines: str) -> bytes:
+    return "\r\n".join(["POST /v1/completions HTTP/1.1", "Host: x", *lines, "", ""]).encode()
+
+
+def test_a_body_that_never_ends_is_given_up(strict: RunningServer) -> None:
+    words = ("Authorization: Bearer sesame", "Content-Type: application/json")
+    answer = talk(strict, head(*words, "Content-Length: 100") + b'{"prompt": "')
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        head("Content-Length: " + "9" * 5000),
+        head("Content-Length: -1"),
+        head("Content-Length: 5", "Content-Length: 6"),
+        head("Transfer-Encoding: chunked") + b"zz\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 40 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 2_000_000,
+    ],
+    ids=["endless number", "negative", "two lengths", "no chunk", "TLS", "endless header"],
+)
+def test_what_is_no_http_is_answered_and_forgotten(strict: RunningServer, sent: bytes) -> None:
+    try:
+        answer = talk(strict, sent)
+    except ConnectionError:
+        answer = b""
+    assert not answer or answer.startswith(b"HTTP/1.1 4"), answer
+    with strict.http() as http:
+        assert http.get("/ready").status_code == 200
+
+
+def post(server: RunningServer, name: str, **fields: Any) -> httpx.Response:
+    with server.http(headers=key(name)) as http:
+        return http.post("/v1/completions", json={**LONG, **fields})
+
+
+def test_a_key_has_turns_and_others_do_not_wait_for_it(strict: RunningServer) -> None:
+    with slow_steps(strict), ThreadPoolExecutor(8) as pool:
+        mine = [pool.submit(post, strict, "sesame", max_tokens=60) for _ in range(5)]
+        other = pool.submit(post, strict, "rosebud", max_tokens=5)
+        statuses = sorted(one.result().status_code for one in mine)
+        assert statuses == [200, 200, 200, 429, 429]
+        assert other.result().status_code == 200
+        refused = next(one.result() for one in mine if one.result().status_code == 429)
+    assert error(refused, 429)["type"] == "rate_limit_error"
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert post(strict, "sesame", max_tokens=5).status_code == 200
+
+
+def test_who_leaves_the_queue_gives_up_the_place(strict: RunningServer) -> None:
+    with slow_steps(strict), ThreadPoolExecutor(8) as pool:
+        working = [pool.submit(post, strict, "sesame", max_tokens=120) for _ in range(2)]
+        strict.wait_for(lambda engine: engine.stats.num_running == 2)
+        with strict.http(headers=key()) as http, pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=LONG, timeout=0.1)
+        time.sleep(0.05)
+        next_in_line = pool.submit(post, strict, "sesame", max_tokens=5)
+        assert [one.result().status_code for one in [*working, next_in_line]] == [200] * 3
+    assert strict.settle().kv_blocks_used == 0
+
+
+def test_an_answer_that_takes_too_long_is_ended(strict: RunningServer) -> None:
+    with slow_steps(strict, seconds=0.02):
+        whole = post(strict, "sesame")
+        assert error(whole, 504)["code"] == "timeout"
+        with (
+            strict.http(headers=key()) as http,
+            http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
+        ):
+            lines = [line for line in response.iter_lines() if line]
+        last = json.loads(lines[-1].removeprefix("data: "))
+        assert last["error"]["code"] == "timeout" and len(lines) > 10
+    assert strict.settle().kv_blocks_used == 0
+
+
+def test_the_engine_s_queue_is_bounded() -> None:
+    with running(make_engine("stories260K", max_num_seqs=2), ServerOptions(max_waiting=3)) as it:
+        with slow_steps(it), it.http() as http:
+            gone = threading.Event()
+
+            def hold() -> None:
+                body = {**LONG, "prompt": ["a", "b", "c", "d"], "stream": True}
+                with (
+                    it.http() as other,
+                    other.stream("POST", "/v1/completions", json=body) as response,
+                ):
+                    lines = response.iter_lines()
+                    next(lines)
+                    gone.wait(20)
+
+            holding = threading.Thread(target=hold)
+            holding.start()
+            it.wait_for(lambda engine: engine.stats.num_waiting == 2)
+            refused = http.post("/v1/completions", json={"prompt": ["x", "y"]})
+            assert error(refused, 429)["code"] == "rate_limit_exceeded"
+            assert "retry-after" in refused.headers
+            gone.set()
+            holding.join()
+            it.settle()
+            assert http.post("/v1/completions", json={"prompt": ["x"] * 5}).status_code == 200
+            assert http.post("/v1/completions", json={"prompt": ["x"] * 6}).status_code == 429
+        assert it.settle().kv_blocks_used == 0
+
+
+def test_prompts_are_in_the_log_only_when_asked(
+    strict: RunningServer, server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="llmopt")
+    for one, headers in ((server, {}), (strict, key())):
+        with one.http(headers=headers) as http:
+            assert http.post("/v1/completions", json={"prompt": "hush hush"}).status_code == 200
+            http.post("/v1/completions", json={"prompt": "hush hush", "n": "many"})
+        assert ("hush hush" in caplog.text) == (one is strict)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"api_keys": ("",)}, "API key"),
+        ({"api_keys": ("käse",)}, "API key"),
+        ({"cors_origins": ("example.org",)}, "--cors-origin"),
+        ({"cors_origins": ("https://example.org/page",)}, "--cors-origin"),
+        ({"max_body_bytes": 0}, "--max-body"),
+        ({"max_concurrency_per_key": 0}, "--max-concurrency-per-key"),
+        ({"max_queue_per_key": -1}, "--max-queue-per-key"),
+        ({"drain_seconds": -1}, "--drain-seconds"),
+        ({"request_timeout_seconds": 0}, "--request-timeout"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadInput, match=named):
+        ServerOptions(**options)
