@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -14,39 +13,42 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..engine import Engine
-from .chat import chat_router
-from .completions import completions_router
 from .errors import Unavailable, install
 from .exposition import Exposition
 from .generation import Service
 from .guard import Guard
 from .loop import EngineLoop
+from .routes import model_router, open_service
 from .server_options import ServerOptions
 from .text import PLAIN_TEMPLATE, Tokenization
 
 
-def create_app(engine: Engine, *, model_name: str, options: ServerOptions | None = None) -> FastAPI:
+def create_app(
+    engine: Engine,
+    *,
+    model_name: str,
+    options: ServerOptions | None = None,
+    chat_template: str | None = None,
+    tool_call_parser: str | None = None,
+) -> FastAPI:
     """An OpenAI-compatible application that serves `engine` as `model_name`.
+
+    `chat_template` takes the place of the model's own; `tool_call_parser` names the format in which the
+    model calls tools, where its template does not show it.
 
     It starts the engine's thread when it starts up; from then on nothing else may touch `engine`.
     `app.state.loop` is its `EngineLoop`, `app.state.service` what the endpoints share.
     """
     options = options or ServerOptions()
     loop = EngineLoop(engine, options)
-    service = Service(
-        loop,
-        Tokenization(engine.tokenizer),
-        model_name,
-        adapters=frozenset(engine.config.loras),
-        created=int(time.time()),
-    )
+    service = open_service(engine, loop, model_name, chat_template, tool_call_parser)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loop.start()
         yield
         loop.stop()
-        service.text.close()
+        service.close()
 
     # Nothing leaves this machine: FastAPI's interactive pages load scripts from elsewhere, and its
     # telemetry could be switched on by an environment variable.
@@ -68,8 +70,7 @@ def create_app(engine: Engine, *, model_name: str, options: ServerOptions | None
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-    app.include_router(completions_router(service))
-    app.include_router(chat_router(service))
+    app.include_router(model_router(service))
     cards = _model_cards(engine, service)
     exposition = Exposition(engine, loop, model_name)
 
@@ -109,12 +110,16 @@ def create_app(engine: Engine, *, model_name: str, options: ServerOptions | None
 
 def describe_template(text: Tokenization) -> str:
     """Which chat template is in use, in words."""
-    return "the model's own" if text.has_own_template else "plain, because the model has none"
+    return {
+        "file": "the given file's",
+        "model": "the model's own",
+        "plain": "plain, because the model has none",
+    }[text.template_source]
 
 
 def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
     """The model and, with it as their parent, its adapters, by name."""
-    own = service.text.has_own_template
+    source = service.text.template_source
     model = {
         "id": service.model_name,
         "object": "model",
@@ -124,8 +129,8 @@ def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
         "root": engine.folder.name,
         "max_model_len": engine.max_model_len,
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "chat_template": {"source": "model" if own else "plain"}
-        | ({} if own else {"template": PLAIN_TEMPLATE}),
+        "chat_template": {"source": source}
+        | ({"template": PLAIN_TEMPLATE} if source == "plain" else {}),
     }
     adapters = {
         name: {**model, "id": name, "parent": service.model_name, "root": folder.name}

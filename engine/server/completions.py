@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from ..outputs import Completion, TokenLogprobs
-from .generation import Service
+from .generation import Choices, Service
 from .logprobs import completion_logprobs
 from .protocol import CompletionRequest
 from .text import Tokenization
@@ -18,7 +18,6 @@ from .text import Tokenization
 class CompletionShape:
     """Choices of a completion: text, with the prompt in front of it where it is to be echoed."""
 
-    id_prefix = "cmpl"
     object_name = chunk_name = "text_completion"
 
     def __init__(
@@ -79,13 +78,21 @@ def completions_router(service: Service) -> APIRouter:
         """Continue one or more prompts."""
         arrival_seconds = time.perf_counter()
         service.check(body)
-        params = body.sampling_params()
+        params = await service.params(body)
         prompts = body.prompts
         token_ids = await service.text.encode(prompts)
         echoed = None
         if body.echo:
             echoed = [p if isinstance(p, str) else service.text.decode(p) for p in prompts]
         shape = CompletionShape(service.text, token_ids, echoed)
-        return await service.respond(request, body, params, token_ids, shape, arrival_seconds)
+        return await service.respond(
+            request,
+            body,
+            params,
+            token_ids,
+            "cmpl",
+            lambda answer: Choices(answer, shape),
+            arrival_seconds,
+        )
 
     return router

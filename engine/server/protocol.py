@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..sampling_params import MAX_COMPLETIONS, SamplingParams
 from .errors import ApiError
+from .structure import StructuredRequest
+
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1024
+"""Every one of them is looked for in every new piece of text."""
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+REQUEST_ID = r"[A-Za-z0-9_.:-]{1,128}"
+RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID}$")]
 
 _SAMPLING_FIELDS = (
     "min_tokens",
@@ -35,24 +45,17 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": (),
     "continue_final_message": (),
     "documents": (),
     "function_call": ("none", "auto"),
     "functions": (),
     "grammar": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": (),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
@@ -73,8 +76,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(BaseModel):
-    """What the two endpoints share. A field that is absent or null takes the engine's default.
+class GenerationRequest(StructuredRequest):
+    """What the endpoints that generate share. A field that is absent or null takes the engine's default.
 
     Unknown fields are let through, because clients send many that change nothing here.
     """
@@ -94,12 +97,13 @@ class GenerationRequest(BaseModel):
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: RequestId | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -119,14 +123,16 @@ class GenerationRequest(BaseModel):
             neutral = _UNSUPPORTED.get(name)
             differs = neutral is not None and value and value not in neutral
             if differs or (name in _ALWAYS_TRUE and value is not None and value is not True):
-                raise ApiError(
-                    400, f"{name} is not supported", param=name, code="unsupported_parameter"
-                )
+                raise unsupported(name)
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises `BadInput` or `ApiError` for values out of range."""
+        raise NotImplementedError
 
     def _sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stop: Sequence[str] = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
@@ -138,6 +144,10 @@ class GenerationRequest(BaseModel):
             prompt_logprobs=prompt_logprobs,
             **given,
         )
+
+
+def unsupported(name: str) -> ApiError:
+    return ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
 
 
 Prompt = str | list[int]
@@ -171,7 +181,6 @@ class CompletionRequest(GenerationRequest):
         return [batch] if isinstance(batch[0], int) else batch
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `BadInput` for values out of range."""
         if self.stream and self.best_of is not None and self.best_of > self.num_completions:
             raise ApiError(
                 400, "best_of is known at the end only: it cannot be streamed", param="best_of"
@@ -185,55 +194,3 @@ class CompletionRequest(GenerationRequest):
 
 def _is_token_ids(value: Any) -> bool:
     return bool(value) and all(type(item) is int for item in value)
-
-
-class Message(BaseModel):
-    """One turn of a conversation, text only."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_only(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise ValueError("need an object with role and content")
-        if value.get("role") in ("tool", "function") or value.get("tool_calls"):
-            raise ValueError("tool calls are not supported")
-        return {**value, "content": _joined_text(value.get("content"))}
-
-
-def _joined_text(content: Any) -> Any:
-    """Text of a message that may come in parts."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"content parts of type {kind!r} are not supported: text only")
-    return "".join(part["text"] for part in content)
-
-
-class ChatRequest(GenerationRequest):
-    """Body of `/v1/chat/completions`."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs is allowed only with logprobs = true")
-        return self
-
-    def sampling_params(self) -> SamplingParams:
-        """Raises `BadInput` for values out of range. Without a limit, the answer may fill the context."""
-        limit = self.max_completion_tokens
-        max_tokens = self.max_tokens if limit is None else limit
-        return self._sampling_params(
-            max_tokens, (self.top_logprobs or 0) if self.logprobs else None
-        )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ...quant.errors import BadInput
-from .protocol import Message, Prompt
+from .chat_protocol import Message, Tool
+from .errors import ApiError
+from .protocol import Prompt
+from .tool_calls import ToolFormat, format_of_template
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
@@ -45,39 +48,82 @@ class Tokenization:
     single tokens runs on the event loop; both only read the tokenizer, once the first call has set it up.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_token_ids: Collection[int] = (),
+        chat_template: str | None = None,
+        tool_format: ToolFormat | None = None,
+    ) -> None:
+        """`chat_template` takes the place of the model's, `tool_format` that of what the template uses.
+        `endings` are the texts of the tokens that end a sequence."""
         self._tokenizer = copy.deepcopy(tokenizer)
+        self._given_template = chat_template
+        if chat_template is not None:
+            self._tokenizer.chat_template = chat_template
+        self.tool_format = tool_format or format_of_template(self._template_text)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-tokenizer")
         self._special = frozenset(self._tokenizer.all_special_ids)
         self._anchor = self._encode_text("a")[-1]
         self._anchor_text = self._decode([self._anchor])
         self._texts: dict[int, TokenText] = {}
+        self.endings = tuple(self._decode([token]) for token in end_token_ids)
 
     @property
-    def has_own_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+    def template_source(self) -> str:
+        """Where the chat template comes from: "file", "model", or "plain" for want of one."""
+        if self._given_template is not None:
+            return "file"
+        return "model" if self._tokenizer.chat_template else "plain"
 
-    async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return "tools" in self._template_text
+
+    @property
+    def _template_text(self) -> str:
+        """A model may have several templates, by name."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    async def encode(
+        self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Token ids of prompts, with the special tokens that the tokenizer adds to text.
 
         Raises:
             BadInput: text that is not valid Unicode.
         """
         return await self._on_worker(
-            lambda: [self._encode_text(p) if isinstance(p, str) else list(p) for p in prompts]
+            lambda: [
+                self._encode_text(p, add_special_tokens=add_special_tokens)
+                if isinstance(p, str)
+                else list(p)
+                for p in prompts
+            ]
         )
 
-    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_options: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation, by default ready for the assistant's answer.
 
         Raises:
             BadInput: the model's template refuses the conversation, or text is not valid Unicode.
         """
-        return await self._on_worker(lambda: self._encode_chat(messages))
+        options = dict(template_options or {})
+        options["add_generation_prompt"] = add_generation_prompt
+        return await self._on_worker(lambda: self._encode_chat(messages, tools, options))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of tokens, as a completion would show it."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> TokenText:
         known = self._texts.get(token_id)
@@ -100,29 +146,27 @@ class Tokenization:
             )
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
 
-    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        own = self.has_own_template
-        # Few templates know OpenAI's newer name for the role.
-        turns = [
-            {
-                "role": "system" if message.role == "developer" else message.role,
-                "content": message.content,
-            }
-            for message in messages
-        ]
+    def _encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
+    ) -> list[int]:
+        is_plain = self.template_source == "plain"
         try:
             text = self._tokenizer.apply_chat_template(
-                turns,
-                chat_template=None if own else PLAIN_TEMPLATE,
-                add_generation_prompt=True,
-                tokenize=False,
+                [message.for_template() for message in messages],
+                **{
+                    **options,
+                    "tools": [tool.for_template() for tool in tools] or None,
+                    "chat_template": PLAIN_TEMPLATE if is_plain else None,
+                    "tokenize": False,
+                },
             )
-        except (
-            Exception
-        ) as error:  # a template may raise anything; it saw only the client's messages
+        except ApiError:
+            raise
+        except Exception as error:
+            # A template may raise anything; it saw only the client's messages.
             raise BadInput(f"messages: the model's chat template refuses them: {error}") from error
         # A model's own template writes its special tokens itself.
-        return self._encode_text(text, add_special_tokens=not own)
+        return self._encode_text(text, add_special_tokens=is_plain)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

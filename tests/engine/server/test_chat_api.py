@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from live_server import RunningServer, events
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.server.protocol import ChatRequest
+from llmopt.engine.server.chat_protocol import ChatRequest
 from llmopt.engine.server.text import Tokenization
 from llmopt.quant.errors import BadInput
 from llmopt.recipes import MODELS
@@ -134,7 +134,7 @@ def encode_chat(text: Tokenization, *roles: str) -> list[int]:
 
 
 def test_a_model_speaks_its_own_template(templated: Tokenization) -> None:
-    assert templated.has_own_template
+    assert templated.template_source == "model"
     token_ids = encode_chat(templated, "developer", "user")
     (expected,) = asyncio.run(templated.encode(["[system]hi[user]hi[assistant]"]))
     assert token_ids == expected

@@ -1,0 +1,46 @@
+"""The endpoints that have to do with the model, on one router."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+
+from ..engine import Engine
+from .chat import chat_router
+from .completions import completions_router
+from .generation import Service
+from .loop import EngineLoop
+from .structure import Constrainer
+from .text import Tokenization
+from .tool_calls import tool_format
+
+
+def open_service(
+    engine: Engine,
+    loop: EngineLoop,
+    model_name: str,
+    chat_template: str | None = None,
+    tool_call_parser: str | None = None,
+) -> Service:
+    """What the endpoints share.
+
+    Raises:
+        BadInput: there is no such parser of tool calls.
+    """
+    form = None if tool_call_parser is None else tool_format(tool_call_parser)
+    return Service(
+        loop,
+        Tokenization(engine.tokenizer, engine.eos_token_ids, chat_template, form),
+        Constrainer(engine.tokenizer, engine.vocab_size, engine.eos_token_ids),
+        model_name,
+        adapters=frozenset(engine.config.loras),
+        created=int(time.time()),
+    )
+
+
+def model_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    for part in (completions_router, chat_router):
+        router.include_router(part(service))
+    return router
