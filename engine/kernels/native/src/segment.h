@@ -1,0 +1,273 @@
+/* Attention of a few rows over one segment of positions: scores, their softmax, the sum of the values.
+ *
+ * The rows of a tile are the query heads that share a KV head, of one token or of several neighbours. Keys
+ * and values are widened to floats a run at a time, once for all rows; keys as columns, so that a lane is a
+ * position and a score is never summed across lanes. */
+#ifndef LLMOPT_SEGMENT_H
+#define LLMOPT_SEGMENT_H
+
+#include <math.h>
+
+#include "paged.h"
+
+#define SEGMENT 256
+#define TILE_ROWS 32
+
+/* The tokens of one sequence in the batch. */
+typedef struct {
+    int64_t begin, end;    /* where they lie in the batch */
+    int64_t num_cached;    /* tokens of the sequence so far */
+    int64_t front, gap;    /* positions from `front` on lie `gap` slots further to the front */
+    const int64_t *blocks;
+} Span;
+
+typedef struct {
+    const void *queries;   /* [tokens][query_stride], float32 or bfloat16, heads behind one another */
+    const void *anchored;  /* the same for the `kept` first keys, or NULL */
+    void *out;             /* [tokens][heads][values.dim] */
+    const Span *spans;
+    const float *sinks;    /* [heads] or NULL */
+    int64_t num_spans, heads, query_stride, anchored_stride, is_bf16;
+    int64_t block_size;
+    int64_t window;        /* 0: none */
+    int64_t kept, chunk;   /* chunk 0: none */
+    int64_t threads;
+    Paged keys, values;
+    float scale, softcap;  /* softcap 0: none */
+} Call;
+
+/* Some rows of a tile over some segments: its running softmax. */
+typedef struct {
+    float largest[TILE_ROWS], sum[TILE_ROWS];
+    float *mixed;          /* [rows][dim], values weighed by e^(score - largest) */
+} State;
+
+/* Rows of one KV head; the same rows of other heads come before and after it, `heads_begin` first. */
+typedef struct {
+    int64_t span, first, rows, own[TILE_ROWS];
+    int64_t head, heads_begin, heads_end;
+} Tile;
+
+/* What a thread works with, beside the states that last. */
+typedef struct {
+    float *queries, *anchored; /* [TILE_ROWS][keys.dim], scaled */
+    float *run;            /* [RUN][dim] of keys or values */
+    float *scores;         /* [TILE_ROWS][SEGMENT] */
+    State segment;
+} Scratch;
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static inline int64_t group_of(const Call *c) { return c->heads / c->keys.heads; }
+
+/* The first position in the back that the token at `own` sees. */
+static inline int64_t sees_from(const Call *c, int64_t own) {
+    int64_t from = 0;
+    if (c->window) from = larger(from, own - c->window + 1);
+    if (c->chunk) from = larger(from, own - own % c->chunk);
+    return from;
+}
+
+/* Where row r of a tile lies: the token in the batch, and its head. */
+static inline int64_t token_of(const Call *c, const Tile *tile, int64_t r) {
+    return c->spans[tile->span].begin + (tile->first + r) / group_of(c);
+}
+static inline int64_t head_of(const Call *c, const Tile *tile, int64_t r) {
+    return tile->head * group_of(c) + (tile->first + r) % group_of(c);
+}
+
+static void load_queries(const Call *c, const Tile *tile, const void *from, int64_t stride, float *to) {
+    int64_t dim = c->keys.dim;
+    for (int64_t r = 0; r < tile->rows; r++) {
+        int64_t at = token_of(c, tile, r) * stride + head_of(c, tile, r) * dim;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            fvec x = c->is_bf16 ? fbits(ISHL(iwiden_u16((const uint16_t *)from + at + d), 16))
+                                : fload((const float *)from + at + d);
+            fstore(to + r * dim + d, fmul(x, fset(c->scale)));
+        }
+    }
+}
+
+/* Where a run of positions lies. Those that no row of the tile sees need not be held: a position that one
+ * does see stands for them, so that what is read is a number. */
+static void find_places(const Call *c, const Tile *tile, int64_t begin, Places *places) {
+    const Span *span = c->spans + tile->span;
+    int64_t from = sees_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
+    int64_t before = -2, slot = 0, left = 0; /* left: of the block that `slot` is in */
+    for (int i = 0; i < RUN; i++) {
+        int64_t p = begin + i;
+        if (p > last || (p < from && p >= c->kept)) p = last;
+        if (p >= span->front) p -= span->gap;
+        if (p == before + 1 && left > 1) {
+            slot++, left--;
+        } else if (p != before) {
+            int64_t within = p % c->block_size;
+            slot = span->blocks[p / c->block_size] * c->block_size + within;
+            left = c->block_size - within;
+        }
+        places->slots[i] = slot;
+        before = p;
+    }
+}
+
+/* Queries times a run of keys, for a few rows. */
+INLINE void multiply_keys(const int rows, const float *queries, const float *columns, int64_t dim,
+                          float *scores) {
+    fvec sums[MAX_ROWS][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = fset(0.0f);
+    for (int64_t d = 0; d < dim; d++)
+        for (int r = 0; r < rows; r++) {
+            fvec query = fset(queries[r * dim + d]);
+            for (int v = 0; v < VECTORS; v++)
+                sums[r][v] = ffma(query, fload(columns + d * RUN + v * LANES), sums[r][v]);
+        }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) fstore(scores + r * SEGMENT + v * LANES, sums[r][v]);
+}
+
+/* Adds a run of values, weighed, to 32 or 16 elements of a few rows. */
+INLINE void multiply_values(const int rows, const int vectors, const float *weights, const float *values,
+                            int64_t dim, float *mixed) {
+    fvec sums[MAX_ROWS][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) sums[r][v] = fload(mixed + r * dim + v * LANES);
+    for (int i = 0; i < RUN; i++)
+        for (int r = 0; r < rows; r++) {
+            fvec weight = fset(weights[r * SEGMENT + i]);
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = ffma(weight, fload(values + i * dim + v * LANES), sums[r][v]);
+        }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) fstore(mixed + r * dim + v * LANES, sums[r][v]);
+}
+
+#if MAX_ROWS == 8
+#define FOR_ROWS(count, DO) \
+    switch (count) { \
+    case 8: DO(8); break; case 7: DO(7); break; case 6: DO(6); break; case 5: DO(5); break; \
+    case 4: DO(4); break; case 3: DO(3); break; case 2: DO(2); break; default: DO(1); break; \
+    }
+#else
+#define FOR_ROWS(count, DO) \
+    switch (count) { \
+    case 2: DO(2); break; default: DO(1); break; \
+    }
+#endif
+
+static void score_run(const Call *c, int64_t rows, const float *queries, const float *columns,
+                      float *scores) {
+    int64_t dim = c->keys.dim;
+    for (int64_t r = 0; r < rows; r += MAX_ROWS) {
+#define DO(n) multiply_keys(n, queries + r * dim, columns, dim, scores + r * SEGMENT)
+        FOR_ROWS(smaller(rows - r, MAX_ROWS), DO)
+#undef DO
+    }
+}
+
+static void mix_run(const Call *c, int64_t rows, const float *weights, const float *values, float *mixed) {
+    int64_t dim = c->values.dim;
+    for (int64_t r = 0; r < rows; r += MAX_ROWS) {
+        int64_t count = smaller(rows - r, MAX_ROWS), d = 0;
+        for (; d + PANEL <= dim; d += PANEL) {
+#define DO(n) multiply_values(n, VECTORS, weights + r * SEGMENT, values + d, dim, mixed + r * dim + d)
+            FOR_ROWS(count, DO)
+#undef DO
+        }
+        if (d < dim) {
+#define DO(n) multiply_values(n, VECTORS / 2, weights + r * SEGMENT, values + d, dim, mixed + r * dim + d)
+            FOR_ROWS(count, DO)
+#undef DO
+        }
+    }
+}
+
+/* Softcap, and minus infinity where a row does not see: a run of scores that begins at `begin`. */
+static void finish_scores(const Call *c, const Tile *tile, int64_t begin, const float *scales,
+                          float *scores) {
+    for (int64_t r = 0; r < tile->rows; r++) {
+        float *row = scores + r * SEGMENT;
+        for (int i = 0; i < RUN; i += LANES) {
+            fvec s = fload(row + i);
+            if (scales) s = fmul(s, fload(scales + i));
+            if (c->softcap > 0.0f) { /* tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|) */
+                fvec x = fdiv(s, fset(c->softcap)), one = fset(1.0f);
+                fvec e = exp_not_above_zero(fmul(fabs_(x), fset(-2.0f)));
+                fvec size = fmul(fdiv(fsub(one, e), fadd(one, e)), fset(c->softcap));
+                s = fbits(ior(ibits(size), iand(ibits(s), iset((int32_t)0x80000000))));
+            }
+            fstore(row + i, s);
+        }
+        int64_t own = tile->own[r], from = larger(sees_from(c, own), c->kept);
+        for (int64_t p = larger(begin, own + 1); p < begin + RUN; p++) row[p - begin] = -INFINITY;
+        for (int64_t p = larger(begin, c->kept); p < smaller(from, begin + RUN); p++)
+            row[p - begin] = -INFINITY;
+    }
+}
+
+/* Scores of a segment in place become weights; the largest of each row and their sum go to `state`. */
+static void soften(const Tile *tile, int64_t count, float *scores, State *state) {
+    for (int64_t r = 0; r < tile->rows; r++) {
+        float *row = scores + r * SEGMENT;
+        fvec most = fset(-INFINITY), sum = fset(0.0f);
+        for (int64_t i = 0; i < count; i += LANES) most = fmax_(most, fload(row + i));
+        float largest = state->largest[r] = fmax_lane(most);
+        fvec shift = fset(largest > -INFINITY ? largest : 0.0f);
+        for (int64_t i = 0; i < count; i += LANES) {
+            fvec weight = exp_not_above_zero(fsub(fload(row + i), shift));
+            fstore(row + i, weight);
+            sum = fadd(sum, weight);
+        }
+        state->sum[r] = fsum_lanes(sum);
+    }
+}
+
+static void attend_segment(const Call *c, const Tile *tile, int64_t begin, Scratch *s) {
+    int64_t from = sees_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
+    int64_t end = smaller(begin + SEGMENT, last + 1);
+    Places places[SEGMENT / RUN];
+    int64_t runs[SEGMENT / RUN], count = 0; /* those that a row may see */
+    for (int64_t p = begin; p < end; p += RUN)
+        if (p < c->kept || p + RUN > from) runs[count++] = p;
+    float scales[RUN], *of_keys = c->keys.scales ? scales : NULL;
+    for (int64_t i = 0; i < count; i++) find_places(c, tile, runs[i], places + i);
+    /* The head before has asked for this one's vectors. */
+    int64_t next = tile->head + (tile->head > tile->heads_begin);
+    int64_t stop = smaller(tile->head + 2, tile->heads_end);
+    if (count) fetch(&c->keys, places, next, stop);
+    for (int64_t i = 0; i < count; i++) {
+        if (i + 1 < count) fetch(&c->keys, places + i + 1, next, stop);
+        fetch(&c->values, places + i, next, stop);
+        read_columns(&c->keys, places + i, tile->head, s->run);
+        float *scores = s->scores + i * RUN;
+        score_run(c, tile->rows, s->queries, s->run, scores);
+        if (c->anchored && runs[i] < c->kept) {
+            float kept[TILE_ROWS * SEGMENT];
+            score_run(c, tile->rows, s->anchored, s->run, kept);
+            for (int64_t r = 0; r < tile->rows; r++)
+                memcpy(scores + r * SEGMENT, kept + r * SEGMENT,
+                       (size_t)smaller(RUN, c->kept - runs[i]) * sizeof(float));
+        }
+        if (of_keys) read_scales(&c->keys, places + i, tile->head, scales);
+        finish_scores(c, tile, runs[i], of_keys, scores);
+    }
+    soften(tile, count * RUN, s->scores, &s->segment);
+    memset(s->segment.mixed, 0, (size_t)(tile->rows * c->values.dim) * sizeof(float));
+    for (int64_t i = 0; i < count; i++) {
+        float *weights = s->scores + i * RUN;
+        if (c->values.scales) {
+            read_scales(&c->values, places + i, tile->head, scales);
+            for (int64_t r = 0; r < tile->rows; r++)
+                for (int k = 0; k < RUN; k += LANES)
+                    fstore(weights + r * SEGMENT + k,
+                           fmul(fload(weights + r * SEGMENT + k), fload(scales + k)));
+        }
+        read_rows(&c->values, places + i, tile->head, s->run);
+        mix_run(c, tile->rows, weights, s->run, s->segment.mixed);
+    }
+}
+
+#endif
