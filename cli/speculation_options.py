@@ -14,6 +14,7 @@ OPTION_NAMES = (
     "speculative",
     "draft_model",
     "num_speculative_tokens",
+    "speculative_tree_width",
     "prompt_lookup_min",
     "prompt_lookup_max",
     "speculative_acceptance",
@@ -22,16 +23,28 @@ OPTION_NAMES = (
 Speculative = Annotated[
     str | None,
     typer.Option(
-        help="Who guesses the next tokens: ngram (the sequence itself) or draft (a smaller model).",
+        help="Who guesses the next tokens: ngram (the sequence itself), draft (a smaller model), "
+        "medusa or eagle (heads that were trained for the model).",
         rich_help_panel=PANEL,
     ),
 ]
 DraftModel = Annotated[
     str | None,
-    typer.Option(help="The smaller model, with the same vocabulary.", rich_help_panel=PANEL),
+    typer.Option(
+        help="The smaller model, with the same vocabulary, or the folder of the heads.",
+        rich_help_panel=PANEL,
+    ),
 ]
 NumSpeculativeTokens = Annotated[
-    int, typer.Option(help="Guesses in a step, at most.", rich_help_panel=PANEL)
+    int, typer.Option(help="Places ahead that have guesses, at most.", rich_help_panel=PANEL)
+]
+SpeculativeTreeWidth = Annotated[
+    int | None,
+    typer.Option(
+        help="medusa, eagle: guesses for each place, on average.",
+        show_default="2",
+        rich_help_panel=PANEL,
+    ),
 ]
 PromptLookupMin = Annotated[
     int, typer.Option(help="ngram: tokens that must agree, at least.", rich_help_panel=PANEL)
@@ -52,6 +65,7 @@ def speculation(
     speculative: str | None,
     draft_model: str | None,
     num_speculative_tokens: int,
+    speculative_tree_width: int | None,
     prompt_lookup_min: int,
     prompt_lookup_max: int,
     speculative_acceptance: str,
@@ -68,4 +82,5 @@ def speculation(
         ngram_min=prompt_lookup_min,
         ngram_max=prompt_lookup_max,
         acceptance=speculative_acceptance,
+        tree_width=speculative_tree_width,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from ..quant.errors import BadInput
@@ -57,6 +58,21 @@ FEATURES: Mapping[str, Feature] = {
         "`--speculative draft`",
         lambda c: c.speculation is not None and c.speculation.method == "draft",
     ),
+    "medusa": Feature(
+        "Medusa heads",
+        "`--speculative medusa`",
+        lambda c: c.speculation is not None and c.speculation.method == "medusa",
+    ),
+    "eagle": Feature(
+        "an EAGLE head",
+        "`--speculative eagle`",
+        lambda c: c.speculation is not None and c.speculation.method == "eagle",
+    ),
+    "rejection": Feature(
+        "rejection of guesses",
+        "`--speculative-acceptance rejection`",
+        lambda c: c.speculation is not None and c.speculation.acceptance == "rejection",
+    ),
     "streams": Feature(
         "streams without end", "`--window`, `--attention-sinks`", lambda c: c.window is not None
     ),
@@ -84,10 +100,25 @@ REFUSALS: Mapping[frozenset[str], str] = {
     frozenset(
         {"streams", "draft"}
     ): "the draft model would end at its own context; use prompt lookup",
+    frozenset(
+        {"streams", "eagle"}
+    ): "the head would end at its own context; use prompt lookup or Medusa heads",
     frozenset({"streams", "windows"}): "layers of this model have windows of their own",
     frozenset(
         {"streams", "transformers"}
     ): "window and attention_sinks are for the decoder's own model types",
+    **{
+        frozenset(
+            {heads, "rejection"}
+        ): "a tree of the likeliest tokens holds no draws; use coupled"
+        for heads in ("medusa", "eagle")
+    },
+    **{
+        frozenset(
+            {heads, "transformers"}
+        ): "heads read the hidden states of the decoder's own layers"
+        for heads in ("medusa", "eagle")
+    },
     frozenset({"lora", "transformers"}): "adapters are for the decoder's own model types",
     frozenset({"tensor-parallel", "transformers"}): "only the decoder's own layers are divided",
     frozenset({"quantized", "transformers"}): "transformers' modules take plain weights only",
@@ -97,7 +128,7 @@ REFUSALS: Mapping[frozenset[str], str] = {
 ALTERNATIVES = frozenset(
     {
         frozenset({"kv-fp8", "kv-int8"}),
-        frozenset({"ngram", "draft"}),
+        *(frozenset(two) for two in combinations(("ngram", "draft", "medusa", "eagle"), 2)),
         frozenset({"completions", "beams"}),
         frozenset({"mask", "beams"}),
         frozenset({"prompt-logprobs", "beams"}),

@@ -36,7 +36,7 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 from .scoring import prompt_logits
-from .speculation.open import draft_length, open_draft_model, open_proposer
+from .speculation.open import draft_length, open_draft, open_proposer
 from .step_plan import StepPlan
 from .step_trace import StepRecorder
 
@@ -45,7 +45,7 @@ from .step_trace import StepRecorder
 class EngineMemory:
     """Bytes that the engine holds, and bytes of weights that one step reads.
 
-    `draft_bytes` are of a draft model with its cache.
+    `draft_bytes` are of a draft model or heads, with their cache.
     """
 
     weight_bytes: int
@@ -79,10 +79,10 @@ class Engine:
             config, checkpoint, self.device, self.dtype
         )
         self.vocab_size = model.vocab_size
-        draft = open_draft_model(
+        draft = open_draft(
             config.speculation,
             self.tokenizer,
-            self.vocab_size,
+            model,
             self.max_model_len,
             self.device,
             self.dtype,
@@ -229,7 +229,7 @@ class Engine:
         executed = time.perf_counter()
         self._keep_prompt_logprobs(result)
         tokens = self.scheduler.update(
-            plan, result.tokens, self.eos_token_ids, executed, result.num_guesses
+            plan, result.tokens, self.eos_token_ids, executed, result.guess_depths
         )
         self._num_steps += 1
         num_guesses = sum(result.num_guesses.values())

@@ -92,6 +92,15 @@ class Sampler:
         scores = self._adjusted(logits, rows)
         return torch.stack([_distribution(own, row) for own, row in zip(scores, rows, strict=True)])
 
+    def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Float32 [rows, vocab], each row summing to 1: what `draw` would draw from scores like these.
+
+        The token that it draws from `logits` themselves has the most. Where a row is not greedy, the
+        noise of its draw is in them, which the draw from other scores shares.
+        """
+        scores = self._adjusted(logits, rows)
+        return torch.stack([_preference(own, row) for own, row in zip(scores, rows, strict=True)])
+
     def _sample(self, scores: torch.Tensor, row: SamplingRow) -> int:
         return choose(_distribution(scores, row), row.seed, len(row.history))
 
@@ -108,6 +117,14 @@ def _distribution(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     keep = filter_mask(ordered, row.params)
     probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
     return torch.zeros_like(scores).index_copy_(0, order, probabilities)
+
+
+def _preference(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    if row.params.is_greedy:
+        return scores.softmax(dim=-1)
+    noise = exponential_noise(row.seed, len(row.history), scores.numel()).to(scores.device)
+    weights = _distribution(scores, row) / noise
+    return weights / weights.sum()
 
 
 def choose(weights: torch.Tensor, seed: int, position: int, stream: int = 0) -> int:

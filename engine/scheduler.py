@@ -143,7 +143,7 @@ class Scheduler:
         sampled: Mapping[str, Sequence[int]],
         eos: frozenset[int],
         now: float = 0.0,
-        num_guesses: Mapping[str, int] | None = None,
+        guess_depths: Mapping[str, int] | None = None,
     ) -> list[Token]:
         """Take the tokens that a step drew, `num_samples` for each row that asked for some.
 
@@ -167,8 +167,8 @@ class Scheduler:
             if not row.num_samples:
                 continue
             drawn = sampled[row.sequence_id]
-            if num_guesses and (checked := num_guesses.get(row.sequence_id)):
-                request.acceptance.record(checked, len(drawn) - 1)
+            if guess_depths and (reached := guess_depths.get(row.sequence_id)):
+                request.acceptance.record(reached, len(drawn) - 1)
             if row.num_samples == 1:
                 tokens += self._take_run(request, index, drawn, eos, now)
                 continue
@@ -247,11 +247,13 @@ class Scheduler:
         """
         known = request.num_computed_tokens + num_new == request.num_tokens
         answering = request.num_tokens > request.num_prompt_tokens
-        if self.config.guessing is None or not known or not answering:
+        guessing = self.config.guessing
+        if guessing is None or not known or not answering:
             return 0
         end = request.num_computed_tokens + num_new
         left = request.max_tokens - (request.num_tokens - request.num_prompt_tokens) - 1
-        count = max(0, min(left, budget, self.config.guessing.best(request.acceptance.rate)))
+        places = min(left, guessing.best(request.acceptance.rate))
+        count = max(0, min(budget, places * guessing.width))
         needed = self.config.num_blocks(end + count) - len(request.block_ids)
         if needed > self.pool.num_free - len(self.running):
             count = min(count, len(request.block_ids) * self.config.block_size - end)

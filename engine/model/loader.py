@@ -40,7 +40,7 @@ def load_weights(
         BadInput: a tensor is missing, misshapen, or has no place in the model.
     """
     reader = CheckpointReader(checkpoint, device, dtype, input_bits, shard)
-    return _Loader(reader, spec, _base(checkpoint, spec), dtype, shard).load()
+    return LayerLoader(reader, spec, _base(checkpoint, spec), dtype, shard).load()
 
 
 def _base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
@@ -53,7 +53,9 @@ def _base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loader:
+class LayerLoader:
+    """Reads the parts of a decoder by the names of its family, those of layers below a prefix."""
+
     reader: CheckpointReader
     spec: ModelSpec
     base: str
@@ -73,7 +75,7 @@ class _Loader:
             if rope is not None and rope not in ropes:
                 ropes.append(rope)
         layers = [self._layer(index, ropes) for index in range(shape.num_layers)]
-        final_norm = self._norm(f"{self.base}{names.final_norm}", hidden)
+        final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
         # Beside the decoder: `lm_head`, or `language_model.lm_head` in a multimodal checkpoint.
         head_name = f"{self.base.removesuffix('model.')}{names.head}"
         if f"{head_name}.weight" not in reader and not reader.is_quantized(head_name):
@@ -112,7 +114,8 @@ class _Loader:
         outside = self.base not in ("", "model.", "transformer.") and not name.startswith(self.base)
         return outside or (self.spec.shape.latent is not None and name.startswith(beyond))
 
-    def _norm(self, module: str, size: int) -> Norm:
+    def norm(self, module: str, size: int) -> Norm:
+        """The norm of a module."""
         offset, centered = self.spec.norm_offset, self.spec.shape.layer_norm
         # 1 + w has more digits than w: it is kept, and the norm computed, in float32.
         dtype = torch.float32 if offset else self.dtype
@@ -121,7 +124,7 @@ class _Loader:
         return Norm(size, self.spec.norm_eps, weight + offset if offset else weight, bias, centered)
 
     def _norm_if(self, layer: str, name: str) -> Norm | None:
-        return self._norm(layer + name, self.spec.shape.hidden_size) if name else None
+        return self.norm(layer + name, self.spec.shape.hidden_size) if name else None
 
     def _layer(self, index: int, ropes: list[RopeSpec]) -> DecoderLayer:
         names = self.spec.names
@@ -134,18 +137,21 @@ class _Loader:
         if latent is not None and turn is not None:
             attention = self._latent_attention(layer, latent, turn)
         else:
-            attention = self._head_attention(layer, index, turn)
+            attention = self.head_attention(layer, index, turn)
         return DecoderLayer(
-            input_norm=self._norm(layer + names.input_norm, self.spec.shape.hidden_size),
+            input_norm=self.norm(layer + names.input_norm, self.spec.shape.hidden_size),
             attention=attention,
             post_attention_norm=self._norm_if(layer, names.post_attention_norm),
             mlp_norm=self._norm_if(layer, names.mlp_norm),
-            mlp=self._block(layer, index),
+            mlp=self.block(layer, index),
             post_mlp_norm=self._norm_if(layer, names.post_mlp_norm),
             parallel=self.spec.parallel,
         )
 
-    def _head_attention(self, layer: str, index: int, turn: Rotation | None) -> HeadAttention:
+    def head_attention(
+        self, layer: str, index: int, turn: Rotation | None, in_features: int | None = None
+    ) -> HeadAttention:
+        """The attention of a layer, which reads `in_features`, by default the hidden states."""
         spec, names, shape, shard = self.spec, self.spec.names, self.spec.shape, self.shard
         own = shape if shard is None else shard.spec(spec).shape
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -161,22 +167,23 @@ class _Loader:
             sinks=sinks,
         )
         hidden, cuts = shape.hidden_size, (None, None)
+        inputs = in_features or hidden
         if shard is not None:
             cuts = shard.qkv(spec), shard.output(shape)
         return HeadAttention(
             own.num_heads,
             own.num_kv_heads,
             shape.head_dim,
-            qkv=self._linear(layer, names.qkv, hidden, outs, bias=shape.qkv_bias, cut=cuts[0]),
+            qkv=self._linear(layer, names.qkv, inputs, outs, bias=shape.qkv_bias, cut=cuts[0]),
             output=self._linear(
                 layer, (names.output,), queries, [hidden], bias=shape.output_bias, cut=cuts[1]
             ),
             rule=rule,
             rotation=turn,
-            query_norm=self._norm(layer + names.query_norm, shape.head_dim)
+            query_norm=self.norm(layer + names.query_norm, shape.head_dim)
             if shape.qk_norm
             else None,
-            key_norm=self._norm(layer + names.key_norm, shape.head_dim) if shape.qk_norm else None,
+            key_norm=self.norm(layer + names.key_norm, shape.head_dim) if shape.qk_norm else None,
             turned_norm=Norm(shape.head_dim, spec.norm_eps)
             if spec.key_norm_after_rotation and turn is not None
             else None,
@@ -218,7 +225,8 @@ class _Loader:
         # DeepSeek's config speaks of the other norms only: these keep their class's own epsilon.
         return Norm(size, 1e-6, self.reader.tensor(f"{module}.weight", size))
 
-    def _block(self, layer: str, index: int) -> Block:
+    def block(self, layer: str, index: int) -> Block:
+        """What follows the attention of a layer."""
         shape, names = self.spec.shape, self.spec.names
         experts = shape.experts
         if experts is not None and index not in experts.dense_layers:

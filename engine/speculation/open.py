@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,50 +10,79 @@ import torch
 from ...quant.errors import BadInput
 from ...quant.models import load_tokenizer, resolve_model
 from ...quant.open import open_checkpoint
+from ..compatibility import refuse
 from ..kv_cache import KvCache
+from ..model.decoder import Decoder
 from ..model.open import CausalModel, open_model
 from .draft_length import DraftLength
 from .draft_model import DraftModel
+from .eagle import EagleProposer
+from .eagle_head import EagleHead, load_eagle
+from .heads_checkpoint import HeadsCheckpoint
+from .medusa import MedusaHeads, MedusaProposer, load_medusa
 from .ngram import NgramProposer
 from .options import SpeculationConfig
 from .proposer import Proposer
 
 _CHECKING_COST = 0.05  # of one more token in a step whose time goes to reading weights
 
+Draft = CausalModel | MedusaHeads | EagleHead
+"""What guesses, where it has weights."""
 
-def open_draft_model(
+
+def open_draft(
     options: SpeculationConfig | None,
     tokenizer: Any,
-    vocab_size: int,
+    target: CausalModel,
     max_model_len: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> CausalModel | None:
-    """The draft model that `options` name, if they do.
+) -> Draft | None:
+    """The draft model or the heads that `options` name, if they do.
 
     Raises:
-        BadInput: it does not load, or its tokens or its context are not the target's.
+        BadInput: they do not load, or their tokens, context or sizes are not the target's.
     """
     if options is None or options.draft_model is None:
         return None
     folder = resolve_model(str(options.draft_model))
+    if options.method == "draft":
+        return _open_draft_model(folder, tokenizer, target, max_model_len, device, dtype)
+    if not isinstance(target, Decoder):
+        refuse({options.method, "transformers"})
+        raise AssertionError("the table refuses heads for what is no decoder")
+    checkpoint = HeadsCheckpoint(folder)
+    if options.method == "eagle":
+        return load_eagle(checkpoint, target, max_model_len, device, dtype)
+    sizes = target.spec.shape.hidden_size, target.vocab_size
+    return load_medusa(checkpoint, *sizes, device, dtype)
+
+
+def _open_draft_model(
+    folder: Path,
+    tokenizer: Any,
+    target: CausalModel,
+    max_model_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> CausalModel:
     if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise BadInput(
             f"draft model {folder}: its tokenizer is not that of the model, so its guesses mean nothing; "
             "choose a model of the same family"
         )
     model, _ = open_model(open_checkpoint(folder), max_model_len, device, dtype)
-    if model.vocab_size != vocab_size:
+    if model.vocab_size != target.vocab_size:
         raise BadInput(
-            f"draft model {folder}: {model.vocab_size} tokens, the model has {vocab_size}; both need "
-            "the same vocabulary"
+            f"draft model {folder}: {model.vocab_size} tokens, the model has {target.vocab_size}; both "
+            "need the same vocabulary"
         )
     return model
 
 
 def open_proposer(
     options: SpeculationConfig | None,
-    model: CausalModel | None,
+    draft: Draft | None,
     num_blocks: int,
     block_size: int,
     device: torch.device,
@@ -62,18 +92,34 @@ def open_proposer(
     """Who guesses, with a cache that has the target's blocks."""
     if options is None:
         return None
-    if model is None:
+    if draft is None:
         return NgramProposer(options.ngram_min, options.ngram_max)
-    cache = KvCache(model.kv_layouts, num_blocks, block_size, device, kv_dtype)
+    if isinstance(draft, MedusaHeads):
+        return MedusaProposer(draft, options.width)
+    cache = KvCache(draft.kv_layouts, num_blocks, block_size, device, kv_dtype)
+    if isinstance(draft, EagleHead):
+        return EagleProposer(draft, cache, options.width, device, dtype)
     independent = options.acceptance == "rejection"
-    return DraftModel(model, cache, device, dtype, independent=independent)
+    return DraftModel(draft, cache, device, dtype, independent=independent)
 
 
 def draft_length(
-    options: SpeculationConfig | None, draft: CausalModel | None, target: CausalModel
+    options: SpeculationConfig | None, draft: Draft | None, target: CausalModel
 ) -> DraftLength | None:
-    """The rule for the number of guesses; a draft's step is taken to cost its share of the bytes read."""
+    """The rule for the number of guesses; a draft's step is taken to cost its share of the bytes read.
+
+    No guess reaches out of sight of the last known token.
+    """
     if options is None:
         return None
-    share = 0.0 if draft is None else draft.bytes_per_step / target.bytes_per_step
-    return DraftLength(options.num_tokens, _CHECKING_COST + share)
+    longest, read = options.num_tokens, 0
+    if isinstance(draft, MedusaHeads):
+        longest, read = min(longest, len(draft.heads)), draft.bytes_per_place
+    elif isinstance(draft, EagleHead):
+        read = draft.bytes_per_place
+    elif draft is not None:
+        read = draft.bytes_per_step
+    if target.window is not None:
+        longest = min(longest, target.window.length)
+    cost = _CHECKING_COST * options.width + read / target.bytes_per_step
+    return DraftLength(longest, cost, options.width)

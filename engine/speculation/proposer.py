@@ -43,6 +43,11 @@ class Seen:
     hidden: torch.Tensor
     next_ids: Sequence[int]
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The sequence, and how many of its tokens are computed now."""
+        return self.row.sequence_id, self.row.start + len(self.next_ids)
+
 
 DrawOf = Callable[[ScheduledRow, Sequence[int]], SamplingRow]
 """How the token behind a row and some guesses is drawn."""
@@ -61,8 +66,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
-        """Guesses by sequence, at most `num_guesses` of its row and not deeper than its `guess_depth`, and
-        none for rows without."""
+        """Guesses by sequence, at most `num_guesses` of its row, and none for rows without."""
         ...
 
     def see(self, steps: Sequence[Seen]) -> None:

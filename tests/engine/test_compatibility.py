@@ -6,12 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from heads_world import write_eagle, write_medusa
 from llmopt.engine import LLM, BeamSearchParams, SamplingParams
 from llmopt.engine.compatibility import (
     ALTERNATIVES,
@@ -41,6 +43,9 @@ ENGINE: dict[str, dict[str, Any]] = {
     "kv-int8": {"kv_cache_dtype": "int8"},
     "ngram": {"speculation": SpeculationConfig("ngram", ngram_min=1)},
     "draft": {"speculation": SpeculationConfig("draft", MODELS / "stories260K")},
+    "medusa": {"speculation": SpeculationConfig("medusa", "the checkpoint's")},
+    "eagle": {"speculation": SpeculationConfig("eagle", "the checkpoint's")},
+    "rejection": {"speculation": SpeculationConfig("ngram", ngram_min=1, acceptance="rejection")},
     "streams": {"window": 6, "attention_sinks": 2},
     "lora": {"loras": {"own": "the checkpoint's"}},
     "tensor-parallel": {"tensor_parallel_size": 2},
@@ -49,11 +54,16 @@ ENGINE: dict[str, dict[str, Any]] = {
 CHECKPOINT = ("windows", "quantized", "transformers")
 REQUEST = ("completions", "mask", "prompt-logprobs", "beams")
 # A change of these alone leaves every greedy token what it was.
-LOSSLESS = {"chunks", "no-prefix-cache", "policy", "ngram", "draft", "prompt-logprobs"}
-# A process for each part takes seconds to start: these share two engines.
+LOSSLESS = {
+    *("chunks", "no-prefix-cache", "policy", "prompt-logprobs"),
+    *("ngram", "draft", "medusa", "eagle", "rejection"),
+}
+# A process for each part takes seconds to start: these share a few engines.
 DIVIDED = (
     {"chunks", "policy", "kv-int8", "ngram", "streams", "lora"},
-    {"no-prefix-cache", "kv-fp8", "draft", "activations-8", "quantized", "windows"},
+    {"no-prefix-cache", "kv-fp8", "draft", "rejection", "activations-8", "quantized", "windows"},
+    {"medusa"},
+    {"eagle"},
 )
 
 
@@ -66,15 +76,20 @@ class FirstHalf:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
-    """A small model for every set of features that a checkpoint brings, with an adapter beside it."""
+    """A small model for every set of features that a checkpoint brings, with an adapter and heads beside it."""
     root = tmp_path_factory.mktemp("checkpoints")
     window = {"sliding_window": 5, "intermediate_size": 128}
     found: dict[frozenset[str], Path] = {}
 
+    def write_beside(folder: Path, model: Any) -> None:
+        write_adapter(folder / "adapter", model, ("q_proj", "down_proj"))
+        write_medusa(folder / "medusa", hidden=64)
+        write_eagle(folder / "eagle", hidden=64)
+
     def add(names: tuple[str, ...], config: str, overrides: dict[str, Any]) -> Any:
         folder = root / "-".join(("model", *names))
         model = save_model(folder, config, overrides)
-        write_adapter(folder / "adapter", model, ("q_proj", "down_proj"))
+        write_beside(folder, model)
         found[frozenset(names)] = folder
         return model
 
@@ -82,7 +97,7 @@ def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
         folder = root / "-".join(("quantized", *names))
         scheme = IntScheme(bits=4, group_size=32, symmetric=True)
         write_checkpoint(folder, model, "compressed-tensors", scheme)
-        write_adapter(folder / "adapter", model, ("q_proj", "down_proj"))
+        write_beside(folder, model)
         found[frozenset((*names, "quantized"))] = folder
 
     quantize((), add((), "LlamaConfig", {"intermediate_size": 128}))
@@ -110,6 +125,14 @@ def engines(checkpoints) -> Any:
             options: dict[str, Any] = {}
             for name in own - set(CHECKPOINT):
                 options |= ENGINE[name]
+            if method := own & {"ngram", "draft", "medusa", "eagle"}:
+                (method,) = method
+                asked = ENGINE[method]["speculation"]
+                if "rejection" in own:
+                    asked = replace(asked, acceptance="rejection")
+                if method in ("medusa", "eagle"):
+                    asked = replace(asked, draft_model=folder / method)
+                options["speculation"] = asked
             if "lora" in own:
                 options["loras"] = {"own": folder / "adapter"}
             made[own] = LLM(
@@ -159,7 +182,7 @@ def test_a_pair_runs_or_is_refused_with_its_line(engines, pair):
     assert llm.engine.stats.kv_blocks_used == 0
 
 
-@pytest.mark.parametrize("others", DIVIDED, ids=["plain", "quantized"])
+@pytest.mark.parametrize("others", DIVIDED, ids=["plain", "quantized", "medusa", "eagle"])
 def test_a_divided_model_goes_with_everything(engines, others):
     alone, divided = frozenset(others), frozenset({"tensor-parallel", *others})
     llm = engines(divided)
@@ -174,13 +197,14 @@ def test_a_divided_model_goes_with_everything(engines, others):
 
 
 def test_every_feature_meets_a_divided_model():
-    met = {"tensor-parallel", *DIVIDED[0], *DIVIDED[1], *REQUEST}
+    met = {"tensor-parallel", *set().union(*DIVIDED), *REQUEST}
     assert met == set(FEATURES) - {"transformers"}
 
 
 def test_what_a_config_asks_for_is_what_turns_a_feature_on():
     for name, options in ENGINE.items():
-        assert asked_for(EngineConfig(**options)) == {name}
+        of_guesses = {"ngram"} if name == "rejection" else set()
+        assert asked_for(EngineConfig(**options)) == {name, *of_guesses}
     assert asked_for(EngineConfig()) == frozenset()
     assert {n for n, f in FEATURES.items() if f.is_asked_for is not None} == set(ENGINE)
     assert set(FEATURES) == {*ENGINE, *CHECKPOINT, *REQUEST}

@@ -1,0 +1,86 @@
+"""Trees of guesses, grown from scores level by level: the likeliest are kept, and followed further."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..sampler import Sampler
+from ..step_plan import ScheduledRow
+from .proposer import DrawOf, Guesses
+from .tree import Tree
+
+
+class Growth:
+    """The tree of one row.
+
+    A guess weighs as much as the preferences for the tokens on the way to it, multiplied: about the chance
+    that all of them stand. Each level adds the `width` best tokens behind every guess of the frontier, and
+    the `width` best guesses of the level are the frontier of the next. Of all that was found, the best
+    that there is room for become the tree (Li et al., "EAGLE-2", arXiv:2406.16858, section 4).
+
+    Attributes:
+        frontier: guesses that the next level follows, by their numbers; -1: the last known token.
+        parents: of each guess found so far.
+    """
+
+    def __init__(self, row: ScheduledRow, width: int) -> None:
+        self.row = row
+        self.frontier = [-1]
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.level = 0
+        self.depth = -(-row.num_guesses // width)
+        self._weights: list[float] = []
+        self._width = width
+
+    def path(self, index: int) -> list[int]:
+        """The tokens from the first place down to a guess."""
+        return [self.tokens[i] for i in Tree(tuple(self.parents)).path(index)]
+
+    def extend(self, preferences: torch.Tensor) -> None:
+        """Add a level, from preferences [frontier, vocab]."""
+        values, tokens = preferences.topk(min(self._width, preferences.shape[-1]))
+        first = len(self.tokens)
+        found = zip(self.frontier, values.tolist(), tokens.tolist(), strict=True)
+        for parent, own_values, own_tokens in found:
+            weight = 1.0 if parent < 0 else self._weights[parent]
+            self.parents += [parent] * len(own_tokens)
+            self.tokens += own_tokens
+            self._weights += [weight * value for value in own_values]
+        self.frontier = self._best(range(first, len(self.tokens)), self._width)
+        self.level += 1
+
+    def guesses(self) -> Guesses:
+        """The best of what was found."""
+        # A guess weighs no more than its parent, which has the smaller number: it is kept as well.
+        kept = self._best(range(len(self.tokens)), self.row.num_guesses)
+        places = {index: place for place, index in enumerate(kept)}
+        parents = tuple(places.get(self.parents[index], -1) for index in kept)
+        return Guesses(tuple(self.tokens[index] for index in kept), Tree(parents))
+
+    def _best(self, indices: range, count: int) -> list[int]:
+        return sorted(sorted(indices, key=lambda i: (-self._weights[i], i))[:count])
+
+
+def grow(
+    growths: Sequence[Growth],
+    sampler: Sampler,
+    draw: DrawOf,
+    scores: Callable[[Sequence[Growth]], torch.Tensor],
+) -> dict[str, Guesses]:
+    """Grow trees as deep as there is room for; guesses by sequence.
+
+    `scores` gives float32 [guesses, vocab] behind each frontier of some of them, one after the other.
+    """
+    going = list(growths)
+    while going:
+        draws = [draw(one.row, one.path(index)) for one in going for index in one.frontier]
+        preferences = sampler.preferences(scores(going), draws)
+        for one, own in zip(
+            going, preferences.split([len(one.frontier) for one in going]), strict=True
+        ):
+            one.extend(own)
+        going = [one for one in going if one.level < one.depth]
+    return {one.row.sequence_id: one.guesses() for one in growths}

@@ -1,0 +1,57 @@
+"""A folder of heads: their config.json, and their weights under one of the names in use."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+
+from ...quant.checkpoint import SINGLE_NAME, Checkpoint, read_json
+from ...quant.errors import BadInput
+
+FILES = (SINGLE_NAME, "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
+"""Where published heads lie; the first that is there counts."""
+
+
+class HeadsCheckpoint(Checkpoint):
+    """Heads through the interface of `Checkpoint`. They are small: all are read at once.
+
+    Raises:
+        BadInput: a file is missing, cut off, or holds something other than named tensors.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.config = read_json(self.folder / "config.json")
+        path = next((p for name in FILES if (p := self.folder / name).is_file()), None)
+        if path is None:
+            raise BadInput(f"{self.folder} has no heads: none of {', '.join(FILES)} is there")
+        self._tensors = _tensors(path)
+        self.shard_of = dict.fromkeys(self._tensors, path.name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU."""
+        if name not in self._tensors:
+            raise BadInput(f"{self.folder} has no tensor {name!r}")
+        return self._tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self.tensor(name).shape)
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{path} is cut off or damaged: {reason}") from error
+    if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
+        raise BadInput(f"{path} does not hold named tensors")
+    return found

@@ -1,0 +1,160 @@
+"""Guesses from heads that each look one token further than the one before (Cai et al., "Medusa",
+arXiv:2401.10774)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch.nn import functional
+
+from ...quant.errors import BadInput
+from ..model.projection import Projection
+from ..model.reader import CheckpointReader
+from ..model.spec import KvLayout
+from ..sampler import Sampler
+from ..step_plan import ScheduledRow
+from .growth import Growth, grow
+from .heads_checkpoint import HeadsCheckpoint
+from .proposer import DrawOf, Guesses, Seen
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Where a head's linears lie: `block` by head and number, `output` by head and number of blocks."""
+
+    block: str
+    output: str
+
+
+_LAYOUTS = (
+    _Names("{head}.{block}.linear", "{head}.{blocks}"),  # as Medusa's authors publish heads
+    _Names("blocks.{head}.layers.{block}", "lm_heads.{head}"),  # as vLLM's converter writes them
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHead:
+    """Residual blocks `x + silu(linear x)`, and a projection onto the vocabulary."""
+
+    blocks: Sequence[Projection]
+    output: Projection
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.output.weight_bytes + sum(block.weight_bytes for block in self.blocks)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores, float32 [rows, vocab], of final hidden states [rows, hidden]."""
+        for block in self.blocks:
+            hidden = hidden + functional.silu(block(hidden))
+        return self.output(hidden).float()
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHeads:
+    """Head k, from 0 on, scores the token k + 2 places behind the one whose final hidden state it reads."""
+
+    heads: Sequence[MedusaHead]
+
+    kv_layouts: tuple[KvLayout, ...] = ()
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of weights."""
+        return sum(head.weight_bytes for head in self.heads)
+
+    @property
+    def bytes_per_place(self) -> int:
+        """Bytes that the guesses for one place read."""
+        return self.heads[0].weight_bytes
+
+
+def load_medusa(
+    checkpoint: HeadsCheckpoint,
+    hidden_size: int,
+    vocab_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> MedusaHeads:
+    """Heads for a model of this hidden size and vocabulary.
+
+    How many heads there are, and of how many blocks, is what the file holds: published configs are known
+    to say less.
+
+    Raises:
+        BadInput: no heads, heads of another size, or tensors that are no part of one.
+    """
+    names = next((n for n in _LAYOUTS if _module(n.block, 0, 0) in checkpoint), None)
+    if names is None:
+        raise BadInput(
+            f"{checkpoint.folder}: no Medusa heads: the file has neither "
+            + " nor ".join(_module(n.block, 0, 0) for n in _LAYOUTS)
+        )
+    num_blocks = next(i for i in count() if _module(names.block, 0, i) not in checkpoint)
+    num_heads = next(i for i in count() if _module(names.block, i, 0) not in checkpoint)
+    found = checkpoint.shape(_module(names.block, 0, 0))[-1]
+    if found != hidden_size:
+        raise BadInput(
+            f"{checkpoint.folder}: heads for a hidden size of {found}; the model's is {hidden_size}"
+        )
+    output = f"{names.output.format(head=0, blocks=num_blocks)}.weight"
+    if output in checkpoint and checkpoint.shape(output)[0] != vocab_size:
+        raise BadInput(
+            f"{checkpoint.folder}: heads for {checkpoint.shape(output)[0]} tokens; the model has "
+            f"{vocab_size}"
+        )
+    reader = CheckpointReader(checkpoint, device, dtype)
+    heads = []
+    for head in range(num_heads):
+        modules = [names.block.format(head=head, block=i) for i in range(num_blocks)]
+        blocks = [
+            reader.projection([m], hidden_size, [hidden_size], bias=f"{m}.bias" in checkpoint)
+            for m in modules
+        ]
+        top = names.output.format(head=head, blocks=num_blocks)
+        heads.append(
+            MedusaHead(blocks, reader.projection([top], hidden_size, [vocab_size], bias=False))
+        )
+    reader.finish(lambda name: False)
+    return MedusaHeads(heads)
+
+
+def _module(pattern: str, head: int, block: int) -> str:
+    return f"{pattern.format(head=head, block=block)}.weight"
+
+
+class MedusaProposer:
+    """Reads the hidden state behind which the last known token was drawn."""
+
+    def __init__(self, heads: MedusaHeads, width: int) -> None:
+        self._heads = heads.heads
+        self._width = width
+        self._sampler = Sampler()
+        self._hidden: dict[tuple[str, int], torch.Tensor] = {}
+        self.bytes_held = heads.bytes_held
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Nothing lies in blocks."""
+
+    def see(self, steps: Sequence[Seen]) -> None:
+        """See `Proposer`."""
+        self._hidden = {step.place: step.hidden[-1] for step in steps}
+
+    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
+        """See `Proposer`."""
+        growths = [
+            Growth(row, self._width)
+            for row in rows
+            if row.num_guesses and (row.sequence_id, row.end - 1) in self._hidden
+        ]
+
+        def scores(going: Sequence[Growth]) -> torch.Tensor:
+            hidden = [self._hidden[one.row.sequence_id, one.row.end - 1] for one in going]
+            found = self._heads[going[0].level](torch.stack(hidden))
+            counts = torch.tensor([len(one.frontier) for one in going], device=found.device)
+            return found.repeat_interleave(counts, dim=0)
+
+        return grow(growths, self._sampler, draw, scores)

@@ -1,0 +1,91 @@
+"""Heads for a model, written as their authors publish them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+
+def write_medusa(
+    folder: Path,
+    hidden: int = 256,
+    vocab: int = 512,
+    heads: int = 3,
+    blocks: int = 1,
+    layout: str = "authors",
+    file: str = "medusa_lm_head.safetensors",
+    seed: int = 0,
+) -> Path:
+    """Random Medusa heads, by the names of their authors' code or of vLLM's."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for head in range(heads):
+        for block in range(blocks):
+            name = (
+                f"{head}.{block}.linear" if layout == "authors" else f"blocks.{head}.layers.{block}"
+            )
+            tensors[f"{name}.weight"] = (
+                torch.randn(hidden, hidden, generator=generator) / hidden**0.5
+            )
+            if layout == "authors":
+                tensors[f"{name}.bias"] = torch.randn(hidden, generator=generator) / 10
+        name = f"{head}.{blocks}" if layout == "authors" else f"lm_heads.{head}"
+        tensors[f"{name}.weight"] = torch.randn(vocab, hidden, generator=generator) / 4
+    config = {"medusa_num_heads": heads, "medusa_num_layers": blocks}
+    return _save(folder, config, tensors, file)
+
+
+def write_eagle(
+    folder: Path,
+    hidden: int = 256,
+    vocab: int = 512,
+    heads: int = 8,
+    kv_heads: int = 4,
+    file: str = "model.safetensors",
+    bias: bool = False,
+    embedding: bool = False,
+    seed: int = 0,
+) -> Path:
+    """A random EAGLE head, by the names of its authors' code."""
+    generator = torch.Generator().manual_seed(seed)
+    inner, dim = 2 * hidden, hidden // heads
+
+    def random(out: int, into: int) -> torch.Tensor:
+        return torch.randn(out, into, generator=generator) / into**0.5
+
+    tensors = {
+        "fc.weight": random(hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj.weight": random(hidden, hidden),
+        "layers.0.self_attn.k_proj.weight": random(kv_heads * dim, hidden),
+        "layers.0.self_attn.v_proj.weight": random(kv_heads * dim, hidden),
+        "layers.0.self_attn.o_proj.weight": random(hidden, hidden),
+        "layers.0.post_attention_layernorm.weight": 1 + random(1, hidden)[0],
+        "layers.0.mlp.gate_proj.weight": random(inner, hidden),
+        "layers.0.mlp.up_proj.weight": random(inner, hidden),
+        "layers.0.mlp.down_proj.weight": random(hidden, inner),
+    }
+    tensors |= {"fc.bias": random(1, hidden)[0]} if bias else {}
+    tensors |= {"embed_tokens.weight": random(vocab, hidden)} if embedding else {}
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "vocab_size": vocab, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    }  # fmt: skip
+    return _save(folder, config, tensors, file)
+
+
+def _save(
+    folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], file: str
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(tensors, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    return folder
