@@ -93,6 +93,10 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def kept_block_ids(self) -> list[int]:
+        """Free blocks whose content is still known, the next to be given up first."""
+        return [block.block_id for block in self._free if block.is_cached]
+
     def num_holders(self, block_id: int) -> int:
         return self._blocks[block_id].num_holders
 

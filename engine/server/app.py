@@ -18,6 +18,7 @@ from .exposition import Exposition
 from .generation import Service
 from .guard import Guard
 from .loop import EngineLoop
+from .page import page_router
 from .routes import model_router, open_service
 from .server_options import ServerOptions
 from .text import PLAIN_TEMPLATE, Tokenization
@@ -71,6 +72,7 @@ def create_app(
             allow_headers=["*"],
         )
     app.include_router(model_router(service))
+    app.include_router(page_router(loop))
     cards = _model_cards(engine, service)
     exposition = Exposition(engine, loop, model_name)
 

@@ -121,6 +121,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.loop.drain()
         tell = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)
         try:
             await super().shutdown(sockets)

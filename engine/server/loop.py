@@ -115,6 +115,7 @@ class EngineLoop:
         self._streams: dict[str, OutputStream] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._stopping = False
+        self._is_draining = False
         self._unavailable: str | None = None
 
     @property
@@ -124,8 +125,17 @@ class EngineLoop:
 
     @property
     def is_ready(self) -> bool:
-        """The first request would not be the first that the engine ever computes, and it serves."""
-        return self._warm.is_set() and self._unavailable is None
+        """The engine has computed before, and new requests are welcome."""
+        return self._warm.is_set() and self._unavailable is None and not self._is_draining
+
+    @property
+    def is_draining(self) -> bool:
+        """What is in flight is finished, and then the server ends."""
+        return self._is_draining
+
+    def drain(self) -> None:
+        """Say that the server is about to end; requests in flight go on."""
+        self._is_draining = True
 
     async def wait_until_warm(self) -> None:
         """Return once `is_ready` may be asked: the engine is warm, or has failed on the way."""

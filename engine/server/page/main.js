@@ -1,0 +1,39 @@
+// Starts the page: the colours, the facts, the conversation and the view of the engine.
+
+import { startChat } from "./chat.js";
+import { startEngine } from "./engine.js";
+import { request } from "./api.js";
+
+const SCHEMES = { auto: "light dark", light: "light", dark: "dark" };
+const NAMES = { auto: "Auto", light: "Light", dark: "Dark" };
+const mine = new Set();
+
+function useScheme(name) {
+  const button = document.getElementById("theme");
+  document.documentElement.style.colorScheme = SCHEMES[name];
+  button.textContent = NAMES[name];
+  button.ariaLabel = `${NAMES[name]} colours`;
+  button.onclick = () => {
+    const names = Object.keys(SCHEMES);
+    const next = names[(names.indexOf(name) + 1) % names.length];
+    localStorage.setItem("llmopt-scheme", next);
+    useScheme(next);
+    document.dispatchEvent(new Event("scheme"));
+  };
+}
+
+async function listModels() {
+  const response = await request("/v1/models");
+  const select = document.getElementById("model");
+  for (const card of (await response.json()).data) {
+    const option = new Option(card.parent ? `${card.id} (adapter)` : card.id, card.id);
+    select.append(option);
+  }
+  document.title = `${select.value} · llmopt`;
+}
+
+const saved = localStorage.getItem("llmopt-scheme");
+useScheme(saved in SCHEMES ? saved : "auto");
+startChat(mine);
+startEngine(mine);
+listModels();

@@ -1,0 +1,20 @@
+// Numbers as people read them.
+
+export const decimal = (value) =>
+  value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(value >= 1 ? 3 : 2)));
+
+export function seconds(value) {
+  if (value < 1e-3) return `${decimal(value * 1e6)} µs`;
+  if (value < 1) return `${decimal(value * 1e3)} ms`;
+  return value < 120 ? `${decimal(value)} s` : `${decimal(value / 60)} min`;
+}
+
+export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
+
+/** The last characters of a request's id, and which of its prompts and answers a sequence is. */
+export function shortName(id) {
+  const parts = id.split("/");
+  const [prompt, answer] = parts.slice(-2);
+  const tail = parts[0].slice(-6);
+  return prompt === "0" && answer === "0" ? tail : `${tail} ${prompt}.${answer}`;
+}
