@@ -20,9 +20,9 @@ from ..quant.errors import BadInput
 
 _log = logging.getLogger(__name__)
 
-WHITESPACE = r"(\n {0,16}| )?"
-"""Between the parts of a JSON text: nothing, a space, or a new line and its indentation. Free whitespace
-would let a model that does not know what to say write it for ever."""
+WHITESPACE = " ?"
+"""Between the parts of a JSON text. More of it would let a model that does not know what to say write it
+for ever."""
 
 REMEMBERED_GRAMMARS = 64
 _SHARED = ("$defs", "definitions")

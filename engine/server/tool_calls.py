@@ -12,6 +12,8 @@ from typing import Any
 from ...quant.errors import BadInput
 
 _DECODER = json.JSONDecoder()
+_BETWEEN = " \t\r\n,;]"
+"""May stand behind a call, and `[` before one."""
 _NAMED = re.compile(r"([A-Za-z0-9_.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
@@ -92,6 +94,7 @@ class ToolReader:
         self._in_calls = False
         self._opened = ""
         self._begun = False
+        self._shown_since = False
         self.num_calls = 0
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, list[Call]]:
@@ -110,9 +113,9 @@ class ToolReader:
             if before == (self._in_calls, len(self._held)):
                 break
         if is_last:
-            shown, self._held = shown + self._opened + self._held, ""
-            if self.num_calls:
-                shown = shown.rstrip()
+            rest = self._opened + self._held
+            shown += rest.strip(_BETWEEN + "[") if self._in_calls and self.num_calls else rest
+            self._held = ""
         return shown, calls
 
     def _take_text(self) -> str:
@@ -124,6 +127,9 @@ class ToolReader:
             if front[0] in self._format.bare:
                 self._in_calls = True
                 return ""
+        if self.num_calls and not self._shown_since:
+            self._held = self._held.lstrip()
+            self._shown_since = bool(self._held)
         start = self._format.start
         if not start:
             shown, self._held = self._held, ""
@@ -141,15 +147,15 @@ class ToolReader:
         return shown
 
     def _take_call(self) -> list[Call]:
-        front = self._held.lstrip(" \t\r\n,;[]")
-        end = self._format.end
+        front = self._held.lstrip(_BETWEEN)
+        start, end = self._format.start, self._format.end
         if end is not None and front.startswith(end):
             self._held, self._in_calls = front.removeprefix(end), False
             return []
-        start = self._format.start
         if start and front.startswith(start):
             self._held = front.removeprefix(start)
             return []
+        front = front.lstrip(_BETWEEN + "[")
         named = _NAMED.match(front) if self._format.named else None
         try:
             found, length = _DECODER.raw_decode(front, named.end() if named else 0)
@@ -165,6 +171,7 @@ class ToolReader:
         if self.num_calls == self._max_calls:
             return []
         self.num_calls += 1
+        self._shown_since = False
         return [Call(name, arguments_text(arguments), new_id())]
 
 

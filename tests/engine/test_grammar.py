@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
@@ -153,6 +156,22 @@ def test_what_the_grammar_refuses_leaves_only_the_end(compiler, llm):
     ends = sorted(llm.engine.eos_token_ids)
     assert not dense_mask(mask.allowed([], []), size, torch.device("cpu"))[ends].any()
     assert dense_mask(mask.allowed([], [digit]), size, torch.device("cpu"))[ends].all()
+
+
+def test_schemas_of_growing_nesting_are_kept(llm, compiler):
+    path = Path(__file__).parents[2] / "tools" / "structured_output.py"
+    spec = importlib.util.spec_from_file_location("structured_output", path)
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    schemas = tool.make_schemas(50, seed=1)
+    assert {depth for depth, _ in schemas} == set(range(1, 11))
+    masks = [compiler.json_schema_mask(schema) for _, schema in schemas]
+    params = [SamplingParams(temperature=0, max_tokens=480, token_mask=mask) for mask in masks]
+    results = llm.generate(["Once upon a time"] * len(schemas), params)
+    for (_, schema), result in zip(schemas, results, strict=True):
+        assert result.finish_reason == "stop"
+        jsonschema.validate(json.loads(result.text), schema)
 
 
 def test_whitespace_comes_to_an_end(compiler, llm):

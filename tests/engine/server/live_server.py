@@ -69,9 +69,13 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running(
-    engine: Engine, options: ServerOptions | None = None, *, is_warm: bool = True
+    engine: Engine,
+    options: ServerOptions | None = None,
+    *,
+    is_warm: bool = True,
+    **app_options: Any,
 ) -> Iterator[RunningServer]:
-    app = create_app(engine, model_name="tiny", options=options)
+    app = create_app(engine, model_name="tiny", options=options, **app_options)
     listener = bind("127.0.0.1", 0)
     config = uvicorn.Config(app, loop="asyncio", ws="none", lifespan="on", log_level="critical")
     server = uvicorn.Server(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import openai
@@ -200,6 +201,36 @@ def test_usage_tells_cached_tokens(server: RunningServer) -> None:
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     expected = (second["prompt_tokens"] - 1) // block * block
     assert second["prompt_tokens_details"]["cached_tokens"] == expected > 0
+
+
+def test_the_last_usage_tells_where_the_time_went(server: RunningServer) -> None:
+    body = {
+        "prompt": [PROMPT, "Lily"],
+        "n": 2,
+        "max_tokens": 20,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    begin = time.perf_counter()
+    usages = [event["usage"] for event in events(server, "/v1/completions", body)]
+    took = time.perf_counter() - begin
+    assert all("seconds" not in usage for usage in usages[:-1])
+    seconds = usages[-1]["seconds"]
+    assert list(seconds) == ["queue", "prefill", "decode"]
+    assert min(seconds.values()) >= 0 and seconds["decode"] > seconds["queue"]
+    assert 0.5 * took < sum(seconds.values()) < took
+    with server.http() as http:
+        whole = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}).json()
+    assert set(whole["usage"]["seconds"]) == set(seconds)
+
+
+def test_the_clients_own_id_is_part_of_the_answers(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    with server.http() as http:
+        by_field = http.post("/v1/completions", json={**body, "request_id": "mine-1"}).json()
+        by_header = http.post("/v1/completions", json=body, headers={"X-Request-Id": "a:b"}).json()
+        neither = http.post("/v1/completions", json=body, headers={"X-Request-Id": "a b"}).json()
+    assert (by_field["id"], by_header["id"]) == ("cmpl-mine-1", "cmpl-a:b")
+    assert " " not in neither["id"]
 
 
 def test_logprobs_have_the_legacy_shape(server: RunningServer, llm: LLM) -> None:
