@@ -66,6 +66,7 @@ def _unusual(options: BenchOptions) -> dict[str, Any]:
         "cpu_activations",
         "tensor_parallel_size",
         "scheduling_policy",
+        "overlapped_loop",
         "kv_cache_dtype",
         "window",
         "attention_sinks",

@@ -80,6 +80,7 @@ class BenchOptions(BaseModel):
     max_num_seqs: PositiveInt | None = None
     max_num_batched_tokens: PositiveInt | None = None
     scheduling_policy: Literal["fcfs", "priority", "shortest-prefill"] = "fcfs"
+    overlapped_loop: bool = False
     block_size: PositiveInt | None = None
     kv_cache_memory_bytes: PositiveInt | None = None
     enable_prefix_caching: bool = True

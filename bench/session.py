@@ -353,6 +353,7 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "scheduling_policy": options.scheduling_policy,
+        "overlapped_loop": options.overlapped_loop,
         "enable_prefix_caching": options.enable_prefix_caching,
         "seed": options.seed,
         "num_threads": options.num_threads,

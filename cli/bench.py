@@ -19,6 +19,7 @@ from .options import (
     Lora,
     ModelArgument,
     ModelOption,
+    OverlappedLoop,
     SchedulingPolicy,
     TensorParallelSize,
     Window,
@@ -141,6 +142,7 @@ def bench(
         int | None, typer.Option(help="Tokens in a step.", rich_help_panel=ENGINE)
     ] = None,
     scheduling_policy: SchedulingPolicy = "fcfs",
+    overlapped_loop: OverlappedLoop = False,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=ENGINE)
     ] = None,

@@ -18,6 +18,14 @@ SchedulingPolicy = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+OverlappedLoop = Annotated[
+    bool,
+    typer.Option(
+        "--overlapped-loop/--serial-loop",
+        help="Schedule a step, and make text of the one before, while another is computed.",
+        rich_help_panel="Engine",
+    ),
+]
 Lora = Annotated[
     list[str] | None,
     typer.Option(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -14,16 +14,16 @@ import torch
 from ..quant.errors import BadInput
 from ..quant.models import load_tokenizer, resolve_model
 from ..quant.open import open_checkpoint
+from .answers import Answers
 from .best_of import BestOf
 from .block_pool import BlockPool
-from .completion_text import CompletionText
 from .config import EngineConfig
 from .device import choose_device, choose_dtype
 from .end_tokens import end_token_ids
 from .kv_cache import KvCache, choose_num_blocks, kv_bytes_per_token, stored_dtype, stored_name
 from .lora.settings import adapter_salt
-from .model_runner import ModelRunner, StepResult
-from .outputs import EngineStats, RequestOutput, TokenLogprobs
+from .model_runner import ModelRunner
+from .outputs import EngineStats, RequestOutput
 from .parallel.workers import num_threads, open_parts
 from .planner.cache_size import (
     DEFAULT_BLOCK_SIZE,
@@ -31,13 +31,13 @@ from .planner.cache_size import (
     DEFAULT_MAX_NUM_SEQS,
 )
 from .prefix_cache import PrefixCache
-from .request import Request, RequestTimes, Token
+from .request import Request, RequestTimes
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
-from .scoring import prompt_logits
+from .scoring import hidden_states, prompt_logits
 from .speculation.open import draft_length, open_draft, open_proposer
-from .step_plan import StepPlan
+from .step_loop import StepLoop, StepUnderWay
 from .step_trace import StepRecorder
 
 
@@ -140,9 +140,9 @@ class Engine:
         self.scheduler = Scheduler(
             limits, pool, PrefixCache(pool, block_size, enabled=config.enable_prefix_caching)
         )
-        self._texts: dict[str, CompletionText] = {}
-        self._prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
-        self._contests: dict[str, BestOf] = {}
+        self._loop = StepLoop(self.runner, overlapped=config.overlapped_loop)
+        self._under_way: StepUnderWay | None = None
+        self._answers = Answers(self.scheduler, self.tokenizer)
         self.recorder: StepRecorder | None = None
         self._random = random.Random(config.seed)
         self._next_order = 0
@@ -196,21 +196,20 @@ class Engine:
         )
         self.scheduler.add(request)
         if contest is not None:
-            self._contests[request_id] = contest
+            self._answers.expect(request_id, contest)
         self._next_order += params.num_sequences
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of a request and free its blocks now; False if there is none."""
-        self._contests.pop(request_id, None)
         members = [r for r in self.scheduler.requests() if r.request_id == request_id]
         for request in members:
             self.scheduler.abort(request.sequence_id)
-            self._texts.pop(request.sequence_id, None)
-            self._prompt_logprobs.pop(request.sequence_id, None)
+        self._answers.forget(request_id, members)
         return bool(members)
 
     def close(self) -> None:
-        """End the processes that share the model's work, if there are any; this one serves no more."""
+        """End the thread and the processes that share the work, if there are any; this one serves no more."""
+        self._loop.close()
         if self.workers is not None:
             self.workers.close()
 
@@ -218,31 +217,62 @@ class Engine:
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, compute, sample; returns what came out of it, possibly nothing."""
+        """Schedule, compute, sample; returns what came out of it, possibly nothing.
+
+        In an overlapped loop that is of the step before, and the new one runs on. It waits for the one
+        before where that decides with what it goes on. After an exception the tokens that are known
+        remain, and the next step computes the sequences anew.
+        """
+        before = self._under_way
+        if before is not None and before.plan.decides_next:
+            self._under_way = None
+            return self._settle(before)
+        step = self._launch()
+        if self._loop.is_overlapped:
+            self._under_way, step = step, before
+        return [] if step is None else self._settle(step)
+
+    def _launch(self) -> StepUnderWay | None:
         start = time.perf_counter()
         plan = self.scheduler.schedule(start)
         if not plan.rows:
-            return []
+            return None
         scheduled, pool = time.perf_counter(), self.scheduler.pool
         kv_blocks_used = pool.num_usable - pool.num_free
-        result = self.runner.execute(plan)
-        executed = time.perf_counter()
-        self._keep_prompt_logprobs(result)
+        return StepUnderWay(plan, start, scheduled, kv_blocks_used, self._loop.launch(plan))
+
+    def _settle(self, step: StepUnderWay) -> list[RequestOutput]:
+        """Wait for a step and take what it drew."""
+        plan = step.plan
+        try:
+            computed = step.wait()
+        except BaseException:
+            self._wait_for_thread()
+            self._under_way = None
+            self.scheduler.start_over()
+            raise
+        known = time.perf_counter()
+        result = computed.result
+        self._answers.keep_prompt_logprobs(plan, result)
         tokens = self.scheduler.update(
-            plan, result.tokens, self.eos_token_ids, executed, result.guess_depths
+            plan, result.tokens, self.eos_token_ids, known, result.guess_depths
         )
         self._num_steps += 1
         num_guesses = sum(result.num_guesses.values())
         self._num_guesses += num_guesses
         self._num_accepted += sum(len(result.tokens[name]) - 1 for name in result.num_guesses)
         self._num_computed += plan.num_tokens + num_guesses
-        runs = [list(run) for _, run in groupby(tokens, key=lambda token: token.request)]
-        outputs = [self._output(plan, result, run) for run in runs]
-        self._num_generated += sum(len(output.new_token_ids) for output in outputs)
+        pieces = self._answers.pieces(plan, result, tokens)
+        self._num_generated += sum(len(piece.new_token_ids) for piece in pieces)
         if self.recorder is not None:
-            times = (start, scheduled, executed)
-            self.recorder.note(plan, times, kv_blocks_used, num_guesses)
-        return [shown for piece in outputs for shown in self._shown(piece)]
+            self.recorder.note(step, computed, known)
+        return self._answers.shown(pieces)
+
+    def _wait_for_thread(self) -> None:
+        """The runner is free afterwards. What went wrong in the step under way is told by `step`."""
+        if self._under_way is not None:
+            with suppress(Exception):
+                self._under_way.wait()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds."""
@@ -255,10 +285,11 @@ class Engine:
             BadInput: no tokens, tokens outside the vocabulary, more than fit in the free cache, or an
                 unknown adapter.
         """
-        self._check_lora(lora)
-        self._check_tokens(token_ids, SamplingParams())
-        scheduler = self.scheduler
-        return prompt_logits(self.runner, scheduler.pool, scheduler.config, token_ids, lora)
+        return self._over_tokens(prompt_logits, token_ids, lora)
+
+    def hidden_states(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
+        """Final normed states of tokens, [tokens, hidden]. Raises as `prompt_logits`."""
+        return self._over_tokens(hidden_states, token_ids, lora)
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes and their counters, as a benchmark does between runs."""
@@ -291,6 +322,15 @@ class Engine:
             ),
         )
 
+    def _over_tokens(
+        self, compute: Callable[..., torch.Tensor], token_ids: Sequence[int], lora: str | None
+    ) -> torch.Tensor:
+        self._check_lora(lora)
+        self._check_tokens(token_ids, SamplingParams())
+        self._wait_for_thread()
+        scheduler = self.scheduler
+        return compute(self.runner, scheduler.pool, scheduler.config, token_ids, lora)
+
     def _check_lora(self, name: str | None) -> None:
         if name is not None and name not in self.config.loras:
             known = ", ".join(self.config.loras) or "none"
@@ -309,65 +349,3 @@ class Engine:
         for token in (*token_ids, *named):
             if not 0 <= token < vocab:
                 raise BadInput(f"token id {token} is outside the vocabulary of {vocab}")
-
-    def _keep_prompt_logprobs(self, result: StepResult) -> None:
-        for sequence_id, scored in result.prompt_logprobs.items():
-            self._prompt_logprobs.setdefault(sequence_id, {}).update(scored)
-
-    def _output(self, plan: StepPlan, result: StepResult, run: list[Token]) -> RequestOutput:
-        """What the tokens of one sequence, in order, come to; its text may end before them."""
-        request = run[0].request
-        text, kept = self._advance_text(request, run)
-        scored = result.logprobs[plan.rows[run[0].row].sequence_id]
-        logprobs = [one for token in kept if (one := scored[token.sample]) is not None]
-        prompt_logprobs = None
-        is_first = request.index == 0 and request.num_output_tokens == len(kept)
-        if is_first and request.params.prompt_logprobs is not None:
-            scores = self._prompt_logprobs.pop(request.sequence_id, {})
-            prompt_logprobs = tuple(scores.get(i) for i in range(request.num_prompt_tokens))
-        if request.finish_reason is not None:
-            self._texts.pop(request.sequence_id, None)
-        return RequestOutput(
-            request_id=request.request_id,
-            index=request.index,
-            new_token_ids=tuple(token.token_id for token in kept),
-            new_text=text,
-            logprobs=tuple(logprobs) or None,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-            times=request.times,
-        )
-
-    def _shown(self, piece: RequestOutput) -> list[RequestOutput]:
-        """A piece, unless its request is a contest: then nothing, or the winners."""
-        contest = self._contests.get(piece.request_id)
-        if contest is None:
-            return [piece]
-        winners = contest.take(piece)
-        if winners:
-            del self._contests[piece.request_id]
-        return winners
-
-    def _advance_text(self, request: Request, run: list[Token]) -> tuple[str, list[Token]]:
-        """Text that tokens complete; ends the request where it meets a stop string, and drops the rest."""
-        text = self._texts.get(request.sequence_id)
-        if text is None:
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            text = CompletionText(self.tokenizer, prompt, request.params)
-            self._texts[request.sequence_id] = text
-        shown = ""
-        for count, token in enumerate(run, 1):
-            is_last = count == len(run) and request.finish_reason is not None
-            piece, met = text.feed(token.token_id, is_last=is_last)
-            shown += piece
-            if met is not None:
-                # A token limit reached by the same token yields to the stop string, which ends the text.
-                self.scheduler.finish(request, "stop", met)
-                request.finish_reason, request.stop_reason = "stop", met
-                del request.token_ids[len(request.token_ids) - len(run) + count :]
-                return shown, run[:count]
-        return shown, run

@@ -171,13 +171,24 @@ class ModelRunner:
         block_ids: Sequence[int],
         lora: str | None = None,
     ) -> torch.Tensor:
-        """Scores after each of `token_ids`, float32 [tokens, vocab], of a sequence from `start` on.
+        """Scores after each of `token_ids`, float32 [tokens, vocab]; arguments as of `hidden`."""
+        return self.decoder.logits(self.hidden(start, token_ids, block_ids, lora))
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        start: int,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],
+        lora: str | None = None,
+    ) -> torch.Tensor:
+        """Final normed states of `token_ids`, [tokens, hidden], of a sequence from `start` on.
 
         `block_ids` are blocks that the caller has taken for this.
         """
         adapters = rows_by_adapter([(lora, len(token_ids))], self._device)
         inputs = replace(self._inputs_of([Run(start, token_ids, block_ids)]), adapters=adapters)
-        return self.decoder.logits(self.decoder.forward(inputs, self.cache.layers))
+        return self.decoder.forward(inputs, self.cache.layers)
 
     def _inputs(self, runs: Sequence[_GuessedRow]) -> StepInputs:
         inputs = self._inputs_of([run.run for run in runs])

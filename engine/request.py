@@ -100,6 +100,27 @@ class Request:
         """The blocks that are still this sequence's."""
         return [*self.block_ids[: self.dropped.start], *self.block_ids[self.dropped.stop :]]
 
+    def fork(self, index: int) -> Request:
+        """Completion `index` of the same request, with the tokens so far and no blocks of its own."""
+        return Request(
+            sequence_id=f"{self.request_id}/{index}",
+            request_id=self.request_id,
+            index=index,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            max_tokens=self.max_tokens,
+            params=self.params,
+            seed=self.seed + index,
+            # Just behind its parent's: it was asked for when that was.
+            order=self.order + index,
+            times=RequestTimes(self.times.arrival, self.times.first_scheduled),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            lora=self.lora,
+            num_cached_tokens=self.num_cached_tokens,
+            block_hashes=list(self.block_hashes),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Token:

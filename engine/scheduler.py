@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..quant.errors import BadInput
 from .block_pool import BlockPool
 from .prefix_cache import PrefixCache
-from .request import Rank, Request, RequestStatus, RequestTimes, Token
+from .request import Rank, Request, RequestStatus, Token
 from .scheduler_config import SchedulerConfig
 from .scheduling_policy import rank_of
 from .step_plan import PROMISED, ScheduledRow, StepPlan
@@ -200,6 +200,15 @@ class Scheduler:
         self._drop_behind_window(request)
         return tokens
 
+    def start_over(self) -> None:
+        """Forget the steps under way, because one was lost: sequences keep what is known and wait again."""
+        for request in self._requests.values():
+            request.token_ids = request.token_ids[: request.num_known_tokens]
+            request.num_promised = 0
+        for request in list(self.running):
+            self._send_back(request)
+        self._copies.clear()
+
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence for a reason that the scheduler cannot see, such as a stop string."""
         if request.status is not RequestStatus.FINISHED:
@@ -314,12 +323,15 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.rank, request))
 
     def _preempt(self, request: Request) -> None:
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._send_back(request)
+
+    def _send_back(self, request: Request) -> None:
         """Take a running sequence's blocks; it keeps its tokens and its rank, and is computed again."""
         self._release(request)
         self.running.remove(request)
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.num_preemptions += 1
         self._wait(request)
 
     def _append(self, request: Request, token_id: int, eos: frozenset[int], now: float) -> None:
@@ -349,24 +361,7 @@ class Scheduler:
         ]
 
     def _child(self, parent: Request, index: int) -> Request:
-        # An order just behind the parent's: children were asked for when the parent was.
-        child = Request(
-            sequence_id=f"{parent.request_id}/{index}",
-            request_id=parent.request_id,
-            index=index,
-            token_ids=list(parent.token_ids),
-            num_prompt_tokens=parent.num_prompt_tokens,
-            max_tokens=parent.max_tokens,
-            params=parent.params,
-            seed=parent.seed + index,
-            order=parent.order + index,
-            times=RequestTimes(parent.times.arrival, parent.times.first_scheduled),
-            priority=parent.priority,
-            cache_salt=parent.cache_salt,
-            lora=parent.lora,
-            num_cached_tokens=parent.num_cached_tokens,
-            block_hashes=list(parent.block_hashes),
-        )
+        child = parent.fork(index)
         child.rank = rank_of(child, self.config.policy)
         self._requests[child.sequence_id] = child
         num_full, partial = divmod(parent.num_computed_tokens, self.config.block_size)

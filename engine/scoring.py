@@ -1,8 +1,8 @@
-"""Scores of given tokens, outside the schedule: for perplexity and for tests."""
+"""Scores and hidden states of given tokens, outside the schedule: for perplexity, embeddings and tests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,11 +20,33 @@ def prompt_logits(
     token_ids: Sequence[int],
     lora: str | None = None,
 ) -> torch.Tensor:
-    """Scores after each of `token_ids`, float32 [tokens, vocab], in chunks, over blocks of the pool.
+    """Scores after each of `token_ids`, float32 [tokens, vocab].
 
     Raises:
         BadInput: more tokens than fit in the context or in the free blocks.
     """
+    return _in_chunks(runner.score, pool, config, token_ids, lora)
+
+
+def hidden_states(
+    runner: ModelRunner,
+    pool: BlockPool,
+    config: SchedulerConfig,
+    token_ids: Sequence[int],
+    lora: str | None = None,
+) -> torch.Tensor:
+    """Final normed states of `token_ids`, [tokens, hidden]. Raises as `prompt_logits`."""
+    return _in_chunks(runner.hidden, pool, config, token_ids, lora)
+
+
+def _in_chunks(
+    compute: Callable[..., torch.Tensor],
+    pool: BlockPool,
+    config: SchedulerConfig,
+    token_ids: Sequence[int],
+    lora: str | None,
+) -> torch.Tensor:
+    """What `compute` makes of the tokens, chunk by chunk, over blocks of the pool."""
     count = len(token_ids)
     if count > config.max_model_len or config.most_blocks(count) > pool.num_free:
         raise BadInput(
@@ -33,15 +55,15 @@ def prompt_logits(
         )
     table: list[int] = []
     dropped = range(0)
-    scores: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
     try:
         for begin in range(0, count, config.chunk):
             tokens = token_ids[begin : begin + config.chunk]
             end = begin + len(tokens)
             table += pool.allocate(config.num_blocks(end) - len(table))
-            scores.append(runner.score(begin, tokens, table, lora))
+            found.append(compute(begin, tokens, table, lora))
             pool.free(take_out(table, dropped, places := config.dropped(end)))
             dropped = places
     finally:
         pool.free([*table[: dropped.start], *table[dropped.stop :]])
-    return torch.cat(scores)
+    return torch.cat(found)

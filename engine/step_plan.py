@@ -83,7 +83,7 @@ class ScheduledRow:
 
     @property
     def promises(self) -> bool:
-        """Whether exactly one token comes of it, so that the next step can be scheduled before this one ran."""
+        """Whether exactly one token comes of it, so that the next step can be scheduled meanwhile."""
         return self.num_samples == 1 and not self.num_guesses
 
 

@@ -6,12 +6,15 @@ import time
 from dataclasses import dataclass
 
 from .scheduler import Scheduler
-from .step_plan import StepPlan
+from .step_loop import ComputedStep, StepUnderWay
 
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
     """One step. `start` is on the clock of `time.perf_counter`.
+
+    In a serial loop its parts follow each other; in an overlapped one they lie beside those of its
+    neighbours.
 
     Attributes:
         schedule_seconds: deciding what to compute, and taking the blocks.
@@ -45,15 +48,9 @@ class StepRecorder:
         self._num_preemptions = scheduler.num_preemptions
         self.steps: list[StepTrace] = []
 
-    def note(
-        self,
-        plan: StepPlan,
-        times: tuple[float, float, float],
-        kv_blocks_used: int,
-        num_guesses: int,
-    ) -> None:
-        """Add the step that ends now; `times` are those of its start, of the plan and of the tokens."""
-        start, scheduled, executed = times
+    def note(self, step: StepUnderWay, computed: ComputedStep, known: float) -> None:
+        """Add the step that ends now, whose tokens were `known` on the clock of `time.perf_counter`."""
+        plan = step.plan
         size, total = self._scheduler.config.block_size, self._scheduler.num_preemptions
         decode = sum(
             row.num_tokens
@@ -62,15 +59,15 @@ class StepRecorder:
         )
         self.steps.append(
             StepTrace(
-                start=start,
-                schedule_seconds=scheduled - start,
-                execute_seconds=executed - scheduled,
-                update_seconds=time.perf_counter() - executed,
+                start=step.start,
+                schedule_seconds=step.scheduled - step.start,
+                execute_seconds=computed.ended - computed.begun,
+                update_seconds=time.perf_counter() - known,
                 prefill_tokens=plan.num_tokens - decode,
-                decode_tokens=decode + num_guesses,
+                decode_tokens=decode + sum(computed.result.num_guesses.values()),
                 num_rows=len(plan.rows),
                 num_preemptions=total - self._num_preemptions,
-                kv_blocks_used=kv_blocks_used,
+                kv_blocks_used=step.kv_blocks_used,
                 kv_slots_unfilled=sum(len(row.block_ids) * size - row.end for row in plan.rows),
             )
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from llmopt.engine.block_pool import BlockPool
 from llmopt.engine.prefix_cache import PrefixCache
@@ -37,6 +39,21 @@ def guesses_of(row: ScheduledRow, salt: bytes) -> list[int]:
     return guesses
 
 
+Loop = Literal["serial", "early", "late"]
+"""Whether a step is scheduled before its predecessor is settled, and if so when it is computed: as soon as it
+is scheduled, or when somebody waits for it, which is the span that a thread has."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A step that was scheduled, and what it drew once it is computed."""
+
+    plan: StepPlan
+    sampled: dict[str, list[int]] = field(default_factory=dict)
+    num_guesses: dict[str, int] = field(default_factory=dict)
+    is_computed: bool = False
+
+
 class World:
     """Runs steps and keeps, for each slot of the cache, the whole past of the token that lies there.
 
@@ -52,9 +69,12 @@ class World:
         caching: bool = True,
         policy: str = "priority",
         guessing: int = 0,
+        loop: Loop = "serial",
         **limits: int,
     ) -> None:
         self.block_size = block_size
+        self.loop = loop
+        self._under_way: _UnderWay | None = None
         sinks = limits.pop("sinks", 0)
         window = Window(limits.pop("window"), sinks) if "window" in limits else None
         pool = BlockPool(num_blocks)
@@ -73,6 +93,7 @@ class World:
             PrefixCache(pool, block_size, enabled=caching),
         )
         self.slots: dict[tuple[int, int], Past] = {}
+        self._salts: dict[str, bytes] = {}
         self.num_accepted = 0
         self.finished: dict[str, Request] = {}
         self._order = 0
@@ -103,12 +124,38 @@ class World:
             cache_salt=salt,
         )
         self.scheduler.add(request)
+        self._salts[request_id] = salt
         self._order += n
         return request
 
     def step(self) -> tuple[StepPlan, list[Token]]:
+        """One step of the loop; returns what was settled in it."""
+        before = self._under_way
+        if before is not None and before.plan.decides_next:
+            self._under_way = None
+            return self._settle(before)
         plan = self.scheduler.schedule()
-        config = self.scheduler.config
+        step = _UnderWay(plan) if plan.rows else None
+        if step is not None and self.loop == "early":
+            self._compute(step)
+        if self.loop != "serial":
+            self._under_way, step = step, before
+        return (StepPlan(()), []) if step is None else self._settle(step)
+
+    def _settle(self, step: _UnderWay) -> tuple[StepPlan, list[Token]]:
+        if not step.is_computed:
+            self._compute(step)
+        tokens = self.scheduler.update(
+            step.plan, step.sampled, frozenset({EOS}), 0.0, step.num_guesses
+        )
+        for token in tokens:
+            if token.request.finish_reason is not None:
+                self.finished[token.request.sequence_id] = token.request
+        self.scheduler.check_integrity()
+        return step.plan, tokens
+
+    def _compute(self, step: _UnderWay) -> None:
+        plan, config = step.plan, self.scheduler.config
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.rows) <= config.max_num_seqs
         copied = {
@@ -118,7 +165,7 @@ class World:
             if (source, offset) in self.slots
         }
         self.slots.update(copied)
-        salts = {one.sequence_id: one.cache_salt for one in self.scheduler.requests()}
+        salts = {row.sequence_id: self._salts[row.sequence_id.split("/")[0]] for row in plan.rows}
         guesses = {row.sequence_id: guesses_of(row, salts[row.sequence_id]) for row in plan.rows}
         num_guesses = {name: len(found) for name, found in guesses.items() if found}
         room = sum(row.num_guesses for row in plan.rows)
@@ -126,6 +173,8 @@ class World:
         written: dict[tuple[int, int], Past] = {}
         for row in plan.rows:
             assert row.num_tokens >= 1
+            last = row.num_prompt_tokens + (row.params.max_tokens or 0) - 1
+            assert row.end + row.num_guesses <= last, "a sequence's last token is computed"
             history = [*row.history[: row.end], *guesses[row.sequence_id]]
             for position in range(row.start, len(history)):
                 slot = (row.block_ids[position // self.block_size], position % self.block_size)
@@ -153,12 +202,15 @@ class World:
                 drawn.append(next_token([*row.history, *guessed[: index + 1]], row.seed, salt))
                 self.num_accepted += 1
             sampled[row.sequence_id] = drawn
-        tokens = self.scheduler.update(plan, sampled, frozenset({EOS}), 0.0, num_guesses)
-        for token in tokens:
-            if token.request.finish_reason is not None:
-                self.finished[token.request.sequence_id] = token.request
+        plan.keep(sampled)
+        step.sampled, step.num_guesses, step.is_computed = sampled, num_guesses, True
+
+    def lose_steps(self) -> None:
+        """The model fails in a step that has just been scheduled."""
+        self.scheduler.schedule()
+        self._under_way = None
+        self.scheduler.start_over()
         self.scheduler.check_integrity()
-        return plan, tokens
 
     def drain(self, limit: int = 2000) -> None:
         """Step until nothing is left; a scheduler that stalls or thrashes does not get there."""
@@ -166,7 +218,7 @@ class World:
             if not self.scheduler.has_unfinished():
                 break
             plan, _ = self.step()
-            assert plan.rows, "the scheduler stalls"
+            assert plan.rows or self._under_way is not None, "the scheduler stalls"
         assert not self.scheduler.has_unfinished(), "the scheduler thrashes"
         pool = self.scheduler.pool
         assert pool.num_free == pool.num_usable

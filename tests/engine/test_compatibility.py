@@ -39,6 +39,7 @@ ENGINE: dict[str, dict[str, Any]] = {
     "chunks": {"prefill_chunk_size": 3},
     "no-prefix-cache": {"enable_prefix_caching": False},
     "policy": {"scheduling_policy": "shortest-prefill"},
+    "overlap": {"overlapped_loop": True},
     "kv-fp8": {"kv_cache_dtype": "fp8"},
     "kv-int8": {"kv_cache_dtype": "int8"},
     "ngram": {"speculation": SpeculationConfig("ngram", ngram_min=1)},
@@ -55,12 +56,12 @@ CHECKPOINT = ("windows", "quantized", "transformers")
 REQUEST = ("completions", "mask", "prompt-logprobs", "beams")
 # A change of these alone leaves every greedy token what it was.
 LOSSLESS = {
-    *("chunks", "no-prefix-cache", "policy", "prompt-logprobs"),
+    *("chunks", "no-prefix-cache", "policy", "overlap", "prompt-logprobs"),
     *("ngram", "draft", "medusa", "eagle", "rejection"),
 }
 # A process for each part takes seconds to start: these share a few engines.
 DIVIDED = (
-    {"chunks", "policy", "kv-int8", "ngram", "streams", "lora"},
+    {"chunks", "policy", "overlap", "kv-int8", "ngram", "streams", "lora"},
     {"no-prefix-cache", "kv-fp8", "draft", "rejection", "activations-8", "quantized", "windows"},
     {"medusa"},
     {"eagle"},

@@ -95,6 +95,24 @@ def test_greedy_tokens_do_not_depend_on_arrivals(prompts, expected, arrive_every
     assert run(engine(max_num_batched_tokens=48, max_num_seqs=8), prompts, arrive_every) == expected
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"prefill_chunk_size": 7, "block_size": 8},
+        {"block_size": 16, "num_blocks": 40, "max_num_seqs": 16},
+        {"max_num_batched_tokens": 48, "max_num_seqs": 8},
+    ],
+    ids=["at once", "chunks", "preemption", "small steps"],
+)
+def test_greedy_tokens_do_not_depend_on_the_loop(prompts, expected, limits):
+    built = engine(overlapped_loop=True, **limits)
+    assert run(built, prompts, arrive_every=2) == expected
+    assert run(built, prompts[:20]) == expected[:20], "the second time with whatever is cached"
+    assert ("num_blocks" in limits) == (built.stats.num_preemptions > 5)
+    built.close()
+
+
 def test_random_tokens_do_not_depend_on_the_batch_either(prompts):
     params = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=5, max_tokens=20)
     together = run(engine(), prompts[:12], params=params)
@@ -102,12 +120,14 @@ def test_random_tokens_do_not_depend_on_the_batch_either(prompts):
         run(built, [prompt], params=params)[0] for built in [engine()] for prompt in prompts[:12]
     ]
     squeezed = run(engine(num_blocks=40, block_size=16), prompts[:12], params=params)
-    assert together == alone == squeezed
+    overlapped = run(engine(overlapped_loop=True), prompts[:12], params=params)
+    assert together == alone == squeezed == overlapped
 
 
-def test_every_completion_of_a_fork_equals_its_own_request(prompts):
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_every_completion_of_a_fork_equals_its_own_request(prompts, overlapped):
     """n = 3 draws what three requests with the three seeds would draw."""
-    built = engine(block_size=4)
+    built = engine(block_size=4, overlapped_loop=overlapped)
     prompt = prompts[0] + [7]
     built.add_request("n", prompt, SamplingParams(n=3, seed=9, max_tokens=12, ignore_eos=True))
     tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}

@@ -239,3 +239,27 @@ def test_the_completions_of_a_request_keep_together():
         world.add("late", [1] * 3, 3, ignore_eos=True)
         world.drain()
         assert list(world.finished) == ["many/0", "many/1", "many/2", "late/0"]
+
+
+def test_what_a_step_drew_for_one_that_was_aborted_is_not_its_namesakes():
+    world = World(num_blocks=20, loop="late")
+    world.add("a", [1, 2, 3], 5)
+    world.step()
+    world.scheduler.abort("a/0")
+    again = world.add("a", [2, 2], 5)
+    world.drain()
+    assert outputs(world)["a/0"] == foretell([2, 2], again.seed, 5)
+
+
+def test_a_lost_step_costs_no_known_token():
+    """In every loop; sequences that ran are computed anew, and what was promised is drawn again."""
+    for loop in ("serial", "early", "late"):
+        world = World(num_blocks=20, loop=loop)
+        requests = [world.add(name, [1] * 6, 6) for name in ("a", "b")]
+        for _ in range(3):
+            world.step()
+        world.lose_steps()
+        world.drain()
+        for request in requests:
+            expected = foretell([1] * 6, request.seed, 6)
+            assert outputs(world)[request.sequence_id] == expected, loop

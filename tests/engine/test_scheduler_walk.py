@@ -48,6 +48,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         sinks=st.sampled_from([0, 0, 1, 6]),
         policy=st.sampled_from(list(POLICIES)),
         guessing=st.sampled_from([0, 1, 4]),
+        loop=st.sampled_from(["serial", "early", "late"]),
     )
     def build(
         self,
@@ -61,6 +62,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         sinks,
         policy,
         guessing,
+        loop,
     ):
         limits = {} if chunk is None else {"prefill_chunk_size": chunk}
         limits |= {} if window is None else {"window": window, "sinks": sinks, "max_model_len": 200}
@@ -70,6 +72,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             caching,
             policy,
             guessing,
+            loop,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare,
             **limits,

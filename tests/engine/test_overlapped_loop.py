@@ -1,0 +1,130 @@
+"""The loop that schedules a step before the one before it is settled: what only it can get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.engine.step_trace import StepRecorder
+from llmopt.recipes import MODELS
+
+PROMPT = [1, 403, 407, 261, 378]
+
+
+def engine(**options: Any) -> Engine:
+    options = {"num_blocks": 64, "block_size": 4, "overlapped_loop": True, **options}
+    return Engine(EngineConfig(MODELS / "stories3M", dtype="float32", num_threads=1, **options))
+
+
+def run(built: Engine, name: str, params: SamplingParams) -> tuple[list[int], str]:
+    built.add_request(name, PROMPT, params)
+    tokens, text = [], ""
+    while built.has_unfinished():
+        for output in built.step():
+            if output.request_id == name:
+                tokens += output.new_token_ids
+                text += output.new_text
+    return tokens, text
+
+
+@pytest.fixture(scope="module")
+def serial() -> Engine:
+    return engine(overlapped_loop=False)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"max_tokens": 1},
+        {"max_tokens": 2},
+        {"stop": ("was",)},
+        {"stop_token_ids": (261,), "min_tokens": 3},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "temperature": 0.9, "seed": 4},
+        {"logprobs": 3, "prompt_logprobs": 2},
+        {"logits_processors": (lambda tokens, scores: scores.roll(tokens[-1] % 3),)},
+    ],
+    ids=lambda own: " ".join(own),
+)
+def test_whatever_looks_at_tokens_sees_those_of_the_step_before(serial, own):
+    params = SamplingParams(**{"max_tokens": 24, "temperature": 0, **own})
+    built = engine()
+    assert run(built, "own", params) == run(serial, "own", params)
+    assert run(built, "own", params) == run(serial, "own", params), "with a cached prefix"
+    built.close()
+
+
+def test_nothing_is_left_of_a_request_that_ends_with_a_step_under_way():
+    """A stop string shows one step late: the blocks go back, and the text does not grow."""
+    built = engine()
+    params = SamplingParams(max_tokens=200, temperature=0, stop=("a",))
+    first = run(built, "a", params)
+    built.add_request("a", PROMPT, SamplingParams(max_tokens=3, temperature=0))
+    assert built.stats.kv_blocks_used == 0
+    outputs = [output for _ in range(8) for output in built.step()]
+    assert sum(len(output.new_token_ids) for output in outputs) == 3
+    assert first[1] and "a" not in first[1]
+    assert not built.has_unfinished() and built.stats.kv_blocks_used == 0
+    built.close()
+
+
+def test_scores_of_a_text_may_be_asked_for_between_steps(serial):
+    built = engine()
+    built.add_request("a", PROMPT, SamplingParams(max_tokens=30, temperature=0))
+    expected = serial.prompt_logits(PROMPT)
+    for _ in range(6):
+        built.step()
+        torch.testing.assert_close(built.prompt_logits(PROMPT), expected)
+    built.abort("a")
+    built.close()
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_after_a_step_that_failed_everybody_else_goes_on(serial, overlapped):
+    def failing(tokens: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+        if len(tokens) == 9:
+            raise RuntimeError("a user's mistake")
+        return scores
+
+    built = engine(overlapped_loop=overlapped)
+    params = SamplingParams(max_tokens=20, temperature=0)
+    built.add_request("good", PROMPT, params)
+    built.add_request(
+        "bad", PROMPT, SamplingParams(max_tokens=20, temperature=0, logits_processors=(failing,))
+    )
+    tokens: list[int] = []
+    with pytest.raises(RuntimeError, match="a user's mistake"):
+        while True:
+            for output in built.step():
+                tokens += output.new_token_ids if output.request_id == "good" else ()
+    built.abort("bad")
+    built.scheduler.check_integrity()
+    while built.has_unfinished():
+        for output in built.step():
+            tokens += output.new_token_ids
+    assert tokens == run(serial, "good", params)[0]
+    assert built.stats.kv_blocks_used == 0
+    built.close()
+
+
+def test_a_trace_has_every_step_that_was_settled():
+    built = engine()
+    built.recorder = StepRecorder(built.scheduler)
+    run(built, "a", SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    steps = built.recorder.steps
+    assert len(steps) == built.stats.num_steps == 12
+    assert sum(step.decode_tokens for step in steps) == 11
+    assert all(step.execute_seconds > 0 for step in steps)
+    assert [step.start for step in steps] == sorted(step.start for step in steps)
+    built.close()
+
+
+def test_the_offline_door_takes_it(serial):
+    llm = LLM(MODELS / "stories3M", dtype="float32", num_threads=1, overlapped_loop=True)
+    params = SamplingParams(max_tokens=10, temperature=0)
+    assert llm.generate([PROMPT], params)[0].token_ids == run(serial, "x", params)[0]
+    llm.engine.close()
