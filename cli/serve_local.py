@@ -101,7 +101,7 @@ def serve_local(
     from ..engine.config import EngineConfig
     from ..engine.lora.settings import parse_adapters
     from ..engine.planner.units import parse_bytes
-    from ..engine.server.launch import base_url, bind
+    from ..engine.server.launch import base_url, bind, bound_kernel_caches
     from ..engine.server.server_options import ServerOptions
     from ..engine.server.tool_calls import tool_format
     from ..quant.errors import BadInput
@@ -164,6 +164,7 @@ def serve_local(
     if served in config.loras:
         raise BadInput(f"--lora {served}: the model itself is served by that name")
     people.print(f"loading {folder} ...", soft_wrap=True, markup=False)
+    bound_kernel_caches()
     from ..engine.engine import Engine
     from ..engine.server.app import create_app, describe_template
     from ..engine.server.launch import serve

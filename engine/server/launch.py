@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import signal
 import socket
 from collections.abc import Callable, Generator
@@ -19,6 +20,20 @@ from ...quant.errors import BadInput, Failure
 
 LONGEST_REQUEST_HEAD = 1 << 20
 """Bytes of address and headers that are read at all; `ServerOptions` says how many are accepted."""
+
+
+KERNELS_KEPT = 128
+"""Compiled kernels that oneDNN, and torch around it, keep: one for each shape of a matrix product."""
+
+
+def bound_kernel_caches() -> None:
+    """Keep the memory of a CPU server flat; to be called before torch is imported.
+
+    The steps of a server are of ever new sizes, and a kernel takes about half a MiB. By default a
+    thousand are kept, twice.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
 def bind(host: str, port: int) -> socket.socket:

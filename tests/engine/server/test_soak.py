@@ -1,0 +1,26 @@
+"""The soak of `tools/soak.py`, short; its half hour is a command of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "soak.py"
+
+
+def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
+    output = tmp_path / "soak.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--seconds", "8", "--clients", "24", "--output", str(output)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(output.read_text())
+    assert len(found["checks"]) == 8 and all(found["checks"].values())
+    assert found["outcomes"]["answered"] and found["samples"]
