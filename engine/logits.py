@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from ..quant.errors import BadInput
@@ -103,13 +104,15 @@ def dense_mask(mask: torch.Tensor, vocab_size: int, device: torch.device) -> tor
             f"a token mask is {mask.dtype} with shape {list(mask.shape)}: need booleans [vocab] or int32 "
             "[vocab / 32]"
         )
-    mask = mask.to(device)
     if mask.dtype is torch.int32:
-        bits = torch.arange(32, dtype=torch.int32, device=device)
         words = -(-vocab_size // 32)
         if len(mask) > words:
             raise BadInput(f"a packed token mask has {len(mask)} words: the vocabulary has {words}")
-        mask = (mask[:, None].bitwise_right_shift(bits) & 1).bool().flatten()[:vocab_size]
+        # Several times faster than shifting words in torch.
+        octets = mask.cpu().numpy().astype("<i4", copy=False).view(np.uint8)
+        bits = np.unpackbits(octets, count=min(vocab_size, 8 * len(octets)), bitorder="little")
+        mask = torch.from_numpy(bits.view(np.bool_))
+    mask = mask.to(device)
     if len(mask) > vocab_size:
         raise BadInput(f"a token mask has {len(mask)} tokens: the vocabulary has {vocab_size}")
     return torch.nn.functional.pad(mask, (0, vocab_size - len(mask)))

@@ -71,7 +71,7 @@ def create_app(
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-    app.include_router(model_router(service))
+    app.include_router(model_router(service, engine))
     app.include_router(page_router(loop))
     cards = _model_cards(engine, service)
     exposition = Exposition(engine, loop, model_name)

@@ -113,7 +113,7 @@ def chat_router(service: Service) -> APIRouter:
             body,
             params,
             [token_ids],
-            "chatcmpl",
+            "chatcmpl-",
             lambda answer: Choices(answer, shape),
             arrival_seconds,
         )

@@ -90,7 +90,7 @@ def completions_router(service: Service) -> APIRouter:
             body,
             params,
             token_ids,
-            "cmpl",
+            "cmpl-",
             lambda answer: Choices(answer, shape),
             arrival_seconds,
         )

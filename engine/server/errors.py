@@ -60,6 +60,13 @@ class TooMany(ApiError):
         super().__init__(429, message, code="rate_limit_exceeded", headers=headers)
 
 
+class Aborted(ApiError):
+    """Another request has ended this one."""
+
+    def __init__(self) -> None:
+        super().__init__(409, "the request was aborted", code="aborted")
+
+
 class TimedOut(ApiError):
     """The answer took longer than the server lets any take."""
 
@@ -139,7 +146,8 @@ class LastResort:
 
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong. The input itself is left out: it may be long, or private."""
-    first = error.errors()[0]
+    # Of a value that may be of several types, the type that it fits furthest says most.
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error')}")

@@ -117,7 +117,7 @@ class Service:
             BadInput, Unavailable: before the response begins.
         """
         given = body.request_id or _request_id(request)
-        response_id = f"{id_prefix}-{given or uuid.uuid4().hex}"
+        response_id = f"{id_prefix}{given or uuid.uuid4().hex}"
         name = body.model or self.model_name
         jobs = [
             Job(

@@ -14,7 +14,7 @@ from ...quant.errors import Failure
 from ..engine import Engine
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
-from .errors import ApiError, TimedOut, TooMany, Unavailable
+from .errors import Aborted, ApiError, TimedOut, TooMany, Unavailable
 from .metrics import ServerMetrics
 from .pace import Pace
 from .server_options import ServerOptions
@@ -174,6 +174,16 @@ class EngineLoop:
             stream.close()
             raise
         return stream
+
+    def abort(self, response_id: str) -> bool:
+        """End the streams of a response, telling whoever reads them; False if there is none."""
+        streams = {
+            stream for name, stream in self._streams.items() if name.startswith(f"{response_id}/")
+        }
+        for stream in streams:
+            stream.push(Aborted())
+            stream.close()
+        return bool(streams)
 
     def close_stream(self, stream: OutputStream) -> None:
         """Forget a stream and free what its jobs hold, within one step; again does nothing."""

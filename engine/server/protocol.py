@@ -42,10 +42,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # ones (null, false, "", [], {}).
     "allowed_token_ids": (),
     "audio": (),
+    "background": (),
     "bad_words": (),
     "best_of": (1,),
     "chat_template": (),
     "continue_final_message": (),
+    "conversation": (),
     "documents": (),
     "function_call": ("none", "auto"),
     "functions": (),
@@ -53,14 +55,18 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "logits_processors": (),
     "modalities": (["text"],),
+    "previous_response_id": (),
+    "prompt": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
+    "reasoning": ({"effort": None}, {"effort": "none"}),
     "reasoning_effort": ("none",),
     "suffix": (),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": (),
     "truncate_prompt_tokens": (),
+    "truncation": ("disabled",),
     "use_beam_search": (),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -164,21 +170,11 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt", mode="before")
     @classmethod
     def _is_a_prompt(cls, value: Any) -> Any:
-        """One clear message instead of one for each member of the union."""
-        if isinstance(value, list) and value:
-            parts = value if all(isinstance(part, list) for part in value) else [value]
-            if all(map(_is_token_ids, parts)) or all(isinstance(part, str) for part in value):
-                return value
-        if isinstance(value, str):
-            return value
-        raise ValueError("need a string, a list of strings, token ids, or a list of token ids")
+        return check_prompt(value)
 
     @property
     def prompts(self) -> list[Prompt]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        batch: list[Any] = self.prompt
-        return [batch] if isinstance(batch[0], int) else batch
+        return as_prompts(self.prompt)
 
     def sampling_params(self) -> SamplingParams:
         if self.stream and self.best_of is not None and self.best_of > self.num_completions:
@@ -190,6 +186,25 @@ class CompletionRequest(GenerationRequest):
             max_tokens, self.logprobs, self.logprobs if self.echo else None
         )
         return replace(params, best_of=self.best_of)
+
+
+def check_prompt(value: Any) -> Any:
+    """One clear message instead of one for each member of the union."""
+    if isinstance(value, list) and value:
+        parts = value if all(isinstance(part, list) for part in value) else [value]
+        if all(map(_is_token_ids, parts)) or all(isinstance(part, str) for part in value):
+            return value
+    if isinstance(value, str):
+        return value
+    raise ValueError("need a string, a list of strings, token ids, or a list of token ids")
+
+
+def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+    """One or several prompts, as a list."""
+    if isinstance(value, str):
+        return [value]
+    batch: list[Any] = value
+    return [batch] if isinstance(batch[0], int) else batch
 
 
 def _is_token_ids(value: Any) -> bool:

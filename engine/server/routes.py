@@ -7,12 +7,16 @@ import time
 from fastapi import APIRouter
 
 from ..engine import Engine
+from .abort import abort_router
 from .chat import chat_router
 from .completions import completions_router
+from .embeddings import embeddings_router
 from .generation import Service
 from .loop import EngineLoop
+from .responses import responses_router
 from .structure import Constrainer
 from .text import Tokenization
+from .tokens import tokens_router
 from .tool_calls import tool_format
 
 
@@ -39,8 +43,10 @@ def open_service(
     )
 
 
-def model_router(service: Service) -> APIRouter:
+def model_router(service: Service, engine: Engine) -> APIRouter:
     router = APIRouter()
-    for part in (completions_router, chat_router):
+    for part in (completions_router, chat_router, responses_router, abort_router):
         router.include_router(part(service))
+    router.include_router(embeddings_router(service, engine))
+    router.include_router(tokens_router(service, engine.vocab_size, engine.max_model_len))
     return router
