@@ -137,8 +137,8 @@ async def put_under_load(
         "every request was answered or cleanly refused": not unclean,
         "the queue was never empty for long": statistics.median(s["waiting"] for s in samples) > 0,
         "sequences were preempted": at_rest["llmopt_num_preemptions_total"] > 0,
-        "clients left and were killed": all(
-            outcomes.get(kind) for kind in ("left in the stream", "killed while reading")
+        "clients left, were killed, and aborted": all(
+            outcomes.get(kind) for kind in ("left in the stream", "killed while reading", "aborted")
         ),
         "every block is free at the end": at_rest["llmopt_kv_cache_usage_ratio"] == 0,
         "a greedy answer is what it was before": again == reference,

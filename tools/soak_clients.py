@@ -38,8 +38,8 @@ class Soak:
         """Ask for one thing after another, until the end."""
         while not self.ended.is_set():
             kind = self.random.choices(
-                (self.whole, self.stream, self.leave, self.hang_up, self.nonsense),
-                (4, 6, 3, 2, 1),
+                (self.whole, self.stream, self.abort, self.leave, self.hang_up, self.nonsense),
+                (4, 6, 2, 2, 2, 1),
             )[0]
             try:
                 outcome = await kind(session)
@@ -78,6 +78,20 @@ class Soak:
             if response.status != 200:
                 return judge_whole(response.status, await response.json(), body)
             return judge_stream([line async for line in response.content], body)
+
+    async def abort(self, session: aiohttp.ClientSession) -> str:
+        """End a stream from another connection, and read it on to its end."""
+        path, body = self.question(stream=True)
+        async with session.post(self.url + path, json=body) as response:
+            if response.status != 200:
+                return judge_whole(response.status, await response.json(), body)
+            lines = [await response.content.readline()]
+            name = json.loads(lines[0].removeprefix(b"data: ")).get("id")
+            async with session.post(f"{self.url}/abort", json={"id": name}) as ended:
+                is_known = (await ended.json()).get("aborted")
+            lines += [line async for line in response.content]
+            outcome = judge_stream(lines, body)
+            return "aborted" if is_known and outcome == "told" else outcome
 
     async def leave(self, session: aiohttp.ClientSession) -> str:
         """Hang up after some events."""
