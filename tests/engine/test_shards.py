@@ -17,7 +17,7 @@ from llmopt.engine.model.open import CausalModel, open_model
 from llmopt.engine.parallel.channel import Channel
 from llmopt.engine.parallel.cut import take
 from llmopt.engine.parallel.shard import Shard
-from llmopt.engine.step_inputs import step_inputs
+from llmopt.engine.step_inputs import Run, step_inputs
 from llmopt.quant.checkpoint import Checkpoint
 from llmopt.quant.errors import BadInput
 from llmopt.quant.scheme import (
@@ -76,7 +76,7 @@ def logits_of(model: CausalModel, lora: str | None = None) -> torch.Tensor:
     cache = KvCache(model.kv_layouts, 12, 4, CPU, torch.float32)
     blocks, rows = list(range(1, 12)), []
     for begin, end in ((0, 23), (23, 40)):
-        inputs = step_inputs([(begin, TOKENS[begin:end], blocks)], 4, CPU, torch.float32)
+        inputs = step_inputs([Run(begin, TOKENS[begin:end], blocks)], 4, CPU, torch.float32)
         runs = [(None, 5), (lora, end - begin - 5)]
         inputs = replace(inputs, adapters=rows_by_adapter(runs, CPU))
         rows.append(model.logits(model.forward(inputs, cache.layers)))
