@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
-from live_server import RunningServer, running
+import torch
+from live_server import RunningServer, running, slow_steps
 from llmopt.cli.main import main
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.recipes import MODELS
 from lora_world import write_adapter
-from transformers import AutoModelForCausalLM
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPT = "Once upon a time"
 
@@ -47,6 +53,56 @@ def test_the_model_name_chooses_the_adapter(adapted: RunningServer) -> None:
         model="two", messages=[{"role": "user", "content": PROMPT}], temperature=0, max_tokens=4
     )
     assert chat.model == "two"
+
+
+def test_three_adapters_at_once_give_the_numbers_of_peft(tmp_path: Path) -> None:
+    """Every answer has the log-probabilities of transformers with PEFT's merged weights."""
+    base = AutoModelForCausalLM.from_pretrained(MODELS / "stories3M", dtype=torch.float32).eval()
+    loras = {
+        name: write_adapter(tmp_path / name, base, seed=seed, rank=rank, alpha=2.0 * rank)
+        for seed, (name, rank) in enumerate({"red": 4, "green": 8, "blue": 2}.items())
+    }
+    names = ["tiny", *loras]
+    answers: dict[str, Any] = {}
+    config = EngineConfig("stories3M", dtype="float32", num_threads=1, loras=loras)
+    with running(Engine(config)) as server:
+
+        def ask(name: str) -> None:
+            answers[name] = server.openai().completions.create(
+                model=name, prompt=PROMPT, temperature=0, max_tokens=24, logprobs=5, echo=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+        with slow_steps(server):
+            for thread in threads:
+                thread.start()
+            server.wait_for(lambda engine: engine.stats.num_running == 4)
+            for thread in threads:
+                thread.join()
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "stories3M")
+    prompt = tokenizer(PROMPT).input_ids
+    texts = set()
+    for name in names:
+        model = copy.deepcopy(base)
+        if name in loras:
+            model = PeftModel.from_pretrained(model, str(loras[name])).merge_and_unload()
+        with torch.no_grad():
+            expected = model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None,
+                pad_token_id=0,
+            )  # fmt: skip
+            wanted = model(expected).logits[0].log_softmax(-1)
+        choice = answers[name].choices[0]
+        texts.add(choice.text)
+        assert choice.text == tokenizer.decode(expected[0], skip_special_tokens=True)
+        own = torch.tensor(choice.logprobs.token_logprobs[1:])
+        chosen = wanted[:-1].gather(1, expected[0, 1:, None])[:, 0]
+        torch.testing.assert_close(own, chosen, atol=1e-4, rtol=1e-4)
+        for top, row in zip(choice.logprobs.top_logprobs[1:], wanted[:-1], strict=True):
+            best = torch.tensor(sorted(top.values(), reverse=True)[:5])
+            torch.testing.assert_close(best[0], row.max(), atol=1e-4, rtol=1e-4)
+    assert len(texts) == 4
 
 
 def test_adapters_are_listed_below_their_model(adapted: RunningServer) -> None:
