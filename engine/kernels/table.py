@@ -16,6 +16,7 @@ from ...quant.scheme import (
 )
 from .attention_kernels import PAGED_ATTENTION, AttentionSituation
 from .dispatch import Choice
+from .layer_kernels import GATE, NORM, TURN, RowSituation
 from .linear import LINEAR, LinearSituation
 from .quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
 
@@ -38,6 +39,10 @@ def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     choices = [
         PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, 128, 128)),
         PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, 128, 128, has_trees=True)),
+        *(
+            operation.explain(RowSituation(device.type, dtype, size))
+            for operation, size in ((NORM, 4096), (GATE, 4096), (TURN, 128))
+        ),
         LINEAR.explain(LinearSituation(device.type, dtype, 4096, 4096)),
     ]
     for scheme, input_bits in SCHEMES:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..kernels.layer_kernels import TorchTurn, TurnKernel
 from ..kernels.paged_attention import AttentionBatch, AttentionKernel, AttentionRule
 from ..kernels.paged_tensor import PagedTensor
 from ..kernels.rotary import apply_rotary, neighbours_to_halves
@@ -68,7 +69,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every layer of a step needs: its inputs, the angles of each rotation, the kernel.
+    """What every layer of a step needs: its inputs, the angles of each rotation, the kernels.
 
     `places` are the positions within what is in sight, other than `inputs.positions` where a sequence has
     no end; `anchors` are the angles at which queries then meet its first tokens.
@@ -79,6 +80,7 @@ class Step:
     angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
     attend: AttentionKernel
     anchors: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    turn: TurnKernel = field(default_factory=TorchTurn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,16 @@ class HeadAttention:
         return total + (0 if self.rule.sinks is None else self.rule.sinks.nbytes)
 
     def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
-        queries, keys, values = self._split(self.qkv(x))
+        qkv = self.qkv(x)
+        if self.rotation is not None and self._only_turns and not step.anchors:
+            stacked = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+            angles = step.angles[self.rotation.index]
+            queries = step.turn(
+                stacked, self.num_heads, *angles, cache.keys, cache.values, step.inputs.slots
+            )
+            mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
+            return self.output(mixed.flatten(1))
+        queries, keys, values = self._split(qkv)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         anchored = None
@@ -150,6 +161,13 @@ class HeadAttention:
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, anchored
         )
         return self.output(mixed.flatten(1))
+
+    @property
+    def _only_turns(self) -> bool:
+        """Whether nothing happens to queries and keys but the rotation."""
+        assert self.rotation is not None
+        others = (self.query_norm, self.turned_norm, self.temperature)
+        return not self.rotation.neighbours and not self.grouped and others == (None, None, None)
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, [tokens, heads, head_dim] each."""

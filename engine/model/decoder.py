@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from ..kernels.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from ..kernels.layer_kernels import TURN, RowSituation
 from ..lora.bank import AdapterBank
 from ..window import Window
 from .angles import StepAngles
@@ -52,8 +53,11 @@ class DecoderLayer:
             return hidden + mixed + self.mlp(x if self.mlp_norm is None else self.mlp_norm(hidden))
         if self.post_attention_norm is not None:
             mixed = self.post_attention_norm(mixed)
-        hidden = hidden + mixed
-        out = self.mlp(hidden if self.mlp_norm is None else self.mlp_norm(hidden))
+        if self.mlp_norm is None:
+            x = hidden = hidden + mixed
+        else:
+            hidden, x = self.mlp_norm.of_sum(hidden, mixed)
+        out = self.mlp(x)
         return hidden + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
 
 
@@ -127,6 +131,8 @@ class Decoder:
             PAGED_ATTENTION.select(AttentionSituation(device.type, dtype, *sizes, trees)).run
             for trees in (False, True)
         ]
+        turned = RowSituation(device.type, dtype, spec.rotary_width)
+        self._turn = TURN.select(turned).run()
 
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
@@ -165,7 +171,7 @@ class Decoder:
         places = self._angles.places(positions)
         angles, anchors = self._angles.of(positions), self._angles.of_anchors(places)
         attend = self._attend[inputs.batch.has_trees]
-        step = Step(inputs, places, angles, attend, anchors)
+        step = Step(inputs, places, angles, attend, anchors, self._turn)
         if self._adapters is not None:
             self._adapters.rows = inputs.adapters
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)

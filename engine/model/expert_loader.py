@@ -73,7 +73,7 @@ def _fused(reader: CheckpointReader, spec: ModelSpec, prefix: str, experts: Expe
         GatedMlp(
             _expert(reader, into[number], into_bias, number),
             _expert(reader, out_of[number], out_bias, number),
-            gating(spec.activation),
+            gating(spec.activation, reader.rows(inner)),
         )
         for number in range(count)
     ]

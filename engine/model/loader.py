@@ -250,7 +250,7 @@ class LayerLoader:
         return GatedMlp(
             self._linear(prefix, gate_up, hidden, outs, bias=bias, cut=into),
             self._linear(prefix, (down,), inner, [hidden], bias=bias, cut=out_of),
-            gating(self.spec.activation),
+            gating(self.spec.activation, self.reader.rows(inner)),
         )
 
     def _mlp_cuts(

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from ..kernels.layer_kernels import GATE, RowSituation
 from .projection import Projection
 
 
@@ -48,8 +49,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 CLAMPED_SWIGLU = "clamped_swiglu"
 
 
-def gating(activation: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def gating(
+    activation: str, situation: RowSituation
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """How the two halves of a gated MLP become one: a function of gate and up."""
+    if activation == "silu":
+        return GATE.select(situation).run()
     if activation == CLAMPED_SWIGLU:
         return _clamped_swiglu
     function = ACTIVATIONS[activation]

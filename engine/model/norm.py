@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
+
+from ..kernels.layer_kernels import NORM, NormKernel, RowSituation
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,13 @@ class Norm:
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     centered: bool = False
+    _kernel: NormKernel | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not self.centered:
+            situation = RowSituation(self.weight.device.type, self.weight.dtype, self.size)
+            kernel = NORM.select(situation).run(self.weight, self.eps)
+            object.__setattr__(self, "_kernel", kernel)
 
     @property
     def weight_bytes(self) -> int:
@@ -28,9 +37,22 @@ class Norm:
         return sum(part.nbytes for part in (self.weight, self.bias) if part is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernel is not None and self._takes(x):
+            return self._kernel(x)[1]
         if self.centered:
             return functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
         if self.weight is None or self.weight.dtype is x.dtype:
             return functional.rms_norm(x, (self.size,), self.weight, self.eps)
         wide = x.to(self.weight.dtype)
         return functional.rms_norm(wide, (self.size,), self.weight, self.eps).to(x.dtype)
+
+    def of_sum(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + added`, and its norm."""
+        if self._kernel is not None and self._takes(x):
+            return self._kernel(x, added)
+        total = x + added
+        return total, self(total)
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        """Whether the kernel that was chosen for the weight is for these rows as well."""
+        return self.weight is not None and x.dtype is self.weight.dtype and x.dim() == 2

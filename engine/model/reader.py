@@ -12,6 +12,7 @@ from ...quant.errors import BadInput
 from ...quant.formats.mxfp4 import METHOD, mxfp4_names, read_mxfp4
 from ...quant.read import quantized_modules, read_quantized, tensor_names
 from ...quant.tensors.base import QuantizedTensor
+from ..kernels.layer_kernels import RowSituation
 from ..parallel.cut import Cut, take, take_rows
 from ..parallel.shard import Shard
 from .projection import LinearSite, Projection
@@ -70,6 +71,10 @@ class CheckpointReader:
             raise BadInput(f"{self._checkpoint.folder}: {name} holds {tensor.dtype}, not floats")
         self._unread.discard(name)
         return tensor.to(self._device, dtype or self._dtype)
+
+    def rows(self, size: int) -> RowSituation:
+        """What the choice of a kernel for rows of activations depends on."""
+        return RowSituation(self._device.type, self._dtype, size)
 
     def is_quantized(self, module: str) -> bool:
         """Whether the checkpoint holds codes for the weight of a module."""

@@ -1,0 +1,160 @@
+"""Calling the C kernels of what lies between a layer's linears."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ..paged_tensor import PagedTensor
+from .build import Native, native
+
+CHANNELS = 16
+"""Rows that the kernels take have a multiple of so many elements."""
+_GRAIN = 32768
+"""Elements below which a second thread costs more than it brings."""
+
+
+class _Call(ctypes.Structure):
+    """What the structs of `src/layer.c` have in common: pointers, then numbers, then the next row."""
+
+
+def _struct(name: str, pointers: str, numbers: str, *others: tuple[str, type]) -> type[_Call]:
+    fields = [
+        *[(field, ctypes.c_void_p) for field in pointers.split()],
+        *[(field, ctypes.c_int64) for field in numbers.split()],
+        *others,
+        ("next", ctypes.c_long),
+    ]
+    return type(name, (_Call,), {"_fields_": fields})
+
+
+_Norm = _struct(
+    "_Norm", "x added sum out weight", "rows size x_stride is_bf16 threads", ("eps", ctypes.c_float)
+)
+_Gate = _struct("_Gate", "gate up out", "rows size stride is_bf16 threads")
+_Turn = _struct(
+    "_Turn",
+    "heads cos sin slots keys values",
+    "rows stride queries kv_heads dim width key_stride value_stride is_bf16 threads",
+)
+
+
+def native_layer() -> Native:
+    """The compiled kernels, or why there are none."""
+    return native("layer")
+
+
+def _threads(elements: int) -> int:
+    return torch.get_num_threads() if elements > _GRAIN else 1
+
+
+class NativeNorm:
+    """Root mean square norm over the last axis, of `x` or of `x + added`."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        library = native_layer().library
+        assert library is not None
+        self._run, self._weight, self._eps = library.llmopt_norm, weight.contiguous(), eps
+
+    def __call__(
+        self, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x [rows, size]` and, of the same shape, `added`; returns their sum and its norm."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows, size = x.shape
+        out = x.new_empty(rows, size)
+        total = x
+        if added is not None:
+            added, total = added.contiguous(), x.new_empty(rows, size)
+        call = _Norm(
+            x.data_ptr(),
+            None if added is None else added.data_ptr(),
+            total.data_ptr(),
+            out.data_ptr(),
+            self._weight.data_ptr(),
+            rows,
+            size,
+            x.stride(0),
+            x.dtype is torch.bfloat16,
+            _threads(rows * size),
+            self._eps,
+        )
+        self._run(ctypes.byref(call))
+        return total, out
+
+
+class NativeSiluGate:
+    """`silu(gate) * up`, of `[rows, size]` each, which may be parts of wider rows."""
+
+    def __init__(self) -> None:
+        library = native_layer().library
+        assert library is not None
+        self._run = library.llmopt_gate
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if gate.stride() != up.stride() or gate.stride(1) != 1:
+            gate, up = gate.contiguous(), up.contiguous()
+        rows, size = gate.shape
+        out = gate.new_empty(rows, size)
+        call = _Gate(
+            gate.data_ptr(),
+            up.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            gate.stride(0),
+            gate.dtype is torch.bfloat16,
+            _threads(rows * size),
+        )
+        self._run(ctypes.byref(call))
+        return out
+
+
+class NativeTurn:
+    """Turns queries and keys where they lie, and copies keys and values into the cache."""
+
+    def __init__(self) -> None:
+        library = native_layer().library
+        assert library is not None
+        self._run = library.llmopt_turn
+
+    def __call__(
+        self,
+        stacked: torch.Tensor,
+        num_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keys: PagedTensor,
+        values: PagedTensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        rows, heads, dim = stacked.shape
+        kv_heads = (heads - num_heads) // 2
+        copies = all(
+            p.codes.dtype is stacked.dtype and p.codes[0, 0].is_contiguous() for p in (keys, values)
+        )
+        call = _Turn(
+            stacked.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slots.data_ptr(),
+            keys.codes.data_ptr() if copies else None,
+            values.codes.data_ptr() if copies else None,
+            rows,
+            stacked.stride(0),
+            num_heads,
+            kv_heads,
+            dim,
+            cos.shape[-1],
+            keys.codes.stride(1),
+            values.codes.stride(1),
+            stacked.dtype is torch.bfloat16,
+            _threads(stacked.numel()),
+        )
+        self._run(ctypes.byref(call))
+        if not copies:
+            keys.write(stacked[:, num_heads : num_heads + kv_heads], slots)
+            values.write(stacked[:, num_heads + kv_heads :], slots)
+        return stacked[:, :num_heads]

@@ -1,0 +1,141 @@
+/* What lies between a layer's linears: root mean square norms, gates, and turning heads into the cache.
+ *
+ * Values are float32 or bfloat16, computed in float32. A row depends on itself alone. Norms and gates
+ * are rounded where torch's own operations round them. */
+#include <math.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "parallel.h"
+#include "vectors.h"
+
+typedef struct {
+    const void *x;         /* [rows][x_stride] */
+    const void *added;     /* [rows][size], added to x first, or NULL */
+    void *sum;             /* [rows][size], x + added */
+    void *out;             /* [rows][size] */
+    const void *weight;    /* [size], as x */
+    int64_t rows, size, x_stride, is_bf16, threads;
+    float eps;
+    atomic_long next;
+} NormCall;
+
+typedef struct {
+    const void *gate, *up; /* [rows][stride] */
+    void *out;             /* [rows][size] */
+    int64_t rows, size, stride, is_bf16, threads;
+    atomic_long next;
+} GateCall;
+
+typedef struct {
+    void *heads;           /* [rows][stride]: queries, keys, values of `dim` each; turned in place */
+    const void *cos, *sin; /* [rows][width] */
+    const int64_t *slots;  /* [rows], where keys and values go */
+    uint8_t *keys, *values; /* [slots][key_stride] and [value_stride], elements as `heads`; NULL: nowhere */
+    int64_t rows, stride, queries, kv_heads, dim, width, key_stride, value_stride, is_bf16, threads;
+    atomic_long next;
+} TurnCall;
+
+INLINE fvec load(const void *p, int64_t at, const int is_bf16) {
+    if (is_bf16) return fbits(ISHL(iwiden_u16((const uint16_t *)p + at), 16));
+    return fload((const float *)p + at);
+}
+
+/* To the nearest bfloat16, ties to even. */
+INLINE ivec rounded(fvec v) {
+    ivec bits = ibits(v);
+    return ISHR(iadd(bits, iadd(iset(0x7fff), iand(ISHR(bits, 16), iset(1)))), 16);
+}
+
+INLINE void store(void *p, int64_t at, fvec v, const int is_bf16) {
+    if (is_bf16) istore_u16((uint16_t *)p + at, rounded(v));
+    else fstore((float *)p + at, v);
+}
+
+/* What reading back would give. */
+INLINE fvec as_stored(fvec v, const int is_bf16) { return is_bf16 ? fbits(ISHL(rounded(v), 16)) : v; }
+
+INLINE void norm_row(const NormCall *c, int64_t row, const int is_bf16) {
+    const void *x = c->x;
+    int64_t from = row * c->x_stride, to = row * c->size;
+    fvec squares = fset(0.0f);
+    for (int64_t i = 0; i < c->size; i += LANES) {
+        fvec v = load(x, from + i, is_bf16);
+        if (c->added) {
+            v = as_stored(fadd(v, load(c->added, to + i, is_bf16)), is_bf16);
+            store(c->sum, to + i, v, is_bf16);
+        }
+        squares = ffma(v, v, squares);
+    }
+    if (c->added) x = c->sum, from = to;
+    fvec factor = fset(1.0f / sqrtf(fsum_lanes(squares) / (float)c->size + c->eps));
+    for (int64_t i = 0; i < c->size; i += LANES) {
+        fvec v = as_stored(fmul(load(x, from + i, is_bf16), factor), is_bf16);
+        store(c->out, to + i, fmul(v, load(c->weight, i, is_bf16)), is_bf16);
+    }
+}
+
+/* x / (1 + e^-x), with e^-|x| on both sides of zero. */
+INLINE fvec silu(fvec x) {
+    fvec none = fset(0.0f), e = exp_not_above_zero(fsub(none, fabs_(x)));
+    return fdiv(fadd(fmax_(x, none), fmul(fmin_(x, none), e)), fadd(fset(1.0f), e));
+}
+
+INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16) {
+    const int64_t width = is_bf16 ? 2 : 4;
+    const uint8_t *gate = (const uint8_t *)c->gate + row * c->stride * width;
+    const uint8_t *up = (const uint8_t *)c->up + row * c->stride * width;
+    uint8_t *out = (uint8_t *)c->out + row * c->size * width;
+    uint8_t last[3][LANES * 4]; /* what does not fill a vector goes through here */
+    for (int64_t i = 0; i < c->size; i += LANES) {
+        const uint8_t *from = gate + i * width, *other = up + i * width;
+        uint8_t *to = out + i * width;
+        size_t left = (size_t)((c->size - i) * width);
+        if (c->size - i < LANES) {
+            memset(last, 0, sizeof last);
+            memcpy(last[0], from, left), memcpy(last[1], other, left);
+            from = last[0], other = last[1], to = last[2];
+        }
+        fvec opened = as_stored(silu(load(from, 0, is_bf16)), is_bf16);
+        store(to, 0, fmul(opened, load(other, 0, is_bf16)), is_bf16);
+        if (to == last[2]) memcpy(out + i * width, last[2], left);
+    }
+}
+
+INLINE void turn_row(const TurnCall *c, int64_t row, const int is_bf16) {
+    int64_t half = c->width / 2, angle = row * c->width, begin = row * c->stride;
+    for (int64_t head = 0; head < c->queries + c->kv_heads; head++) {
+        int64_t at = begin + head * c->dim;
+        for (int64_t i = 0; i < half; i += LANES) {
+            fvec a = load(c->heads, at + i, is_bf16), b = load(c->heads, at + half + i, is_bf16);
+            fvec low = fmul(b, load(c->sin, angle + i, is_bf16));
+            fvec high = fmul(a, load(c->sin, angle + half + i, is_bf16));
+            store(c->heads, at + i, ffma(a, load(c->cos, angle + i, is_bf16), low), is_bf16);
+            store(c->heads, at + half + i, ffma(b, load(c->cos, angle + half + i, is_bf16), high), is_bf16);
+        }
+    }
+    if (!c->keys) return;
+    int64_t width = is_bf16 ? 2 : 4, bytes = c->kv_heads * c->dim * width;
+    const uint8_t *first = (const uint8_t *)c->heads + (begin + c->queries * c->dim) * width;
+    memcpy(c->keys + c->slots[row] * c->key_stride * width, first, (size_t)bytes);
+    memcpy(c->values + c->slots[row] * c->value_stride * width, first + bytes, (size_t)bytes);
+}
+
+#define ROWS_OF(Type, function, one_row) \
+    static void function(void *argument) { \
+        Type *c = argument; \
+        for (;;) { \
+            int64_t row = atomic_fetch_add(&c->next, 1); \
+            if (row >= c->rows) return; \
+            if (c->is_bf16) one_row(c, row, 1); \
+            else one_row(c, row, 0); \
+        } \
+    }
+
+ROWS_OF(NormCall, norm_rows, norm_row)
+ROWS_OF(GateCall, gate_rows, gate_row)
+ROWS_OF(TurnCall, turn_rows, turn_row)
+
+void llmopt_norm(NormCall *c) { run_parallel(norm_rows, c, c->threads); }
+void llmopt_gate(GateCall *c) { run_parallel(gate_rows, c, c->threads); }
+void llmopt_turn(TurnCall *c) { run_parallel(turn_rows, c, c->threads); }

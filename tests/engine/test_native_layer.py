@@ -1,0 +1,159 @@
+"""The C kernels between a layer's linears on every path that this processor has, against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llmopt.engine.kernels.layer_kernels import (
+    GATE,
+    NORM,
+    TURN,
+    RowSituation,
+    TorchNorm,
+    TorchTurn,
+    torch_silu_gate,
+)
+from llmopt.engine.kernels.native.layer import (
+    NativeNorm,
+    NativeSiluGate,
+    NativeTurn,
+    native_layer,
+)
+from llmopt.engine.kernels.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.engine.kernels.paged_tensor import PagedTensor
+from llmopt.engine.kernels.rotary import expand_angles
+
+HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")
+DTYPES = (torch.float32, torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=HERE or ["none"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every path, forced; the test runs on it and on no other."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    found = native_layer()
+    if found.library is None:
+        pytest.skip(str(found.reason))
+    assert found.path == request.param
+    yield request.param
+
+
+def rows_of(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    scale = torch.logspace(-2, 1, rows)[:, None]
+    return (torch.randn(rows, width, generator=g) * scale).to(dtype)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """bfloat16: a sum in another order may round to the neighbour."""
+    bound = 1e-5 if got.dtype is torch.float32 else 1.6e-2
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=bound)
+
+
+def test_norms(path: str) -> None:
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(
+        st.integers(0, 20),
+        st.integers(1, 40),
+        st.sampled_from(DTYPES),
+        st.booleans(),
+        st.booleans(),
+    )
+    def sweep(rows: int, sixteens: int, dtype: torch.dtype, adds: bool, wide: bool) -> None:
+        size = 16 * sixteens
+        weight = rows_of(1, size, dtype, 7)[0]
+        x = rows_of(rows, size + 48 * wide, dtype)[:, 16 * wide : 16 * wide + size]
+        added = rows_of(rows, size, dtype, 3) if adds else None
+        got, expected = (kind(weight, 1e-5)(x, added) for kind in (NativeNorm, TorchNorm))
+        assert torch.equal(got[0], expected[0])
+        close(got[1], expected[1])
+
+    sweep()
+
+
+def test_gates(path: str) -> None:
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(st.integers(0, 20), st.integers(1, 200), st.sampled_from(DTYPES), st.booleans())
+    def sweep(rows: int, size: int, dtype: torch.dtype, stacked: bool) -> None:
+        both = 4 * rows_of(rows, 2 * size, dtype)
+        gate, up = both.chunk(2, dim=-1)
+        if not stacked:
+            gate = gate.contiguous()
+        close(NativeSiluGate()(gate, up), torch_silu_gate(gate, up))
+
+    sweep()
+
+
+def test_gates_far_from_zero(path: str) -> None:
+    gate = torch.tensor([[-1e30, -200.0, -88.0, -1.0, -0.0, 0.0, 1.0, 88.0, 200.0, 1e30]])
+    got = NativeSiluGate()(gate, torch.ones_like(gate))
+    torch.testing.assert_close(
+        got, torch_silu_gate(gate, torch.ones_like(gate)), atol=1e-30, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("stored", [*DTYPES, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_turning_and_writing(path: str, stored: torch.dtype) -> None:
+    @settings(max_examples=25, deadline=None, derandomize=True)
+    @given(
+        st.integers(0, 9),
+        st.sampled_from([(4, 1), (4, 2), (3, 3)]),
+        st.sampled_from([(32, 32), (64, 32), (80, 32), (128, 128)]),
+        st.sampled_from(DTYPES),
+    )
+    def sweep(
+        tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        (num_heads, kv_heads), (dim, width) = heads, dims
+        whole = rows_of(tokens, (num_heads + 2 * kv_heads) * dim, dtype)
+        turn = torch.rand(tokens, 1, width // 2, generator=torch.Generator().manual_seed(1)) * 6
+        cos, sin = (part.to(dtype) for part in expand_angles(turn.cos(), turn.sin()))
+        slots = torch.randperm(24, generator=torch.Generator().manual_seed(2))[:tokens]
+        found = []
+        for kernel in (NativeTurn(), TorchTurn()):
+            caches = [PagedTensor.zeros(3, 8, kv_heads, dim, CPU, stored) for _ in range(2)]
+            stacked = whole.clone().view(tokens, num_heads + 2 * kv_heads, dim)
+            queries = kernel(stacked, num_heads, cos, sin, caches[0], caches[1], slots)
+            read = [cache.read(torch.arange(3), torch.float32) for cache in caches]
+            found.append((queries, *read))
+        # A code of 8 bits, or a last digit of bfloat16, may be the neighbour.
+        bound = (
+            0.07 if stored.itemsize == 1 else 1.6e-2 if torch.bfloat16 in (dtype, stored) else 1e-5
+        )
+        for got, expected in zip(*found, strict=True):
+            scale = float(expected.abs().max()) if expected.numel() else 0.0
+            torch.testing.assert_close(got, expected, atol=bound * scale, rtol=bound)
+
+    sweep()
+
+
+def test_a_second_thread_changes_nothing(path: str) -> None:
+    x, weight = rows_of(64, 1024, torch.bfloat16), rows_of(1, 1024, torch.bfloat16)[0]
+    alone = NativeNorm(weight, 1e-5)(x)[1], NativeSiluGate()(x, x)
+    torch.set_num_threads(2)
+    try:
+        both = NativeNorm(weight, 1e-5)(x)[1], NativeSiluGate()(x, x)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
+    assert torch.equal(NativeNorm(weight, 1e-5)(x[5:6])[1], alone[0][5:6])
+
+
+def test_who_serves_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = RowSituation("cpu", torch.float32, 24)
+    even = RowSituation("cpu", torch.float32, 64)
+    monkeypatch.setenv(VARIABLE, HERE[0])
+    if native_layer().library is not None:
+        assert NORM.select(even).name == GATE.select(odd).name == TURN.select(even).name == "native"
+        assert dict(NORM.explain(odd).reasons)["native"] == "it is for multiples of 16 elements"
+        assert dict(TURN.explain(odd).reasons)["native"] == "it is for multiples of 32 elements"
+    monkeypatch.setenv(VARIABLE, "off")
+    for operation in (NORM, GATE, TURN):
+        assert operation.explain(even).chosen == "torch"
+        assert dict(operation.explain(even).reasons)["native"] == f"{VARIABLE}=off"
