@@ -84,7 +84,7 @@ def test_three_adapters_at_once_give_the_numbers_of_peft(tmp_path: Path) -> None
     prompt = tokenizer(PROMPT).input_ids
     texts = set()
     for name in names:
-        model = copy.deepcopy(base)
+        model: Any = copy.deepcopy(base)
         if name in loras:
             model = PeftModel.from_pretrained(model, str(loras[name])).merge_and_unload()
         with torch.no_grad():
