@@ -17,6 +17,7 @@ def write_medusa(
     heads: int = 3,
     blocks: int = 1,
     layout: str = "authors",
+    bias: bool = True,
     file: str = "medusa_lm_head.safetensors",
     seed: int = 0,
 ) -> Path:
@@ -31,7 +32,7 @@ def write_medusa(
             tensors[f"{name}.weight"] = (
                 torch.randn(hidden, hidden, generator=generator) / hidden**0.5
             )
-            if layout == "authors":
+            if bias:
                 tensors[f"{name}.bias"] = torch.randn(hidden, generator=generator) / 10
         name = f"{head}.{blocks}" if layout == "authors" else f"lm_heads.{head}"
         tensors[f"{name}.weight"] = torch.randn(vocab, hidden, generator=generator) / 4
