@@ -59,7 +59,7 @@ class PlainEagle:
         self._fc, self._bias = found["fc.weight"], found.get("fc.bias")
         config = LlamaConfig(**json.loads((folder / "config.json").read_text()))
         config._attn_implementation = "eager"
-        self._layer = LlamaDecoderLayer(config, 0)
+        self._layer: Any = LlamaDecoderLayer(config, 0)
         self._layer.input_layernorm = nn.Identity()
         own = {
             n.removeprefix("layers.0."): x for n, x in found.items() if n.startswith("layers.0.")
