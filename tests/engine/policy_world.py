@@ -12,6 +12,7 @@ from llmopt.engine.request import Request, RequestTimes, Token
 from llmopt.engine.sampling_params import SamplingParams
 from llmopt.engine.scheduler import Scheduler, SchedulerConfig
 from llmopt.engine.speculation.draft_length import DraftLength
+from llmopt.engine.speculation.tree import Tree
 from llmopt.engine.step_plan import ScheduledRow, StepPlan
 from llmopt.engine.window import Window
 
@@ -27,16 +28,28 @@ def next_token(history: Sequence[int], seed: int, salt: bytes = b"") -> int:
     return hash((tuple(history), seed, len(salt))) % VOCAB
 
 
-def guesses_of(row: ScheduledRow, salt: bytes) -> list[int]:
-    """Some guesses for a row, two of three of them right, and not always as many as there is room for."""
+def guesses_of(row: ScheduledRow, salt: bytes, width: int) -> tuple[list[int], Tree]:
+    """Some guesses for a row, `width` for a place, with the right one among them for two of three places,
+    and not always as many as there is room for."""
     guesses: list[int] = []
-    for _ in range(row.num_guesses):
-        history = [*row.history, *guesses]
+    parents: list[int] = []
+    at = -1
+    for _ in range(row.num_guesses // width):
+        history = [*row.history, *path_of(guesses, Tree(tuple(parents)), at)]
         chance = hash((tuple(history), row.seed, "guess")) % 12
         if chance == 11:
             break
-        guesses.append((next_token(history, row.seed, salt) + (chance > 7)) % VOCAB)
-    return guesses
+        right, place = next_token(history, row.seed, salt), chance % width
+        parents += [at] * width
+        at = len(guesses) + place
+        wrong = width * (chance > 7)
+        guesses += [(right + wrong + i - place) % VOCAB for i in range(width)]
+    return guesses, Tree(tuple(parents))
+
+
+def path_of(guesses: Sequence[int], tree: Tree, index: int) -> list[int]:
+    """The tokens that lead to a guess, itself included."""
+    return [guesses[i] for i in tree.path(index)]
 
 
 Loop = Literal["serial", "early", "late"]
@@ -50,7 +63,7 @@ class _UnderWay:
 
     plan: StepPlan
     sampled: dict[str, list[int]] = field(default_factory=dict)
-    num_guesses: dict[str, int] = field(default_factory=dict)
+    guess_depths: dict[str, int] = field(default_factory=dict)
     is_computed: bool = False
 
 
@@ -69,10 +82,12 @@ class World:
         caching: bool = True,
         policy: str = "priority",
         guessing: int = 0,
+        width: int = 1,
         loop: Loop = "serial",
         **limits: int,
     ) -> None:
         self.block_size = block_size
+        self._width = width
         self.loop = loop
         self._under_way: _UnderWay | None = None
         sinks = limits.pop("sinks", 0)
@@ -85,7 +100,7 @@ class World:
                 block_size=block_size,
                 max_model_len=limits.pop("max_model_len", 32),
                 policy=policy,
-                guessing=DraftLength(guessing, 0.1) if guessing else None,
+                guessing=DraftLength(guessing, 0.1, width) if guessing else None,
                 window=window,
                 **limits,
             ),
@@ -95,6 +110,7 @@ class World:
         self.slots: dict[tuple[int, int], Past] = {}
         self._salts: dict[str, bytes] = {}
         self.num_accepted = 0
+        self.num_moved = 0
         self.finished: dict[str, Request] = {}
         self._order = 0
 
@@ -146,7 +162,7 @@ class World:
         if not step.is_computed:
             self._compute(step)
         tokens = self.scheduler.update(
-            step.plan, step.sampled, frozenset({EOS}), 0.0, step.num_guesses
+            step.plan, step.sampled, frozenset({EOS}), 0.0, step.guess_depths
         )
         for token in tokens:
             if token.request.finish_reason is not None:
@@ -166,44 +182,58 @@ class World:
         }
         self.slots.update(copied)
         salts = {row.sequence_id: self._salts[row.sequence_id.split("/")[0]] for row in plan.rows}
-        guesses = {row.sequence_id: guesses_of(row, salts[row.sequence_id]) for row in plan.rows}
-        num_guesses = {name: len(found) for name, found in guesses.items() if found}
+        guesses = {
+            row.sequence_id: guesses_of(row, salts[row.sequence_id], self._width)
+            for row in plan.rows
+        }
         room = sum(row.num_guesses for row in plan.rows)
         assert plan.num_tokens + room <= config.max_num_batched_tokens
         written: dict[tuple[int, int], Past] = {}
         for row in plan.rows:
             assert row.num_tokens >= 1
             last = row.num_prompt_tokens + (row.params.max_tokens or 0) - 1
-            assert row.end + row.num_guesses <= last, "a sequence's last token is computed"
-            history = [*row.history[: row.end], *guesses[row.sequence_id]]
-            for position in range(row.start, len(history)):
-                slot = (row.block_ids[position // self.block_size], position % self.block_size)
+            places = -(-row.num_guesses // self._width)
+            assert row.end + places <= last, "a sequence's last token is computed"
+            known, salt = row.history[: row.end], salts[row.sequence_id]
+            guessed, tree = guesses[row.sequence_id]
+            pasts: list[Past] = [(salt, *known[: i + 1]) for i in range(row.start, row.end)]
+            pasts += [(salt, *known, *path_of(guessed, tree, i)) for i in range(len(guessed))]
+            for number, past in enumerate(pasts, row.start):
+                slot = self._slot(row, number)
                 assert slot[0] != 0, "a token is written to the null block"
                 assert slot not in written, "two sequences write the same slot"
-                written[slot] = (salts[row.sequence_id], *history[: position + 1])
+                written[slot] = past
         self.slots.update(written)
         sampled: dict[str, list[int]] = {}
         for row in plan.rows:
-            salt, guessed = salts[row.sequence_id], guesses[row.sequence_id]
+            salt, (guessed, tree) = salts[row.sequence_id], guesses[row.sequence_id]
             window = config.window or Window(row.end)
             behind = range(window.sinks, max(window.sinks, row.start - window.length + 1))
             for position in range(row.end):
                 if position in behind:
                     continue
-                slot = (row.block_ids[position // self.block_size], position % self.block_size)
                 past = (salt, *row.history[: position + 1])
-                assert self.slots[slot] == past, "the cache is wrong"
+                assert self.slots[self._slot(row, position)] == past, "the cache is wrong"
             if not row.num_samples:
                 continue
             drawn = [next_token(row.history, row.seed + i, salt) for i in range(row.num_samples)]
-            for index, guess in enumerate(guessed):
-                if guess != drawn[-1]:
-                    break
-                drawn.append(next_token([*row.history, *guessed[: index + 1]], row.seed, salt))
-                self.num_accepted += 1
+            kept: list[int] = []
+            while (at := tree.child(kept[-1] if kept else -1, drawn[-1], guessed)) is not None:
+                kept.append(at)
+                path = path_of(guessed, tree, at)
+                drawn.append(next_token([*row.history, *path], row.seed, salt))
+            self.num_accepted += len(kept)
+            self.num_moved += sum(index != place for place, index in enumerate(kept))
+            moved = [self.slots[self._slot(row, row.end + index)] for index in kept]
+            for number, past in enumerate(moved, row.end):
+                self.slots[self._slot(row, number)] = past
             sampled[row.sequence_id] = drawn
         plan.keep(sampled)
-        step.sampled, step.num_guesses, step.is_computed = sampled, num_guesses, True
+        step.sampled, step.is_computed = sampled, True
+        step.guess_depths = {name: tree.depth for name, (_, tree) in guesses.items() if tree.depth}
+
+    def _slot(self, row: ScheduledRow, number: int) -> tuple[int, int]:
+        return row.block_ids[number // self.block_size], number % self.block_size
 
     def lose_steps(self) -> None:
         """The model fails in a step that has just been scheduled."""

@@ -36,6 +36,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     num_hit_tokens: ClassVar[int] = 0
     num_dropped_blocks: ClassVar[int] = 0
     num_accepted_guesses: ClassVar[int] = 0
+    num_moved_guesses: ClassVar[int] = 0
 
     @initialize(
         num_blocks=st.integers(6, 14),
@@ -48,6 +49,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         sinks=st.sampled_from([0, 0, 1, 6]),
         policy=st.sampled_from(list(POLICIES)),
         guessing=st.sampled_from([0, 1, 4]),
+        width=st.sampled_from([1, 3]),
         loop=st.sampled_from(["serial", "early", "late"]),
     )
     def build(
@@ -62,6 +64,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         sinks,
         policy,
         guessing,
+        width,
         loop,
     ):
         limits = {} if chunk is None else {"prefill_chunk_size": chunk}
@@ -72,6 +75,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             caching,
             policy,
             guessing,
+            width,
             loop,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare,
@@ -138,6 +142,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             request.num_cached_tokens for request in self.world.finished.values()
         )
         SchedulerWalk.num_accepted_guesses += self.world.num_accepted
+        SchedulerWalk.num_moved_guesses += self.world.num_moved
         SchedulerWalk.num_preemptions += self.world.scheduler.num_preemptions
         for name, tokens in self.expected.items():
             if name not in self.aborted:
@@ -162,3 +167,4 @@ def test_random_walk():
     assert SchedulerWalk.num_hit_tokens >= 20
     assert SchedulerWalk.num_dropped_blocks >= 20
     assert SchedulerWalk.num_accepted_guesses >= 20
+    assert SchedulerWalk.num_moved_guesses >= 20
