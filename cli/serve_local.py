@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from . import handover
 from . import protection_options as protection
 from . import speculation_options as speculation
 from .options import (
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
 
 
 def serve_local(
+    context: typer.Context,
     model: ModelArgument = None,
     model_option: ModelOption = None,
+    engine: handover.EngineName = "llmopt",
+    pipeline_parallel_size: handover.PipelineParallelSize = 1,
+    ray: handover.Ray = False,
+    print_command: handover.PrintCommand = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
@@ -111,6 +117,14 @@ def serve_local(
 
     if model is not None and model_option is not None and model != model_option:
         raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")
+    name = model or model_option or DEFAULT_MODEL
+    asked = handover.asked(context)
+    if engine == "vllm":
+        handover.hand_over(name, asked)
+        return
+    if engine != "llmopt":
+        raise BadInput(f"--engine {engine}: choose llmopt or vllm")
+    handover.refuse_handover_options(asked)
     options = ServerOptions(
         api_keys=tuple(api_key or ()),
         cors_origins=tuple(cors_origin or ()),
@@ -124,7 +138,6 @@ def serve_local(
         drain_seconds=drain_seconds,
         log_prompts=log_prompts,
     )
-    name = model or model_option or DEFAULT_MODEL
     config = EngineConfig(
         model=name,
         dtype=dtype,
@@ -169,9 +182,9 @@ def serve_local(
     from ..engine.server.app import create_app, describe_template
     from ..engine.server.launch import serve
 
-    engine = Engine(config)
+    opened = Engine(config)
     app = create_app(
-        engine,
+        opened,
         model_name=served,
         options=options,
         chat_template=template,
@@ -179,8 +192,8 @@ def serve_local(
     )
     url = base_url(listener)
     facts = (
-        f"{str(engine.dtype).removeprefix('torch.')} on {engine.device}, "
-        f"{_context(engine)}, "
+        f"{str(opened.dtype).removeprefix('torch.')} on {opened.device}, "
+        f"{_context(opened)}, "
         f"chat template: {describe_template(app.state.service.text)}"
     )
     has_key = bool(options.api_keys)

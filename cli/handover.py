@@ -1,0 +1,82 @@
+"""`llmopt serve-local --engine vllm`: the options, and the way to vLLM's own server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+PANEL = "Another engine"
+
+EngineName = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help="llmopt, or vllm: its server is started in place of this one, with these options.",
+        rich_help_panel=PANEL,
+    ),
+]
+PipelineParallelSize = Annotated[
+    int,
+    typer.Option(help="vllm: groups of layers, each on GPUs of its own.", rich_help_panel=PANEL),
+]
+Ray = Annotated[
+    bool,
+    typer.Option("--ray", help="vllm: over the nodes of a Ray cluster.", rich_help_panel=PANEL),
+]
+PrintCommand = Annotated[
+    bool,
+    typer.Option("--print-command", help="vllm: print its command and end.", rich_help_panel=PANEL),
+]
+_OF_THE_HANDOVER = ("model", "model_option", "engine", "print_command", "debug")
+
+
+def asked(context: typer.Context) -> dict[str, Any]:
+    """The options that the user named, on the command line or in the environment."""
+    named = ("COMMANDLINE", "ENVIRONMENT")
+    return {
+        name: value
+        for name, value in context.params.items()
+        if getattr(context.get_parameter_source(name), "name", "") in named
+    }
+
+
+def refuse_handover_options(given: Mapping[str, Any]) -> None:
+    """Raises `BadInput` where our engine is asked for what only another has."""
+    from ..quant.errors import BadInput
+
+    for name in ("pipeline_parallel_size", "ray", "print_command"):
+        if name in given:
+            raise BadInput(f"--{name.replace('_', '-')} is for --engine vllm")
+
+
+def hand_over(name: str, given: Mapping[str, Any]) -> None:
+    """Become vLLM's server for the model `name`, or only print its command.
+
+    Raises:
+        BadInput: an option that vLLM has nothing for, or no vLLM here.
+    """
+    import os
+    import shlex
+    from pathlib import Path
+
+    from ..engine.server.vllm_command import find_vllm, vllm_command
+    from ..quant.models import bundled_models, resolve_model
+    from .output import people
+
+    options = {key: value for key, value in given.items() if key not in _OF_THE_HANDOVER}
+    is_here = name in bundled_models() or Path(name).expanduser().is_dir()
+    model = str(resolve_model(name).resolve()) if is_here else name
+    if is_here:
+        options.setdefault("served_model_name", Path(model).name)
+    command = vllm_command(model, options)
+    key = next(iter(given.get("api_key") or ()), None)
+    shown = ("VLLM_API_KEY=... " if key else "") + shlex.join(command)
+    if given.get("print_command"):
+        typer.echo(shown)
+        return
+    program = find_vllm()
+    people.print(f"handing over: {shown}", soft_wrap=True, markup=False)
+    environment = {**os.environ, **({"VLLM_API_KEY": key} if key else {})}
+    os.execve(program, command, environment)
