@@ -196,6 +196,8 @@ class ChatRequest(GenerationRequest):
         calls: list[dict[str, Any]] = []
         for tool in tools:
             parameters = dict(tool.function.parameters or {"type": "object"})
+            # A tool takes the arguments that it names, unless it says that it takes others.
+            parameters.setdefault("additionalProperties", False)
             for key in ("$defs", "definitions"):
                 if isinstance(parameters.get(key), dict):
                     shared.setdefault(key, {}).update(parameters.pop(key))

@@ -40,7 +40,6 @@ WEATHER: Any = {
             "type": "object",
             "properties": {"city": {"type": "string", "maxLength": 10}},
             "required": ["city"],
-            "additionalProperties": False,
         },
     },
 }
