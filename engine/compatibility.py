@@ -80,7 +80,7 @@ FEATURES: Mapping[str, Feature] = {
     "lora": Feature("LoRA adapters", "`--lora`", lambda c: bool(c.loras)),
     "tensor-parallel": Feature(
         "tensor parallel",
-        "`--tensor-parallel-size`, dense models",
+        "`--tensor-parallel-size`",
         lambda c: c.tensor_parallel_size > 1,
     ),
     "activations-8": Feature(

@@ -9,6 +9,7 @@ import torch
 
 from ...quant.tensors.base import QuantizedTensor
 from ...quant.tensors.codebook import CodebookTensor
+from ..parallel.shard import Shard
 from ..planner.shapes import Experts
 from .experts import MixtureOfExperts, Router
 from .mlp import Block, GatedMlp, gating
@@ -21,14 +22,27 @@ class LoadsGated(Protocol):
     """Reads a gated MLP of width `inner` below `prefix`."""
 
     def __call__(
-        self, prefix: str, gate_up: tuple[str, ...], down: str, inner: int
+        self,
+        prefix: str,
+        gate_up: tuple[str, ...],
+        down: str,
+        inner: int,
+        *,
+        whole: bool = False,
     ) -> GatedMlp: ...
 
 
 def load_mixture(
-    reader: CheckpointReader, spec: ModelSpec, layer: str, gated: LoadsGated
+    reader: CheckpointReader,
+    spec: ModelSpec,
+    layer: str,
+    gated: LoadsGated,
+    shard: Shard | None = None,
 ) -> MixtureOfExperts:
-    """The mixture of the layer whose names start with `layer`, of a model that has experts."""
+    """The mixture of the layer whose names start with `layer`, of a model that has experts.
+
+    With `shard` it has that process's experts alone.
+    """
     names, hidden, experts = spec.names, spec.shape.hidden_size, spec.shape.experts
     assert experts is not None
     kind, read, exact = spec.router, reader.tensor, torch.float32
@@ -41,24 +55,27 @@ def load_mixture(
         kind,
     )
     prefix = f"{layer}{names.experts}."
+    own = range(experts.count) if shard is None else shard.experts(experts.count)
     routed: list[Block]
     if names.fused_experts:
-        routed = _fused(reader, spec, prefix, experts)
+        routed = _fused(reader, spec, prefix, experts, own)
     else:
         gate, up, down = names.expert
         routed = [
-            gated(f"{prefix}{number}.", (gate, up), down, experts.width)
-            for number in range(experts.count)
+            gated(f"{prefix}{number}.", (gate, up), down, experts.width, whole=True)
+            for number in own
         ]
     shared = None
     if experts.shared_width:
         one = f"{layer}{names.shared_expert}."
         shared = gated(one, ("gate_proj", "up_proj"), "down_proj", experts.shared_width)
-    return MixtureOfExperts(router, routed, shared)
+    return MixtureOfExperts(router, routed, shared, own, None if shard is None else shard.group.sum)
 
 
-def _fused(reader: CheckpointReader, spec: ModelSpec, prefix: str, experts: Experts) -> list[Block]:
-    """Experts that lie in two tensors."""
+def _fused(
+    reader: CheckpointReader, spec: ModelSpec, prefix: str, experts: Experts, own: range
+) -> list[Block]:
+    """Those of `own` numbers, of experts that lie in two tensors."""
     count, inner, hidden = experts.count, experts.width, spec.shape.hidden_size
     into = reader.experts(f"{prefix}gate_up_proj", count, 2 * inner, hidden)
     out_of = reader.experts(f"{prefix}down_proj", count, hidden, inner)
@@ -75,7 +92,7 @@ def _fused(reader: CheckpointReader, spec: ModelSpec, prefix: str, experts: Expe
             _expert(reader, out_of[number], out_bias, number),
             gating(spec.activation, reader.rows(inner)),
         )
-        for number in range(count)
+        for number in own
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,15 +55,22 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """The sum of the chosen experts' outputs, weighted, and of the shared expert's."""
+    """The sum of the chosen experts' outputs, weighted, and of the shared expert's.
+
+    Attributes:
+        numbers: of the `experts` that are here, all or a run of them.
+        total: adds up what the processes with the others have; None where all are here.
+    """
 
     router: Router
     experts: Sequence[Block]
     shared: Block | None
+    numbers: range
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def weight_bytes(self) -> int:
-        """Of all experts: a full batch may visit each."""
+        """Of all experts here: a full batch may visit each."""
         blocks = [*self.experts, *([] if self.shared is None else [self.shared])]
         return self.router.weight_bytes + sum(block.weight_bytes for block in blocks)
 
@@ -73,10 +80,12 @@ class MixtureOfExperts:
         # Visits in the order of the experts: each expert's tokens then form a run.
         visits = experts.flatten().argsort(stable=True)
         tokens = visits // experts.shape[1]
-        counts = torch.bincount(experts.flatten(), minlength=len(self.experts)).tolist()
+        num_experts = self.router.weight.shape[0]
+        counts = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
         out = torch.zeros_like(x)
-        begin = 0
-        for expert, count in zip(self.experts, counts, strict=True):
+        begin = sum(counts[: self.numbers.start])
+        for number, expert in zip(self.numbers, self.experts, strict=True):
+            count = counts[number]
             if count == 0:
                 continue
             run = slice(begin, begin + count)
@@ -86,4 +95,6 @@ class MixtureOfExperts:
             else:
                 out.index_add_(0, tokens[run], expert(inputs) * share)
             begin += count
+        if self.total is not None:
+            out = self.total(out)
         return out if self.shared is None else out + self.shared(x)

@@ -107,9 +107,13 @@ class LayerLoader:
 
     def _may_remain(self, name: str, second_head: str) -> bool:
         """A tied head saved a second time, saved buffers, the layers that predict further tokens
-        (DeepSeek-V3), and the other parts of a multimodal model."""
+        (DeepSeek-V3), the other parts of a multimodal model, and experts that other processes hold."""
         if name == second_head or name.endswith(self.spec.names.buffers):
             return True
+        if self.shard is not None and (experts := self.spec.shape.experts) is not None:
+            number = name.partition(f".{self.spec.names.experts}.")[2].partition(".")[0]
+            if number.isdecimal() and int(number) not in self.shard.experts(experts.count):
+                return True
         beyond = self.base + self.spec.names.layer.format(self.spec.shape.num_layers)
         outside = self.base not in ("", "model.", "transformer.") and not name.startswith(self.base)
         return outside or (self.spec.shape.latent is not None and name.startswith(beyond))
@@ -157,6 +161,8 @@ class LayerLoader:
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         outs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
         sinks = self.reader.tensor(layer + names.sinks, shape.num_heads) if shape.sinks else None
+        if sinks is not None and shard is not None:
+            sinks = sinks[shard.heads(shape)].clone()
         window = shape.windows[index]
         rule = AttentionRule(
             spec.attention_scale,
@@ -192,29 +198,33 @@ class LayerLoader:
         )
 
     def _latent_attention(self, layer: str, latent: Latent, turn: Rotation) -> LatentAttention:
-        shape, prefix = self.spec.shape, f"{layer}self_attn."
+        shape, prefix, shard = self.spec.shape, f"{layer}self_attn.", self.shard
         hidden, heads = shape.hidden_size, shape.num_heads
         wide, rank = heads * latent.query_dim, latent.kv_rank
+        own = slice(0, heads) if shard is None else shard.heads(shape)
+        into, out_of = (None, None) if shard is None else shard.latent(shape, latent)
         query_norm = query_up = None
         if latent.query_rank is None:
-            query = self._linear(prefix, ("q_proj",), hidden, [wide])
+            query = self._linear(prefix, ("q_proj",), hidden, [wide], cut=into)
         else:
             query = self._linear(prefix, ("q_a_proj",), hidden, [latent.query_rank])
             query_norm = self._latent_norm(f"{prefix}q_a_layernorm", latent.query_rank)
-            query_up = self._linear(prefix, ("q_b_proj",), latent.query_rank, [wide])
+            query_up = self._linear(prefix, ("q_b_proj",), latent.query_rank, [wide], cut=into)
         both = heads * (latent.nope_dim + latent.value_dim)
-        expand = self.reader.dense(f"{prefix}kv_b_proj", both, rank).view(heads, -1, rank)
+        expand = self.reader.dense(f"{prefix}kv_b_proj", both, rank).view(heads, -1, rank)[own]
         return LatentAttention(
-            num_heads=heads,
+            num_heads=own.stop - own.start,
             nope_dim=latent.nope_dim,
             query=query,
             query_norm=query_norm,
             query_up=query_up,
             latent=self._linear(prefix, ("kv_a_proj_with_mqa",), hidden, [latent.cached_elements]),
             latent_norm=self._latent_norm(f"{prefix}kv_a_layernorm", rank),
-            key_up=expand[:, : latent.nope_dim].contiguous(),
-            value_up=expand[:, latent.nope_dim :].contiguous(),
-            output=self._linear(prefix, ("o_proj",), heads * latent.value_dim, [hidden]),
+            key_up=expand[:, : latent.nope_dim].clone(),
+            value_up=expand[:, latent.nope_dim :].clone(),
+            output=self._linear(
+                prefix, ("o_proj",), heads * latent.value_dim, [hidden], cut=out_of
+            ),
             rule=AttentionRule(
                 self.spec.attention_scale, window=shape.windows[0], kept=self.spec.num_kept
             ),
@@ -230,7 +240,7 @@ class LayerLoader:
         shape, names = self.spec.shape, self.spec.names
         experts = shape.experts
         if experts is not None and index not in experts.dense_layers:
-            return load_mixture(self.reader, self.spec, layer, self._gated)
+            return load_mixture(self.reader, self.spec, layer, self._gated, self.shard)
         hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
         if shape.gated_mlp:
             return self._gated(layer, names.gate_up, names.down, inner, bias=bias)
@@ -242,11 +252,19 @@ class LayerLoader:
         )
 
     def _gated(
-        self, prefix: str, gate_up: tuple[str, ...], down: str, inner: int, *, bias: bool = False
+        self,
+        prefix: str,
+        gate_up: tuple[str, ...],
+        down: str,
+        inner: int,
+        *,
+        bias: bool = False,
+        whole: bool = False,
     ) -> GatedMlp:
+        """The gated MLP below `prefix`, or with a shard its part of it unless it is to be `whole`."""
         hidden = self.spec.shape.hidden_size
         outs = [inner, inner] if len(gate_up) > 1 else [2 * inner]
-        into, out_of = self._mlp_cuts(inner, len(gate_up), 2)
+        into, out_of = (None, None) if whole else self._mlp_cuts(inner, len(gate_up), 2)
         return GatedMlp(
             self._linear(prefix, gate_up, hidden, outs, bias=bias, cut=into),
             self._linear(prefix, (down,), inner, [hidden], bias=bias, cut=out_of),

@@ -1,4 +1,4 @@
-"""What one of several processes holds of a model: some heads, some of each MLP, some of the vocabulary."""
+"""What one of several processes holds of a model: some heads, experts, vocabulary, and some of each MLP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ...quant.errors import BadInput
 from ..model.spec import ModelSpec
-from ..planner.shapes import ModelShape
+from ..planner.shapes import Latent, ModelShape
 from .cut import Cut
 from .group import Group
 
@@ -16,7 +16,9 @@ class Shard:
     """One of `size` equal parts of a model, and the group of processes that hold them.
 
     Queries, keys, values, gate and up are divided by their outputs, the projections behind them by their
-    inputs, and their results are summed; of fewer KV heads than parts, several parts hold the same one.
+    inputs, and their results are summed; of fewer KV heads than parts, several parts hold the same one. A
+    latent lies in each part, and is read by its heads. Experts are dealt out whole, so that packed ones stay
+    as they are; each part adds up what its own say.
 
     Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
     """
@@ -28,21 +30,24 @@ class Shard:
     def check(self, spec: ModelSpec) -> None:
         """Raise `BadInput` where a model cannot be divided into so many parts."""
         shape, what = spec.shape, f"tensor_parallel_size = {self.size}"
-        if shape.experts is not None or shape.latent is not None:
-            part = "a mixture of experts" if shape.latent is None else "latent attention"
-            raise BadInput(
-                f"{what}: {shape.model_type} has {part}, which is not divided; dense models with "
-                "attention heads are"
-            )
-        if self.size > 1 and shape.num_kv_heads % self.size and self.size % shape.num_kv_heads:
+        one_for_several = self.size % shape.num_kv_heads == 0 or shape.latent is not None
+        if shape.num_kv_heads % self.size and not one_for_several:
             raise BadInput(f"{what}: {shape.num_kv_heads} KV heads do not divide into that many")
-        for name in ("num_heads", "intermediate_size"):
-            if (count := getattr(shape, name)) % self.size:
+        counts = {"num_heads": shape.num_heads}
+        experts = shape.experts
+        if experts is None or experts.dense_layers:
+            counts["intermediate_size"] = shape.intermediate_size
+        if experts is not None:
+            counts["the shared expert's width"] = experts.shared_width
+            if experts.count < self.size:
+                raise BadInput(f"{what}: {experts.count} experts are too few for that many")
+        for name, count in counts.items():
+            if count % self.size:
                 raise BadInput(f"{what}: {name} = {count} does not divide into that many")
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
         """The spec of this part: its heads."""
-        heads, kv_heads = self._heads(spec.shape)
+        heads, kv_heads = self.heads(spec.shape), self._kv_heads(spec.shape)
         own = replace(
             spec.shape,
             num_heads=heads.stop - heads.start,
@@ -53,7 +58,7 @@ class Shard:
     def qkv(self, spec: ModelSpec) -> Cut:
         """Rows of queries, keys and values, however the family stacks them."""
         shape, dim = spec.shape, spec.shape.head_dim
-        heads, kv_heads = self._heads(shape)
+        heads, kv_heads = self.heads(shape), self._kv_heads(shape)
         if spec.grouped_qkv:
             group = shape.num_heads // shape.num_kv_heads
             stride = (group + 2) * dim
@@ -72,7 +77,22 @@ class Shard:
 
     def output(self, shape: ModelShape) -> Cut:
         """Columns of the projection behind the heads."""
-        return Cut(columns=_times(self._heads(shape)[0], shape.head_dim))
+        return Cut(columns=_times(self.heads(shape), shape.head_dim))
+
+    def latent(self, shape: ModelShape, latent: Latent) -> tuple[Cut, Cut]:
+        """Rows of the linear into latent attention's queries, and columns of the one behind its heads."""
+        heads = self.heads(shape)
+        queries = _times(heads, latent.query_dim)
+        return Cut(rows=((queries,),)), Cut(columns=_times(heads, latent.value_dim))
+
+    def heads(self, shape: ModelShape) -> slice:
+        """The query heads of this part."""
+        return self._run(shape.num_heads)
+
+    def experts(self, count: int) -> range:
+        """The numbers of this part's experts, of `count`; parts differ by one at most."""
+        run = self._run(count)
+        return range(run.start, run.stop)
 
     def gate_up(self, inner: int, num_modules: int, num_stacked: int) -> Cut:
         """Rows of the linears into an MLP of width `inner`: `num_stacked` in `num_modules` modules."""
@@ -92,12 +112,11 @@ class Shard:
     def _run(self, count: int) -> slice:
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
-    def _heads(self, shape: ModelShape) -> tuple[slice, slice]:
-        heads = self._run(shape.num_heads)
+    def _kv_heads(self, shape: ModelShape) -> slice:
         if self.size <= shape.num_kv_heads:
-            return heads, self._run(shape.num_kv_heads)
+            return self._run(shape.num_kv_heads)
         own = self.rank * shape.num_kv_heads // self.size
-        return heads, slice(own, own + 1)
+        return slice(own, own + 1)
 
 
 def _times(run: slice, factor: int) -> slice:
