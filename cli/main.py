@@ -30,6 +30,7 @@ COMMANDS = {
     "compare": "compare",
     "serve-local": "serve_local",
     "kv-plan": "kv_plan",
+    "deploy": "deploy",
     "report": "report",
     "run": "run",
     "doctor": "doctor",

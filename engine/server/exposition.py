@@ -19,6 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ..engine import Engine
+from .exposition_names import VLLM_NAMES
 from .loop import EngineLoop
 from .metrics import Histogram, ServerMetrics
 
@@ -36,12 +37,6 @@ HELP = {
     "request_params_max_tokens": "Tokens of an answer that a request allows.",
     "iteration_tokens": "Positions that a step computed.",
 }
-VLLM_NAMES = {
-    "iteration_tokens": "iteration_tokens_total",
-    "kv_cache_usage_ratio": "kv_cache_usage_perc",
-}
-"""Where vLLM's name breaks Prometheus' rules."""
-
 Labels = Mapping[str, str]
 
 

@@ -1,0 +1,30 @@
+"""The files of a deployment, as text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from . import compose
+from .deployment import Deployment
+from .kubernetes import manifests, prometheus_adapter_values
+
+
+def deploy_files(deployment: Deployment) -> dict[str, str]:
+    """Texts by their path. What lies in `kubernetes/` is for `kubectl apply`, the rest is not."""
+    kubernetes = {f"kubernetes/{name}": text for name, text in manifests(deployment).items()}
+    return {
+        **{path: _yaml(found) for path, found in kubernetes.items()},
+        "prometheus-adapter-values.yaml": _yaml(prometheus_adapter_values(deployment)),
+        "compose/compose.yaml": _yaml(compose.compose(deployment)),
+        "compose/prometheus.yml": _yaml(compose.prometheus(deployment)),
+        "compose/grafana-source.yml": _yaml(compose.grafana_source()),
+        "compose/grafana-boards.yml": _yaml(compose.grafana_boards()),
+        "compose/dashboard.json": json.dumps(compose.dashboard(deployment), indent=1) + "\n",
+    }
+
+
+def _yaml(found: dict[str, Any]) -> str:
+    return yaml.safe_dump(found, sort_keys=False, width=100)
