@@ -30,8 +30,8 @@ PARTS = {
     "rest": "everything else within the step",
 }
 FORMULA = (
-    "mean over the decode-only steps of a pass of its own, in which every part is timed; on a GPU each part "
-    "waits for its kernels"
+    "mean over the decode-only steps of a pass of its own in a serial loop, in which every part is timed; on "
+    "a GPU each part waits for its kernels"
 )
 
 
@@ -45,7 +45,8 @@ def step_split(
     items = tuple(replace(item, arrival_seconds=0.0) for item in workload.items[:MOST_REQUESTS])
     few = Workload(workload.name, workload.source, items)
     engine.reset_prefix_cache()
-    with _timed(engine) as steps:
+    # In an overlapped loop the parts lie beside each other.
+    with engine.computing_serially(), _timed(engine) as steps:
         seen = drive(target, few, limit, description="where a step goes")
     pairs = zip(seen.steps, steps, strict=False)
     chosen = [parts for step, parts in pairs if step.decode_only]
@@ -60,6 +61,7 @@ def _timed(engine: Engine) -> Iterator[list[dict[str, float]]]:
     """Seconds of each part of every step, while the block lasts."""
     runner: Any = engine.runner
     scheduler: Any = engine.scheduler
+    answers: Any = engine.answers
     wait = _waiter(str(engine.device))
     steps: list[dict[str, float]] = []
     now: dict[str, float] = {}
@@ -94,7 +96,7 @@ def _timed(engine: Engine) -> Iterator[list[dict[str, float]]]:
         (runner.decoder, "forward", "kernels"),
         (runner.decoder, "logits", "kernels"),
         (runner._sampler, "draw", "sampling"),
-        (engine, "_output", "detokenizing"),
+        (answers, "pieces", "detokenizing"),
     ]
     wrapped = [(owner, name, clocked(part, getattr(owner, name))) for owner, name, part in places]
     wrapped.append((engine, "step", step(engine.step)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,7 +142,7 @@ class Engine:
         )
         self._loop = StepLoop(self.runner, overlapped=config.overlapped_loop)
         self._under_way: StepUnderWay | None = None
-        self._answers = Answers(self.scheduler, self.tokenizer)
+        self.answers = Answers(self.scheduler, self.tokenizer)
         self.recorder: StepRecorder | None = None
         self._random = random.Random(config.seed)
         self._next_order = 0
@@ -196,7 +196,7 @@ class Engine:
         )
         self.scheduler.add(request)
         if contest is not None:
-            self._answers.expect(request_id, contest)
+            self.answers.expect(request_id, contest)
         self._next_order += params.num_sequences
 
     def abort(self, request_id: str) -> bool:
@@ -204,7 +204,7 @@ class Engine:
         members = [r for r in self.scheduler.requests() if r.request_id == request_id]
         for request in members:
             self.scheduler.abort(request.sequence_id)
-        self._answers.forget(request_id, members)
+        self.answers.forget(request_id, members)
         return bool(members)
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ class Engine:
             raise
         known = time.perf_counter()
         result = computed.result
-        self._answers.keep_prompt_logprobs(plan, result)
+        self.answers.keep_prompt_logprobs(plan, result)
         tokens = self.scheduler.update(
             plan, result.tokens, self.eos_token_ids, known, result.guess_depths
         )
@@ -262,17 +262,29 @@ class Engine:
         self._num_guesses += num_guesses
         self._num_accepted += sum(len(result.tokens[name]) - 1 for name in result.num_guesses)
         self._num_computed += plan.num_tokens + num_guesses
-        pieces = self._answers.pieces(plan, result, tokens)
+        pieces = self.answers.pieces(plan, result, tokens)
         self._num_generated += sum(len(piece.new_token_ids) for piece in pieces)
         if self.recorder is not None:
             self.recorder.note(step, computed, known)
-        return self._answers.shown(pieces)
+        return self.answers.shown(pieces)
 
     def _wait_for_thread(self) -> None:
         """The runner is free afterwards. What went wrong in the step under way is told by `step`."""
         if self._under_way is not None:
             with suppress(Exception):
                 self._under_way.wait()
+
+    @contextmanager
+    def computing_serially(self) -> Iterator[None]:
+        """While the block lasts, an overlapped loop is a serial one; for an engine with nothing to do."""
+        assert not self.has_unfinished()
+        self._wait_for_thread()
+        before, self._loop = self._loop, StepLoop(self.runner, overlapped=False)
+        self._under_way = None
+        try:
+            yield
+        finally:
+            self._loop = before
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds."""

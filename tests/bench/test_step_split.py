@@ -14,8 +14,11 @@ OPTIONS = BenchOptions(
 )
 
 
-def test_the_parts_of_a_real_step_add_up_and_nothing_stays_wrapped() -> None:
-    options = OPTIONS.model_copy(update={"slowdown": 50.0, "slowdown_where": "sampler"})
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_parts_of_a_real_step_add_up_and_nothing_stays_wrapped(overlapped: bool) -> None:
+    options = OPTIONS.model_copy(
+        update={"slowdown": 50.0, "slowdown_where": "sampler", "overlapped_loop": overlapped}
+    )
     session = BenchSession(options)
     slowed = session.engine.runner._sampler.draw
     assert session.run_pass()

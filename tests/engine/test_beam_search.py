@@ -179,7 +179,7 @@ def test_a_contest_shows_nothing_before_its_end_and_can_be_aborted(prompts):
     engine.add_request("a", prompts[0], params)
     engine.step()
     assert engine.abort("a")
-    assert not engine._answers._contests
+    assert not engine.answers._contests
     engine.add_request("a", prompts[0], SamplingParams(max_tokens=1))
     assert len(engine.step()) == 1, "the id is free again, and no contest"
 
