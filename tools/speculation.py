@@ -1,6 +1,10 @@
 """Speed with and without guesses, and how many of them stand.
 
     python tools/speculation.py --model stories3M --draft-model stories260K --output speculation.json
+    python tools/speculation.py --model stories3M --heads heads --output heads.json
+
+`--heads` takes the folder that `tools/train_heads.py` writes: Medusa and EAGLE heads guess in place of a
+draft model, as chains and as trees of several widths.
 
 Prompts are beginnings of the evaluation text. Every arm completes all of them once a round, arms in turns;
 the ratio to the arm without guesses is of the same round. With float32 and the coupled rule the tokens must
@@ -59,6 +63,7 @@ class Arm:
             "tokens_per_second": self.tokens_per_second,
             "ratio": statistics.median(ratios),
             "ratio_range": [min(ratios), max(ratios)],
+            "num_guesses": stats.num_guesses,
             "tokens_per_step": stats.num_generated_tokens / stats.num_steps,
             "acceptance": stats.num_accepted_guesses / max(1, stats.num_guesses),
         }
@@ -66,11 +71,7 @@ class Arm:
 
 def main() -> None:
     given = _arguments()
-    choices = [
-        SpeculationConfig("ngram", num_tokens=given.num_tokens, acceptance="coupled"),
-        SpeculationConfig("draft", given.draft_model, given.num_tokens),
-        SpeculationConfig("draft", given.draft_model, given.num_tokens, acceptance="rejection"),
-    ]
+    choices = _choices(given)
     found = []
     for temperature in (0.0, 0.8):
         params = SamplingParams(
@@ -90,8 +91,10 @@ def main() -> None:
         for arm in arms:
             row = {"temperature": temperature, **arm.row(arms[0])}
             found.append(row)
-            name = "none" if arm.speculation is None else arm.speculation.method
-            rule = "" if arm.speculation is None else arm.speculation.acceptance
+            name, rule = "none", ""
+            if (own := arm.speculation) is not None:
+                name = own.method
+                rule = own.acceptance if own.width == 1 else f"tree of {own.width}"
             print(
                 f"temperature {temperature:.1f} {name:6s} {rule:10s} "
                 f"{statistics.median(arm.tokens_per_second):7.0f} tokens/s  {row['ratio']:.2f}x "
@@ -100,8 +103,23 @@ def main() -> None:
                 flush=True,
             )
     if given.output:
-        record = {"options": {**vars(given), "output": str(given.output)}, "rows": found}
-        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record = {"options": vars(given), "rows": found}
+        text = json.dumps(record, indent=1, default=str)
+        given.output.write_text(text + "\n", encoding="utf-8")
+
+
+def _choices(given: argparse.Namespace) -> list[SpeculationConfig]:
+    if given.heads is not None:
+        return [
+            SpeculationConfig(method, given.heads / method, given.num_tokens, tree_width=width)
+            for method in ("medusa", "eagle")
+            for width in given.widths
+        ]
+    return [
+        SpeculationConfig("ngram", num_tokens=given.num_tokens, acceptance="coupled"),
+        SpeculationConfig("draft", given.draft_model, given.num_tokens),
+        SpeculationConfig("draft", given.draft_model, given.num_tokens, acceptance="rejection"),
+    ]
 
 
 def _prompts(llm: LLM, count: int) -> list[list[int]]:
@@ -114,6 +132,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", default="stories3M")
     parser.add_argument("--draft-model", default="stories260K")
+    parser.add_argument("--heads", type=Path, help="folder with medusa and eagle")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4], help="of trees")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--num-tokens", type=int, default=4)

@@ -99,6 +99,8 @@ class Decoder:
 
     `mirror`, where one is set, is told of each call's name and argument before it is computed: the
     processes that hold the other parts of the model must make the same calls.
+
+    `taps` are layers whose input is handed out, for heads that guess.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.mirror: Callable[[str, Any], None] | None = None
+        self.taps: tuple[int, ...] = ()
         self._adapters = adapters
         self._dtype = dtype
         device = weights.embedding.device
@@ -164,7 +167,8 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Run a step and fill the caches; returns the normed hidden states [tokens, hidden]."""
+        """Run a step and fill the caches; returns the normed hidden states [tokens, hidden], and beside
+        them what entered the layers of `taps`."""
         if self.mirror is not None:
             self.mirror("forward", inputs)
         positions = inputs.positions
@@ -179,13 +183,21 @@ class Decoder:
             hidden = hidden * self._scale
         if self.weights.positions is not None:
             hidden = hidden + functional.embedding(inputs.positions, self.weights.positions)
-        for layer, cache in zip(self.weights.layers, caches, strict=True):
+        entered: dict[int, torch.Tensor] = {}
+        for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
+            if index in self.taps:
+                entered[index] = hidden
             hidden = layer(hidden, step, cache)
-        return self.weights.final_norm(hidden)
+        normed = self.weights.final_norm(hidden)
+        if not self.taps:
+            return normed
+        return torch.cat([normed, *(entered[index] for index in self.taps)], dim=-1)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores over the vocabulary, float32 [rows, vocab], of normed hidden states [rows, hidden]."""
+        """Scores over the vocabulary, float32 [rows, vocab], of what `forward` gave, or of normed hidden
+        states [rows, hidden] alone."""
+        hidden = hidden[:, : self.spec.shape.hidden_size].contiguous()
         if self.mirror is not None:
             self.mirror("logits", hidden)
         logits = self.weights.head(hidden).float()

@@ -76,6 +76,17 @@ class CheckpointReader:
         """What the choice of a kernel for rows of activations depends on."""
         return RowSituation(self._device.type, self._dtype, size)
 
+    def numbers(self, name: str, size: int) -> torch.Tensor:
+        """Whole numbers, int64 [size]."""
+        tensor = self._checkpoint.tensor(name)
+        if tuple(tensor.shape) != (size,) or tensor.is_floating_point():
+            raise BadInput(
+                f"{self._checkpoint.folder}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, but "
+                f"config.json makes it {size} whole numbers"
+            )
+        self._unread.discard(name)
+        return tensor.to(self._device, torch.int64)
+
     def is_quantized(self, module: str) -> bool:
         """Whether the checkpoint holds codes for the weight of a module."""
         return module in self._quantized

@@ -74,7 +74,8 @@ class EagleProposer:
     def see(self, steps: Sequence[Seen]) -> None:
         """See `Proposer`."""
         runs = [Run(step.row.start, step.next_ids, step.row.block_ids) for step in steps]
-        pieces = self._forward(runs, torch.cat([step.hidden for step in steps]))
+        known = self._head.known(torch.cat([step.hidden for step in steps]))
+        pieces = self._forward(runs, known)
         self._hidden = {step.place: own[-1] for step, own in zip(steps, pieces, strict=True)}
 
     def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:

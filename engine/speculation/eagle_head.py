@@ -1,29 +1,96 @@
-"""The layer that goes on from a model's own hidden states (Li et al., "EAGLE", arXiv:2401.15077)."""
+"""The layer that goes on from a model's own hidden states.
+
+Li et al., "EAGLE" (arXiv:2401.15077) and "EAGLE-3" (arXiv:2503.01840). Both go from (hidden state at t, token
+t + 1) to a hidden state at t + 1. EAGLE reads and foretells what the model's vocabulary projection reads.
+EAGLE-3 reads the states that enter three of the model's layers, foretells states of its own, and has a
+vocabulary projection for the commonest tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from ...quant.errors import BadInput
 from ..kernels.attention_kernels import PAGED_ATTENTION, AttentionSituation
 from ..model.angles import StepAngles
-from ..model.attention import HeadAttention, LayerCache, Rotation, Step, StepInputs
+from ..model.attention import HeadAttention, LayerCache, Step, StepInputs
 from ..model.decoder import Decoder
-from ..model.families import model_spec
-from ..model.loader import LayerLoader
 from ..model.mlp import Block
 from ..model.norm import Norm
 from ..model.projection import Projection
-from ..model.reader import CheckpointReader
 from ..model.rope import RopeSpec
 from ..model.spec import KvLayout, ModelSpec
-from .heads_checkpoint import HeadsCheckpoint
 
-_LAYER = "layers.0."
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """EAGLE's way in: embedding and hidden state beside each other, to one hidden state."""
+
+    join: Projection
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.join.weight_bytes
+
+    def __call__(
+        self, tokens: torch.Tensor, before: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual, and what the attention reads."""
+        hidden = self.join(torch.cat([tokens, before], dim=-1))
+        return hidden, hidden
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """EAGLE-3's way in: the attention reads both, normed.
+
+    With `norms_residual` the residual is the normed hidden state.
+    """
+
+    token_norm: Norm
+    hidden_norm: Norm
+    norms_residual: bool
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.token_norm.weight_bytes + self.hidden_norm.weight_bytes
+
+    def __call__(
+        self, tokens: torch.Tensor, before: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual, and what the attention reads."""
+        normed = self.hidden_norm(before)
+        residual = normed if self.norms_residual else before
+        return residual, torch.cat([self.token_norm(tokens), normed], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnScores:
+    """EAGLE-3's way out: scores of some tokens; the others cannot come.
+
+    Attributes:
+        token_ids: int64, those tokens; None: all.
+    """
+
+    norm: Norm
+    head: Projection
+    token_ids: torch.Tensor | None
+    vocab_size: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.norm.weight_bytes + self.head.weight_bytes
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 [rows, vocab] of hidden states [rows, hidden]."""
+        found = self.head(self.norm(hidden)).float()
+        if self.token_ids is None:
+            return found
+        scores = found.new_full((len(found), self.vocab_size), float("-inf"))
+        return scores.index_copy_(1, self.token_ids, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +99,29 @@ class EagleWeights:
 
     Attributes:
         embedding: of the tokens; the model's own where the heads bring none.
-        join: a token's embedding and the hidden state before it, beside each other, to one hidden state.
+        blend: states that enter some of the model's layers, beside each other, to one; None: the hidden
+            states that the model's vocabulary projection reads are taken as they are.
+        scores: None: the model's own vocabulary projection.
     """
 
     embedding: torch.Tensor
-    join: Projection
+    blend: Projection | None
+    entry: Joined | SideBySide
     attention: HeadAttention
     mlp_norm: Norm
     mlp: Block
+    scores: OwnScores | None
 
     @property
     def bytes_read(self) -> int:
         """Bytes that a step reads."""
-        return sum(p.weight_bytes for p in (self.join, self.attention, self.mlp_norm, self.mlp))
+        parts = (self.blend, self.entry, self.attention, self.mlp_norm, self.mlp, self.scores)
+        return sum(part.weight_bytes for part in parts if part is not None)
 
 
 class EagleHead:
-    """From the hidden state at a position and the token behind it to the hidden state behind that.
-
-    Its hidden states are the model's own, as the vocabulary projection reads them. Its keys and values of
-    (hidden state at t, token t + 1) lie in slot t of a cache that has the model's blocks.
-    """
+    """Its keys and values of (hidden state at t, token t + 1) lie in slot t of a cache that has the model's
+    blocks."""
 
     def __init__(
         self,
@@ -82,8 +151,15 @@ class EagleHead:
 
     @property
     def bytes_per_place(self) -> int:
-        """Bytes that the guesses for one place read, the model's vocabulary projection included."""
-        return self._weights.bytes_read + self._target.weights.head.weight_bytes
+        """Bytes that the guesses for one place read, a vocabulary projection included."""
+        own = self._weights.scores is not None
+        return self._weights.bytes_read + (0 if own else self._target.weights.head.weight_bytes)
+
+    @torch.inference_mode()
+    def known(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [tokens, hidden] to go on from, of what the model gave for those tokens."""
+        blend = self._weights.blend
+        return hidden if blend is None else blend(hidden[:, self._target.spec.shape.hidden_size :])
 
     @torch.inference_mode()
     def forward(
@@ -94,58 +170,12 @@ class EagleHead:
         attend = self._attend[inputs.batch.has_trees]
         step = Step(inputs, positions, self._angles.of(positions), attend)
         tokens = functional.embedding(inputs.token_ids, weights.embedding)
-        hidden = weights.join(torch.cat([tokens, before], dim=-1))
-        hidden = hidden + weights.attention(hidden, step, caches[0])
+        hidden, read = weights.entry(tokens, before)
+        hidden = hidden + weights.attention(read, step, caches[0])
         return hidden + weights.mlp(weights.mlp_norm(hidden))
 
+    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores over the vocabulary, float32 [rows, vocab], of hidden states of this head."""
-        return self._target.logits(hidden)
-
-
-def load_eagle(
-    checkpoint: HeadsCheckpoint,
-    target: Decoder,
-    max_model_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> EagleHead:
-    """The head that a folder holds, for `target`.
-
-    Raises:
-        BadInput: something is missing, of another size than the target, or of another kind.
-    """
-    folder, hidden = checkpoint.folder, target.spec.shape.hidden_size
-    spec = model_spec(checkpoint.config)
-    shape, rope = spec.shape, spec.ropes[0]
-    if "fc.weight" not in checkpoint:
-        raise BadInput(f"{folder}: no EAGLE head: the file has no fc.weight")
-    for what, found, wanted in (
-        ("a hidden size", shape.hidden_size, hidden),
-        ("a vocabulary", shape.vocab_size, target.vocab_size),
-    ):
-        if found != wanted:
-            raise BadInput(f"{folder}: a head for {what} of {found}; the model's is {wanted}")
-    if shape.num_layers != 1 or shape.latent is not None or shape.experts is not None:
-        raise BadInput(f"{folder}: config.json describes no EAGLE head: it is one dense layer")
-    if rope is None:
-        raise BadInput(f"{folder}: config.json describes no EAGLE head: it has no rotation")
-    biases = {
-        field: f"{_LAYER}self_attn.{linear}.bias" in checkpoint
-        for field, linear in (("qkv_bias", "q_proj"), ("output_bias", "o_proj"))
-    }
-    spec = replace(spec, shape=replace(shape, **biases))
-    reader = CheckpointReader(checkpoint, device, dtype)
-    loader = LayerLoader(reader, spec, "", dtype, None)
-    embedding = target.weights.embedding
-    if "embed_tokens.weight" in checkpoint:
-        embedding = reader.tensor("embed_tokens.weight", shape.vocab_size, hidden)
-    weights = EagleWeights(
-        embedding=embedding,
-        join=reader.projection(["fc"], 2 * hidden, [hidden], bias="fc.bias" in checkpoint),
-        attention=loader.head_attention(_LAYER, 0, Rotation(0, spec.rotary_neighbours)),
-        mlp_norm=loader.norm(f"{_LAYER}post_attention_layernorm", hidden),
-        mlp=loader.block(_LAYER, 0),
-    )
-    reader.finish(lambda name: name.endswith(spec.names.buffers))
-    return EagleHead(spec, rope, weights, target, max_model_len, dtype)
+        scores = self._weights.scores
+        return self._target.logits(hidden) if scores is None else scores(hidden)

@@ -17,7 +17,8 @@ from ..model.open import CausalModel, open_model
 from .draft_length import DraftLength
 from .draft_model import DraftModel
 from .eagle import EagleProposer
-from .eagle_head import EagleHead, load_eagle
+from .eagle_head import EagleHead
+from .eagle_loader import load_eagle
 from .heads_checkpoint import HeadsCheckpoint
 from .medusa import MedusaHeads, MedusaProposer, load_medusa
 from .ngram import NgramProposer

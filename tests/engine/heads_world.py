@@ -80,6 +80,53 @@ def write_eagle(
     return _save(folder, config, tensors, file)
 
 
+def write_eagle3(
+    folder: Path,
+    hidden: int = 256,
+    vocab: int = 512,
+    scored: int = 300,
+    read: int = 256,
+    taps: list[int] | None = None,
+    norms_residual: bool = False,
+    seed: int = 0,
+) -> Path:
+    """A random EAGLE-3 head of `hidden` channels for a model of `read`, by the names of its authors' code."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, inner = 8, 4, 2 * hidden
+    dim = hidden // heads
+
+    def random(out: int, into: int) -> torch.Tensor:
+        return torch.randn(out, into, generator=generator) / into**0.5
+
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    shapes = {
+        "self_attn.q_proj": (hidden, 2 * hidden), "self_attn.k_proj": (kv_heads * dim, 2 * hidden),
+        "self_attn.v_proj": (kv_heads * dim, 2 * hidden), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    kept = torch.randperm(vocab, generator=generator)[:scored].sort().values
+    tensors = {
+        "fc.weight": random(hidden, 3 * read),
+        "norm.weight": 1 + random(1, hidden)[0],
+        "lm_head.weight": 20 * random(scored, hidden),
+        "d2t": kept - torch.arange(scored),
+        "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True),
+        "embed_tokens.weight": random(vocab, hidden),
+        **{f"midlayer.{name}.weight": random(*shape) for name, shape in shapes.items()},
+        **{f"midlayer.{name}.weight": 1 + random(1, hidden)[0] for name in norms},
+    }
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "vocab_size": vocab, "draft_vocab_size": scored,
+        "target_hidden_size": read, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "norm_before_residual": norms_residual,
+    }  # fmt: skip
+    config |= {} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}
+    return _save(folder, config, tensors, "model.safetensors")
+
+
 def _save(
     folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], file: str
 ) -> Path:

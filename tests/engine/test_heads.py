@@ -6,14 +6,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from heads_world import write_eagle, write_medusa
+from heads_world import write_eagle, write_eagle3, write_medusa
 from llmopt.cli.main import main
 from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.speculation.draft_length import DraftLength
 from llmopt.engine.speculation.options import SpeculationConfig
 from llmopt.engine.speculation.proposer import DrawOf, Guesses
 from llmopt.engine.step_plan import ScheduledRow
@@ -23,7 +25,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["Once upon a time there was a little girl named Lily. She", "One day, Tom", "a"]
@@ -53,32 +59,86 @@ class PlainMedusa:
 class PlainEagle:
     """The published module over a whole sequence, without a cache."""
 
-    def __init__(self, folder: Path, embedding: torch.Tensor) -> None:
-        found = load_file(folder / "model.safetensors")
-        self._embedding = found.get("embed_tokens.weight", embedding)
-        self._fc, self._bias = found["fc.weight"], found.get("fc.bias")
-        config = LlamaConfig(**json.loads((folder / "config.json").read_text()))
-        config._attn_implementation = "eager"
-        self._layer: Any = LlamaDecoderLayer(config, 0)
+    def __init__(self, folder: Path, model: Any) -> None:
+        self._found = load_file(folder / "model.safetensors")
+        self._model = model
+        own = model.get_input_embeddings().weight.data
+        self._embedding = self._found.get("embed_tokens.weight", own)
+        self._config = LlamaConfig(**json.loads((folder / "config.json").read_text()))
+        self._config._attn_implementation = "eager"
+        self._layer: Any = LlamaDecoderLayer(self._config, 0)
+        self._prepare()
+        self._rotary = LlamaRotaryEmbedding(self._config)
+
+    def _prepare(self) -> None:
         self._layer.input_layernorm = nn.Identity()
-        own = {
-            n.removeprefix("layers.0."): x for n, x in found.items() if n.startswith("layers.0.")
-        }
+        self._load("layers.0.")
+
+    def _load(self, prefix: str) -> None:
+        own = {n.removeprefix(prefix): x for n, x in self._found.items() if n.startswith(prefix)}
         self._layer.load_state_dict(own)
-        self._rotary = LlamaRotaryEmbedding(config)
+
+    def known(self, tokens: Sequence[int]) -> torch.Tensor:
+        """What it goes on from, behind each token."""
+        with torch.no_grad():
+            return self._model.model(torch.tensor([list(tokens)])).last_hidden_state[0]
 
     @torch.no_grad()
     def __call__(self, tokens: Sequence[int], before: torch.Tensor) -> torch.Tensor:
         joined = torch.cat([self._embedding[list(tokens)], before], dim=-1)
-        hidden = functional.linear(joined, self._fc, self._bias)[None]
-        positions = torch.arange(len(tokens))[None]
-        size = len(tokens)
-        mask = torch.full((1, 1, size, size), float("-inf")).triu(1)
-        angles = self._rotary(hidden, positions)
-        found = self._layer(
-            hidden, attention_mask=mask, position_ids=positions, position_embeddings=angles
+        hidden = functional.linear(joined, self._found["fc.weight"], self._found.get("fc.bias"))
+        return self._layer(hidden[None], **self._past(len(tokens)))[0]
+
+    def _past(self, size: int) -> dict[str, Any]:
+        positions = torch.arange(size)[None]
+        return {
+            "attention_mask": torch.full((1, 1, size, size), float("-inf")).triu(1),
+            "position_ids": positions,
+            "position_embeddings": self._rotary(torch.zeros(1), positions),
+        }
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.lm_head(hidden)
+
+
+class PlainEagle3(PlainEagle):
+    """The same of EAGLE-3, which has another way in and its own way out."""
+
+    def _prepare(self) -> None:
+        config, size = self._config, 2 * self._config.hidden_size
+        for name in ("q_proj", "k_proj", "v_proj"):
+            out = getattr(self._layer.self_attn, name).out_features
+            setattr(self._layer.self_attn, name, nn.Linear(size, out, bias=False))
+        self._layer.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._norm: Any = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._norm.load_state_dict({"weight": self._found["norm.weight"]})
+        self._load("midlayer.")
+
+    def known(self, tokens: Sequence[int]) -> torch.Tensor:
+        layers = len(self._model.model.layers)
+        default = [2, layers // 2, layers - 3]
+        taps = getattr(self._config, "eagle_aux_hidden_state_layer_ids", default)
+        with torch.no_grad():
+            found = self._model.model(torch.tensor([list(tokens)]), output_hidden_states=True)
+        states = torch.cat([found.hidden_states[tap][0] for tap in taps], dim=-1)
+        return states @ self._found["fc.weight"].T
+
+    @torch.no_grad()
+    def __call__(self, tokens: Sequence[int], before: torch.Tensor) -> torch.Tensor:
+        normed = self._layer.hidden_norm(before)
+        embedded = self._layer.input_layernorm(self._embedding[list(tokens)])
+        residual = normed if getattr(self._config, "norm_before_residual", False) else before
+        mixed = self._layer.self_attn(
+            hidden_states=torch.cat([embedded, normed], dim=-1)[None], **self._past(len(tokens))
         )
-        return found[0]
+        hidden = residual + mixed[0][0]
+        return hidden + self._layer.mlp(self._layer.post_attention_layernorm(hidden))
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        own = self._norm(hidden) @ self._found["lm_head.weight"].T
+        scores = torch.full((512,), float("-inf"))
+        scores[torch.arange(len(own)) + self._found["d2t"]] = own
+        return scores
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +157,10 @@ Proposed = list[tuple[tuple[int, ...], Guesses]]
 def watched(speculation: SpeculationConfig, **options: Any) -> tuple[Proposed, LLM]:
     """What an engine's proposer guesses behind which tokens, over a few prompts."""
     llm = LLM("stories3M", dtype="float32", num_threads=1, speculation=speculation, **options)
+    scheduler = llm.engine.scheduler
+    # The rule of the costs would seldom let so small a model's guesses reach far.
+    guessing = DraftLength(speculation.num_tokens, 0.0, speculation.width)
+    scheduler.config = replace(scheduler.config, guessing=guessing)
     proposer = llm.engine.runner._proposer
     assert proposer is not None
     found: Proposed = []
@@ -123,7 +187,8 @@ def test_medusa_guesses_are_those_of_the_published_module(
 ) -> None:
     folder = write_medusa(tmp_path, heads=3, blocks=blocks)
     plain = PlainMedusa(folder, 3, blocks)
-    found, _ = watched(SpeculationConfig("medusa", folder, tree_width=2), prefill_chunk_size=5)
+    speculation = SpeculationConfig("medusa", folder, num_tokens=3, tree_width=2)
+    found, _ = watched(speculation, prefill_chunk_size=5)
     for history, guesses in found:
         scores = plain(final_hidden(model, history[:-1])[-1])
         for index, depth in enumerate(guesses.tree.depths):
@@ -134,23 +199,25 @@ def test_medusa_guesses_are_those_of_the_published_module(
 
 
 @pytest.mark.parametrize(
-    ("options", "head"),
+    ("options", "write", "head"),
     [
-        ({"prefill_chunk_size": 5, "block_size": 4}, {}),
-        ({"enable_prefix_caching": False}, {"bias": True, "embedding": True}),
+        ({"prefill_chunk_size": 5, "block_size": 4}, write_eagle, {}),
+        ({"enable_prefix_caching": False}, write_eagle, {"bias": True, "embedding": True}),
+        ({"prefill_chunk_size": 5, "block_size": 4}, write_eagle3, {"taps": [1, 2, 4]}),
+        ({}, write_eagle3, {"hidden": 128, "norms_residual": True}),
     ],
-    ids=["chunks", "bias-embedding"],
+    ids=["chunks", "bias-embedding", "third", "third-narrow"],
 )
 def test_eagle_guesses_are_those_of_the_published_module(
-    tmp_path: Path, model: Any, options: dict[str, Any], head: dict[str, Any]
+    tmp_path: Path, model: Any, options: dict[str, Any], write: Any, head: dict[str, Any]
 ) -> None:
     """Its whole past is computed anew for each guess; the engine has it in a cache, as a tree."""
-    folder = write_eagle(tmp_path, **head)
-    plain = PlainEagle(folder, model.get_input_embeddings().weight.data)
+    folder = write(tmp_path, **head)
+    plain = (PlainEagle if write is write_eagle else PlainEagle3)(folder, model)
     found, _ = watched(SpeculationConfig("eagle", folder, num_tokens=3, tree_width=2), **options)
     assert max(guesses.tree.depth for _, guesses in found) > 1
     for history, guesses in found:
-        known = final_hidden(model, history[:-1])
+        known = plain.known(history[:-1])
         for index, parent in enumerate(guesses.tree.parents):
             before, path = known, []
             for guess in guesses.tree.path(parent):
@@ -158,7 +225,7 @@ def test_eagle_guesses_are_those_of_the_published_module(
                 before = torch.cat([before, after[-1:]])
                 path.append(guesses.token_ids[guess])
             after = plain([*history[1:], *path], before)
-            likeliest = model.lm_head(after[-1]).topk(2).indices.tolist()
+            likeliest = plain.scores(after[-1]).topk(2).indices.tolist()
             assert guesses.token_ids[index] in likeliest
 
 
@@ -167,16 +234,29 @@ def test_vllms_names_and_pickled_files_give_the_same_guesses(tmp_path: Path) -> 
         write_medusa(tmp_path / "a"),
         write_medusa(tmp_path / "b", file="medusa_lm_head.pt"),
     ]
-    found = [watched(SpeculationConfig("medusa", folder))[0] for folder in folders]
+    found = [watched(SpeculationConfig("medusa", folder, num_tokens=3))[0] for folder in folders]
     assert found[0] == found[1]
     for layout in ("authors", "vllm"):
         folder = write_medusa(tmp_path / layout, layout=layout, bias=False)
-        found.append(watched(SpeculationConfig("medusa", folder))[0])
+        found.append(watched(SpeculationConfig("medusa", folder, num_tokens=3))[0])
     assert found[2] == found[3] != found[0]
     pickled = write_eagle(tmp_path / "e", file="pytorch_model.bin")
     stored = write_eagle(tmp_path / "f")
     found = [watched(SpeculationConfig("eagle", folder))[0] for folder in (pickled, stored)]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("write", [write_medusa, write_eagle, write_eagle3])
+def test_random_heads_change_no_token(tmp_path: Path, write: Any) -> None:
+    method = "medusa" if write is write_medusa else "eagle"
+    params = SamplingParams(temperature=0.8, seed=5, n=2, max_tokens=20, ignore_eos=True)
+    results = []
+    for speculation in (None, SpeculationConfig(method, write(tmp_path), tree_width=4)):
+        llm = LLM(
+            "stories3M", dtype="float32", num_threads=1, block_size=4, speculation=speculation
+        )
+        results.append([one.completions for one in llm.generate(PROMPTS, params)])
+    assert results[0] == results[1]
 
 
 def test_memory_counts_the_heads_and_their_cache(tmp_path: Path) -> None:
@@ -228,10 +308,16 @@ def broken(tmp_path: Path, what: str) -> tuple[str, Path]:
         write_eagle(folder)
         return "medusa", folder
     else:
-        write_eagle(folder)
-        config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
+        changes = {
+            "eagle of two layers": {"num_hidden_layers": 2},
+            "eagle-3 of another size": {"target_hidden_size": 128},
+            "eagle-3 of a deeper model": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]},
+            "eagle-3 of other tokens": {"draft_vocab_size": 400},
+        }
+        write_eagle3(folder) if "-3" in what else write_eagle(folder)
+        config = json.loads((folder / "config.json").read_text()) | changes[what]
         (folder / "config.json").write_text(json.dumps(config))
-    return ("eagle" if "eagle" in what or what == "two layers" else "medusa"), folder
+    return ("eagle" if "eagle" in what else "medusa"), folder
 
 
 @pytest.mark.parametrize(
@@ -247,7 +333,10 @@ def broken(tmp_path: Path, what: str) -> tuple[str, Path]:
         ("eagle vocabulary", "a head for a vocabulary of 100; the model's is 512"),
         ("medusa as eagle", "no EAGLE head: the file has no fc.weight"),
         ("eagle as medusa", "no Medusa heads"),
-        ("two layers", "it is one dense layer"),
+        ("eagle of two layers", "it is one dense layer"),
+        ("eagle-3 of another size", "a head for a hidden size of 128; the model's is 256"),
+        ("eagle-3 of a deeper model", r"the layers \[2, 16, 29\]; the model has 5"),
+        ("eagle-3 of other tokens", "d2t is torch.int64 of shape .300,., but .* 400 whole numbers"),
     ],
 )
 def test_broken_folders_are_refused_in_one_line(tmp_path: Path, what: str, words: str) -> None:
