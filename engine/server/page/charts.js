@@ -75,7 +75,7 @@ function quantile({ bounds, counts }, share, total) {
 
 function niceAbove(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((digit) => digit * power).find((one) => one >= value);
+  return [1, 1.5, 2, 3, 4, 5, 7.5, 10].map((digit) => digit * power).find((one) => one >= value);
 }
 
 function fit(svg) {
