@@ -254,11 +254,13 @@ class World:
         assert pool.num_free == pool.num_usable
 
 
-def foretell(prompt: list[int], seed: int, max_tokens: int, salt: bytes = b"") -> list[int]:
+def foretell(
+    prompt: list[int], seed: int, max_tokens: int, salt: bytes = b"", *, ignore_eos: bool = False
+) -> list[int]:
     """The output of a request, whatever happens around it."""
     history = list(prompt)
     while len(history) - len(prompt) < max_tokens:
         history.append(next_token(history, seed, salt))
-        if history[-1] == EOS:
+        if history[-1] == EOS and not ignore_eos:
             break
     return history[len(prompt) :]
