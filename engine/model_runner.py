@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from .guessed_row import GuessedRow
 from .kv_cache import KvCache
 from .lora.bank import rows_by_adapter
 from .model.attention import StepInputs
 from .model.open import CausalModel
 from .outputs import TokenLogprobs
 from .sampler import Sampler, SamplingRow, choose, token_logprobs
-from .speculation.proposer import Guesses, Proposer, Seen
+from .speculation.proposer import Guesses, Proposer
 from .speculation.verify import accepted_tokens
 from .step_inputs import Run, step_inputs
 from .step_plan import ScheduledRow, StepPlan
@@ -36,79 +37,6 @@ class StepResult:
     prompt_logprobs: dict[str, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
     num_guesses: dict[str, int] = field(default_factory=dict)
     guess_depths: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _GuessedRow:
-    """A row of a step with its guesses, and what became of them.
-
-    Attributes:
-        begin: where its tokens lie in the step.
-        kept: the guesses that stand, from the first place on.
-        drawn, scored: the tokens that came of it, and their logprobs.
-    """
-
-    row: ScheduledRow
-    begin: int
-    guesses: Guesses | None
-    kept: list[int] = field(default_factory=list)
-    drawn: list[int] = field(default_factory=list)
-    scored: list[TokenLogprobs | None] = field(default_factory=list)
-
-    @property
-    def guessed(self) -> tuple[int, ...]:
-        return () if self.guesses is None else self.guesses.token_ids
-
-    @property
-    def num_tokens(self) -> int:
-        return self.row.num_tokens + len(self.guessed)
-
-    @property
-    def run(self) -> Run:
-        row = self.row
-        if self.guesses is None:
-            return Run(row.start, row.token_ids, row.block_ids)
-        return Run(row.start, [*row.token_ids, *self.guessed], row.block_ids, self.guesses.tree)
-
-    @property
-    def ends(self) -> list[int]:
-        """Where the tokens lie in the step behind which something is drawn, once for each draw."""
-        last = self.begin + self.row.num_tokens - 1
-        return [last] * self.row.num_samples + [last + 1 + i for i in range(len(self.guessed))]
-
-    @property
-    def path(self) -> list[int]:
-        """The tokens of the guesses that stand."""
-        return [self.guessed[index] for index in self.kept]
-
-    def follow(self) -> bool:
-        """Go on to the guess that is what was drawn last; False where there is none."""
-        if self.guesses is None:
-            return False
-        at = self.kept[-1] if self.kept else -1
-        found = self.guesses.tree.child(at, self.drawn[-1], self.guessed)
-        if found is not None:
-            self.kept.append(found)
-        return found is not None
-
-    def moves(self) -> list[tuple[int, int]]:
-        """Slots of the sequence from and to which the guesses that stand must go."""
-        pairs = enumerate(self.kept, self.row.end)
-        return [(self.row.end + index, to) for to, index in pairs if self.row.end + index != to]
-
-    def seen(self, hidden: torch.Tensor) -> Seen:
-        """What the step, which gave `hidden` [tokens, hidden], found out about it."""
-        row, end = self.row, self.begin + self.row.num_tokens
-        if self.moves():
-            known = torch.arange(self.begin, end, device=hidden.device)
-            kept = torch.tensor(self.kept, device=hidden.device) + end
-            own = hidden.index_select(0, torch.cat([known, kept]))
-        else:
-            own = hidden[self.begin : end + len(self.kept)]
-        behind = row.tokens[row.start + 1 : row.end]
-        if row.num_samples:
-            return Seen(row, own, [*behind, *self.drawn[: len(self.kept) + 1]])
-        return Seen(row, own, [*behind, row.tokens[row.end]])
 
 
 class ModelRunner:
@@ -142,10 +70,10 @@ class ModelRunner:
         if self._proposer is not None:
             self._proposer.copy_blocks(plan.block_copies)
             guesses = self._proposer.propose(plan.rows, self._draw_of)
-        runs: list[_GuessedRow] = []
+        runs: list[GuessedRow] = []
         begin = 0
         for row in plan.rows:
-            runs.append(_GuessedRow(row, begin, guesses.get(row.sequence_id)))
+            runs.append(GuessedRow(row, begin, guesses.get(row.sequence_id)))
             begin += runs[-1].num_tokens
         hidden = self.decoder.forward(self._inputs(runs), self.cache.layers)
         result = StepResult()
@@ -190,7 +118,7 @@ class ModelRunner:
         inputs = replace(self._inputs_of([Run(start, token_ids, block_ids)]), adapters=adapters)
         return self.decoder.forward(inputs, self.cache.layers)
 
-    def _inputs(self, runs: Sequence[_GuessedRow]) -> StepInputs:
+    def _inputs(self, runs: Sequence[GuessedRow]) -> StepInputs:
         inputs = self._inputs_of([run.run for run in runs])
         loras = [(run.row.lora, run.num_tokens) for run in runs]
         return replace(inputs, adapters=rows_by_adapter(loras, self._device))
@@ -201,7 +129,7 @@ class ModelRunner:
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _draw(self, runs: Sequence[_GuessedRow], hidden: torch.Tensor) -> None:
+    def _draw(self, runs: Sequence[GuessedRow], hidden: torch.Tensor) -> None:
         """Draw behind each row, and behind its guesses for as long as they are what is drawn."""
         if not runs:
             return
@@ -232,7 +160,7 @@ class ModelRunner:
                 begin = end
             going = [run for run in going if run.follow()]
 
-    def _reject(self, run: _GuessedRow, logits: torch.Tensor) -> None:
+    def _reject(self, run: GuessedRow, logits: torch.Tensor) -> None:
         """The guesses of a row that stand and the token behind them, or its samples; their logprobs."""
         row, guesses = run.row, run.guesses
         if guesses is None:
@@ -252,7 +180,7 @@ class ModelRunner:
             for i, token in enumerate(run.drawn)
         ]
 
-    def _moves(self, run: _GuessedRow) -> list[tuple[int, int]]:
+    def _moves(self, run: GuessedRow) -> list[tuple[int, int]]:
         """Slots of the cache from and to which the guesses that stand must go."""
         size, blocks = self.cache.block_size, run.row.block_ids
         return [
@@ -285,7 +213,7 @@ class ModelRunner:
         return SamplingRow(row.params, own, history, row.num_prompt_tokens, barred, endings)
 
     def _score_prompts(
-        self, runs: Sequence[_GuessedRow], hidden: torch.Tensor, result: StepResult
+        self, runs: Sequence[GuessedRow], hidden: torch.Tensor, result: StepResult
     ) -> None:
         for run in runs:
             row, begin, wanted = run.row, run.begin, run.row.params.prompt_logprobs

@@ -155,6 +155,7 @@ _SPECULATION = (
     "prompt_lookup_min",
     "prompt_lookup_max",
 )
+_DRAFTING = {"draft": "draft_model", "medusa": "medusa", "eagle": "eagle"}
 
 
 def _speculation(asked: Mapping[str, Any]) -> Words:
@@ -168,8 +169,11 @@ def _speculation(asked: Mapping[str, Any]) -> Words:
             "prompt_lookup_min": asked.get("prompt_lookup_min", 2),
             "prompt_lookup_max": asked.get("prompt_lookup_max", 4),
         }
-    elif method == "draft" and "draft_model" in asked:
-        config |= {"method": "draft_model", "model": asked["draft_model"]}
+    elif method in _DRAFTING and "draft_model" in asked:
+        config |= {"method": _DRAFTING[method], "model": asked["draft_model"]}
     else:
-        raise BadInput(f"--speculative {method}: for vLLM give ngram, or draft with --draft-model")
+        listed = ", ".join(_DRAFTING)
+        raise BadInput(
+            f"--speculative {method}: for vLLM give ngram, or one of {listed} with --draft-model"
+        )
     return ["--speculative-config", json.dumps(config)]
