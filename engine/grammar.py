@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -26,6 +27,7 @@ for ever."""
 
 REMEMBERED_GRAMMARS = 64
 _SHARED = ("$defs", "definitions")
+MESSAGE_CHARACTERS = 400
 MOST_SUBSCHEMAS = 2_000
 """That are looked at to say which of them is wrong."""
 
@@ -162,7 +164,8 @@ def _cause(message: str) -> str:
 
 
 def _one_line(message: str) -> str:
-    return " ".join(message.split())
+    """Without what llguidance quotes of a long grammar."""
+    return textwrap.shorten(message[:10_000], MESSAGE_CHARACTERS, placeholder=" ...")
 
 
 class GrammarMask:

@@ -16,8 +16,6 @@ from .errors import ApiError, TooMany
 from .generation import Service
 from .protocol import Prompt, as_prompts, check_prompt
 
-MAX_INPUTS = 2048
-
 
 class EmbeddingRequest(BaseModel):
     """Body of `/v1/embeddings`."""
@@ -59,8 +57,6 @@ def embeddings_router(service: Service, engine: Engine) -> APIRouter:
                 param="model",
                 code="unsupported_model",
             )
-        if len(body.inputs) > MAX_INPUTS:
-            raise ApiError(400, f"input: {MAX_INPUTS} texts at most", param="input")
         lora = service.adapter(body.model)
         prompts = await service.text.encode(body.inputs)
         data = []

@@ -15,6 +15,8 @@ from .structure import StructuredRequest
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1024
 """Every one of them is looked for in every new piece of text."""
 
+MAX_PROMPTS = 2048
+
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 REQUEST_ID = r"[A-Za-z0-9_.:-]{1,128}"
@@ -193,6 +195,8 @@ def check_prompt(value: Any) -> Any:
     if isinstance(value, list) and value:
         parts = value if all(isinstance(part, list) for part in value) else [value]
         if all(map(_is_token_ids, parts)) or all(isinstance(part, str) for part in value):
+            if len(value) > MAX_PROMPTS and not _is_token_ids(value):
+                raise ValueError(f"{MAX_PROMPTS} prompts at most")
             return value
     if isinstance(value, str):
         return value

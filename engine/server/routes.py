@@ -35,7 +35,9 @@ def open_service(
     form = None if tool_call_parser is None else tool_format(tool_call_parser)
     return Service(
         loop,
-        Tokenization(engine.tokenizer, engine.eos_token_ids, chat_template, form),
+        Tokenization(
+            engine.tokenizer, engine.eos_token_ids, engine.max_model_len, chat_template, form
+        ),
         Constrainer(engine.tokenizer, engine.vocab_size, engine.eos_token_ids),
         model_name,
         adapters=frozenset(engine.config.loras),
