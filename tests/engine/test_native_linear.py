@@ -13,6 +13,7 @@ from llmopt.engine.kernels.activations import round_activations, round_inputs, s
 from llmopt.engine.kernels.native.build import Native
 from llmopt.engine.kernels.native.grid import grid_of, refuses_grid
 from llmopt.engine.kernels.native.linear import PackedLinear, native_linear
+from llmopt.engine.kernels.native.pack import pack_codes, pack_codes_torch
 from llmopt.engine.kernels.native.processor import PATHS, VARIABLE, processor_flags
 from llmopt.engine.kernels.packed_linear import Packed8Linear
 from llmopt.engine.kernels.quantized_linear import (
@@ -276,3 +277,13 @@ def test_off_is_reported_and_served_by_torch(monkeypatch: pytest.MonkeyPatch) ->
     choice = QUANTIZED_LINEAR.explain(situation)
     assert choice.chosen == "tiled-dequant"
     assert dict(choice.reasons)["native-16bit-inputs"] == f"{VARIABLE}=off"
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_packing_in_c_is_packing_in_torch(path: str, bits: int) -> None:
+    g = torch.Generator().manual_seed(bits)
+    for out, inputs in ((1, 1), (33, 31), (64, 96), (95, 1000)):
+        codes = torch.randint(0, 2**bits, (out, inputs), dtype=torch.uint8, generator=g)
+        assert torch.equal(pack_codes(codes, bits), pack_codes_torch(codes, bits))
+        wide = torch.randint(0, 2**bits, (out, 2 * inputs), dtype=torch.uint8, generator=g)
+        assert torch.equal(pack_codes(wide[:, ::2], bits), pack_codes_torch(wide[:, ::2], bits))

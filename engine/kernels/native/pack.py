@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from ....quant.scheme import PER_CHANNEL
+from .build import native
 from .grid import Grid
 
 PANEL, CHUNK = 32, 32
@@ -86,8 +87,33 @@ def step_of(group: int) -> int:
     return group // parts
 
 
+class _PackCall(ctypes.Structure):
+    """`PackCall` of `src/pack.c`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("codes", "packed")],
+        *[(n, ctypes.c_int64) for n in ("out_features", "in_features", "bits", "threads")],
+        ("next", ctypes.c_long),
+    ]
+
+
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 `[out, in]` as planes of bits, uint8 `[panels, chunks, bits, 4 * PANEL]`."""
+    library = native("pack").library
+    if library is None:
+        return pack_codes_torch(codes, bits)
+    codes = codes.contiguous()
+    out_features, in_features = codes.shape
+    panels, chunks = -(-out_features // PANEL), -(-in_features // CHUNK)
+    packed = torch.empty(panels, chunks, bits, 4 * PANEL, dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    call = _PackCall(codes.data_ptr(), packed.data_ptr(), out_features, in_features, bits, threads)
+    library.llmopt_pack(ctypes.byref(call))
+    return packed
+
+
+def pack_codes_torch(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """The same with torch's operations."""
     out_features, in_features = codes.shape
     panels, chunks = -(-out_features // PANEL), -(-in_features // CHUNK)
     packed = torch.empty(panels, chunks, bits, 4 * PANEL, dtype=torch.uint8)
