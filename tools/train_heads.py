@@ -3,7 +3,7 @@
     python tools/train_heads.py --model stories3M --output heads
 
 writes `heads/medusa` and `heads/eagle` as their authors publish them: a config.json, and the weights. The
-model goes on from beginnings of the calibration text; the heads learn its own distributions over that. Two
+model goes on from beginnings of the calibration text; the heads learn its own distributions over that. A few
 minutes on one core for the bundled model, and the same weights every time.
 """
 

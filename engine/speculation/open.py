@@ -67,7 +67,11 @@ def _open_draft_model(
     device: torch.device,
     dtype: torch.dtype,
 ) -> CausalModel:
-    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+    try:
+        own = load_tokenizer(folder)
+    except BadInput as error:
+        raise BadInput(f"{error} (for heads give --speculative medusa or eagle)") from error
+    if own.get_vocab() != tokenizer.get_vocab():
         raise BadInput(
             f"draft model {folder}: its tokenizer is not that of the model, so its guesses mean nothing; "
             "choose a model of the same family"
