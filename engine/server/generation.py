@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 from ..outputs import Completion, RequestOutput, TokenLogprobs
 from ..sampling_params import SamplingParams
 from .errors import ApiError
-from .loop import EngineLoop, Job, OutputStream
+from .loop import EngineLoop
 from .protocol import REQUEST_ID, GenerationRequest, StreamOptions
+from .stream import Job, OutputStream
 from .structure import Constrainer
 from .text import Tokenization
 from .usage import Usage

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,27 +14,16 @@ from ...quant.errors import Failure
 from ..engine import Engine
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
-from .errors import Aborted, ApiError, TimedOut, TooMany, Unavailable
+from .errors import Aborted, TooMany, Unavailable
 from .metrics import ServerMetrics
 from .pace import Pace
 from .server_options import ServerOptions
+from .stream import Job, OutputStream
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One prompt for the engine. `arrival_seconds` is on the clock of `time.perf_counter`."""
-
-    request_id: str
-    token_ids: Sequence[int]
-    params: SamplingParams
-    arrival_seconds: float
-    lora: str | None = None
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,43 +45,6 @@ class _Reply:
             self.future.set_result(self.value)
         else:
             self.future.set_exception(self.error)
-
-
-class OutputStream:
-    """What the engine makes of some jobs, as it makes it: `async for piece in stream`.
-
-    Ends when every completion of every job has a finish reason. Raises `Unavailable` where the engine
-    fails or stops first, and `TimedOut` after `timeout_seconds`. `close` must be called in the end; it
-    aborts what is unfinished.
-    """
-
-    def __init__(self, loop: EngineLoop, jobs: Sequence[Job], timeout_seconds: float) -> None:
-        self.jobs = jobs
-        self._loop = loop
-        self._pieces: asyncio.Queue[RequestOutput | ApiError] = asyncio.Queue()
-        self._num_unfinished = sum(job.params.n for job in jobs)
-        self._deadline = asyncio.get_running_loop().call_later(
-            timeout_seconds, self.push, TimedOut(timeout_seconds)
-        )
-
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        while not self.is_finished:
-            piece = await self._pieces.get()
-            if isinstance(piece, ApiError):
-                raise piece
-            self._num_unfinished -= piece.finish_reason is not None
-            yield piece
-
-    @property
-    def is_finished(self) -> bool:
-        return self._num_unfinished == 0
-
-    def push(self, piece: RequestOutput | ApiError) -> None:
-        self._pieces.put_nowait(piece)
-
-    def close(self) -> None:
-        self._deadline.cancel()
-        self._loop.close_stream(self)
 
 
 class EngineLoop:
@@ -166,7 +118,9 @@ class EngineLoop:
             TooMany: there are more of them than may wait now.
             Unavailable: the engine has failed or is stopping.
         """
-        stream = OutputStream(self, jobs, self._options.request_timeout_seconds)
+        stream = OutputStream(
+            jobs, self._options.request_timeout_seconds, on_close=self._close_stream
+        )
         self._streams.update((job.request_id, stream) for job in jobs)
         try:
             await self.run(lambda engine: self._add_all(engine, jobs))
@@ -185,7 +139,7 @@ class EngineLoop:
             stream.close()
         return bool(streams)
 
-    def close_stream(self, stream: OutputStream) -> None:
+    def _close_stream(self, stream: OutputStream) -> None:
         """Forget a stream and free what its jobs hold, within one step; again does nothing."""
         open_ids = [
             job.request_id for job in stream.jobs if self._streams.pop(job.request_id, None)

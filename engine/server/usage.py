@@ -7,7 +7,7 @@ from typing import Any
 
 from ..outputs import RequestOutput
 from ..request import RequestTimes
-from .loop import Job
+from .stream import Job
 
 
 class Usage:

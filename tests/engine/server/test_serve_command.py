@@ -113,9 +113,11 @@ serve(app, listener, on_ready=lambda: print(base_url(listener), flush=True))
 """
 
 
-def test_a_second_signal_ends_the_drain_and_tells_the_client() -> None:
+@contextlib.contextmanager
+def slow_stream(script: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
+    """A server of that script, and the lines of a stream from it after its first event."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_SERVER],
+        [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -130,19 +132,36 @@ def test_a_second_signal_ends_the_drain_and_tells_the_client() -> None:
         ):
             lines = response.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGINT)
-            for _ in range(20):  # the drain lets it go on
-                assert "error" not in next(lines)
-            process.send_signal(signal.SIGINT)
-            rest = [text for text in lines if text]
+            yield process, (text for text in lines if text)
         _, err = process.communicate(timeout=30)
     finally:
         process.kill()
         process.wait()
-    assert len(rest) < 300
-    error = json.loads(rest[-1].removeprefix("data: "))["error"]
-    assert error["message"] == "the server is stopping"
     assert process.returncode == 0 and "Traceback" not in err
+
+
+def told(last: str) -> dict[str, Any]:
+    return json.loads(last.removeprefix("data: "))["error"]
+
+
+def test_a_second_signal_ends_the_drain_and_tells_the_client() -> None:
+    with slow_stream(SLOW_SERVER) as (process, lines):
+        process.send_signal(signal.SIGINT)
+        for _ in range(20):  # the drain lets it go on
+            assert "error" not in next(lines)
+        process.send_signal(signal.SIGINT)
+        rest = list(lines)
+    assert len(rest) < 300
+    assert told(rest[-1])["message"] == "the server is stopping"
+
+
+def test_what_outlasts_the_drain_is_told() -> None:
+    with slow_stream(SLOW_SERVER.replace("drain_seconds=60", "drain_seconds=1")) as found:
+        process, lines = found
+        process.send_signal(signal.SIGTERM)
+        rest = list(lines)
+    error = told(rest[-1])
+    assert (error["message"], error["type"]) == ("the server is stopping", "server_error")
 
 
 def test_an_engine_that_fails_while_it_warms_up_ends_the_server() -> None:
@@ -158,35 +177,6 @@ def test_an_engine_that_fails_while_it_warms_up_ends_the_server() -> None:
     assert done.stderr.splitlines()[-1].endswith(
         "the engine failed (ZeroDivisionError): restart the server"
     )
-
-
-def test_what_outlasts_the_drain_is_told() -> None:
-    script = SLOW_SERVER.replace("drain_seconds=60", "drain_seconds=1")
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert process.stdout is not None
-    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    try:
-        with (
-            client(process.stdout.readline().strip()) as http,
-            http.stream("POST", "/v1/completions", json=body) as response,
-        ):
-            lines = response.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            rest = [text for text in lines if text]
-        _, err = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    error = json.loads(rest[-1].removeprefix("data: "))["error"]
-    assert (error["message"], error["type"]) == ("the server is stopping", "server_error")
-    assert process.returncode == 0 and "Traceback" not in err
 
 
 @pytest.mark.parametrize(

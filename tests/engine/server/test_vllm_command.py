@@ -111,7 +111,8 @@ def test_what_vllm_has_nothing_for_is_refused_by_name(asked: dict[str, Any], nam
 def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
     with pytest.raises(SystemExit) as stopped:
         main(["serve-local", *words])
-    return (stopped.value.code, *capfd.readouterr())
+    out, err = capfd.readouterr()
+    return stopped.value.code, out, err
 
 
 def test_the_command_line_prints_what_it_would_run(capfd: pytest.CaptureFixture[str]) -> None:
