@@ -86,7 +86,8 @@ static void prepare_s8(Job *job, int64_t row) {
     job->scales[row] = scale;
     int8_t *codes = (int8_t *)(job->values + row * job->stride);
     int32_t *sums = (int32_t *)job->sums + row * num_steps(w);
-    memset(sums, 0, (size_t)num_steps(w) * sizeof(int32_t));
+    ivec sum = iset(0);
+    int64_t left = w->step; /* of the step, in channels */
     for (int64_t k = 0; k < w->in_features; k += CHUNK) {
         load_chunk(call, row, k, w->in_features, values);
         for (int i = 0; i < CHUNK; i += LANES) {
@@ -95,9 +96,15 @@ static void prepare_s8(Job *job, int64_t row) {
             v = fmin_(fmax_(fdiv(v, fset(scale)), fset(-128.0f)), fset(127.0f));
             ivec code = ftoi(v);
             istore_s8(codes + k + i, code);
-            sums[(k + i) / w->step] += isum_lanes(code);
+            sum = iadd(sum, code);
+            if ((left -= LANES) == 0) {
+                *sums++ = isum_lanes(sum);
+                sum = iset(0);
+                left = w->step;
+            }
         }
     }
+    if (left != w->step) *sums = isum_lanes(sum);
 }
 
 /* One row as floats; bfloat16 has the middle two of every four swapped, as the weights' bytes lie. */
@@ -149,19 +156,24 @@ INLINE void fetch_ahead(const uint8_t *ahead, int64_t channel, int64_t rate) {
     __builtin_prefetch(ahead + channel * rate + 64);
 }
 
-INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int8_t *x, int64_t stride,
-                    const int32_t *sums, float *acc, const uint8_t *ahead) {
+/* `ahead` NULL: nothing is fetched. */
+INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int has_offsets,
+                    const int8_t *x, int64_t stride, const int32_t *sums, float *acc,
+                    const uint8_t *ahead) {
     int64_t step = b->step, rate = b->ahead_rate;
+    fvec whole[MAX_ROWS][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) whole[r][v] = fload(acc + r * PANEL + v * LANES);
     for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
         ivec part[MAX_ROWS][VECTORS];
         for (int r = 0; r < rows; r++) {
-            ivec start = iset(-(int32_t)b->base * sums[r * b->steps + s]);
+            ivec start = iset(has_offsets ? 0 : -(int32_t)b->base * sums[r * b->steps + s]);
             for (int v = 0; v < VECTORS; v++) part[r][v] = start;
         }
         int64_t end = b->channels - k < step ? b->channels : k + step;
         for (int64_t q = k; q < end; q += 4) {
             ivec weights[VECTORS];
-            fetch_ahead(ahead, q, rate);
+            if (ahead) fetch_ahead(ahead, q, rate);
             for (int v = 0; v < VECTORS; v++) weights[v] = iload(b->weights + q * PANEL + v * LANES * 4);
             for (int r = 0; r < rows; r++) {
                 int32_t four;
@@ -171,20 +183,18 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int8
                     part[r][v] = dot4(part[r][v], weights[v], inputs, narrow);
             }
         }
-        fvec scales[VECTORS], offsets[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
-            scales[v] = fload(b->scales[s] + v * LANES);
-            offsets[v] = b->has_offsets ? fload(b->offsets[s] + v * LANES) : fset(0.0f);
-        }
-        for (int r = 0; r < rows; r++) {
-            fvec inputs = fset((float)sums[r * b->steps + s]);
-            for (int v = 0; v < VECTORS; v++) {
-                float *to = acc + r * PANEL + v * LANES;
-                fvec sum = ffma(itof(part[r][v]), scales[v], fload(to));
-                fstore(to, ffnma(offsets[v], inputs, sum));
+            fvec scales = fload(b->scales[s] + v * LANES), offsets = fset(0.0f);
+            if (has_offsets) offsets = fload(b->offsets[s] + v * LANES);
+            for (int r = 0; r < rows; r++) {
+                whole[r][v] = ffma(itof(part[r][v]), scales, whole[r][v]);
+                if (has_offsets)
+                    whole[r][v] = ffnma(offsets, fset((float)sums[r * b->steps + s]), whole[r][v]);
             }
         }
     }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) fstore(acc + r * PANEL + v * LANES, whole[r][v]);
 }
 
 #if defined(__AVX512BF16__)
@@ -214,7 +224,7 @@ INLINE void tile_float(const int rows, const Block *b, const int halves, const u
                 for (int c = 0; c < CHAINS; c++) part[r][v][c] = fset(0.0f);
         int64_t end = b->channels - k < step ? b->channels : k + step;
         for (int64_t q = k / width; q < end / width; q += CHAINS) {
-            fetch_ahead(ahead, q * width, rate);
+            if (ahead) fetch_ahead(ahead, q * width, rate);
             for (int c = 0; c < CHAINS; c++) {
                 const uint8_t *at = b->weights + (q + c) * PANEL * 4;
                 ivec weights[VECTORS];
@@ -308,18 +318,24 @@ static __m512i sixteen_values(const Weight *w) {
 static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_t step_at, int64_t k,
                            int64_t rows, float *acc) {
     int way = (int)job->call->way;
-    int most = way == INPUT_S8 ? MAX_ROWS : FLOAT_ROWS;
+    /* With steps so short the sums of a block stay in registers too. */
+    int most = way != INPUT_S8 ? FLOAT_ROWS : b->step < 128 && MAX_ROWS > 6 ? 6 : MAX_ROWS;
     int64_t width = way == INPUT_S8 ? 1 : way == INPUT_BF16 ? 2 : 4;
     for (int64_t r = 0; r < rows;) {
         int count = (int)(rows - r < most ? rows - r : most);
         const uint8_t *x = job->values + (first + r) * job->stride + k * width;
         const int32_t *sums = (const int32_t *)job->sums + (first + r) * b->steps + step_at;
         float *to = acc + r * PANEL;
-        const uint8_t *ahead = r == 0 ? b->ahead : b->weights; /* once is enough */
+        const uint8_t *ahead = r == 0 ? b->ahead : NULL; /* once is enough */
+#define S8_OF(n, narrow, offsets) \
+    tile_s8(n, b, narrow, offsets, (const int8_t *)x, job->stride, sums, to, ahead)
 #define S8(n) \
     case n: \
-        if (NARROW_IS_FASTER && b->narrow) tile_s8(n, b, 1, (const int8_t *)x, job->stride, sums, to, ahead); \
-        else tile_s8(n, b, 0, (const int8_t *)x, job->stride, sums, to, ahead); \
+        if (NARROW_IS_FASTER && b->narrow) { \
+            if (b->has_offsets) S8_OF(n, 1, 1); \
+            else S8_OF(n, 1, 0); \
+        } else if (b->has_offsets) S8_OF(n, 0, 1); \
+        else S8_OF(n, 0, 0); \
         break;
 #define FLOATS(n, halves) \
     case n: \
