@@ -9,6 +9,7 @@ import torch
 from .dispatch import Candidate, Operation
 from .native.attention import HEAD_CHANNELS, attend_native, native_attention
 from .paged_attention import AttentionKernel, attend_sdpa
+from .triton import table as triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,16 @@ def _refuses_native(situation: AttentionSituation) -> str | None:
     return None
 
 
+def _refuses_triton(situation: AttentionSituation) -> str | None:
+    if situation.has_trees:
+        return "it knows no guesses that form trees"
+    return triton.refuses(situation.device, situation.dtype)
+
+
 PAGED_ATTENTION: Operation[AttentionSituation, AttentionKernel] = Operation(
     "paged attention",
     [
+        Candidate("triton-paged", _refuses_triton, triton.attend),
         Candidate("native-paged", _refuses_native, attend_native),
         Candidate("torch-sdpa", lambda situation: None, attend_sdpa),
     ],

@@ -1,0 +1,35 @@
+"""Two things that the interpreter of Triton 3.6 does wrong, made right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def mend() -> None:
+    """Ranges with bounds that a kernel loaded, and matrix products of bfloat16."""
+    patch: Any = interpreter._patch_lang_tensor
+    builder: Any = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        # NumPy 2.4 makes no int of an array of one element, which is what the interpreter's scalars are.
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, _widened(a), _widened(b), *rest)
+
+    interpreter._patch_lang_tensor = patch_tensor
+    builder.create_dot = create_dot
+
+
+def _widened(operand: Any) -> Any:
+    """The interpreter keeps bfloat16 as its bits, and would multiply those."""
+    if operand.dtype.scalar != tl.bfloat16:
+        return operand
+    wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(wide, tl.float32)

@@ -1,0 +1,45 @@
+"""Whether Triton's kernels can serve a device; Triton itself is imported by nobody who does not use them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from importlib.util import find_spec
+
+VARIABLE = "LLMOPT_TRITON"
+"""`off`: they serve nothing. `interpret`: they serve the CPU, in Triton's interpreter, which is slow."""
+
+
+def refuses_triton(device: str) -> str | None:
+    """Why no Triton kernel runs on a device of this type, or None."""
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted == "off":
+        return f"{VARIABLE}=off"
+    if device != "cuda" and not (device == "cpu" and wanted == "interpret"):
+        return "it is a GPU kernel"
+    if not _is_installed():
+        return "Triton is not installed"
+    if wanted == "interpret":
+        interpret()
+    return None
+
+
+@cache
+def interpret() -> None:
+    """Have Triton interpret its kernels. It must be told so before the process imports it first."""
+    if "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    from .interpreter import mend
+
+    mend()
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that holds so many: ranges in Triton have such sizes."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,34 @@
+"""What Triton's kernels take, for the tables of candidates; none of them is imported before it is chosen."""
+
+from __future__ import annotations
+
+import torch
+
+from ..paged_attention import AttentionBatch, AttentionRule
+from ..paged_tensor import PagedTensor
+from .runtime import refuses_triton
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def refuses(device: str, dtype: torch.dtype) -> str | None:
+    """Why no kernel takes these rows, or None."""
+    if (reason := refuses_triton(device)) is not None:
+        return reason
+    if dtype not in DTYPES:
+        return f"it takes bfloat16, float16 and float32, not {dtype}"
+    return None
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    batch: AttentionBatch,
+    rule: AttentionRule,
+    anchored: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attend_triton`."""
+    from .attention import attend_triton
+
+    return attend_triton(queries, keys, values, batch, rule, anchored)
