@@ -147,7 +147,7 @@ class Engine:
         self._random = random.Random(config.seed)
         self._next_order = 0
         self._num_steps = self._num_computed = self._num_generated = 0
-        self._num_guesses = self._num_accepted = 0
+        self._num_drafts = self._num_guesses = self._num_accepted = 0
 
     def add_request(
         self,
@@ -259,6 +259,7 @@ class Engine:
         )
         self._num_steps += 1
         num_guesses = sum(result.num_guesses.values())
+        self._num_drafts += sum(count > 0 for count in result.num_guesses.values())
         self._num_guesses += num_guesses
         self._num_accepted += sum(len(result.tokens[name]) - 1 for name in result.num_guesses)
         self._num_computed += plan.num_tokens + num_guesses
@@ -321,6 +322,7 @@ class Engine:
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             kv_blocks_total=pool.num_usable,
+            num_drafts=self._num_drafts,
             num_guesses=self._num_guesses,
             num_accepted_guesses=self._num_accepted,
             kv_blocks_used=used,

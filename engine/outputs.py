@@ -101,6 +101,8 @@ class EngineStats:
     """Counters since the engine started, and gauges of this moment.
 
     Attributes:
+        num_drafts, num_guesses, num_accepted_guesses: times that a sequence had guesses to check, all
+            guesses, and those that stood.
         kv_dtype, kv_bytes: how the cache stores keys and values, and what all of it takes.
         kv_tokens_total: tokens that it holds at most.
         kv_slots_used, kv_slots_unfilled: places for tokens in the blocks in use, a shared block once, and
@@ -111,6 +113,7 @@ class EngineStats:
     num_computed_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_drafts: int = 0
     num_guesses: int = 0
     num_accepted_guesses: int = 0
     prefix_cache_queries: int = 0

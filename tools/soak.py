@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import signal
 import statistics
 import sys
@@ -91,7 +92,9 @@ async def watch(session: aiohttp.ClientSession, soak: Soak) -> list[dict[str, fl
     return samples
 
 
-async def run(seconds: float, num_clients: int, seed: int) -> dict[str, Any]:
+async def run(
+    seconds: float, num_clients: int, seed: int, server_words: list[str]
+) -> dict[str, Any]:
     """The whole soak; returns what is to be written down."""
     with tempfile.TemporaryDirectory() as folder:
         adapters = [write_adapter(Path(folder) / name, i) for i, name in enumerate(ADAPTERS)]
@@ -100,6 +103,7 @@ async def run(seconds: float, num_clients: int, seed: int) -> dict[str, Any]:
             *("--port", "0", "--max-num-seqs", "16", "--block-size", "16"),
             *("--kv-cache-memory", "2MiB", "--drain-seconds", "8"),
             *(word for path in adapters for word in ("--lora", f"{path.name}={path}")),
+            *server_words,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -108,7 +112,7 @@ async def run(seconds: float, num_clients: int, seed: int) -> dict[str, Any]:
             assert process.stdout is not None
             url = json.loads(await process.stdout.readline())["url"]
             found = await put_under_load(process, Soak(url, seed), seconds, num_clients)
-            return {"seed": seed, **found}
+            return {"seed": seed, "server_options": server_words, **found}
         finally:
             if process.returncode is None:
                 process.kill()
@@ -243,9 +247,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--server-options", default="", help="More words for serve-local.")
     parser.add_argument("--output", type=Path, help="Write the result here, as JSON.")
     chosen = parser.parse_args()
-    found = asyncio.run(run(chosen.seconds, chosen.clients, chosen.seed))
+    found = asyncio.run(
+        run(chosen.seconds, chosen.clients, chosen.seed, shlex.split(chosen.server_options))
+    )
     found = {"machine": machine_name("cpu"), **found}
     text = json.dumps(found, indent=1) + "\n"
     if chosen.output is not None:

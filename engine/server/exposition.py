@@ -64,6 +64,7 @@ def speed_features(engine: Engine) -> dict[str, str]:
         "speculation": "off" if speculation is None else str(speculation.method),
         "kv_cache_dtype": engine.stats.kv_dtype,
         "num_lora_adapters": str(len(config.loras)),
+        "overlapped_loop": "on" if config.overlapped_loop else "off",
         "tensor_parallel_size": str(config.tensor_parallel_size),
         "scheduling_policy": str(config.scheduling_policy),
     }
@@ -101,6 +102,9 @@ class _EngineCollector(Collector):
         )
         yield self._counter(
             "prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hits
+        )
+        yield self._counter(
+            "spec_decode_num_drafts", "Times that guesses were checked.", stats.num_drafts
         )
         yield self._counter(
             "spec_decode_num_draft_tokens", "Tokens that speculation guessed.", stats.num_guesses

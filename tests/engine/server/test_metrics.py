@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from live_server import RunningServer, make_engine, running
 from llmopt.engine.server import exposition
+from llmopt.engine.speculation.options import SpeculationConfig
 from prometheus_client.parser import text_string_to_metric_families
 
 Samples = dict[str, float]
@@ -220,3 +221,19 @@ def test_every_name_of_the_dashboard_is_exported(small: RunningServer) -> None:
     assert asked <= exported
     for variable in board["templating"]["list"][1:]:
         assert variable["query"]["query"].split("(")[1].split(",")[0] in exported
+
+
+def test_speculation_shows_in_the_metrics() -> None:
+    engine = make_engine(speculation=SpeculationConfig("ngram", num_tokens=3))
+    with running(engine) as server, server.http() as http:
+        body = {"prompt": PROMPT * 4, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        server.settle()
+        found = samples(scrape(server))
+    drafts, guessed, stood = (
+        found[f"vllm:spec_decode_num_{name}_total"]
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    assert 0 < drafts <= guessed <= 3 * drafts and stood <= guessed
+    assert found["llmopt_steps_total"] >= 60 - stood
+    assert "llmopt_feature_info{speculation=ngram}" in found
