@@ -28,7 +28,7 @@ for ever."""
 REMEMBERED_GRAMMARS = 64
 _SHARED = ("$defs", "definitions")
 MESSAGE_CHARACTERS = 400
-MOST_SUBSCHEMAS = 2_000
+MOST_SUBSCHEMAS = 200
 """That are looked at to say which of them is wrong."""
 
 

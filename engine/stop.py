@@ -44,7 +44,7 @@ class StopStrings:
             shown = self._held[: begin + len(found) if self._include else begin]
             self._held = ""
             return shown, found
-        keep = max(self._overlap(s) for s in self._stop)
+        keep = max(overlap(self._held, s) for s in self._stop)
         shown, self._held = (
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],
@@ -56,9 +56,10 @@ class StopStrings:
         shown, self._held = self._held, ""
         return shown
 
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
-        for length in range(min(len(stop) - 1, len(self._held)), 0, -1):
-            if self._held.endswith(stop[:length]):
-                return length
-        return 0
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that begins `marker`, and is not all of it."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...quant.errors import BadInput
+from ..stop import overlap
 
 _DECODER = json.JSONDecoder()
 _BETWEEN = " \t\r\n,;]"
@@ -103,13 +104,12 @@ class ToolReader:
             # Where special tokens are shown, so is the one that ended the text.
             text = next((text.removesuffix(e) for e in self._endings if text.endswith(e)), text)
         self._held += text
-        shown, calls = "", []
+        shown = ""
+        calls: list[Call] = []
         while True:
             before = self._in_calls, len(self._held)
-            if self._in_calls:
-                calls += self._take_call()
-            else:
-                shown += self._take_text()
+            text, found = self._take_call() if self._in_calls else (self._take_text(), [])
+            shown, calls = shown + text, calls + found
             if before == (self._in_calls, len(self._held)):
                 break
         if is_last:
@@ -139,40 +139,42 @@ class ToolReader:
             shown, self._held = self._held[:at], self._held[at + len(start) :]
             self._in_calls, self._opened = True, start
             return shown
-        keep = _overlap(self._held, start)
+        keep = overlap(self._held, start)
         shown, self._held = (
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],
         )
         return shown
 
-    def _take_call(self) -> list[Call]:
+    def _take_call(self) -> tuple[str, list[Call]]:
         front = self._held.lstrip(_BETWEEN)
         start, end = self._format.start, self._format.end
         if end is not None and front.startswith(end):
             self._held, self._in_calls = front.removeprefix(end), False
-            return []
+            return "", []
         if start and front.startswith(start):
             self._held = front.removeprefix(start)
-            return []
+            return "", []
         front = front.lstrip(_BETWEEN + "[")
         named = _NAMED.match(front) if self._format.named else None
         try:
             found, length = _DECODER.raw_decode(front, named.end() if named else 0)
         except (ValueError, RecursionError):
-            return []
+            return "", []
         name, arguments = (named[1], found) if named else _parts(found)
         if name is None:
+            if self.num_calls:
+                return "", []
             # An object, but no call: the model means it as text.
-            if not self.num_calls:
-                self._in_calls = False
-            return []
+            text, self._held = self._opened + self._held, ""
+            self._in_calls, self._opened = False, ""
+            return text, []
         self._held, self._opened = front[length:], ""
         if self.num_calls == self._max_calls:
-            return []
+            return "", []
         self.num_calls += 1
         self._shown_since = False
-        return [Call(name, arguments_text(arguments), new_id())]
+        return "", [Call(name, arguments_text(arguments), new_id())]
 
 
 def _parts(found: Any) -> tuple[str | None, Any]:
@@ -191,11 +193,3 @@ def arguments_text(arguments: Any) -> str:
 def new_id() -> str:
     """Nine letters and digits: Mistral's templates take no other ids."""
     return uuid.uuid4().hex[:9]
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that begins `marker`."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

@@ -87,6 +87,7 @@ JSON_TWO = '{"name": "clock", "arguments": {}}'
         ),
         (HERMES, "5 < 7 <tool is a tag", "5 < 7 <tool is a tag", []),
         (HERMES, "<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
+        (HERMES, '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
         (HERMES, '{"name": "x"} is JSON', '{"name": "x"} is JSON', []),
         (LLAMA3_JSON, JSON_ONE.replace("arguments", "parameters"), "", [ONE]),
         (LLAMA3_JSON, f"<|python_tag|>{JSON_ONE}; {JSON_TWO}<|eot_id|>", "", [ONE, TWO]),
