@@ -23,6 +23,13 @@ CorsOrigin = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A name by which clients may call a server of the loopback, beside localhost; repeatable.",
+        rich_help_panel=PANEL,
+    ),
+]
 MaxBody = Annotated[str, typer.Option(help="Size of a request's body.", rich_help_panel=PANEL)]
 MaxHeader = Annotated[
     str, typer.Option(help="Size of a request's address and headers.", rich_help_panel=PANEL)

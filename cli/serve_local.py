@@ -87,6 +87,7 @@ def serve_local(
     ] = None,
     api_key: protection.ApiKey = None,
     cors_origin: protection.CorsOrigin = None,
+    allowed_host: protection.AllowedHost = None,
     max_body: protection.MaxBody = "16MiB",
     max_header: protection.MaxHeader = "32KiB",
     body_timeout: protection.BodyTimeout = 30.0,
@@ -107,7 +108,7 @@ def serve_local(
     from ..engine.config import EngineConfig
     from ..engine.lora.settings import parse_adapters
     from ..engine.planner.units import parse_bytes
-    from ..engine.server.launch import base_url, bind, bound_kernel_caches
+    from ..engine.server.launch import base_url, bind, bound_kernel_caches, is_loopback
     from ..engine.server.server_options import ServerOptions
     from ..engine.server.tool_calls import tool_format
     from ..quant.errors import BadInput
@@ -128,6 +129,7 @@ def serve_local(
     options = ServerOptions(
         api_keys=tuple(api_key or ()),
         cors_origins=tuple(cors_origin or ()),
+        host_names=frozenset(allowed_host or ()) if is_loopback(host) else None,
         max_body_bytes=parse_bytes(max_body),
         max_header_bytes=parse_bytes(max_header),
         body_timeout_seconds=body_timeout,

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 from collections import Counter, deque
+from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -46,6 +47,7 @@ class Guard:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_headers(scope)
+            self._check_host(scope)
             # Work is posted; everything else only looks.
             key = self._key(scope)
             turns = self._turns[key] if scope["method"] == "POST" else None
@@ -83,6 +85,18 @@ class Guard:
                 f"{self._options.max_header_bytes}",
                 code="headers_too_large",
             )
+
+    def _check_host(self, scope: Scope) -> None:
+        names = self._options.host_names
+        host = Headers(scope=scope).get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        if names is None or name in ("localhost", *names) or _is_address(name):
+            return
+        raise ApiError(
+            421,
+            "this server is called by an address or by localhost; --allowed-host adds a name",
+            code="unknown_host",
+        )
 
     def _key(self, scope: Scope) -> int:
         """Place of the key that the request shows, compared in constant time."""
@@ -191,6 +205,14 @@ class Turns:
             self._queue.popleft().set_result(None)
         else:
             self._num_active -= 1
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Generator
+from ipaddress import ip_address
 from types import FrameType
 from typing import Any
 
@@ -57,6 +58,14 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise _cannot_listen(host, port, error) from error
     return bound
+
+
+def is_loopback(host: str) -> bool:
+    """Only this machine reaches a server that listens on `host`."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> BadInput:

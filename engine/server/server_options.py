@@ -16,6 +16,9 @@ class ServerOptions:
     Attributes:
         api_keys: a client shows one of them; none asks for none.
         cors_origins: origins of web pages that may call the server; `*` is every page.
+        host_names: by which clients may call the server; None for any. Addresses and `localhost` always do.
+            A name of somebody else's that leads to this machine turns their pages into pages of ours, which
+            no rule of CORS stops.
         max_body_bytes, max_header_bytes: of one request.
         body_timeout_seconds: within which a request has arrived.
         max_concurrency_per_key: requests of one key at once, None for no limit. Without keys all clients
@@ -29,6 +32,7 @@ class ServerOptions:
 
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    host_names: frozenset[str] | None = None
     max_body_bytes: int = 16 * MIB
     max_header_bytes: int = 32 << 10
     body_timeout_seconds: float = 30.0

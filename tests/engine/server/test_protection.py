@@ -21,6 +21,7 @@ KEYS = ("sesame", "rosebud")
 OPTIONS = ServerOptions(
     api_keys=KEYS,
     cors_origins=("https://app.example",),
+    host_names=frozenset({"models.example"}),
     max_body_bytes=20_000,
     max_header_bytes=4_000,
     body_timeout_seconds=1,
@@ -94,6 +95,25 @@ def test_a_page_elsewhere_cannot_make_the_browser_post(server: RunningServer) ->
     assert response.status_code in (400, 415)
 
 
+def test_a_name_of_somebody_else_s_does_not_lead_here(
+    strict: RunningServer, server: RunningServer
+) -> None:
+    with strict.http() as http:
+        for host in (
+            "localhost:1",
+            "127.0.0.1",
+            "[::1]:8000",
+            "models.example",
+            "models.example:80",
+        ):
+            assert http.get("/health", headers={"Host": host}).status_code == 200, host
+        for host in ("evil.example:8000", "localhost.evil.example", "", "127.0.0.1.evil.example"):
+            refused = http.get("/health", headers={"Host": host})
+            assert error(refused, 421)["code"] == "unknown_host", host
+    with server.http() as http:
+        assert http.get("/health", headers={"Host": "any.example"}).status_code == 200
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_large_body_is_refused(strict: RunningServer, chunked: bool) -> None:
     body = json.dumps({"prompt": "x" * 30_000}).encode()
@@ -123,7 +143,9 @@ def talk(server: RunningServer, sent: bytes) -> bytes:
 
 
 def head(*lines: str) -> bytes:
-    return "\r\n".join(["POST /v1/completions HTTP/1.1", "Host: x", *lines, "", ""]).encode()
+    return "\r\n".join(
+        ["POST /v1/completions HTTP/1.1", "Host: localhost", *lines, "", ""]
+    ).encode()
 
 
 def test_a_body_that_never_ends_is_given_up(strict: RunningServer) -> None:

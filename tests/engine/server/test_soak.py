@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "soak.py"
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     output = tmp_path / "soak.json"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--seconds", "8", "--clients", "24", "--output", str(output)],
+        [sys.executable, str(SCRIPT), "--seconds", "5", "--clients", "24", "--output", str(output)],
         capture_output=True,
         text=True,
         timeout=110,

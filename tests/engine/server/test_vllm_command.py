@@ -97,7 +97,7 @@ def test_the_promises_of_our_server_are_kept_unasked() -> None:
         ({"window": 100, "max_body": "1MiB"}, "--window, --max-body"),
         ({"scheduling_policy": "shortest-prefill"}, "shortest-prefill"),
         ({"kv_cache_dtype": "float32"}, "float32"),
-        ({"speculative": "medusa", "draft_model": "heads"}, "medusa"),
+        ({"speculative": "medusa"}, "--draft-model"),
         ({"speculative": "draft"}, "--draft-model"),
         ({"api_key": ["one", "two"]}, "--api-key"),
         ({"as_json": True}, "--as-json"),
