@@ -73,7 +73,9 @@ def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
             "used": stats.kv_blocks_used,
             "kept": runs(pool.kept_block_ids()),
         },
-        "running": [_sequence(r, now) | {"blocks": runs(r.held_block_ids)} for r in scheduler.running],
+        "running": [
+            _sequence(r, now) | {"blocks": runs(r.held_block_ids)} for r in scheduler.running
+        ],
         "waiting": [_sequence(request, now) for request in waiting[:MOST_WAITING]],
         "num_waiting": len(waiting),
         "counters": {
