@@ -30,6 +30,7 @@ class Guard:
 
     OPEN_PATHS = frozenset({"/", "/health", "/ready"})
     OPEN_PREFIX = "/page/"
+    ENDING_PATH = "/abort"
 
     def __init__(self, app: ASGIApp, options: ServerOptions, count: Counter[int]) -> None:
         self._app = app
@@ -48,9 +49,10 @@ class Guard:
         try:
             self._check_headers(scope)
             self._check_host(scope)
-            # Work is posted; everything else only looks.
+            # Work is posted; everything else only looks, or ends work.
             key = self._key(scope)
-            turns = self._turns[key] if scope["method"] == "POST" else None
+            is_work = scope["method"] == "POST" and scope["path"] != self.ENDING_PATH
+            turns = self._turns[key] if is_work else None
             body = await self._body(scope, receive)
             if body is None:
                 return

@@ -87,7 +87,7 @@ export function startEngine(mine) {
     byId("rate").textContent = decimal(rates.at(-1).y);
     byId("rate-note").textContent = `${decimal(rates.at(-1).prompt)} of prompts`;
     byId("usage").textContent = percent(blocks.used, blocks.total);
-    byId("usage-note").textContent = `${blocks.used.toLocaleString("en")} of ${blocks.total.toLocaleString("en")} blocks`;
+    byId("usage-note").textContent = `${blocks.used.toLocaleString("en")} of ${blocks.total.toLocaleString("en")}`;
     byId("hits").textContent = percent(counters.prefix_hits, counters.prefix_queries);
     byId("hits-note").textContent = `${counters.prefix_hits.toLocaleString("en")} tokens`;
     byId("num-preemptions").textContent = counters.preemptions.toLocaleString("en");

@@ -199,6 +199,8 @@ def test_who_leaves_the_queue_gives_up_the_place(strict: RunningServer) -> None:
     with slow_steps(strict), ThreadPoolExecutor(8) as pool:
         working = [pool.submit(post, strict, "sesame", max_tokens=120) for _ in range(2)]
         strict.wait_for(lambda engine: engine.stats.num_running == 2)
+        with strict.http(headers=key()) as http:
+            assert http.post("/abort", json={"id": "nobody"}).status_code == 200  # takes no turn
         with strict.http(headers=key()) as http, pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=LONG, timeout=0.1)
         time.sleep(0.05)
