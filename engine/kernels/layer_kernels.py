@@ -10,9 +10,11 @@ import torch
 from torch.nn import functional
 
 from .dispatch import Candidate, Operation
+from .head_norms import HeadNorms
 from .native.layer import CHANNELS, NativeNorm, NativeSiluGate, NativeTurn, native_layer
 from .paged_tensor import PagedTensor
 from .rotary import apply_rotary
+from .triton import table as triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class TorchNorm:
 
 
 GateKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""`silu(gate) * up`, of `[rows, size]` each."""
+"""`activation(gate) * up`, of `[rows, size]` each."""
 
 
 def torch_silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -57,11 +59,16 @@ def torch_silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
+def _torch_gelu_gate(is_tanh: bool) -> GateKernel:
+    approximate = "tanh" if is_tanh else "none"
+    return lambda gate, up: functional.gelu(gate, approximate=approximate) * up
+
+
 class TurnKernel(Protocol):
     """Turns queries and keys by their angles, puts keys and values into the cache; returns the queries.
 
     `stacked` [tokens, heads, dim] holds queries, keys and values, and may be overwritten; `cos` and `sin` are
-    as `apply_rotary` takes them.
+    as `apply_rotary` takes them. `norms` come before the rotation.
     """
 
     def __call__(
@@ -73,6 +80,7 @@ class TurnKernel(Protocol):
         keys: PagedTensor,
         values: PagedTensor,
         slots: torch.Tensor,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -88,7 +96,10 @@ class TorchTurn:
         keys: PagedTensor,
         values: PagedTensor,
         slots: torch.Tensor,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
+        if norms is not None:
+            norms.apply(stacked, num_heads)
         kv_heads = (stacked.shape[1] - num_heads) // 2
         queries, own_keys, own_values = stacked.split([num_heads, kv_heads, kv_heads], dim=1)
         keys.write(apply_rotary(own_keys, cos, sin), slots)
@@ -116,18 +127,39 @@ def _refuses_turn(situation: RowSituation) -> str | None:
     return _refuses(situation, 2 * CHANNELS)
 
 
+def _refuses_triton(situation: RowSituation) -> str | None:
+    return triton.refuses(situation.device, situation.dtype)
+
+
 NORM: Operation[RowSituation, Callable[[torch.Tensor, float], NormKernel]] = Operation(
     "norm",
-    [Candidate("native", _refuses_norm, NativeNorm), Candidate("torch", lambda _: None, TorchNorm)],
+    [
+        Candidate("triton", _refuses_triton, triton.norm),
+        Candidate("native", _refuses_norm, NativeNorm),
+        Candidate("torch", lambda _: None, TorchNorm),
+    ],
 )
 GATE: Operation[RowSituation, Callable[[], GateKernel]] = Operation(
     "silu gate",
     [
+        Candidate("triton", _refuses_triton, triton.silu_gate),
         Candidate("native", _refuses, NativeSiluGate),
         Candidate("torch", lambda _: None, lambda: torch_silu_gate),
     ],
 )
+GELU_GATE: Operation[RowSituation, Callable[[bool], GateKernel]] = Operation(
+    "gelu gate",
+    [
+        Candidate("triton", _refuses_triton, triton.gelu_gate),
+        Candidate("torch", lambda _: None, _torch_gelu_gate),
+    ],
+)
+"""Asked for with whether it is the form with a tanh."""
 TURN: Operation[RowSituation, Callable[[], TurnKernel]] = Operation(
     "rotation and cache write",
-    [Candidate("native", _refuses_turn, NativeTurn), Candidate("torch", lambda _: None, TorchTurn)],
+    [
+        Candidate("triton", _refuses_triton, triton.turn),
+        Candidate("native", _refuses_turn, NativeTurn),
+        Candidate("torch", lambda _: None, TorchTurn),
+    ],
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..kernels.head_norms import HeadNorms
 from ..kernels.layer_kernels import TorchTurn, TurnKernel
 from ..kernels.paged_attention import AttentionBatch, AttentionKernel, AttentionRule
 from ..kernels.paged_tensor import PagedTensor
@@ -58,6 +59,7 @@ class StepInputs:
         slots: int64 [tokens], where each token's keys and values go.
         batch: what each token may see.
         adapters: int64, the tokens of each adapter that somebody asks for; None: all tokens.
+        taps: layers whose input is asked for beside the final hidden states.
     """
 
     token_ids: torch.Tensor
@@ -65,6 +67,7 @@ class StepInputs:
     slots: torch.Tensor
     batch: AttentionBatch
     adapters: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    taps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +138,13 @@ class HeadAttention:
 
     def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         qkv = self.qkv(x)
-        if self.rotation is not None and self._only_turns and not step.anchors:
+        norms = self._head_norms(qkv.dtype)
+        if self._only_turns(norms) and not step.anchors:
+            assert self.rotation is not None
             stacked = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
             angles = step.angles[self.rotation.index]
             queries = step.turn(
-                stacked, self.num_heads, *angles, cache.keys, cache.values, step.inputs.slots
+                stacked, self.num_heads, *angles, cache.keys, cache.values, step.inputs.slots, norms
             )
             mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
             return self.output(mixed.flatten(1))
@@ -162,12 +167,22 @@ class HeadAttention:
         )
         return self.output(mixed.flatten(1))
 
-    @property
-    def _only_turns(self) -> bool:
-        """Whether nothing happens to queries and keys but the rotation."""
-        assert self.rotation is not None
-        others = (self.query_norm, self.turned_norm, self.temperature)
-        return not self.rotation.neighbours and not self.grouped and others == (None, None, None)
+    def _only_turns(self, norms: HeadNorms | None) -> bool:
+        """Whether nothing happens to queries and keys but `norms` and the rotation."""
+        rotation, others = self.rotation, (self.turned_norm, self.temperature)
+        is_normed = self.query_norm is None or norms is not None
+        plain = rotation is not None and not rotation.neighbours and not self.grouped
+        return plain and is_normed and others == (None, None)
+
+    def _head_norms(self, dtype: torch.dtype) -> HeadNorms | None:
+        """The norms of queries and keys, where a kernel for the rotation can do them on its way."""
+        query, key = self.query_norm, self.key_norm
+        if query is None or key is None or query.weight is None or key.weight is None:
+            return None
+        same = query.eps == key.eps and query.weight.dtype is key.weight.dtype is dtype
+        shapes = query.weight.shape == key.weight.shape == (self.head_dim,)
+        plain = shapes and not (query.centered or key.centered)
+        return HeadNorms(query.weight, key.weight, query.eps) if same and plain else None
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, [tokens, heads, head_dim] each."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from ..kernels.layer_kernels import GATE, RowSituation
+from ..kernels.layer_kernels import GATE, GELU_GATE, RowSituation
 from .projection import Projection
 
 
@@ -57,6 +57,8 @@ def gating(
         return GATE.select(situation).run()
     if activation == CLAMPED_SWIGLU:
         return _clamped_swiglu
+    if activation.startswith("gelu"):
+        return GELU_GATE.select(situation).run(activation != "gelu")
     function = ACTIVATIONS[activation]
     return lambda gate, up: function(gate) * up
 

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from ..head_norms import HeadNorms
 from ..paged_tensor import PagedTensor
 from .build import Native, native
 
@@ -129,7 +130,10 @@ class NativeTurn:
         keys: PagedTensor,
         values: PagedTensor,
         slots: torch.Tensor,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
+        if norms is not None:
+            norms.apply(stacked, num_heads)
         rows, heads, dim = stacked.shape
         kv_heads = (heads - num_heads) // 2
         copies = all(

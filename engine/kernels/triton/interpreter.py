@@ -1,4 +1,4 @@
-"""Two things that the interpreter of Triton 3.6 does wrong, made right."""
+"""Three things that the interpreter of Triton 3.6 does wrong, made right."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Ranges with bounds that a kernel loaded, and matrix products of bfloat16."""
+    """Ranges with bounds that a kernel loaded; matrix products of bfloat16, and rounding to it."""
     patch: Any = interpreter._patch_lang_tensor
     builder: Any = interpreter.InterpreterBuilder
-    dot = builder.create_dot
+    dot, cast = builder.create_dot, builder.cast_impl
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
         # NumPy 2.4 makes no int of an array of one element, which is what the interpreter's scalars are.
@@ -23,7 +23,13 @@ def mend() -> None:
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, _widened(a), _widened(b), *rest)
 
+    def cast_impl(self: Any, source: Any, to: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_rounded(source.data), tl.bfloat16)
+        return cast(self, source, to)
+
     interpreter._patch_lang_tensor = patch_tensor
+    builder.cast_impl = cast_impl
     builder.create_dot = create_dot
 
 
@@ -33,3 +39,10 @@ def _widened(operand: Any) -> Any:
         return operand
     wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
     return interpreter.TensorHandle(wide, tl.float32)
+
+
+def _rounded(data: Any) -> Any:
+    """The bits of the nearest bfloat16, of two the even one; the interpreter would cut the rest off."""
+    bits = np.ascontiguousarray(data).view(np.uint32)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..paged_attention import AttentionBatch, AttentionRule
 from ..paged_tensor import PagedTensor
 from .runtime import refuses_triton
+
+if TYPE_CHECKING:
+    from .gate import TritonGate
+    from .norm import TritonNorm
+    from .turn import TritonTurn
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -32,3 +39,31 @@ def attend(
     from .attention import attend_triton
 
     return attend_triton(queries, keys, values, batch, rule, anchored)
+
+
+def norm(weight: torch.Tensor, eps: float) -> TritonNorm:
+    """A `NormKernel`."""
+    from .norm import TritonNorm
+
+    return TritonNorm(weight, eps)
+
+
+def silu_gate() -> TritonGate:
+    """A `GateKernel`."""
+    from .gate import TritonGate
+
+    return TritonGate("silu")
+
+
+def gelu_gate(is_tanh: bool) -> TritonGate:
+    """A `GateKernel`."""
+    from .gate import TritonGate
+
+    return TritonGate("gelu_tanh" if is_tanh else "gelu")
+
+
+def turn() -> TritonTurn:
+    """A `TurnKernel`."""
+    from .turn import TritonTurn
+
+    return TritonTurn()
