@@ -37,6 +37,13 @@ from safetensors.torch import save_file
 from soak_clients import ADAPTERS, MODEL, SHARED, Soak, judge_stream, judge_whole
 
 GREEDY = {"prompt": SHARED, "max_tokens": 40, "temperature": 0}
+VICTIM = """
+import json, sys, urllib.request
+body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+headers = {"Content-Type": "application/json"}
+for line in urllib.request.urlopen(urllib.request.Request(sys.argv[1], json.dumps(body).encode(), headers)):
+    print(line, flush=True)
+"""
 SECONDS_TO_FILL_UP = 300
 """Before that, arenas and caches of kernels are still growing to their bounds."""
 LEEWAY_BYTES = 24 << 20
@@ -46,10 +53,8 @@ LEEWAY_BYTES = 24 << 20
 async def victims(url: str, soak: Soak, interval: float) -> None:
     """Processes that are killed while they read a stream."""
     while not soak.ended.is_set():
-        body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
         process = await asyncio.create_subprocess_exec(
-            *("curl", "-sN", "-H", "Content-Type: application/json", "-d", json.dumps(body)),
-            f"{url}/v1/completions",
+            *(sys.executable, "-I", "-c", VICTIM, f"{url}/v1/completions"),
             stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
