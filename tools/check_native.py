@@ -17,7 +17,7 @@ from llmopt.engine.kernels.native.processor import PATHS, processor_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
-TESTS = "tests/engine/test_native_linear.py"
+TESTS = [f"tests/engine/test_native_{part}.py" for part in ("linear", "attention", "layer")]
 
 
 def main() -> int:
@@ -36,9 +36,9 @@ def main() -> int:
         }
         for name in names:
             print(f"{name}:", flush=True)
-            command = [sys.executable, "-m", "pytest", TESTS, "-k", f"[{name}"]
+            command = [sys.executable, "-m", "pytest", *TESTS, "-k", f"[{name}"]
             failed |= subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-            libraries_made = list(Path(cache).glob("llmopt/native/linear-*.so"))
+            libraries_made = list(Path(cache).glob("llmopt/native/*.so"))
             print(f"{len(libraries_made)} libraries with sanitizers so far", flush=True)
     return failed
 

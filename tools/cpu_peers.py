@@ -19,7 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ CASES = {
     "batch 8": Case(8, 32, 16),
     "batch 16": Case(16, 32, 16),
     "prefill 512": Case(1, 512, 1),
-    "alone at 2048": Case(1, 2048, 12),
-    "batch 8 at 2048": Case(8, 2048, 8),
+    "alone at 2048": Case(1, 2016, 12),
+    "batch 8 at 2048": Case(8, 2016, 8),
 }
 GOALS = (  # ours, theirs (the best of them), case, goal
     ("llmopt Q8_0", ("llamacpp Q8_0",), "alone", 1.25),
@@ -200,10 +200,14 @@ def checkpoint(models: Path, shape: str, kind: str) -> Path:
 
 
 def measure(
-    workers: Sequence[Worker], cases: Sequence[str], rounds: int, roofs: Roofs
-) -> list[dict[str, Any]]:
-    """What every worker answered in every round."""
-    found = []
+    workers: Sequence[Worker],
+    cases: Sequence[str],
+    rounds: int,
+    roofs: Roofs,
+    keep: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """Ask every worker in every round, and hand on after each what all have answered so far."""
+    found: list[dict[str, Any]] = []
     for number in range(rounds):
         for case in cases:
             task = {**asdict(CASES[case]), "seed": number}
@@ -221,7 +225,7 @@ def measure(
                 rate = found[-1].get("rate")
                 shown = found[-1].get("error") if rate is None else f"{rate:.1f} tokens/s"
                 print(f"round {number} {case:<16} {worker.row.name:<28} {shown}", flush=True)
-    return found
+        keep(found)
 
 
 def rates(found: Sequence[Mapping[str, Any]], row: str, case: str) -> dict[int, float]:
@@ -304,6 +308,41 @@ def goals(shape: str) -> list[tuple[str, tuple[str, ...], str, float]]:
     ]
 
 
+def write(
+    given: argparse.Namespace,
+    cases: Sequence[str],
+    workers: Sequence[Worker],
+    bytes_per_step: Mapping[str, int],
+    roofs: Roofs,
+    found: Sequence[Mapping[str, Any]],
+) -> None:
+    """The record of the rounds so far, as JSON where that is wanted, and its tables."""
+    ratios = [
+        {"ours": ours, "theirs": theirs, "case": case, "goal": goal, **seen}
+        for ours, theirs, case, goal in goals(given.shape)
+        if (seen := ratio(found, ours, theirs, case)) is not None
+    ]
+    record = {
+        "shape": given.shape,
+        "processor": cpu_model(),
+        "threads": given.threads,
+        "rounds": 1 + max(one["round"] for one in found),
+        "cases": cases,
+        "rows": [
+            {"name": worker.row.name, "kind": worker.row.kind, "about": worker.about}
+            for worker in workers
+        ],
+        "weight_bytes_per_step": bytes_per_step,
+        "read_bytes_per_second": roofs.bytes,
+        "int8_operations_per_second": roofs.operations,
+        "ratios": ratios,
+        "found": found,
+    }
+    if given.output:
+        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(show(record))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--models", type=Path, required=True, help="folder of the checkpoints")
@@ -346,34 +385,16 @@ def main() -> None:
         if given.pause:
             input("all are loaded: Enter begins\n")
         roofs = Roofs(given.threads)
-        found = measure(workers, cases, given.rounds, roofs)
+        measure(
+            workers,
+            cases,
+            given.rounds,
+            roofs,
+            lambda found: write(given, cases, workers, bytes_per_step, roofs, found),
+        )
     finally:
         for worker in workers:
             worker.close()
-    ratios = [
-        {"ours": ours, "theirs": theirs, "case": case, "goal": goal, **seen}
-        for ours, theirs, case, goal in goals(given.shape)
-        if (seen := ratio(found, ours, theirs, case)) is not None
-    ]
-    record = {
-        "shape": given.shape,
-        "processor": cpu_model(),
-        "threads": given.threads,
-        "rounds": given.rounds,
-        "cases": cases,
-        "rows": [
-            {"name": worker.row.name, "kind": worker.row.kind, "about": worker.about}
-            for worker in workers
-        ],
-        "weight_bytes_per_step": bytes_per_step,
-        "read_bytes_per_second": roofs.bytes,
-        "int8_operations_per_second": roofs.operations,
-        "ratios": ratios,
-        "found": found,
-    }
-    if given.output:
-        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(show(record))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,11 @@ class LayerLoader:
         for rope in spec.ropes:
             if rope is not None and rope not in ropes:
                 ropes.append(rope)
-        layers = [self._layer(index, ropes) for index in range(shape.num_layers)]
+        layers = []
+        for index in range(shape.num_layers):
+            layers.append(self._layer(index, ropes))
+            # What was packed anew need not stay in memory as the file has it.
+            reader.release()
         final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
         # Beside the decoder: `lm_head`, or `language_model.lm_head` in a multimodal checkpoint.
         head_name = f"{self.base.removesuffix('model.')}{names.head}"

@@ -70,7 +70,13 @@ class CheckpointReader:
         if not tensor.is_floating_point():
             raise BadInput(f"{self._checkpoint.folder}: {name} holds {tensor.dtype}, not floats")
         self._unread.discard(name)
-        return tensor.to(self._device, dtype or self._dtype)
+        found = tensor.to(self._device, dtype or self._dtype)
+        # One that still lies in the mapped file would keep all of the file in memory.
+        return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
+
+    def release(self) -> None:
+        """Let go of the pages of the checkpoint's files."""
+        self._checkpoint.release()
 
     def rows(self, size: int) -> RowSituation:
         """What the choice of a kernel for rows of activations depends on."""

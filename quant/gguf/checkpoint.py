@@ -95,7 +95,8 @@ class GgufCheckpoint(Checkpoint):
         return tensor
 
     def release(self) -> None:
-        """Nothing to let go: tensors are copies."""
+        """Let go of the file's pages in memory; tensors are copies."""
+        self._file.release()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor as `tensor` gives it."""

@@ -165,6 +165,11 @@ class GgufFile:
         info = self.tensors[name]
         return np.frombuffer(self._bytes, np.uint8, count=info.nbytes, offset=info.start)
 
+    def release(self) -> None:
+        """Give back the memory of the pages read so far; they are read again when somebody looks."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._bytes.madvise(mmap.MADV_DONTNEED)
+
 
 class _Cursor:
     """Reads forward through the bytes of a file; what is missing is a BadInput that names it."""

@@ -13,6 +13,7 @@
 #include "segment.h"
 
 #define ITEMS_PER_THREAD 2
+#define MOST_HEADS 64 /* of an item, fewer where there are more rows: scores stay in the second-level cache */
 
 /* An item is a tile of rows, some of its KV heads, and all segments or one. Heads go together where that
  * leaves enough items: their vectors lie behind one another in memory. */
@@ -20,6 +21,7 @@ typedef struct {
     const Call *call;
     const int64_t *tiles_before; /* [num_spans + 1], tiles of rows */
     int64_t num_tiles;
+    int64_t most_rows;           /* of a tile */
     int64_t heads_at_once, head_runs;
     int64_t parts;               /* that the segments of a tile are shared out in; 1: they are not */
     uint8_t *states;             /* [item][heads_at_once], where they are */
@@ -32,25 +34,36 @@ static inline int64_t row_tiles(const Call *c, const Span *span) {
     return ceil_div((span->end - span->begin) * group_of(c), TILE_ROWS);
 }
 
-static int64_t scratch_bytes(const Call *c) {
-    int64_t widest = larger(c->keys.dim, c->values.dim);
-    int64_t floats = TILE_ROWS * (2 * c->keys.dim + SEGMENT + c->values.dim) + RUN * widest;
-    return ceil_div(floats * (int64_t)sizeof(float) + (int64_t)sizeof(Scratch), 64) * 64;
+static int64_t part_floats(const Job *job) {
+    const Call *c = job->call;
+    return job->most_rows * (2 * c->keys.dim + SEGMENT + 2 * c->values.dim);
 }
 
-static Scratch *lay_out(const Call *c, uint8_t *memory) {
+static int64_t scratch_bytes(const Job *job) {
+    const Call *c = job->call;
+    int64_t floats = job->heads_at_once * part_floats(job) + RUN * larger(c->keys.dim, c->values.dim);
+    return (int64_t)sizeof(Scratch) + job->heads_at_once * (int64_t)sizeof(Part) + floats * 4;
+}
+
+static Scratch *lay_out(const Job *job, uint8_t *memory) {
+    const Call *c = job->call;
     Scratch *s = (Scratch *)memory;
-    s->queries = (float *)(memory + sizeof(Scratch));
-    s->anchored = s->queries + TILE_ROWS * c->keys.dim;
-    s->scores = s->anchored + TILE_ROWS * c->keys.dim;
-    s->segment.mixed = s->scores + TILE_ROWS * SEGMENT;
-    s->run = s->segment.mixed + TILE_ROWS * c->values.dim;
+    float *next = (float *)(s->parts + job->heads_at_once);
+    for (int64_t h = 0; h < job->heads_at_once; h++, next += part_floats(job)) {
+        Part *part = s->parts + h;
+        part->queries = next;
+        part->anchored = part->queries + job->most_rows * c->keys.dim;
+        part->scores = part->anchored + job->most_rows * c->keys.dim;
+        part->segment.mixed = part->scores + job->most_rows * SEGMENT;
+        part->whole.mixed = part->segment.mixed + job->most_rows * c->values.dim;
+    }
+    s->run = next;
     return s;
 }
 
-/* The state of each head of an item. */
-static State *state_at(const Job *job, uint8_t *states, int64_t index) {
-    State *state = (State *)(states + index * job->state_bytes);
+/* The state of a head of a part that was shared out. */
+static State *shared_state(const Job *job, int64_t index) {
+    State *state = (State *)(job->states + index * job->state_bytes);
     state->mixed = (float *)(state + 1);
     return state;
 }
@@ -121,51 +134,51 @@ static int is_seen(const Call *c, const Tile *tile, int64_t begin) {
 static void attend_items(void *argument) {
     Job *job = argument;
     const Call *c = job->call;
-    int64_t own_bytes = scratch_bytes(c);
-    uint8_t *memory = workspace(1, own_bytes + job->heads_at_once * job->state_bytes);
+    uint8_t *memory = workspace(1, scratch_bytes(job));
     if (!memory) {
         atomic_store(&job->failed, 1);
         return;
     }
-    Scratch *s = lay_out(c, memory);
+    Scratch *s = lay_out(job, memory);
     for (;;) {
         int64_t item = atomic_fetch_add(&job->next, 1);
         if (item >= job->num_tiles * job->head_runs * job->parts) return;
         Tile tile = tile_at(job, item / job->parts);
-        uint8_t *states = memory + own_bytes;
+        int64_t heads = tile.heads_end - tile.heads_begin;
         int64_t begin = 0, end = tile.own[tile.rows - 1] + 1;
         if (job->parts > 1) {
-            states = job->states + item * job->heads_at_once * job->state_bytes;
             begin = item % job->parts * SEGMENT;
             end = smaller(end, begin + SEGMENT);
         }
-        for (int64_t h = 0; h < tile.heads_end - tile.heads_begin; h++) start(&tile, state_at(job, states, h));
+        State *wholes[MOST_HEADS];
+        for (int64_t h = 0; h < heads; h++) {
+            tile.head = tile.heads_begin + h;
+            load_queries(c, &tile, c->queries, c->query_stride, s->parts[h].queries);
+            if (c->anchored) load_queries(c, &tile, c->anchored, c->anchored_stride, s->parts[h].anchored);
+            wholes[h] = job->parts > 1 ? shared_state(job, item * job->heads_at_once + h) : &s->parts[h].whole;
+            start(&tile, wholes[h]);
+        }
         for (; begin < end; begin += SEGMENT) {
             if (!is_seen(c, &tile, begin)) continue;
-            for (tile.head = tile.heads_begin; tile.head < tile.heads_end; tile.head++) {
-                load_queries(c, &tile, c->queries, c->query_stride, s->queries);
-                if (c->anchored) load_queries(c, &tile, c->anchored, c->anchored_stride, s->anchored);
-                attend_segment(c, &tile, begin, s);
-                merge(c, &tile, &s->segment, state_at(job, states, tile.head - tile.heads_begin));
-            }
+            attend_segment(c, &tile, begin, s);
+            for (int64_t h = 0; h < heads; h++) merge(c, &tile, &s->parts[h].segment, wholes[h]);
         }
         if (job->parts > 1) continue;
         for (tile.head = tile.heads_begin; tile.head < tile.heads_end; tile.head++)
-            store_tile(c, &tile, state_at(job, states, tile.head - tile.heads_begin));
+            store_tile(c, &tile, wholes[tile.head - tile.heads_begin]);
     }
 }
 
 /* Merges what was shared out, in the order in which one thread would have. */
-static void merge_parts(const Job *job, uint8_t *memory) {
+static void merge_parts(const Job *job, State *whole) {
     const Call *c = job->call;
     for (int64_t index = 0; index < job->num_tiles * job->head_runs; index++) {
         Tile tile = tile_at(job, index);
         for (; tile.head < tile.heads_end; tile.head++) {
-            State *whole = state_at(job, memory, 0);
             start(&tile, whole);
             for (int64_t part = 0; part < job->parts; part++) {
                 int64_t at = (index * job->parts + part) * job->heads_at_once;
-                merge(c, &tile, state_at(job, job->states, at + tile.head - tile.heads_begin), whole);
+                merge(c, &tile, shared_state(job, at + tile.head - tile.heads_begin), whole);
             }
             store_tile(c, &tile, whole);
         }
@@ -176,7 +189,7 @@ static void merge_parts(const Job *job, uint8_t *memory) {
 static void share_out(Job *job, int64_t longest) {
     int64_t wanted = job->call->threads > 1 ? job->call->threads * ITEMS_PER_THREAD : 1;
     int64_t heads = job->call->keys.heads;
-    job->heads_at_once = heads;
+    job->heads_at_once = smaller(heads, larger(1, MOST_HEADS / job->most_rows));
     while (job->heads_at_once > 1 && job->num_tiles * ceil_div(heads, job->heads_at_once) < wanted)
         job->heads_at_once = ceil_div(job->heads_at_once, 2);
     job->head_runs = ceil_div(heads, job->heads_at_once);
@@ -188,12 +201,14 @@ int llmopt_attend(const Call *c) {
     Job job = {.call = c};
     int64_t longest = 0;
     for (int64_t i = 0; i < c->num_spans; i++) {
+        int64_t rows = (c->spans[i].end - c->spans[i].begin) * group_of(c);
         job.num_tiles += row_tiles(c, c->spans + i);
+        job.most_rows = larger(job.most_rows, smaller(rows, TILE_ROWS));
         longest = larger(longest, c->spans[i].num_cached);
     }
     if (!job.num_tiles) return 0;
     share_out(&job, longest);
-    job.state_bytes = ceil_div((int64_t)sizeof(State) + TILE_ROWS * c->values.dim * 4, 64) * 64;
+    job.state_bytes = ceil_div((int64_t)sizeof(State) + job.most_rows * c->values.dim * 4, 64) * 64;
     int64_t items = job.num_tiles * job.head_runs * job.parts;
     int64_t before_bytes = ceil_div((c->num_spans + 1) * (int64_t)sizeof(int64_t), 64) * 64;
     int64_t states_bytes = job.parts > 1 ? items * job.heads_at_once * job.state_bytes : 0;
@@ -206,6 +221,10 @@ int llmopt_attend(const Call *c) {
     job.states = memory + before_bytes;
     run_parallel(attend_items, &job, smaller(c->threads, items));
     if (atomic_load(&job.failed)) return 1;
-    if (job.parts > 1) merge_parts(&job, memory + before_bytes + states_bytes);
+    if (job.parts > 1) {
+        State *whole = (State *)(memory + before_bytes + states_bytes);
+        whole->mixed = (float *)(whole + 1);
+        merge_parts(&job, whole);
+    }
     return 0;
 }

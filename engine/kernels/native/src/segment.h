@@ -42,18 +42,22 @@ typedef struct {
     float *mixed;          /* [rows][dim], values weighed by e^(score - largest) */
 } State;
 
-/* Rows of one KV head; the same rows of other heads come before and after it, `heads_begin` first. */
+/* Some rows, for some KV heads; `head` is the one at hand. */
 typedef struct {
     int64_t span, first, rows, own[TILE_ROWS];
     int64_t head, heads_begin, heads_end;
 } Tile;
 
-/* What a thread works with, beside the states that last. */
+/* What a thread works with for a head of a tile. */
 typedef struct {
-    float *queries, *anchored; /* [TILE_ROWS][keys.dim], scaled */
+    float *queries, *anchored; /* [rows][keys.dim], scaled */
+    float *scores;         /* [rows][SEGMENT] */
+    State segment, whole;
+} Part;
+
+typedef struct {
     float *run;            /* [RUN][dim] of keys or values */
-    float *scores;         /* [TILE_ROWS][SEGMENT] */
-    State segment;
+    Part parts[];          /* of the heads of an item */
 } Scratch;
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -225,7 +229,9 @@ static void soften(const Tile *tile, int64_t count, float *scores, State *state)
     }
 }
 
-static void attend_segment(const Call *c, const Tile *tile, int64_t begin, Scratch *s) {
+/* One segment for all heads of a tile. The heads of a position lie behind one another in memory: so heads
+ * change fastest, and what is read is read in the order in which it lies. */
+static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s) {
     int64_t from = sees_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
     int64_t end = smaller(begin + SEGMENT, last + 1);
     Places places[SEGMENT / RUN];
@@ -234,39 +240,45 @@ static void attend_segment(const Call *c, const Tile *tile, int64_t begin, Scrat
         if (p < c->kept || p + RUN > from) runs[count++] = p;
     float scales[RUN], *of_keys = c->keys.scales ? scales : NULL;
     for (int64_t i = 0; i < count; i++) find_places(c, tile, runs[i], places + i);
-    /* The head before has asked for this one's vectors. */
-    int64_t next = tile->head + (tile->head > tile->heads_begin);
-    int64_t stop = smaller(tile->head + 2, tile->heads_end);
-    if (count) fetch(&c->keys, places, next, stop);
     for (int64_t i = 0; i < count; i++) {
-        if (i + 1 < count) fetch(&c->keys, places + i + 1, next, stop);
-        fetch(&c->values, places + i, next, stop);
-        read_columns(&c->keys, places + i, tile->head, s->run);
-        float *scores = s->scores + i * RUN;
-        score_run(c, tile->rows, s->queries, s->run, scores);
-        if (c->anchored && runs[i] < c->kept) {
-            float kept[TILE_ROWS * SEGMENT];
-            score_run(c, tile->rows, s->anchored, s->run, kept);
-            for (int64_t r = 0; r < tile->rows; r++)
-                memcpy(scores + r * SEGMENT, kept + r * SEGMENT,
-                       (size_t)smaller(RUN, c->kept - runs[i]) * sizeof(float));
+        for (tile->head = tile->heads_begin; tile->head < tile->heads_end; tile->head++) {
+            const Part *part = s->parts + (tile->head - tile->heads_begin);
+            if (i + 1 < count) fetch(&c->keys, places + i + 1, tile->head, tile->head + 1);
+            else fetch(&c->values, places, tile->head, tile->head + 1);
+            read_columns(&c->keys, places + i, tile->head, s->run);
+            float *scores = part->scores + i * RUN;
+            score_run(c, tile->rows, part->queries, s->run, scores);
+            if (c->anchored && runs[i] < c->kept) {
+                float kept[TILE_ROWS * SEGMENT];
+                score_run(c, tile->rows, part->anchored, s->run, kept);
+                for (int64_t r = 0; r < tile->rows; r++)
+                    memcpy(scores + r * SEGMENT, kept + r * SEGMENT,
+                           (size_t)smaller(RUN, c->kept - runs[i]) * sizeof(float));
+            }
+            if (of_keys) read_scales(&c->keys, places + i, tile->head, scales);
+            finish_scores(c, tile, runs[i], of_keys, scores);
         }
-        if (of_keys) read_scales(&c->keys, places + i, tile->head, scales);
-        finish_scores(c, tile, runs[i], of_keys, scores);
     }
-    soften(tile, count * RUN, s->scores, &s->segment);
-    memset(s->segment.mixed, 0, (size_t)(tile->rows * c->values.dim) * sizeof(float));
+    for (int64_t h = 0; h < tile->heads_end - tile->heads_begin; h++) {
+        Part *part = s->parts + h;
+        soften(tile, count * RUN, part->scores, &part->segment);
+        memset(part->segment.mixed, 0, (size_t)(tile->rows * c->values.dim) * sizeof(float));
+    }
     for (int64_t i = 0; i < count; i++) {
-        float *weights = s->scores + i * RUN;
-        if (c->values.scales) {
-            read_scales(&c->values, places + i, tile->head, scales);
-            for (int64_t r = 0; r < tile->rows; r++)
-                for (int k = 0; k < RUN; k += LANES)
-                    fstore(weights + r * SEGMENT + k,
-                           fmul(fload(weights + r * SEGMENT + k), fload(scales + k)));
+        for (tile->head = tile->heads_begin; tile->head < tile->heads_end; tile->head++) {
+            Part *part = s->parts + (tile->head - tile->heads_begin);
+            float *weights = part->scores + i * RUN;
+            if (c->values.scales) {
+                read_scales(&c->values, places + i, tile->head, scales);
+                for (int64_t r = 0; r < tile->rows; r++)
+                    for (int k = 0; k < RUN; k += LANES)
+                        fstore(weights + r * SEGMENT + k,
+                               fmul(fload(weights + r * SEGMENT + k), fload(scales + k)));
+            }
+            if (i + 1 < count) fetch(&c->values, places + i + 1, tile->head, tile->head + 1);
+            read_rows(&c->values, places + i, tile->head, s->run);
+            mix_run(c, tile->rows, weights, s->run, part->segment.mixed);
         }
-        read_rows(&c->values, places + i, tile->head, s->run);
-        mix_run(c, tile->rows, weights, s->run, s->segment.mixed);
     }
 }
 
