@@ -121,7 +121,8 @@ class ModelRunner:
     def _inputs(self, runs: Sequence[GuessedRow]) -> StepInputs:
         inputs = self._inputs_of([run.run for run in runs])
         loras = [(run.row.lora, run.num_tokens) for run in runs]
-        return replace(inputs, adapters=rows_by_adapter(loras, self._device))
+        taps = () if self._proposer is None else self._proposer.taps
+        return replace(inputs, adapters=rows_by_adapter(loras, self._device), taps=taps)
 
     def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:
         return step_inputs(runs, self.cache.block_size, self._device, self._dtype)

@@ -99,8 +99,6 @@ class Decoder:
 
     `mirror`, where one is set, is told of each call's name and argument before it is computed: the
     processes that hold the other parts of the model must make the same calls.
-
-    `taps` are layers whose input is handed out, for heads that guess.
     """
 
     def __init__(
@@ -114,7 +112,6 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.mirror: Callable[[str, Any], None] | None = None
-        self.taps: tuple[int, ...] = ()
         self._adapters = adapters
         self._dtype = dtype
         device = weights.embedding.device
@@ -168,7 +165,7 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step and fill the caches; returns the normed hidden states [tokens, hidden], and beside
-        them what entered the layers of `taps`."""
+        them what entered the layers of the step's `taps`."""
         if self.mirror is not None:
             self.mirror("forward", inputs)
         positions = inputs.positions
@@ -185,13 +182,13 @@ class Decoder:
             hidden = hidden + functional.embedding(inputs.positions, self.weights.positions)
         entered: dict[int, torch.Tensor] = {}
         for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
-            if index in self.taps:
+            if index in inputs.taps:
                 entered[index] = hidden
             hidden = layer(hidden, step, cache)
         normed = self.weights.final_norm(hidden)
-        if not self.taps:
+        if not inputs.taps:
             return normed
-        return torch.cat([normed, *(entered[index] for index in self.taps)], dim=-1)
+        return torch.cat([normed, *(entered[index] for index in inputs.taps)], dim=-1)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,8 @@ class DraftModel:
     that both draws agree where the distributions do.
     """
 
+    taps: tuple[int, ...] = ()
+
     def __init__(
         self,
         model: CausalModel,

@@ -54,6 +54,7 @@ class EagleProposer:
     def __init__(
         self, head: EagleHead, cache: KvCache, width: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        self.taps = head.taps
         self._head = head
         self._cache = cache
         self._width = width

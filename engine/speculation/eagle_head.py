@@ -99,12 +99,14 @@ class EagleWeights:
 
     Attributes:
         embedding: of the tokens; the model's own where the heads bring none.
-        blend: states that enter some of the model's layers, beside each other, to one; None: the hidden
-            states that the model's vocabulary projection reads are taken as they are.
+        taps: layers of the model whose input is read.
+        blend: those states, beside each other, to one; None: the hidden states that the model's vocabulary
+            projection reads are taken as they are.
         scores: None: the model's own vocabulary projection.
     """
 
     embedding: torch.Tensor
+    taps: tuple[int, ...]
     blend: Projection | None
     entry: Joined | SideBySide
     attention: HeadAttention
@@ -133,6 +135,7 @@ class EagleHead:
         dtype: torch.dtype,
     ) -> None:
         self.kv_layouts: tuple[KvLayout, ...] = spec.kv_layouts
+        self.taps = weights.taps
         self._weights = weights
         self._target = target
         device, layout = weights.embedding.device, spec.kv_layouts[0]

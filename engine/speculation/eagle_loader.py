@@ -30,7 +30,7 @@ def load_eagle(
     device: torch.device,
     dtype: torch.dtype,
 ) -> EagleHead:
-    """The head that a folder holds, for `target`; EAGLE-3's makes it hand out what the head reads.
+    """The head that a folder holds, for `target`.
 
     Raises:
         BadInput: something is missing, of another size than the target, or of another kind.
@@ -100,6 +100,7 @@ def _first(parts: _Parts) -> EagleWeights:
     hidden = parts.spec.shape.hidden_size
     return EagleWeights(
         embedding=parts.embedding(),
+        taps=(),
         blend=None,
         entry=Joined(parts.into(2 * hidden)),
         attention=parts.attention(hidden),
@@ -130,8 +131,9 @@ def _third(parts: _Parts) -> EagleWeights:
         raise BadInput(
             f"{parts.checkpoint.folder}: {scored} tokens are scored, and no d2t says which"
         )
-    weights = EagleWeights(
+    return EagleWeights(
         embedding=parts.embedding(),
+        taps=tuple(taps),
         blend=parts.into(len(taps) * read),
         entry=SideBySide(
             parts.norm(f"{layer}input_layernorm"),
@@ -148,8 +150,6 @@ def _third(parts: _Parts) -> EagleWeights:
             shape.vocab_size,
         ),
     )
-    parts.target.taps = tuple(taps)
-    return weights
 
 
 def _agree(folder: Path, what: str, found: int, wanted: int) -> None:

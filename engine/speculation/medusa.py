@@ -129,6 +129,8 @@ def _module(pattern: str, head: int, block: int) -> str:
 class MedusaProposer:
     """Reads the hidden state behind which the last known token was drawn."""
 
+    taps: tuple[int, ...] = ()
+
     def __init__(self, heads: MedusaHeads, width: int) -> None:
         self._heads = heads.heads
         self._width = width

@@ -15,6 +15,7 @@ class NgramProposer:
     """Prompt lookup (Saxena 2023): the longest match of the last tokens, the latest among several."""
 
     bytes_held = 0
+    taps: tuple[int, ...] = ()
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest

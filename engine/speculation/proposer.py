@@ -35,7 +35,7 @@ class Seen:
 
     Attributes:
         hidden: [tokens, hidden], what the model made of the row's tokens and of the guesses that stand, as
-            its vocabulary projection reads it.
+            its vocabulary projection reads it; beside it what the proposer's `taps` ask for.
         next_ids: the token behind each of them.
     """
 
@@ -59,6 +59,11 @@ class Proposer(Protocol):
     @property
     def bytes_held(self) -> int:
         """Bytes of weights and cache that it keeps."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the model whose input it wants to see beside the final hidden states."""
         ...
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

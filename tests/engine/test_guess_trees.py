@@ -123,6 +123,7 @@ class Oracle:
     """Knows what comes, and hides it among wrong guesses, rarely in the first place of a level."""
 
     bytes_held = 0
+    taps: tuple[int, ...] = ()
 
     def __init__(self, sequences: Sequence[Sequence[int]], width: int) -> None:
         self._sequences = [tuple(one) for one in sequences]

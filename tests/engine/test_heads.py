@@ -257,6 +257,10 @@ def test_random_heads_change_no_token(tmp_path: Path, write: Any) -> None:
         )
         results.append([one.completions for one in llm.generate(PROMPTS, params)])
     assert results[0] == results[1]
+    tokens = llm.engine.encode(PROMPTS[0])
+    plain = LLM("stories3M", dtype="float32", num_threads=1).engine
+    assert torch.equal(llm.engine.prompt_logits(tokens), plain.prompt_logits(tokens))
+    assert torch.equal(llm.engine.hidden_states(tokens), plain.hidden_states(tokens))
 
 
 def test_memory_counts_the_heads_and_their_cache(tmp_path: Path) -> None:
