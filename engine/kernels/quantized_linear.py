@@ -25,6 +25,8 @@ from .linear import LinearKernel
 from .native.grid import grid_of, refuses_grid
 from .native.linear import native_linear
 from .packed_linear import Packed8Linear, Packed16Linear, wants_8_bit_inputs
+from .triton import table as triton
+from .triton.integer_layout import refuses_layout
 
 MOST_INPUTS = 2**20
 
@@ -226,6 +228,12 @@ def _refuses_vectorwise(situation: QuantizedLinearSituation) -> str | None:
     return None
 
 
+def _refuses_triton(situation: QuantizedLinearSituation) -> str | None:
+    if (reason := triton.refuses(situation.device, situation.dtype)) is not None:
+        return reason
+    return refuses_layout(situation.scheme, situation.in_features)
+
+
 def _int4pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     assert isinstance(weight, IntTensor)
     return Int4PackLinear(weight, dtype)
@@ -253,6 +261,7 @@ QUANTIZED_LINEAR: Operation[
 ] = Operation(
     "quantized linear",
     [
+        Candidate("triton-integer", _refuses_triton, triton.integer_linear),
         Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
         Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
         Candidate("torch-int4pack", _refuses_int4pack, _int4pack),

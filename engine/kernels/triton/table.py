@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ....quant.tensors.base import QuantizedTensor
 from ..paged_attention import AttentionBatch, AttentionRule
 from ..paged_tensor import PagedTensor
 from .runtime import refuses_triton
 
 if TYPE_CHECKING:
     from .gate import TritonGate
+    from .integer_linear import IntegerLinear
     from .norm import TritonNorm
     from .turn import TritonTurn
 
@@ -67,3 +69,10 @@ def turn() -> TritonTurn:
     from .turn import TritonTurn
 
     return TritonTurn()
+
+
+def integer_linear(weight: QuantizedTensor, dtype: torch.dtype) -> IntegerLinear:
+    """A `LinearKernel`."""
+    from .integer_linear import IntegerLinear
+
+    return IntegerLinear(weight, dtype)
