@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/installed
 OMP_NUM_THREADS ?= 2
 export OMP_NUM_THREADS
 
-.PHONY: demo test nightly lint install owners clean
+.PHONY: demo test nightly gpu-check lint install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -20,6 +20,10 @@ test: $(INSTALLED)
 # The random walk over scheduler and block pool, of more than 20,000 steps.
 nightly: $(INSTALLED)
 	LLMOPT_WALK_EXAMPLES=2000 $(VENV)/bin/python -m pytest tests/engine/test_scheduler_walk.py
+
+# The Triton kernels on this machine's GPU: the sweeps that CI runs interpreted, and real sizes.
+gpu-check: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -rs tests/gpu tests/engine/test_triton_*.py
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check

@@ -1,0 +1,179 @@
+"""Triton's kernels compiled for a GPU that is not there: `python tools/triton_code.py`.
+
+A launch compiles in place of running, for the shapes and types that it was given, with the assembler that
+Triton brings. Printed is what the assembler says: registers and bytes of local memory a thread, bytes of
+shared memory a block, and the matrix instructions in the machine code. It takes two minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from llmopt.engine.kernels import paged_attention as pa
+from llmopt.engine.kernels.head_norms import HeadNorms
+from llmopt.engine.kernels.paged_tensor import PagedTensor
+from llmopt.quant.methods.int_grid import round_to_nearest
+from llmopt.quant.scheme import IntScheme
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel as the assembler left it.
+
+    Attributes:
+        stack: bytes of local memory a thread, which registers spill to.
+        shared: bytes of shared memory a block.
+        matrix: the matrix instructions in its machine code.
+    """
+
+    name: str
+    registers: int
+    stack: int
+    shared: int
+    matrix: frozenset[str]
+
+
+@contextmanager
+def compiling(capability: int = 90) -> Iterator[list[Compiled]]:
+    """Within it, launches compile for that capability; the list says what came of each."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile, make_backend
+    from triton.runtime import jit
+
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    found: list[Compiled] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kwargs |= {"debug": False, "instrumentation_mode": ""}
+        binder = jit.create_function_from_signature(self.signature, self.params, backend)
+        bound, specialization, options = binder(*args, **kwargs)
+        packed = self._pack_args(backend, kwargs, bound, specialization, options)
+        options, signature, constants, attributes = packed
+        source = ASTSource(self, signature, constants, attributes)
+        kernel = compile(source, target=target, options=options.__dict__)
+        found.append(_read(kernel, Path(triton.__file__).parent / "backends/nvidia/bin"))
+
+    original: Any = jit.JITFunction.run
+    jit.JITFunction.run = run
+    try:
+        yield found
+    finally:
+        jit.JITFunction.run = original
+
+
+def _read(kernel: Any, binaries: Path) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+
+        def dump(option: str) -> str:
+            command = [binaries / "cuobjdump", option, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage, code = dump("--dump-resource-usage"), dump("--dump-sass")
+    registers, stack = (
+        int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK")
+    )
+    matrix = frozenset(re.findall(r"\b([HQI]G?MMA)\b", code))
+    return Compiled(kernel.metadata.name, registers, stack, kernel.metadata.shared, matrix)
+
+
+def attention(
+    heads: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    stored: torch.dtype = BF16,
+    dtype: torch.dtype = BF16,
+    **rule: Any,
+) -> None:
+    """Launch it for a step of six sequences that bring one token and one that brings 64."""
+    from llmopt.engine.kernels.triton.attention import attend_triton
+
+    in_keys = dims[0] > dims[1]
+    keys = PagedTensor.zeros(20, 16, kv_heads, dims[0], CPU, stored)
+    values = PagedTensor.zeros(20, 16, kv_heads, dims[1], CPU, stored)
+    spans = [pa.SequenceSpan(0, 64, 200, torch.arange(13))]
+    zeros = torch.zeros(6, dtype=torch.int64)
+    decode = pa.DecodeGroup(torch.arange(64, 70), zeros.repeat(130), zeros + 2000, zeros)
+    batch = pa.AttentionBatch(spans, decode, 16, dtype)
+    queries = torch.zeros(70, heads, dims[0], dtype=dtype)
+    values = keys.front(dims[1]) if in_keys else values
+    anchored = queries if rule.get("kept") else None
+    attend_triton(queries, keys, values, batch, pa.AttentionRule(0.1, **rule), anchored)
+
+
+def rows() -> None:
+    """Launch norm, gates, and rotation with the cache write for every stored type."""
+    from llmopt.engine.kernels.triton.gate import TritonGate
+    from llmopt.engine.kernels.triton.norm import TritonNorm
+    from llmopt.engine.kernels.triton.turn import TritonTurn
+
+    x, wide = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 14336, dtype=BF16)
+    TritonNorm(x[0], 1e-5)(x, x)
+    TritonGate("silu")(wide, wide)
+    TritonGate("gelu")(wide, wide)
+    TritonGate("gelu_tanh")(wide, wide)
+    angles = torch.zeros(4, 1, 128, dtype=BF16)
+    norms = HeadNorms(angles[0, 0], angles[0, 0], 1e-6)
+    stacked = torch.zeros(4, 48, 128, dtype=BF16)
+    for stored in (BF16, torch.int8, torch.float8_e4m3fn):
+        cache = PagedTensor.zeros(4, 16, 8, 128, CPU, stored)
+        TritonTurn()(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
+
+
+def products(scheme: IntScheme) -> None:
+    """Launch products of one token, few, many, and too many."""
+    from llmopt.engine.kernels.triton.integer_linear import IntegerLinear
+
+    weight = round_to_nearest(torch.randn(512, 4096), scheme, BF16)
+    linear = IntegerLinear(weight, BF16)
+    for tokens in (1, 16, 32, 64, 65):
+        linear(torch.zeros(tokens, 4096, dtype=BF16))
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "attention, 32 heads of 128 on 8": lambda: attention(32, 8, (128, 128)),
+    "  fp8 cache": lambda: attention(32, 8, (128, 128), torch.float8_e4m3fn),
+    "  int8 cache": lambda: attention(32, 8, (128, 128), torch.int8),
+    "  window, first tokens kept": lambda: attention(32, 8, (128, 128), window=1000, kept=4),
+    "  float32": lambda: attention(32, 8, (128, 128), torch.float32, torch.float32),
+    "attention, 64 heads of 64 on 8, sinks": lambda: attention(
+        64, 8, (64, 64), sinks=torch.zeros(64), window=128
+    ),
+    "attention, 8 heads of 256 on 1, soft cap": lambda: attention(8, 1, (256, 256), softcap=50.0),
+    "attention, 32 heads of 96": lambda: attention(32, 32, (96, 96)),
+    "attention, 16 heads on a latent of 576": lambda: attention(16, 1, (576, 512)),
+    "between the linears": rows,
+    "4-bit weights": lambda: products(IntScheme(4, 128, False)),
+    "8-bit weights": lambda: products(IntScheme(8, -1, True)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--capability", type=int, default=90, help="of the GPU, as in sm_90")
+    given = parser.parse_args()
+    print(f"{'':42} {'kernel':10} {'registers':>9} {'local':>6} {'shared':>7}  matrix")
+    for name, launch in LAUNCHES.items():
+        with compiling(given.capability) as found:
+            launch()
+        for one in found:
+            sizes = f"{one.registers:9} {one.stack:6} {one.shared:7}"
+            print(f"{name:42} {one.name:10} {sizes}  {', '.join(sorted(one.matrix))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
