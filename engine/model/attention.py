@@ -68,7 +68,6 @@ class StepInputs:
     batch: AttentionBatch
     adapters: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
     taps: tuple[int, ...] = ()
-    taps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
