@@ -35,7 +35,7 @@ from .request import Request, RequestTimes
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
-from .scoring import hidden_states, prompt_logits
+from .scoring import in_chunks
 from .speculation.open import draft_length, open_draft, open_proposer
 from .step_loop import StepLoop, StepUnderWay
 from .step_trace import StepRecorder
@@ -298,11 +298,11 @@ class Engine:
             BadInput: no tokens, tokens outside the vocabulary, more than fit in the free cache, or an
                 unknown adapter.
         """
-        return self._over_tokens(prompt_logits, token_ids, lora)
+        return self._over_tokens(self.runner.score, token_ids, lora)
 
     def hidden_states(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
         """Final normed states of tokens, [tokens, hidden]. Raises as `prompt_logits`."""
-        return self._over_tokens(hidden_states, token_ids, lora)
+        return self._over_tokens(self.runner.hidden, token_ids, lora)
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes and their counters, as a benchmark does between runs."""
@@ -343,7 +343,7 @@ class Engine:
         self._check_tokens(token_ids, SamplingParams())
         self._wait_for_thread()
         scheduler = self.scheduler
-        return compute(self.runner, scheduler.pool, scheduler.config, token_ids, lora)
+        return in_chunks(compute, scheduler.pool, scheduler.config, token_ids, lora)
 
     def _check_lora(self, name: str | None) -> None:
         if name is not None and name not in self.config.loras:

@@ -1,4 +1,4 @@
-"""Scores and hidden states of given tokens, outside the schedule: for perplexity, embeddings and tests."""
+"""What the model makes of given tokens, outside the schedule: for perplexity, embeddings and tests."""
 
 from __future__ import annotations
 
@@ -8,45 +8,25 @@ import torch
 
 from ..quant.errors import BadInput
 from .block_pool import BlockPool
-from .model_runner import ModelRunner
 from .scheduler_config import SchedulerConfig
 from .window import take_out
 
 
-def prompt_logits(
-    runner: ModelRunner,
+def in_chunks(
+    compute: Callable[[int, Sequence[int], Sequence[int], str | None], torch.Tensor],
     pool: BlockPool,
     config: SchedulerConfig,
     token_ids: Sequence[int],
     lora: str | None = None,
 ) -> torch.Tensor:
-    """Scores after each of `token_ids`, float32 [tokens, vocab].
+    """What `compute` makes of all tokens, [tokens, ...]: chunk by chunk, over blocks of the pool.
+
+    Args:
+        compute: of (place of the first token, tokens, block ids, adapter), a row for each token.
 
     Raises:
         BadInput: more tokens than fit in the context or in the free blocks.
     """
-    return _in_chunks(runner.score, pool, config, token_ids, lora)
-
-
-def hidden_states(
-    runner: ModelRunner,
-    pool: BlockPool,
-    config: SchedulerConfig,
-    token_ids: Sequence[int],
-    lora: str | None = None,
-) -> torch.Tensor:
-    """Final normed states of `token_ids`, [tokens, hidden]. Raises as `prompt_logits`."""
-    return _in_chunks(runner.hidden, pool, config, token_ids, lora)
-
-
-def _in_chunks(
-    compute: Callable[..., torch.Tensor],
-    pool: BlockPool,
-    config: SchedulerConfig,
-    token_ids: Sequence[int],
-    lora: str | None,
-) -> torch.Tensor:
-    """What `compute` makes of the tokens, chunk by chunk, over blocks of the pool."""
     count = len(token_ids)
     if count > config.max_model_len or config.most_blocks(count) > pool.num_free:
         raise BadInput(

@@ -16,21 +16,17 @@ from .errors import ApiError
 from .generation import Answer, Service, server_sent
 from .logprobs import chat_logprobs
 from .protocol import GenerationRequest, StreamOptions, unsupported
-from .structure import ANY_OBJECT, Constraint
+from .structure import ANY_OBJECT, Constraint, JsonSchemaFormat
 from .text import Tokenization
 from .usage import Usage
 
 LOGPROBS = "message.output_text.logprobs"
 
 
-class TextFormat(BaseModel):
+class TextFormat(JsonSchemaFormat):
     """`text.format`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class TextOptions(BaseModel):

@@ -38,7 +38,7 @@ class Constraint:
 
 
 class JsonSchemaFormat(BaseModel):
-    """`response_format.json_schema`."""
+    """`response_format.json_schema`, and what `text.format` of a response has beside its type."""
 
     name: str | None = None
     description: str | None = None
