@@ -72,7 +72,7 @@ class CheckpointReader:
         self._unread.discard(name)
         found = tensor.to(self._device, dtype or self._dtype)
         # One that still lies in the mapped file would keep all of the file in memory.
-        return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
+        return found.clone() if found.data_ptr() == tensor.data_ptr() else found
 
     def release(self) -> None:
         """Let go of the pages of the checkpoint's files."""
