@@ -84,9 +84,7 @@ def _read(kernel: Any, binaries: Path) -> Compiled:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
         usage, code = dump("--dump-resource-usage"), dump("--dump-sass")
-    registers, stack = (
-        int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK")
-    )
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
     matrix = frozenset(re.findall(r"\b([HQI]G?MMA)\b", code))
     return Compiled(kernel.metadata.name, registers, stack, kernel.metadata.shared, matrix)
 

@@ -16,7 +16,7 @@ from ...quant.scheme import (
 )
 from .attention_kernels import PAGED_ATTENTION, AttentionSituation
 from .dispatch import Choice
-from .layer_kernels import GATE, NORM, TURN, RowSituation
+from .layer_kernels import GATE, GELU_GATE, NORM, TURN, RowSituation
 from .linear import LINEAR, LinearSituation
 from .quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
 
@@ -41,7 +41,7 @@ def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
         PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, 128, 128, has_trees=True)),
         *(
             operation.explain(RowSituation(device.type, dtype, size))
-            for operation, size in ((NORM, 4096), (GATE, 4096), (TURN, 128))
+            for operation, size in ((NORM, 4096), (GATE, 4096), (GELU_GATE, 4096), (TURN, 128))
         ),
         LINEAR.explain(LinearSituation(device.type, dtype, 4096, 4096)),
     ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -128,3 +131,15 @@ def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setenv(VARIABLE, "interpret")
         assert reason("cpu", torch.bfloat16) is None
+
+
+def test_triton_that_was_imported_too_early_is_refused() -> None:
+    script = (
+        "import triton; from llmopt.engine.kernels.triton.runtime import refuses_triton;"
+        "print(refuses_triton('cpu'))"
+    )
+    environment = {**os.environ, VARIABLE: "interpret"}
+    environment.pop("TRITON_INTERPRET", None)
+    run = [sys.executable, "-c", script]
+    said = subprocess.run(run, capture_output=True, text=True, env=environment, check=True).stdout
+    assert said.startswith("Triton was imported before it was told to interpret")

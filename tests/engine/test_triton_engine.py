@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.kernels.triton.runtime import VARIABLE
+from llmopt.quant.scheme import IntScheme
+from quantized_world import random_model, write_checkpoint
 from triton_world import DEVICE
 
 PROMPTS = [[1, 403, 407], [1] + [5 + 7 * i for i in range(11)]]
 
 
-def tokens(**options: Any) -> list[tuple[int, ...]]:
-    built = LLM("stories260K", device=DEVICE, dtype="float32", **options)
+def tokens(model: str | Path = "stories260K", **options: Any) -> list[tuple[int, ...]]:
+    built = LLM(model, device=DEVICE, dtype="float32", **options)
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     return [tuple(result.token_ids) for result in built.generate(PROMPTS, params)]
 
@@ -26,3 +29,13 @@ def test_greedy_tokens(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any])
     expected = tokens(**options)
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
     assert tokens(**options) == expected
+
+
+def test_greedy_tokens_of_a_quantized_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, random_model(), "compressed-tensors", IntScheme(4, 32, False))
+    monkeypatch.setenv(VARIABLE, "off")
+    expected = tokens(tmp_path)
+    monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+    assert tokens(tmp_path) == expected

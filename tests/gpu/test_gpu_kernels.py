@@ -81,7 +81,8 @@ def test_turn(stored: torch.dtype) -> None:
     stacked = torch.randn(3000, 48, 128, device="cuda").to(BF16)
     angle = torch.rand(3000, 1, 64, device="cuda") * 6
     cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
-    norms = HeadNorms(*torch.randn(2, 128, device="cuda").to(BF16), 1e-6)
+    weight = torch.randn(128, device="cuda").to(BF16)
+    norms = HeadNorms(weight, weight.flip(0), 1e-6)
     slots = torch.randperm(4096, device="cuda")[:3000]
     results = []
     for turn in (TorchTurn(), TritonTurn()):

@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 """Products with weights of 4 or 8 bits, read as they are stored: `x @ ((codes - zeros) * scales).T`.
 
 The codes are repacked once, into tiles that a program reads in one piece. A run of inputs is two halves in

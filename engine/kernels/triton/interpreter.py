@@ -9,8 +9,13 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def mend() -> None:
-    """Ranges with bounds that a kernel loaded; matrix products of bfloat16, and rounding to it."""
+def mend() -> bool:
+    """Ranges with bounds that a kernel loaded; matrix products of bfloat16, and rounding to it.
+
+    Returns whether Triton interprets at all: what it brings itself was compiled or not when it was imported.
+    """
+    if not isinstance(tl.sum, interpreter.InterpretedFunction):
+        return False
     patch: Any = interpreter._patch_lang_tensor
     builder: Any = interpreter.InterpreterBuilder
     dot, cast = builder.create_dot, builder.cast_impl
@@ -31,6 +36,7 @@ def mend() -> None:
     interpreter._patch_lang_tensor = patch_tensor
     builder.cast_impl = cast_impl
     builder.create_dot = create_dot
+    return True
 
 
 def _widened(operand: Any) -> Any:

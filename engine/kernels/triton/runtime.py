@@ -20,19 +20,19 @@ def refuses_triton(device: str) -> str | None:
         return "it is a GPU kernel"
     if not _is_installed():
         return "Triton is not installed"
-    if wanted == "interpret":
-        interpret()
+    if wanted == "interpret" and not interpret():
+        return "Triton was imported before it was told to interpret: set TRITON_INTERPRET=1"
     return None
 
 
 @cache
-def interpret() -> None:
-    """Have Triton interpret its kernels. It must be told so before the process imports it first."""
+def interpret() -> bool:
+    """Have Triton interpret its kernels: it must be told so before the process imports it first."""
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
     from .interpreter import mend
 
-    mend()
+    return mend()
 
 
 @cache
