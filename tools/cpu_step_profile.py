@@ -218,7 +218,9 @@ def main() -> None:
         print(
             f"{one['checkpoint']:>9} {one['case']:>9} "
             + " ".join(f"{value:>9.2f}" for value in numbers)
-            + f" {one['tokens_per_second']:>9.1f} {one['of_roof']:>9.0%}"
+            + f" {one['tokens_per_second']:>9.1f} "
+            # Beside others the bytes that could be read are not known.
+            + ("        -" if options.busy else f"{one['of_roof']:>9.0%}")
         )
     if options.json:
         record = {
