@@ -115,4 +115,5 @@ def dense_mask(mask: torch.Tensor, vocab_size: int, device: torch.device) -> tor
     mask = mask.to(device)
     if len(mask) > vocab_size:
         raise BadInput(f"a token mask has {len(mask)} tokens: the vocabulary has {vocab_size}")
-    return torch.nn.functional.pad(mask, (0, vocab_size - len(mask)))
+    missing = vocab_size - len(mask)
+    return torch.nn.functional.pad(mask, (0, missing)) if missing else mask
