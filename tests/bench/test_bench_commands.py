@@ -81,6 +81,7 @@ def test_compare_with_itself_passes(plain: Path, capsys: pytest.CaptureFixture[s
     assert found["outcome"] == "pass" and all(d["change"] == 0 for d in found["deltas"])
 
 
+@pytest.mark.alone
 def test_compare_catches_a_slowdown(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.alone
 def test_a_slow_sampler_shows_in_the_verdict(root: Path) -> None:
     result = json.loads((folder_of(root, "slow") / "result.json").read_text())
     verdict = result["llmopt"]["verdict"]
