@@ -42,8 +42,10 @@ def test_blocks_are_free_within_one_step_of_the_client_s_leaving(
     fragile_server: RunningServer,
 ) -> None:
     server, step, steps = fragile_server, fragile_server.engine.step, threading.Semaphore(0)
+    asked_for = threading.Semaphore(0)
 
     def on_demand() -> list[RequestOutput]:
+        asked_for.release()
         steps.acquire(timeout=20)
         return step()
 
@@ -53,12 +55,15 @@ def test_blocks_are_free_within_one_step_of_the_client_s_leaving(
         server.http() as http,
         http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
     ):
-        next(response.iter_lines())
+        lines = response.iter_lines()  # which ends the connection when it is forgotten
+        next(lines)
+        for _ in range(4):  # the engine has done three steps and is in the fourth
+            assert asked_for.acquire(timeout=20)
     deadline = time.monotonic() + 20
     while server.loop._streams:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert server.engine.stats.kv_blocks_used > 0  # the engine is in the middle of a step
+    assert server.engine.stats.kv_blocks_used > 0
     before = server.engine.stats.num_steps
     steps.release()
     stats = server.on_engine(lambda engine: engine.stats)
