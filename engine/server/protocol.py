@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -133,9 +134,9 @@ class GenerationRequest(StructuredRequest):
             if differs or (name in _ALWAYS_TRUE and value is not None and value is not True):
                 raise unsupported(name)
 
+    @abstractmethod
     def sampling_params(self) -> SamplingParams:
         """Raises `BadInput` or `ApiError` for values out of range."""
-        raise NotImplementedError
 
     def _sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
