@@ -138,28 +138,27 @@ class ModelRunner:
         logits = self.decoder.logits(
             hidden.index_select(0, self._tensor([e for own in ends for e in own]))
         )
-        own = dict(zip(map(id, runs), logits.split([len(one) for one in ends]), strict=True))
+        going = list(zip(runs, logits.split([len(own) for own in ends]), strict=True))
         if self._by_rejection:
-            for run in runs:
-                self._reject(run, own[id(run)])
+            for run, own in going:
+                self._reject(run, own)
             return
-        going = list(runs)
         while going:
             draws: list[SamplingRow] = []
             scores: list[torch.Tensor] = []
-            for run in going:
+            for run, own in going:
                 at = run.kept[-1] + 1 if run.kept else 0
-                scores.append(own[id(run)][at : at + run.row.num_samples])
+                scores.append(own[at : at + run.row.num_samples])
                 draws += self._draws_of(run.row, run.path)
             picked = logits if len(draws) == len(logits) else torch.cat(scores)
             tokens, logprobs = self._sampler.draw(picked, draws)
             begin = 0
-            for run in going:
+            for run, _ in going:
                 end = begin + run.row.num_samples
                 run.drawn += tokens[begin:end]
                 run.scored += logprobs[begin:end]
                 begin = end
-            going = [run for run in going if run.follow()]
+            going = [(run, own) for run, own in going if run.follow()]
 
     def _reject(self, run: GuessedRow, logits: torch.Tensor) -> None:
         """The guesses of a row that stand and the token behind them, or its samples; their logprobs."""

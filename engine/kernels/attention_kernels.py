@@ -63,3 +63,15 @@ PAGED_ATTENTION: Operation[AttentionSituation, AttentionKernel] = Operation(
         Candidate("torch-sdpa", lambda situation: None, attend_sdpa),
     ],
 )
+
+
+def attention_kernels(
+    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
+) -> tuple[AttentionKernel, AttentionKernel]:
+    """For a decoder's heads: the kernel of steps without trees of guesses, and that of steps with some."""
+
+    def choose(has_trees: bool) -> AttentionKernel:
+        situation = AttentionSituation(device.type, dtype, key_dim, value_dim, has_trees)
+        return PAGED_ATTENTION.select(situation).run
+
+    return choose(False), choose(True)

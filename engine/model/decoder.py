@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..kernels.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from ..kernels.attention_kernels import attention_kernels
 from ..kernels.layer_kernels import TURN, RowSituation
 from ..lora.bank import AdapterBank
 from ..window import Window
@@ -126,11 +126,7 @@ class Decoder:
         # Gemma rounds the factor to the model's dtype.
         self._scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         layout = spec.kv_layouts[0]
-        sizes = layout.key_dim, layout.value_dim
-        self._attend = [
-            PAGED_ATTENTION.select(AttentionSituation(device.type, dtype, *sizes, trees)).run
-            for trees in (False, True)
-        ]
+        self._attend = attention_kernels(device, dtype, layout.key_dim, layout.value_dim)
         turned = RowSituation(device.type, dtype, spec.rotary_width)
         self._turn = TURN.select(turned).run()
 

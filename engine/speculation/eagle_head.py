@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ..kernels.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from ..kernels.attention_kernels import attention_kernels
 from ..model.angles import StepAngles
 from ..model.attention import HeadAttention, LayerCache, Step, StepInputs
 from ..model.decoder import Decoder
@@ -140,11 +140,7 @@ class EagleHead:
         self._target = target
         device, layout = weights.embedding.device, spec.kv_layouts[0]
         self._angles = StepAngles([rope], spec.rotary_width, max_model_len, device, dtype, None)
-        sizes = layout.key_dim, layout.value_dim
-        self._attend = [
-            PAGED_ATTENTION.select(AttentionSituation(device.type, dtype, *sizes, trees)).run
-            for trees in (False, True)
-        ]
+        self._attend = attention_kernels(device, dtype, layout.key_dim, layout.value_dim)
 
     @property
     def bytes_held(self) -> int:
