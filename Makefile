@@ -5,7 +5,12 @@ INSTALLED := $(VENV)/installed
 OMP_NUM_THREADS ?= 2
 export OMP_NUM_THREADS
 
-.PHONY: demo test nightly gpu-check lint install owners clean
+# The source folders under their installed name, for a Python into which nothing is installed.
+LINKS := $(CURDIR)/build/links
+RESULT ?= runs/gpu-bench.json
+GPU_JOBS ?= 6
+
+.PHONY: demo test nightly gpu-check gpu-bench lint install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -23,9 +28,21 @@ test: $(INSTALLED)
 nightly: $(INSTALLED)
 	LLMOPT_WALK_EXAMPLES=2000 $(VENV)/bin/python -m pytest tests/engine/test_scheduler_walk.py
 
-# The Triton kernels on this machine's GPU: the sweeps that CI runs interpreted, and real sizes.
-gpu-check: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -rs tests/gpu tests/engine/test_triton_*.py
+# On a machine with a GPU, by a Python that has torch, triton and transformers: nothing is installed or fetched.
+gpu-check gpu-bench: export PYTHONPATH = $(LINKS)
+gpu-check gpu-bench: export HF_HUB_OFFLINE = 1
+
+# Is it right: every Triton kernel in small and real sizes, the engine in every mode, all formats. Under 8 minutes.
+gpu-check: $(LINKS)/llmopt
+	timeout 480 $(PYTHON) -m pytest -rs -n $(GPU_JOBS) --dist worksteal tests/gpu tests/engine/test_triton_*.py
+
+# How fast is it, beside transformers, as shares of what the GPU can do. Under 9 minutes.
+gpu-bench: $(LINKS)/llmopt
+	$(PYTHON) tools/gpu_bench.py --out $(RESULT)
+
+$(LINKS)/llmopt:
+	mkdir -p $@
+	for folder in bench cli engine quant recipes; do ln -sfn $(CURDIR)/$$folder $@/$$folder; done
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check

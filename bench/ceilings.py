@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 FAR_BYTES = 256 << 20
+COPIED_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 SECONDS_EACH = 0.15
 MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 
@@ -55,6 +56,14 @@ def read_bandwidth(device: torch.device, num_bytes: int) -> float:
     """Bytes a second at which a sum over float32 values reads them."""
     values = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     return num_bytes / best_seconds(lambda: values.sum(), device)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written ones together, at which a large buffer is copied."""
+    num_bytes = COPIED_BYTES.get(device.type, FAR_BYTES)
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / best_seconds(lambda: target.copy_(source), device)
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:

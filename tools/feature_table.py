@@ -6,16 +6,10 @@ It is made from `engine/compatibility.py`, which also refuses at start what the 
 
 from __future__ import annotations
 
-import argparse
-import sys
 from itertools import count
-from pathlib import Path
 
 from llmopt.engine.compatibility import ALTERNATIVES, FEATURES, REFUSALS, refusal_line
-
-README = Path(__file__).resolve().parents[1] / "README.md"
-BEGIN = "<!-- made by tools/feature_table.py: begin -->"
-END = "<!-- made by tools/feature_table.py: end -->"
+from readme_part import put_part
 
 
 def table() -> str:
@@ -46,23 +40,5 @@ def line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    options = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        sys.exit(f"{README} lacks the lines {BEGIN} and {END}")
-    made = f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
-    if options.check and made != text:
-        sys.exit(f"the table in {README} is not the present one: run python tools/feature_table.py")
-    if made != text:
-        README.write_text(made, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    put_part("feature_table.py", __doc__, table)

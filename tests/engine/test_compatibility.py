@@ -227,7 +227,8 @@ def test_the_table_in_the_readme_is_the_present_one(tmp_path):
 
 def test_a_stale_table_is_noticed(tmp_path):
     (tmp_path / "tools").mkdir()
-    shutil.copy(ROOT / "tools" / "feature_table.py", tmp_path / "tools")
+    for name in ("feature_table.py", "readme_part.py"):
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (tmp_path / "README.md").write_text(readme.replace("** prompt lookup |", "** prompt look-up |"))
     words = [sys.executable, tmp_path / "tools" / "feature_table.py"]

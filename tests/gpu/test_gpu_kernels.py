@@ -12,6 +12,7 @@ from llmopt.engine.kernels import paged_attention as pa
 from llmopt.engine.kernels.head_norms import HeadNorms
 from llmopt.engine.kernels.layer_kernels import TorchNorm, TorchTurn, torch_silu_gate
 from llmopt.engine.kernels.paged_tensor import PagedTensor
+from llmopt.engine.kernels.quantized_linear import prepare_quantized_linear
 from llmopt.quant.methods.int_grid import round_to_nearest
 from llmopt.quant.scheme import IntScheme
 
@@ -99,11 +100,9 @@ def test_turn(stored: torch.dtype) -> None:
     "scheme", [IntScheme(4, 128, False), IntScheme(4, 32, True), IntScheme(8, -1, True)], ids=str
 )
 def test_products(scheme: IntScheme, shape: tuple[int, int]) -> None:
-    from llmopt.engine.kernels.triton.integer_linear import IntegerLinear
-
     weight: Any = round_to_nearest(torch.randn(shape), scheme, torch.float16)
     weight = replace(weight, **{name: part.cuda() for name, part in weight.parts().items()})
-    linear, floats = IntegerLinear(weight, BF16), weight.dequantize(torch.float32)
+    linear, floats = prepare_quantized_linear(weight, BF16), weight.dequantize(torch.float32)
     for tokens in (1, 2, 16, 17, 64, 65, 500):
         x = torch.randn(tokens, shape[1], device="cuda").to(BF16)
         close(linear(x), x.float() @ floats.T)

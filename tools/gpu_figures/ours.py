@@ -1,0 +1,102 @@
+"""This project's engine, driven step by step."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from llmopt.engine.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.engine.sampling_params import SamplingParams
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def prompts_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts: no two begin alike, so that no block is shared."""
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+class Ours:
+    """An engine without prefix cache; its measurements leave it idle."""
+
+    WARM_STEPS = 3
+
+    def __init__(self, folder: Path, device: str, max_model_len: int, max_num_seqs: int) -> None:
+        options: dict[str, Any] = {"device": device, "dtype": "bfloat16", "overlapped_loop": True}
+        options |= {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+        self.engine = Engine(EngineConfig(folder, enable_prefix_caching=False, **options))
+        self._longest = max_model_len
+
+    def decode(self, batch: int, context: int, steps: int) -> list[float]:
+        """Seconds of steps that give each of `batch` sequences its next token, `context` in the middle."""
+        with self._decoding(batch, context, steps) as step:
+            return [step() for _ in range(steps)]
+
+    def device_seconds(self, batch: int, context: int, steps: int) -> float:
+        """Seconds of such a step in which the CUDA device computes or copies."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with self._decoding(batch, context, steps) as step:
+            with profile(activities=[ProfilerActivity.CUDA]) as found:
+                for _ in range(steps):
+                    step()
+                torch.cuda.synchronize()
+            busy = sum(event.self_device_time_total for event in found.key_averages())
+        return busy / 1e6 / steps
+
+    def prefill(self, length: int, repeats: int) -> list[float]:
+        """Seconds from a prompt to its first token, after one that does not count."""
+        prompts = prompts_of([length] * (repeats + 1), self.engine.vocab_size)
+        return [self.answer([prompt], [1]) for prompt in prompts][1:]
+
+    def answer(self, prompts: Sequence[list[int]], num_tokens: Sequence[int]) -> float:
+        """Seconds to give every prompt its number of tokens."""
+        begin = time.perf_counter()
+        for index, (prompt, count) in enumerate(zip(prompts, num_tokens, strict=True)):
+            self.engine.add_request(str(index), prompt, greedy(count))
+        while self.engine.has_unfinished():
+            self.engine.step()
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        self.engine.close()
+        del self.engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def _decoding(self, batch: int, context: int, steps: int) -> Iterator[Any]:
+        """A call that makes one step and returns its seconds, once every prompt has been computed."""
+        engine = self.engine
+        start = max(1, context - steps // 2 - self.WARM_STEPS)
+        for index, prompt in enumerate(prompts_of([start] * batch, engine.vocab_size)):
+            engine.add_request(str(index), prompt, greedy(self._longest - start))
+        begun: set[str] = set()
+
+        def step() -> float:
+            begin = time.perf_counter()
+            begun.update(piece.request_id for piece in engine.step())
+            return time.perf_counter() - begin
+
+        try:
+            while len(begun) < batch:
+                step()
+            for _ in range(self.WARM_STEPS):
+                step()
+            yield step
+        finally:
+            for index in range(batch):
+                engine.abort(str(index))
+            engine.step()

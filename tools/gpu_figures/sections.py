@@ -1,0 +1,214 @@
+"""What `gpu_bench.py` measures. A section has a process of its own and says what it finds as it finds it."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from llmopt.bench.ceilings import copy_bandwidth, matmul_flops
+from llmopt.engine.planner.roofline import decode_step_bytes, prefill_flops
+from llmopt.engine.planner.shapes import ModelShape
+from llmopt.quant.scheme import FloatScheme, IntScheme
+
+from .figure import OURS, PLAIN, Figure, figure
+from .ours import Ours, prompts_of
+from .shapes import FP8, INT4, Scale, config_of, write_checkpoint
+from .theirs import Theirs
+
+COPY, MATRIX = "copy bandwidth", "matrix rate"
+KV_BYTES = 2
+
+
+@dataclass
+class World:
+    """The machine, the sizes of the run, and a folder for checkpoints. `left_out` says what failed."""
+
+    device: str
+    scale: Scale
+    home: Path
+    left_out: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        device = torch.device(self.device)
+        self.copy_bandwidth = copy_bandwidth(device)
+        self.matrix_flops = matmul_flops(device, torch.bfloat16)
+
+    @contextmanager
+    def tried(self, what: str) -> Iterator[None]:
+        """What is measured beside our engine may fail without taking our figures with it."""
+        try:
+            yield
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            self.left_out.append(f"{what}: {type(error).__name__}: {reason}")
+
+
+class Model:
+    """A checkpoint of a shape of the planner's table, and what is measured of it."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        scheme: IntScheme | FloatScheme | None = None,
+        layers: int | None = None,
+    ) -> None:
+        self._world = world
+        config = config_of(name, world.scale, layers)
+        self.shape = ModelShape.from_config(config)
+        self._is_plain = scheme is None
+        weights = PLAIN if scheme is None else scheme.label
+        self._named = {"model": name if layers is None else f"{name}, {layers} layers"}
+        self._named |= {"weights": weights}
+        self.folder = world.home / f"{name} {weights}"
+        write_checkpoint(self.folder, config, scheme, world.device)
+
+    @contextmanager
+    def opened(self, max_model_len: int, max_num_seqs: int) -> Iterator[Ours]:
+        ours = Ours(self.folder, self._world.device, max_model_len, max_num_seqs)
+        try:
+            yield ours
+        finally:
+            ours.close()
+
+    def decode(self, ours: Ours, batch: int, context: int, steps: int) -> Iterator[Figure]:
+        """A step, against the bytes that it must read; and how long the device waits in it."""
+        seconds = ours.decode(batch, context, steps)
+        read = decode_step_bytes(
+            self.shape, batch, context, ours.engine.memory.weight_bytes, KV_BYTES
+        )
+        least = 1e3 * read / self._world.copy_bandwidth
+        yield self._figure(OURS, "decode", batch, context, "ms", _ms(seconds), least, COPY)
+        if self._world.device == "cuda" and self._is_plain:
+            busy = ours.device_seconds(batch, context, max(2, steps // 4))
+            idle = [max(0.0, one - busy) for one in seconds]
+            yield self._figure(OURS, "host", batch, context, "ms", _ms(idle))
+
+    def prefill(self, ours: Ours) -> Figure:
+        length = self._world.scale.prefill
+        seconds = ours.prefill(length, self._world.scale.repeats)
+        least = 1e3 * prefill_flops(self.shape, length) / self._world.matrix_flops
+        return self._figure(OURS, "prefill", 1, length, "ms", _ms(seconds), least, MATRIX)
+
+    def answers(self, answer: Callable[..., float], who: str, batch: int, repeats: int) -> Figure:
+        """Answers to one request, or to many of random lengths: tokens a second."""
+        scale, (low, high) = self._world.scale, self._world.scale.lengths
+        draw = random.Random(1)
+        if batch == 1:
+            phase, ins, outs = "stream", [scale.short], [high // 4]
+        else:
+            phase = "requests"
+            ins, outs = ([draw.randint(low, high) for _ in range(batch)] for _ in range(2))
+        prompts = prompts_of(ins, self.shape.vocab_size)
+        rates = [sum(outs) / answer(prompts, outs) for _ in range(repeats)]
+        return self._figure(who, phase, batch, max(outs), "tokens/s", rates)
+
+    def _figure(
+        self,
+        who: str,
+        phase: str,
+        batch: int,
+        context: int,
+        unit: str,
+        values: list[float],
+        least: float | None = None,
+        roof: str | None = None,
+    ) -> Figure:
+        what: dict[str, Any] = {"engine": who, "phase": phase, "batch": batch, "context": context}
+        return figure(self._named | what, unit, values, least, roof)
+
+
+def _ms(seconds: list[float]) -> list[float]:
+    return [1e3 * one for one in seconds]
+
+
+def _beside(world: World, model: Model, counts: tuple[int, ...]) -> Iterator[Figure]:
+    """transformers on the same requests; the device is free by now."""
+    theirs = None
+    with world.tried("transformers"):
+        theirs = Theirs(model.folder, world.device)
+    if theirs is None:
+        return
+    for batch in counts:
+        ways = {"transformers generate": theirs.generate}
+        if batch > 1:
+            ways = {"transformers continuous batching": theirs.continuous, **ways}
+        for who, way in ways.items():
+            repeats = world.scale.repeats if batch == 1 else 1
+            with world.tried(who):
+                yield model.answers(way, who, batch, repeats)
+    del theirs, ways
+    gc.collect()
+
+
+def llama_8b(world: World) -> Iterator[Figure]:
+    """Decode at every kind of batch, prefill, and one request beside transformers."""
+    model, scale = Model(world, "llama-3.1-8b"), world.scale
+    most = max(batch for batch, _, _ in scale.contexts)
+    with model.opened(scale.prefill + scale.lengths[1], most) as ours:
+        yield from model.decode(ours, 1, scale.short, scale.steps)
+        for batch, context, steps in scale.contexts:
+            yield from model.decode(ours, batch, context, steps)
+        yield model.prefill(ours)
+        for batch in scale.batches[1:]:
+            yield from model.decode(ours, batch, scale.short, scale.steps)
+        yield model.answers(ours.answer, OURS, 1, scale.repeats)
+    yield from _beside(world, model, (1,))
+
+
+def _quantized_8b(world: World, scheme: IntScheme | FloatScheme) -> Iterator[Figure]:
+    model, scale = Model(world, "llama-3.1-8b", scheme), world.scale
+    with model.opened(scale.prefill + scale.lengths[1], max(scale.batches)) as ours:
+        yield from model.decode(ours, 1, scale.short, scale.steps)
+        yield model.prefill(ours)
+        for batch in scale.batches[1:]:
+            yield from model.decode(ours, batch, scale.short, scale.steps)
+
+
+def requests(world: World) -> Iterator[Figure]:
+    """Many requests of many lengths on a small model, beside transformers' two ways."""
+    model, scale = Model(world, "qwen3-0.6b"), world.scale
+    with model.opened(2 * scale.lengths[1], scale.num_requests) as ours:
+        yield from model.decode(ours, 1, scale.short, scale.steps)
+        yield model.answers(ours.answer, OURS, scale.num_requests, scale.repeats)
+        yield model.answers(ours.answer, OURS, 1, scale.repeats)
+    yield from _beside(world, model, (scale.num_requests, 1))
+
+
+def _some_layers(world: World, name: str, batches: tuple[int, ...]) -> Iterator[Figure]:
+    model, scale = Model(world, name, layers=world.scale.layers), world.scale
+    with model.opened(scale.prefill + scale.lengths[1], max(batches)) as ours:
+        for batch in batches:
+            yield from model.decode(ours, batch, scale.short, scale.steps)
+        yield model.prefill(ours)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`seconds` it may take; what one leaves over is its successors'."""
+
+    name: str
+    seconds: float
+    measure: Callable[[World], Iterator[Figure]]
+
+
+SECTIONS = (
+    Section("llama-8b", 135, llama_8b),
+    Section("llama-8b-int4", 80, lambda world: _quantized_8b(world, INT4)),
+    Section("llama-8b-fp8", 75, lambda world: _quantized_8b(world, FP8)),
+    Section("requests", 145, requests),
+    Section(
+        "experts", 45, lambda world: _some_layers(world, "qwen3-30b-a3b", world.scale.batches[::3])
+    ),
+    Section(
+        "llama-70b",
+        45,
+        lambda world: _some_layers(world, "llama-3.1-70b", world.scale.batches[::3]),
+    ),
+)

@@ -1,0 +1,65 @@
+"""transformers on the same weights and requests: `generate`, and its continuous batching."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Theirs:
+    """A model of transformers in bf16, with the attention that it chooses, warm."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self._model: Any = model.to(device).eval()
+        self._model.generation_config.eos_token_id = None
+        self._model.generation_config.pad_token_id = 0
+        self.generate([[1, 2, 3]], [2])
+
+    def generate(self, prompts: Sequence[list[int]], num_tokens: Sequence[int]) -> float:
+        """Seconds for one batch, padded on the left: every row goes on until the longest answer ends."""
+        width = max(len(prompt) for prompt in prompts)
+        rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+        seen = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        ids, mask = (torch.tensor(table, device=self._model.device) for table in (rows, seen))
+        most = max(num_tokens)
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            out = self._model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False
+            )
+        out.cpu()
+        seconds = time.perf_counter() - begin
+        assert out.shape == (len(prompts), width + most)
+        return seconds
+
+    def continuous(self, prompts: Sequence[list[int]], num_tokens: Sequence[int]) -> float:
+        """Seconds for requests that come and go, each with its own number of tokens.
+
+        Raises:
+            RuntimeError: it ended before every request did.
+        """
+        config = copy.deepcopy(self._model.generation_config)
+        config.do_sample, config.max_new_tokens = False, max(num_tokens)
+        with self._model.continuous_batching_context_manager(generation_config=config) as manager:
+            begin = time.perf_counter()
+            for prompt, count in zip(prompts, num_tokens, strict=True):
+                manager.add_request(prompt, max_new_tokens=count, eos_token_id=-1)
+            lengths: list[int] = []
+            while len(lengths) < len(prompts):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    lengths.append(len(result.generated_tokens))
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("its thread ended before the requests did")
+            seconds = time.perf_counter() - begin
+        if sorted(lengths) != sorted(num_tokens):
+            raise RuntimeError(f"it drew {sum(lengths)} tokens, {sum(num_tokens)} were asked for")
+        return seconds

@@ -1,0 +1,28 @@
+"""The figures of GPUs in the README, from the files of `make gpu-bench` under bench/results:
+`python tools/gpu_table.py [--check]`.
+
+A run counts once it is committed as bench/results/<GPU>/gpu-bench.json. What no run has measured is not
+there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gpu_figures.figure import markdown
+from readme_part import put_part
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+
+
+def made() -> str:
+    """A table for each GPU, or a sentence."""
+    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/gpu-bench.json"))]
+    if not runs:
+        return "Nothing has been measured on a GPU yet."
+    return "\n\n".join(markdown(run) for run in runs)
+
+
+if __name__ == "__main__":
+    put_part("gpu_table.py", __doc__, made)
