@@ -13,6 +13,8 @@ from .pack import PackedWeight
 
 InputWay = Literal["int8", "bfloat16", "float32"]
 _WAYS: dict[str, int] = {"int8": 0, "bfloat16": 1, "float32": 2}
+_MAX_STEPS = {"int8": 512, "bfloat16": 256, "float32": 256}
+"""So long steps keep what a block unpacks to in the first-level cache, and sums of 8-bit codes exact as floats."""
 
 
 class CallStruct(ctypes.Structure):
@@ -69,11 +71,11 @@ class PackedLinear:
         library = native_linear().library
         assert library is not None
         self._run = library.llmopt_linear
-        self._weight = PackedWeight(grid)
-        self._order = grid.order
-        self._out_features, self._in_features = grid.codes.shape
         if way == "bfloat16" and not has_bf16():
             way = "float32"
+        self._weight = PackedWeight(grid, _MAX_STEPS[way])
+        self._order = grid.order
+        self._out_features, self._in_features = grid.codes.shape
         self._way, self._levels = _WAYS[way], levels
         self._fixed_scale, self._threshold = fixed_scale, threshold
         self._bias: torch.Tensor | None = None

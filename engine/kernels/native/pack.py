@@ -12,7 +12,6 @@ from .build import native
 from .grid import Grid
 
 PANEL, CHUNK = 32, 32
-MAX_STEP = 256
 _SLAB_PANELS = 32  # at a time, so that what the packing makes on its way stays small
 _PLANES = (4, 2, 1)
 
@@ -36,9 +35,14 @@ class WeightStruct(ctypes.Structure):
 
 
 class PackedWeight:
-    """A grid in the kernels' layout: the tensors that hold it, and the struct that points at them."""
+    """A grid in the kernels' layout: the tensors that hold it, and the struct that points at them.
 
-    def __init__(self, grid: Grid) -> None:
+    Args:
+        grid: the weight.
+        max_step: input channels at most whose products are summed before they are scaled.
+    """
+
+    def __init__(self, grid: Grid, max_step: int) -> None:
         out_features, in_features = grid.codes.shape
         whole = grid.group == PER_CHANNEL
         group = -(-in_features // CHUNK) * CHUNK if whole else grid.group
@@ -60,7 +64,7 @@ class PackedWeight:
             kind=2 if grid.is_fp8 else 1 if grid.table is not None else 0,
             base=grid.base,
             group=group,
-            step=MAX_STEP if whole else step_of(group),
+            step=max_step if whole else step_of(group, max_step),
             scale_kind=[torch.float32, torch.float16, torch.int8].index(grid.scales.dtype),
             offset_kind=0
             if grid.offsets is None
@@ -77,9 +81,9 @@ class PackedWeight:
         return (codes * self._tensors["scales"].flatten().unsqueeze(1))[: self.struct.out_features]
 
 
-def step_of(group: int) -> int:
+def step_of(group: int, max_step: int) -> int:
     """Input channels whose products are summed before they are scaled: a group, or an even part of it."""
-    parts = -(-group // MAX_STEP)
+    parts = -(-group // max_step)
     while group % parts or (group // parts) % CHUNK:
         if parts * CHUNK > group:
             return group

@@ -10,10 +10,9 @@
 #include <string.h>
 
 #include "parallel.h"
-#include "weight.h"
+#include "tile.h"
 
-#define MAX_BLOCK_STEPS (MAX_BLOCK / 16)
-#define AHEAD 2 /* blocks whose codes are fetched before they are needed */
+#define AHEAD 512 /* input channels; their codes are fetched so long before they are needed */
 #define RUNS_PER_THREAD 8 /* of panels: fewer wait for each other at the end, more read on in memory */
 #define ROWS_AT_ONCE 128 /* their inputs and sums stay in the second-level cache */
 
@@ -139,125 +138,6 @@ static void prepare_rows(void *argument) {
     }
 }
 
-/* A block of a panel, ready to be multiplied. */
-typedef struct {
-    const uint8_t *weights;
-    int64_t channels, step, steps;        /* steps: of the whole row, the stride of sums */
-    int64_t base;
-    const uint8_t *ahead;                 /* packed codes of a later block, to be fetched meanwhile */
-    int64_t ahead_rate;                   /* their bytes for an input channel */
-    int narrow, has_offsets;
-    float scales[MAX_BLOCK_STEPS][PANEL], offsets[MAX_BLOCK_STEPS][PANEL];
-} Block;
-
-/* Fetches what a later block needs of the channels from `channel` on, two lines at most. */
-INLINE void fetch_ahead(const uint8_t *ahead, int64_t channel, int64_t rate) {
-    __builtin_prefetch(ahead + channel * rate);
-    __builtin_prefetch(ahead + channel * rate + 64);
-}
-
-/* `ahead` NULL: nothing is fetched. */
-INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int has_offsets,
-                    const int8_t *x, int64_t stride, const int32_t *sums, float *acc,
-                    const uint8_t *ahead) {
-    int64_t step = b->step, rate = b->ahead_rate;
-    fvec whole[MAX_ROWS][VECTORS];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) whole[r][v] = fload(acc + r * PANEL + v * LANES);
-    for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
-        ivec part[MAX_ROWS][VECTORS];
-        for (int r = 0; r < rows; r++) {
-            ivec start = iset(has_offsets ? 0 : -(int32_t)b->base * sums[r * b->steps + s]);
-            for (int v = 0; v < VECTORS; v++) part[r][v] = start;
-        }
-        int64_t end = b->channels - k < step ? b->channels : k + step;
-        for (int64_t q = k; q < end; q += 4) {
-            ivec weights[VECTORS];
-            if (ahead) fetch_ahead(ahead, q, rate);
-            for (int v = 0; v < VECTORS; v++) weights[v] = iload(b->weights + q * PANEL + v * LANES * 4);
-            for (int r = 0; r < rows; r++) {
-                int32_t four;
-                memcpy(&four, x + r * stride + q, 4);
-                ivec inputs = iset(four);
-                for (int v = 0; v < VECTORS; v++)
-                    part[r][v] = dot4(part[r][v], weights[v], inputs, narrow);
-            }
-        }
-        for (int v = 0; v < VECTORS; v++) {
-            fvec scales = fload(b->scales[s] + v * LANES), offsets = fset(0.0f);
-            if (has_offsets) offsets = fload(b->offsets[s] + v * LANES);
-            for (int r = 0; r < rows; r++) {
-                whole[r][v] = ffma(itof(part[r][v]), scales, whole[r][v]);
-                if (has_offsets)
-                    whole[r][v] = ffnma(offsets, fset((float)sums[r * b->steps + s]), whole[r][v]);
-            }
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) fstore(acc + r * PANEL + v * LANES, whole[r][v]);
-}
-
-#if defined(__AVX512BF16__)
-#define FLOAT_ROWS 6
-#define CHAINS 2 /* sums for even and odd channels: one alone would wait for itself */
-INLINE fvec dot2(fvec sum, ivec weights, ivec inputs) {
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
-    return sum;
-}
-#elif defined(__AVX512F__)
-#define FLOAT_ROWS 6
-#define CHAINS 2
-#else
-#define FLOAT_ROWS 2
-#define CHAINS 1
-#endif
-
-/* Weights and inputs as floats; with `halves` as pairs of bfloat16. */
-INLINE void tile_float(const int rows, const Block *b, const int halves, const uint8_t *x,
-                       int64_t stride, const float *sums, float *acc, const uint8_t *ahead) {
-    int64_t step = b->step, rate = b->ahead_rate;
-    const int width = halves ? 2 : 1; /* input channels in a lane */
-    for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
-        fvec part[FLOAT_ROWS][VECTORS][CHAINS];
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < VECTORS; v++)
-                for (int c = 0; c < CHAINS; c++) part[r][v][c] = fset(0.0f);
-        int64_t end = b->channels - k < step ? b->channels : k + step;
-        for (int64_t q = k / width; q < end / width; q += CHAINS) {
-            if (ahead) fetch_ahead(ahead, q * width, rate);
-            for (int c = 0; c < CHAINS; c++) {
-                const uint8_t *at = b->weights + (q + c) * PANEL * 4;
-                ivec weights[VECTORS];
-                for (int v = 0; v < VECTORS; v++) weights[v] = iload(at + v * LANES * 4);
-                for (int r = 0; r < rows; r++) {
-                    int32_t word;
-                    memcpy(&word, x + r * stride + (q + c) * 4, 4);
-                    for (int v = 0; v < VECTORS; v++) {
-                        fvec *sum = &part[r][v][c];
-#if defined(__AVX512BF16__)
-                        if (halves) {
-                            *sum = dot2(*sum, weights[v], iset(word));
-                            continue;
-                        }
-#endif
-                        *sum = ffma(fbits(weights[v]), fbits(iset(word)), *sum);
-                    }
-                }
-            }
-        }
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < VECTORS; v++) {
-                float *to = acc + r * PANEL + v * LANES;
-                fvec whole = part[r][v][0];
-                for (int c = 1; c < CHAINS; c++) whole = fadd(whole, part[r][v][c]);
-                fvec sum = ffma(whole, fload(b->scales[s] + v * LANES), fload(to));
-                if (b->has_offsets)
-                    sum = ffnma(fload(b->offsets[s] + v * LANES), fset(sums[r * b->steps + s]), sum);
-                fstore(to, sum);
-            }
-    }
-}
-
 /* [channel][PANEL] floats of some chunks. */
 static void unpack_f32(const Weight *w, const uint8_t *bytes, int64_t chunks, float *floats) {
     fvec base = fset((float)w->base);
@@ -315,27 +195,32 @@ static __m512i sixteen_values(const Weight *w) {
 }
 #endif
 
+/* Rows whose sums stay in registers; with steps so short those of the whole block do too. */
+static int tile_rows(int64_t way, int64_t step) {
+    return way != INPUT_S8 ? FLOAT_ROWS : step < 128 && MAX_ROWS > 6 ? 6 : MAX_ROWS;
+}
+
 static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_t step_at, int64_t k,
                            int64_t rows, float *acc) {
-    int way = (int)job->call->way;
-    /* With steps so short the sums of a block stay in registers too. */
-    int most = way != INPUT_S8 ? FLOAT_ROWS : b->step < 128 && MAX_ROWS > 6 ? 6 : MAX_ROWS;
+    int64_t way = job->call->way;
+    int most = tile_rows(way, b->step);
+    const uint8_t *ahead = b->ahead;
     int64_t width = way == INPUT_S8 ? 1 : way == INPUT_BF16 ? 2 : 4;
     for (int64_t r = 0; r < rows;) {
         int count = (int)(rows - r < most ? rows - r : most);
         const uint8_t *x = job->values + (first + r) * job->stride + k * width;
         const int32_t *sums = (const int32_t *)job->sums + (first + r) * b->steps + step_at;
         float *to = acc + r * PANEL;
-        const uint8_t *ahead = r == 0 ? b->ahead : NULL; /* once is enough */
-#define S8_OF(n, narrow, offsets) \
-    tile_s8(n, b, narrow, offsets, (const int8_t *)x, job->stride, sums, to, ahead)
+#define S8_OF(n, narrow, offsets, nibbles) \
+    tile_s8(n, b, narrow, offsets, nibbles, (const int8_t *)x, job->stride, sums, to, ahead)
+#define S8_AS(n, narrow, nibbles) \
+    if (b->has_offsets) S8_OF(n, narrow, 1, nibbles); \
+    else S8_OF(n, narrow, 0, nibbles);
 #define S8(n) \
     case n: \
-        if (NARROW_IS_FASTER && b->narrow) { \
-            if (b->has_offsets) S8_OF(n, 1, 1); \
-            else S8_OF(n, 1, 0); \
-        } else if (b->has_offsets) S8_OF(n, 0, 1); \
-        else S8_OF(n, 0, 0); \
+        if (b->in_nibbles) { S8_AS(n, NARROW_IS_FASTER, 1) } \
+        else if (NARROW_IS_FASTER && b->narrow) { S8_AS(n, 1, 0) } \
+        else { S8_AS(n, 0, 0) } \
         break;
 #define FLOATS(n, halves) \
     case n: \
@@ -364,6 +249,7 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
             }
         }
         r += count;
+        ahead += b->channels * b->ahead_rate;
     }
 }
 
@@ -396,12 +282,15 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     _Alignas(64) float acc[ROWS_AT_ONCE * PANEL];
     memset(acc, 0, (size_t)rows * PANEL * sizeof(float));
     Block b = {.step = w->step, .steps = num_steps(w), .narrow = w->bits <= 6};
-    b.ahead_rate = w->bits * PANEL / 8;
+    int most = tile_rows(way, w->step);
+    /* Its tiles share what is to be fetched, so that memory and products go on side by side. */
+    b.ahead_rate = ceil_div(w->bits * PANEL / 8, ceil_div(rows, most));
+    b.in_nibbles = way == INPUT_S8 && w->bits == 4 && (UNPACKING_IS_FREE || rows <= most);
     int fixed_base = w->offset_kind == OFFSET_BASE && w->kind == CODES_INTEGER;
     b.base = way == INPUT_S8 && !fixed_base ? 0 : w->base;
     int64_t chunks = num_chunks(w), size = chunk_bytes(w);
     /* Small steps go several at a time. */
-    int64_t block = w->step >= 128 ? w->step : 128 / w->step * w->step;
+    int64_t block = w->step >= 256 ? w->step : 256 / w->step * w->step;
     int64_t block_chunks = block / CHUNK;
     const uint8_t *packed = w->codes + panel * chunks * size;
 #if defined(__AVX512BF16__)
@@ -417,8 +306,10 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
             b.has_offsets = group_scales(w, panel, group, b.base, b.scales[s], b.offsets[s]);
         }
         const uint8_t *run = packed + c * size;
-        b.ahead = run + AHEAD * block_chunks * size;
-        if (way == INPUT_S8) {
+        b.ahead = run + AHEAD / CHUNK * size;
+        if (b.in_nibbles) {
+            b.weights = run;
+        } else if (way == INPUT_S8) {
             b.weights = codes_as_bytes(w, run, now, scratch);
         } else if (way == INPUT_F32) {
             unpack_f32(w, codes_as_bytes(w, run, now, scratch), now, (float *)floats);

@@ -14,6 +14,7 @@
 
 #define LANES 16
 #define NARROW_IS_FASTER 0
+#define UNPACKING_IS_FREE 1 /* on ports that the products leave idle */
 #define MAX_ROWS 8 /* tokens whose sums stay in registers: 8 x 2 of 32 */
 typedef __m512i ivec;
 typedef __m512 fvec;
@@ -114,6 +115,7 @@ static inline fvec table_look(ftable t, ivec codes) {
 #else /* AVX2 */
 
 #define LANES 8
+#define UNPACKING_IS_FREE 0
 #define MAX_ROWS 2
 #if defined(__AVXVNNI__)
 #define NARROW_IS_FASTER 0

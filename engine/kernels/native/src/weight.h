@@ -15,7 +15,7 @@
 #define CHUNK 32
 #define QUADS 8
 #define QUAD_BYTES (PANEL * 4)
-#define MAX_BLOCK 256 /* input channels that are unpacked at once */
+#define MAX_BLOCK 512 /* input channels that are unpacked at once */
 
 enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2 };
 enum { SCALE_F32 = 0, SCALE_F16 = 1, SCALE_NESTED = 2 };

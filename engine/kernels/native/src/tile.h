@@ -1,0 +1,135 @@
+/* Products of a few rows with a block of a panel: sums in registers, scaled after every step. */
+#ifndef LLMOPT_TILE_H
+#define LLMOPT_TILE_H
+
+#include <string.h>
+
+#include "weight.h"
+
+#define MAX_BLOCK_STEPS (MAX_BLOCK / 16)
+
+/* A block of a panel, ready to be multiplied. */
+typedef struct {
+    const uint8_t *weights;
+    int64_t channels, step, steps;        /* steps: of the whole row, the stride of sums */
+    int64_t base;
+    const uint8_t *ahead;                 /* packed codes of a later block, to be fetched meanwhile */
+    int64_t ahead_rate;                   /* their bytes that a tile fetches with an input channel */
+    int narrow, has_offsets;
+    int in_nibbles;                       /* 4-bit codes as they are packed, two quads in one */
+    float scales[MAX_BLOCK_STEPS][PANEL], offsets[MAX_BLOCK_STEPS][PANEL];
+} Block;
+
+/* Fetches what a later block needs of the channels from `channel` on, two lines at most. */
+INLINE void fetch_ahead(const Block *b, const uint8_t *ahead, int64_t channel) {
+    __builtin_prefetch(ahead + channel * b->ahead_rate);
+    __builtin_prefetch(ahead + channel * b->ahead_rate + 64);
+}
+
+INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int has_offsets,
+                    const int in_nibbles, const int8_t *x, int64_t stride, const int32_t *sums,
+                    float *acc, const uint8_t *ahead) {
+    const int quads = in_nibbles ? 2 : 1; /* in a register of weights */
+    int64_t step = b->step;
+    fvec whole[MAX_ROWS][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) whole[r][v] = fload(acc + r * PANEL + v * LANES);
+    for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
+        ivec part[MAX_ROWS][VECTORS];
+        for (int r = 0; r < rows; r++) {
+            ivec start = iset(has_offsets ? 0 : -(int32_t)b->base * sums[r * b->steps + s]);
+            for (int v = 0; v < VECTORS; v++) part[r][v] = start;
+        }
+        int64_t end = b->channels - k < step ? b->channels : k + step;
+        for (int64_t q = k; q < end; q += 4 * quads) {
+            ivec weights[VECTORS];
+            fetch_ahead(b, ahead, q);
+            for (int v = 0; v < VECTORS; v++)
+                weights[v] = iload(b->weights + q / quads * PANEL + v * LANES * 4);
+            for (int quad = 0; quad < quads; quad++)
+                for (int v = 0; v < VECTORS; v++) {
+                    ivec codes = weights[v];
+                    if (in_nibbles) codes = iand(ISHR(codes, 4 * quad), iset(0x0f0f0f0f));
+                    for (int r = 0; r < rows; r++) {
+                        int32_t four;
+                        memcpy(&four, x + r * stride + q + 4 * quad, 4);
+                        part[r][v] = dot4(part[r][v], codes, iset(four), narrow);
+                    }
+                }
+        }
+        for (int v = 0; v < VECTORS; v++) {
+            fvec scales = fload(b->scales[s] + v * LANES), offsets = fset(0.0f);
+            if (has_offsets) offsets = fload(b->offsets[s] + v * LANES);
+            for (int r = 0; r < rows; r++) {
+                whole[r][v] = ffma(itof(part[r][v]), scales, whole[r][v]);
+                if (has_offsets)
+                    whole[r][v] = ffnma(offsets, fset((float)sums[r * b->steps + s]), whole[r][v]);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) fstore(acc + r * PANEL + v * LANES, whole[r][v]);
+}
+
+#if defined(__AVX512BF16__)
+#define FLOAT_ROWS 6
+#define CHAINS 2 /* sums for even and odd channels: one alone would wait for itself */
+INLINE fvec dot2(fvec sum, ivec weights, ivec inputs) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
+    return sum;
+}
+#elif defined(__AVX512F__)
+#define FLOAT_ROWS 6
+#define CHAINS 2
+#else
+#define FLOAT_ROWS 2
+#define CHAINS 1
+#endif
+
+/* Weights and inputs as floats; with `halves` as pairs of bfloat16. */
+INLINE void tile_float(const int rows, const Block *b, const int halves, const uint8_t *x,
+                       int64_t stride, const float *sums, float *acc, const uint8_t *ahead) {
+    int64_t step = b->step;
+    const int width = halves ? 2 : 1; /* input channels in a lane */
+    for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
+        fvec part[FLOAT_ROWS][VECTORS][CHAINS];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++)
+                for (int c = 0; c < CHAINS; c++) part[r][v][c] = fset(0.0f);
+        int64_t end = b->channels - k < step ? b->channels : k + step;
+        for (int64_t q = k / width; q < end / width; q += CHAINS) {
+            fetch_ahead(b, ahead, q * width);
+            for (int c = 0; c < CHAINS; c++) {
+                const uint8_t *at = b->weights + (q + c) * PANEL * 4;
+                ivec weights[VECTORS];
+                for (int v = 0; v < VECTORS; v++) weights[v] = iload(at + v * LANES * 4);
+                for (int r = 0; r < rows; r++) {
+                    int32_t word;
+                    memcpy(&word, x + r * stride + (q + c) * 4, 4);
+                    for (int v = 0; v < VECTORS; v++) {
+                        fvec *sum = &part[r][v][c];
+#if defined(__AVX512BF16__)
+                        if (halves) {
+                            *sum = dot2(*sum, weights[v], iset(word));
+                            continue;
+                        }
+#endif
+                        *sum = ffma(fbits(weights[v]), fbits(iset(word)), *sum);
+                    }
+                }
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++) {
+                float *to = acc + r * PANEL + v * LANES;
+                fvec whole = part[r][v][0];
+                for (int c = 1; c < CHAINS; c++) whole = fadd(whole, part[r][v][c]);
+                fvec sum = ffma(whole, fload(b->scales[s] + v * LANES), fload(to));
+                if (b->has_offsets)
+                    sum = ffnma(fload(b->offsets[s] + v * LANES), fset(sums[r * b->steps + s]), sum);
+                fstore(to, sum);
+            }
+    }
+}
+
+#endif
