@@ -15,14 +15,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from llmopt.engine.kernels import paged_attention as pa
 from llmopt.engine.kernels.head_norms import HeadNorms
 from llmopt.engine.kernels.paged_tensor import PagedTensor
+from llmopt.engine.kernels.triton.tile_weight import tiles_of
+from llmopt.quant.gguf.blocks import quantize_blocks
+from llmopt.quant.methods.codebook_grid import round_to_codebook
+from llmopt.quant.methods.float_grid import round_to_fp8
 from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.scheme import IntScheme
+from llmopt.quant.scheme import Activations, CodebookScheme, FloatScheme, GgufScheme, IntScheme
+from llmopt.quant.tensors.base import QuantizedTensor
+from llmopt.quant.tensors.gguf import GgufTensor
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 
@@ -132,14 +138,32 @@ def rows() -> None:
         TritonTurn()(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
 
 
-def products(scheme: IntScheme) -> None:
-    """Launch products of one token, few, many, and too many."""
-    from llmopt.engine.kernels.triton.integer_linear import IntegerLinear
+def products(weight: QuantizedTensor, kind: Literal["floats", "rounded"] = "floats") -> None:
+    """Launch products of one token, few, many, and too many, with inputs in floats or in 8 bits."""
+    from llmopt.engine.kernels.triton.linear import FloatInputLinear, RoundedInputLinear
 
-    weight = round_to_nearest(torch.randn(512, 4096), scheme, BF16)
-    linear = IntegerLinear(weight, BF16)
+    rounded = kind == "rounded"
+    elements = [torch.float8_e4m3fn, torch.int8] if rounded else [torch.float8_e4m3fn]
+    tiles = tiles_of(weight, elements)
+    assert tiles is not None
+    linear = (RoundedInputLinear if rounded else FloatInputLinear)(weight, tiles, BF16)
     for tokens in (1, 16, 32, 64, 65):
-        linear(torch.zeros(tokens, 4096, dtype=BF16))
+        linear(torch.zeros(tokens, weight.in_features, dtype=BF16))
+
+
+def integers(*scheme: Any) -> QuantizedTensor:
+    """A weight in integer codes."""
+    return round_to_nearest(torch.randn(512, 4096), IntScheme(*scheme), BF16)
+
+
+def fp8(*scheme: Any) -> QuantizedTensor:
+    """A weight in e4m3."""
+    return round_to_fp8(torch.randn(512, 4096), FloatScheme(*scheme), torch.float32)
+
+
+def blocks(kind: str) -> QuantizedTensor:
+    """A weight in ggml's blocks."""
+    return GgufTensor(quantize_blocks(torch.randn(64, 4096), kind), GgufScheme(kind))
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {
@@ -155,17 +179,28 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, 32 heads of 96": lambda: attention(32, 32, (96, 96)),
     "attention, 16 heads on a latent of 576": lambda: attention(16, 1, (576, 512)),
     "between the linears": rows,
-    "4-bit weights": lambda: products(IntScheme(4, 128, False)),
-    "8-bit weights": lambda: products(IntScheme(8, -1, True)),
+    "4-bit weights": lambda: products(integers(4, 128, False)),
+    "8-bit weights": lambda: products(integers(8, -1, True)),
+    "  and inputs": lambda: products(integers(8, -1, True, Activations("int8")), "rounded"),
+    "fp8 weights": lambda: products(fp8("channel")),
+    "  and its inputs": lambda: products(fp8("channel", Activations("fp8")), "rounded"),
+    "  and inputs, by 128": lambda: products(
+        fp8("block", Activations("fp8", "group128")), "rounded"
+    ),
+    "nf4": lambda: products(round_to_codebook(torch.randn(512, 4096), CodebookScheme("nf4"))),
+    "Q4_K": lambda: products(blocks("Q4_K")),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--capability", type=int, default=90, help="of the GPU, as in sm_90")
+    parser.add_argument("--only", default="", help="launches whose names contain this")
     given = parser.parse_args()
     print(f"{'':42} {'kernel':10} {'registers':>9} {'local':>6} {'shared':>7}  matrix")
     for name, launch in LAUNCHES.items():
+        if given.only not in name:
+            continue
         with compiling(given.capability) as found:
             launch()
         for one in found:

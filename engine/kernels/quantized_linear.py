@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...quant.scheme import PER_CHANNEL, GgufScheme, IntScheme, Scheme, VectorwiseScheme
+from ...quant.scheme import (
+    PER_CHANNEL,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    Scheme,
+    VectorwiseScheme,
+)
 from ...quant.tensors.base import QuantizedTensor
 from ...quant.tensors.codebook import CodebookTensor
 from ...quant.tensors.integer import IntTensor
@@ -26,7 +33,8 @@ from .native.grid import grid_of, refuses_grid
 from .native.linear import native_linear
 from .packed_linear import Packed8Linear, Packed16Linear, wants_8_bit_inputs
 from .triton import table as triton
-from .triton.integer_layout import refuses_layout
+from .triton.runtime import refuses_fp8
+from .triton.tile_weight import half_run, refuses_tiles, scale_group, tiles_of
 
 MOST_INPUTS = 2**20
 
@@ -231,7 +239,26 @@ def _refuses_vectorwise(situation: QuantizedLinearSituation) -> str | None:
 def _refuses_triton(situation: QuantizedLinearSituation) -> str | None:
     if (reason := triton.refuses(situation.device, situation.dtype)) is not None:
         return reason
-    return refuses_layout(situation.scheme, situation.in_features)
+    return refuses_tiles(situation.scheme, situation.in_features)
+
+
+def _refuses_triton_rounded(situation: QuantizedLinearSituation) -> str | None:
+    scheme = situation.scheme
+    activations = scheme.activations
+    if isinstance(scheme, IntScheme):
+        kind = "int8" if scheme.symmetric and not scheme.permuted else None
+    else:
+        kind = "fp8" if isinstance(scheme, FloatScheme) else None
+    if activations is None or activations.kind != kind:
+        return f"it is for symmetric integers and int8 inputs, or fp8 and fp8, not {scheme.label}"
+    if kind == "fp8" and (reason := refuses_fp8(situation.device)) is not None:
+        return reason
+    if (reason := _refuses_triton(situation)) is not None:
+        return reason
+    half = half_run(situation.in_features, scale_group(scheme), scheme.bits)
+    if half is None or half < 32:
+        return f"a product of 8-bit inputs takes 32 of them, which {scheme.label} does not fit"
+    return None
 
 
 def _int4pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
@@ -242,6 +269,21 @@ def _int4pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
 def _int8pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     assert isinstance(weight, IntTensor)
     return Int8PackLinear(weight, dtype)
+
+
+def _triton(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    device = next(iter(weight.parts().values())).device.type
+    elements = [torch.float8_e4m3fn] if refuses_fp8(device) is None else []
+    tiles = tiles_of(weight, elements)
+    return (
+        TiledDequantLinear(weight, dtype) if tiles is None else triton.linear(weight, tiles, dtype)
+    )
+
+
+def _triton_rounded(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    tiles = tiles_of(weight, [torch.float8_e4m3fn, torch.int8])
+    assert tiles is not None
+    return triton.rounded_input_linear(weight, tiles, dtype)
 
 
 def _packed_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
@@ -261,7 +303,8 @@ QUANTIZED_LINEAR: Operation[
 ] = Operation(
     "quantized linear",
     [
-        Candidate("triton-integer", _refuses_triton, triton.integer_linear),
+        Candidate("triton-8bit-inputs", _refuses_triton_rounded, _triton_rounded),
+        Candidate("triton", _refuses_triton, _triton),
         Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
         Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
         Candidate("torch-int4pack", _refuses_int4pack, _int4pack),

@@ -1,16 +1,17 @@
-"""Three things that the interpreter of Triton 3.6 does wrong, made right."""
+"""Four things that the interpreter of Triton 3.6 does wrong, made right."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
 
 def mend() -> bool:
-    """Ranges with bounds that a kernel loaded; matrix products of bfloat16, and rounding to it.
+    """Ranges with bounds that a kernel loaded; matrix products of bfloat16; rounding to it, and to e4m3.
 
     Returns whether Triton interprets at all: what it brings itself was compiled or not when it was imported.
     """
@@ -18,7 +19,7 @@ def mend() -> bool:
         return False
     patch: Any = interpreter._patch_lang_tensor
     builder: Any = interpreter.InterpreterBuilder
-    dot, cast = builder.create_dot, builder.cast_impl
+    dot, cast, to_float = builder.create_dot, builder.cast_impl, builder.create_fp_to_fp
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
         # NumPy 2.4 makes no int of an array of one element, which is what the interpreter's scalars are.
@@ -33,7 +34,13 @@ def mend() -> bool:
             return interpreter.TensorHandle(_rounded(source.data), tl.bfloat16)
         return cast(self, source, to)
 
+    def create_fp_to_fp(self: Any, source: Any, to: Any, mode: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and to.scalar == tl.float8e4nv:
+            return interpreter.TensorHandle(_as_e4m3(source.data), tl.float8e4nv)
+        return to_float(self, source, to, mode)
+
     interpreter._patch_lang_tensor = patch_tensor
+    builder.create_fp_to_fp = create_fp_to_fp
     builder.cast_impl = cast_impl
     builder.create_dot = create_dot
     return True
@@ -52,3 +59,9 @@ def _rounded(data: Any) -> Any:
     bits = np.ascontiguousarray(data).view(np.uint32)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
+
+
+def _as_e4m3(data: Any) -> Any:
+    """The bits of the nearest e4m3 float, as torch rounds; the interpreter carries nothing."""
+    nearest = torch.from_numpy(np.array(data)).to(torch.float8_e4m3fn)
+    return nearest.view(torch.uint8).numpy()

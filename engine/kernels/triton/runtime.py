@@ -7,6 +7,8 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 
+import torch
+
 VARIABLE = "LLMOPT_TRITON"
 """`off`: they serve nothing. `interpret`: they serve the CPU, in Triton's interpreter, which is slow."""
 
@@ -43,3 +45,12 @@ def _is_installed() -> bool:
 def power_of_two(count: int) -> int:
     """The least power of two that holds so many: ranges in Triton have such sizes."""
     return 1 << (count - 1).bit_length()
+
+
+def refuses_fp8(device: str) -> str | None:
+    """Why no kernel multiplies e4m3 by e4m3 on a device of this type, or None."""
+    if device == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            return f"a GPU of compute capability {capability[0]}.{capability[1]} has no FP8"
+    return None

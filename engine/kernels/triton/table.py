@@ -10,10 +10,11 @@ from ....quant.tensors.base import QuantizedTensor
 from ..paged_attention import AttentionBatch, AttentionRule
 from ..paged_tensor import PagedTensor
 from .runtime import refuses_triton
+from .tile_weight import TileWeight
 
 if TYPE_CHECKING:
     from .gate import TritonGate
-    from .integer_linear import IntegerLinear
+    from .linear import FloatInputLinear, RoundedInputLinear
     from .norm import TritonNorm
     from .turn import TritonTurn
 
@@ -71,8 +72,17 @@ def turn() -> TritonTurn:
     return TritonTurn()
 
 
-def integer_linear(weight: QuantizedTensor, dtype: torch.dtype) -> IntegerLinear:
+def linear(weight: QuantizedTensor, tiles: TileWeight, dtype: torch.dtype) -> FloatInputLinear:
     """A `LinearKernel`."""
-    from .integer_linear import IntegerLinear
+    from .linear import FloatInputLinear
 
-    return IntegerLinear(weight, dtype)
+    return FloatInputLinear(weight, tiles, dtype)
+
+
+def rounded_input_linear(
+    weight: QuantizedTensor, tiles: TileWeight, dtype: torch.dtype
+) -> RoundedInputLinear:
+    """A `LinearKernel`."""
+    from .linear import RoundedInputLinear
+
+    return RoundedInputLinear(weight, tiles, dtype)

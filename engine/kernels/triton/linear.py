@@ -1,0 +1,60 @@
+"""Linears on Triton's products: inputs in floats, or rounded to 8 bits as their scheme says."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ....quant.tensors.base import QuantizedTensor
+from ..activations import round_inputs
+from .product import dequantize, multiply
+from .round_rows import round_rows
+from .tile_weight import TileWeight
+
+MOST_FUSED_TOKENS = 64
+"""Tokens from which the weight is made floats for one product. A guess until it is measured on a GPU."""
+
+
+class FloatInputLinear:
+    """A weight as codes, and inputs in floats."""
+
+    def __init__(self, weight: QuantizedTensor, tiles: TileWeight, dtype: torch.dtype) -> None:
+        self._scheme, self._input_scale = weight.scheme, weight.parts().get("input_scale")
+        self._tiles, self._dtype = tiles, dtype
+        self.weight_bytes = tiles.weight_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = round_inputs(x, self._scheme, self._input_scale)
+        if x.shape[0] <= MOST_FUSED_TOKENS:
+            return multiply(x, self._tiles, x.dtype)
+        if self._tiles.order is not None:
+            x = x.index_select(1, self._tiles.order)
+        return functional.linear(x, dequantize(self._tiles, self._dtype))
+
+
+class RoundedInputLinear:
+    """A weight of whole numbers or of e4m3 floats, and inputs rounded to the same kind of number.
+
+    Many tokens by e4m3 with a scale for each channel and token is torch's own product, in bfloat16.
+    """
+
+    def __init__(self, weight: QuantizedTensor, tiles: TileWeight, dtype: torch.dtype) -> None:
+        self._activations = weight.scheme.activations
+        scale = weight.parts().get("input_scale")
+        self._input_scale = None if scale is None else scale.to(torch.float32)
+        self._tiles, self._dtype = tiles, dtype
+        self.weight_bytes = tiles.weight_bytes
+        self._row_scales = None
+        is_plain = tiles.group == 0 and self._activations.granularity != "group128"
+        is_fp8 = tiles.codes.dtype is torch.float8_e4m3fn
+        if is_fp8 and is_plain and dtype is torch.bfloat16 and not tiles.in_features % 16:
+            self._row_scales = tiles.scales.to(torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scales = round_rows(x, self._activations, self._input_scale)
+        if self._row_scales is None or x.shape[0] <= MOST_FUSED_TOKENS:
+            return multiply(codes, self._tiles, self._dtype, scales)
+        y = torch.ops.aten._scaled_mm(
+            codes, self._tiles.codes.t(), scales, self._row_scales, out_dtype=self._dtype
+        )
+        return y[:, : self._tiles.out_features]

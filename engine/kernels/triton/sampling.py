@@ -1,0 +1,411 @@
+# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+"""Draws from rows of scores, without a sort: thresholds are searched for by what lies above them.
+
+Each kernel works on float32 scores [rows, vocab]. A row's numbers depend on that row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 2048
+PIVOTS = 8
+"""Thresholds that one pass over a row tries."""
+PART = 16384
+"""Tokens of a row that one program draws from; the best of the parts' tokens is the row's."""
+_ALL = tl.constexpr(1 << 30)
+_LOWEST = tl.constexpr(-2139095041)
+"""The key of minus infinity."""
+
+
+@triton.jit
+def _key(x):
+    """An integer for each float, in the same order."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    """The float of a key."""
+    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scores(row_ptr, lanes, size, temperature):
+    """Some of a row's scores, over the temperature; as they are where it is 0."""
+    x = tl.load(row_ptr + lanes, mask=lanes < size, other=float("-inf"))
+    if temperature > 0.0:
+        x = tl.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + temperature)
+    return x
+
+
+@triton.jit
+def _above(
+    row_ptr,
+    size,
+    temperature,
+    top,
+    pivots,
+    BY_MASS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """How many tokens have keys above each pivot, or exp(score - top) of them all; float32 [PIVOTS]."""
+    found = tl.full([PIVOTS, BLOCK], 0.0, tl.float32)
+    for begin in range(0, size, BLOCK):
+        x = _scores(row_ptr, begin + tl.arange(0, BLOCK), size, temperature)
+        weight = tl.full([BLOCK], 1.0, tl.float32)
+        if BY_MASS:
+            weight = tl.exp(x - top)
+        is_above = _key(x)[None, :].to(tl.int64) > pivots[:, None]
+        found += tl.where(is_above, weight[None, :], 0.0)
+    return tl.sum(found, 1)
+
+
+@triton.jit
+def _search(
+    row_ptr,
+    size,
+    temperature,
+    top,
+    lowest,
+    target,
+    BY_MASS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The least key from `lowest` on above which there is less than `target`, and what is above it."""
+    low = lowest
+    high = _key(top).to(tl.int64)
+    above = top * 0.0
+    ways = tl.arange(0, PIVOTS)
+    while low < high:
+        step = (high - low + PIVOTS) // PIVOTS
+        pivots = tl.minimum(low + (ways + 1) * step - 1, high)
+        found = _above(row_ptr, size, temperature, top, pivots, BY_MASS, PIVOTS, BLOCK)
+        # There is nothing above the highest pivot that counts, so at least one is under the target.
+        passed = tl.sum((found >= target).to(tl.int32), 0)
+        above = tl.sum(tl.where(ways == passed, found, 0.0), 0)
+        high = tl.minimum(low + (passed + 1) * step - 1, high)
+        low = low + passed * step
+    return high, above
+
+
+@triton.jit
+def _narrow(
+    score_ptr,
+    float_ptr,
+    integer_ptr,
+    threshold_ptr,
+    last_ptr,
+    size,
+    PIVOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What min-p, then top-k, then top-p leave of a row: `threshold` and `last`. Grid: rows.
+
+    A token stays if its score over the temperature is above the threshold, or is the threshold and the
+    token is at most `last`: of equals those that come first stay, as in a stable sort.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = score_ptr + row * size
+    temperature = tl.load(float_ptr + row * 3)
+    min_p = tl.load(float_ptr + row * 3 + 1)
+    top_p = tl.load(float_ptr + row * 3 + 2)
+    top_k = tl.load(integer_ptr + row * 3 + 2)
+    at = row * 0 + _LOWEST
+    room = top_p * 0.0 + _ALL
+    last = row * 0 - 1
+    if (temperature > 0.0) & ((min_p > 0.0) | (top_p < 1.0) | (top_k > 0)):
+        highest = tl.full([BLOCK], float("-inf"), tl.float32)
+        for begin in range(0, size, BLOCK):
+            lanes = begin + tl.arange(0, BLOCK)
+            highest = tl.maximum(highest, _scores(row_ptr, lanes, size, temperature))
+        top = tl.max(highest, 0)
+        if top > float("-inf"):
+            if min_p > 0.0:
+                at = _key(top + tl.log(min_p)).to(tl.int64)
+            if top_k > 0:
+                target = top_k.to(tl.float32)
+                found, above = _search(
+                    row_ptr, size, temperature, top, at, target, False, PIVOTS, BLOCK
+                )
+                room = tl.where(found > at, target - above, tl.minimum(room, target - above))
+                at = found
+            if top_p < 1.0:
+                # Above the threshold, and with what is at it.
+                ways = tl.arange(0, PIVOTS)
+                both = _above(row_ptr, size, temperature, top, at - ways, True, PIVOTS, BLOCK)
+                above = tl.sum(tl.where(ways == 0, both, 0.0), 0)
+                with_it = tl.sum(tl.where(ways == 1, both, 0.0), 0)
+                own = tl.exp(_value(at.to(tl.int32)) - top)
+                target = top_p * tl.minimum(above + room * own, with_it)
+                found, above = _search(
+                    row_ptr, size, temperature, top, at, target, True, PIVOTS, BLOCK
+                )
+                own = tl.exp(_value(found.to(tl.int32)) - top)
+                left = tl.where(own > 0.0, tl.ceil((target - above) / own), 1.0 * _ALL)
+                left = tl.maximum(left, 1.0)
+                room = tl.where(found > at, left, tl.minimum(room, left))
+                at = found
+            last = row * 0 + size
+            seen = row * 0
+            for begin in range(0, size, BLOCK):
+                lanes = begin + tl.arange(0, BLOCK)
+                x = _scores(row_ptr, lanes, size, temperature)
+                is_equal = (_key(x).to(tl.int64) == at) & (lanes < size)
+                rank = seen + tl.cumsum(is_equal.to(tl.int32), 0)
+                is_last = is_equal & (rank.to(tl.float32) == room)
+                last = tl.minimum(last, tl.min(tl.where(is_last, lanes, size), 0))
+                seen += tl.sum(is_equal.to(tl.int32), 0)
+    tl.store(threshold_ptr + row, _value(at.to(tl.int32)))
+    tl.store(last_ptr + row, last)
+
+
+@triton.jit
+def _noise(seed, position, stream, lanes):
+    """Exp(1) noise of some tokens, from Philox keyed by the seed: counter (token, position, stream).
+
+    Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), Philox4x32-10.
+    """
+    token = lanes.to(tl.uint32)
+    place = (lanes * 0 + position).to(tl.uint32)
+    which = (lanes * 0 + stream).to(tl.uint32)
+    bits, _, _, _ = tl.philox(seed, token, place, which, token * 0)
+    # Between 2^-33 and just under 1: neither the logarithm nor the quotient by what comes of it overflows.
+    uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    uniform = tl.minimum(uniform, 0.99999994)
+    # Near 0, 1 - u would round what decides a draw among many tokens.
+    series = uniform * (1.0 + uniform * (0.5 + uniform * 0.3333333333))
+    return tl.where(uniform < 0.001, series, -tl.log(1.0 - uniform))
+
+
+@triton.jit
+def _exponential(key_ptr, out_ptr, size, stream, BLOCK: tl.constexpr):
+    """Noise as it is. Grid: rows, blocks of a row; `key_ptr` int64 [rows, 2]: seed, position."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    seed, position = tl.load(key_ptr + row * 2), tl.load(key_ptr + row * 2 + 1)
+    noise = _noise(seed, position, stream, lanes)
+    tl.store(out_ptr + row * size + lanes, noise, mask=lanes < size)
+
+
+@triton.jit
+def _draw(
+    score_ptr,
+    float_ptr,
+    integer_ptr,
+    threshold_ptr,
+    last_ptr,
+    best_ptr,
+    token_ptr,
+    size,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The best token of each part of a row: argmax(p / e). Grid: rows, parts.
+
+    With noise e that is argmax(score - log e) over the tokens that stay; without temperature the scores
+    decide alone.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(float_ptr + row * 3)
+    seed = tl.load(integer_ptr + row * 3)
+    position = tl.load(integer_ptr + row * 3 + 1)
+    threshold, last = tl.load(threshold_ptr + row), tl.load(last_ptr + row)
+    first = tl.program_id(1) * PART
+    best = temperature * 0.0 - float("inf")
+    token = first
+    for begin in range(first, tl.minimum(first + PART, size), BLOCK):
+        lanes = begin + tl.arange(0, BLOCK)
+        x = _scores(score_ptr + row * size, lanes, size, temperature)
+        if temperature > 0.0:
+            stays = (x > threshold) | ((x == threshold) & (lanes <= last))
+            x = tl.where(stays, x - tl.log(_noise(seed, position, 0, lanes)), float("-inf"))
+        highest = tl.max(x, 0)
+        if highest > best:
+            best = highest
+            token = begin + tl.argmax(x, 0)
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best_ptr + place, best)
+    tl.store(token_ptr + place, token.to(tl.int64))
+
+
+@triton.jit
+def _penalize(score_ptr, row_ptr, count_ptr, place_ptr, penalty_ptr, size, BLOCK: tl.constexpr):
+    """Penalties in place. Grid: penalized rows, blocks of a row.
+
+    `row_ptr` says which row, `place_ptr` which of the counts are its own: twice the occurrences in the
+    output, plus one where a token is in the prompt. `penalty_ptr` [rows, 3]: repetition, frequency,
+    presence.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = lanes < size
+    scores = score_ptr + tl.load(row_ptr + index) * size + lanes
+    counts = count_ptr + tl.load(place_ptr + index) * size + lanes
+    repetition = tl.load(penalty_ptr + index * 3)
+    frequency = tl.load(penalty_ptr + index * 3 + 1)
+    presence = tl.load(penalty_ptr + index * 3 + 2)
+    count = tl.load(counts, mask=mask, other=0)
+    x = tl.load(scores, mask=mask, other=0.0)
+    factor = tl.full([BLOCK], 0.0, tl.float32) + repetition
+    x = tl.where(count > 0, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
+    times = count >> 1
+    x = tl.where(times > 0, x - (times.to(tl.float32) * frequency + presence), x)
+    tl.store(scores, x, mask=mask)
+
+
+@triton.jit
+def _constrain(
+    score_ptr,
+    logit_ptr,
+    row_ptr,
+    word_ptr,
+    ending_ptr,
+    size,
+    words,
+    endings,
+    BLOCK: tl.constexpr,
+    ENDINGS: tl.constexpr,
+):
+    """Takes what a packed mask does not allow out of the scores, in place. Grid: masked rows.
+
+    Where nothing is left, the logits of the tokens that end the sequence are put back. `word_ptr` int32
+    [rows, words]; `ending_ptr` int64 [rows, endings], padded with -1.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ptr + index)
+    left = tl.full([BLOCK], 0, tl.int32)
+    for begin in range(0, size, BLOCK):
+        lanes = begin + tl.arange(0, BLOCK)
+        mask = lanes < size
+        word = tl.load(word_ptr + index * words + lanes // 32, mask=mask, other=0)
+        x = tl.load(score_ptr + row * size + lanes, mask=mask, other=float("-inf"))
+        x = tl.where(((word >> (lanes % 32)) & 1) != 0, x, float("-inf"))
+        tl.store(score_ptr + row * size + lanes, x, mask=mask)
+        left = left | (x != float("-inf")).to(tl.int32)
+    nothing = tl.max(left, 0) == 0
+    tl.debug_barrier()
+    if nothing:
+        lanes = tl.arange(0, ENDINGS)
+        token = tl.load(ending_ptr + index * endings + lanes, mask=lanes < endings, other=-1)
+        is_token = token >= 0
+        x = tl.load(logit_ptr + row * size + token, mask=is_token, other=0.0)
+        tl.store(score_ptr + row * size + token, x, mask=is_token)
+
+
+def thresholds(
+    scores: torch.Tensor, floats: torch.Tensor, integers: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What stays of each row: scores over the temperature above the first, float32 [rows], and of the
+    tokens at it those up to the second, int64 [rows].
+
+    Args:
+        scores: float32 [rows, vocab], contiguous.
+        floats: float32 [rows, 3]: temperature (0: greedy), min-p, top-p.
+        integers: int64 [rows, 3]: seed, position, top-k (0: off).
+    """
+    rows, size = scores.shape
+    threshold, last = floats.new_empty(rows), integers.new_empty(rows)
+    _narrow[(rows,)](
+        scores,
+        floats,
+        integers,
+        threshold,
+        last,
+        size,
+        PIVOTS=PIVOTS,
+        BLOCK=BLOCK,
+        num_warps=16,
+    )
+    return threshold, last
+
+
+def draw(
+    scores: torch.Tensor,
+    floats: torch.Tensor,
+    integers: torch.Tensor,
+    threshold: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    """A token for each row, int64 [rows]; arguments as of `thresholds`, and what it gave."""
+    rows, size = scores.shape
+    parts = -(-size // PART)
+    best, tokens = floats.new_empty(rows, parts), integers.new_empty(rows, parts)
+    _draw[(rows, parts)](
+        scores,
+        floats,
+        integers,
+        threshold,
+        last,
+        best,
+        tokens,
+        size,
+        PART=PART,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    return tokens.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+def exponential(keys: torch.Tensor, size: int, stream: int) -> torch.Tensor:
+    """Exp(1) noise, float32 [rows, size], for int64 `keys` [rows, 2]: seed, position."""
+    out = torch.empty(len(keys), size, device=keys.device)
+    _exponential[(len(keys), -(-size // BLOCK))](keys, out, size, stream, BLOCK=BLOCK, num_warps=8)
+    return out
+
+
+def penalize(
+    scores: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    places: torch.Tensor,
+    penalties: torch.Tensor,
+) -> None:
+    """Penalties on some rows of `scores`, in place.
+
+    Args:
+        scores: float32 [rows, vocab], contiguous.
+        rows, places: int64 [penalized], rows of `scores` and of `counts`.
+        counts: int32 [places, vocab], twice the occurrences in the output, plus one for tokens of the prompt.
+        penalties: float32 [penalized, 3]: repetition, frequency, presence.
+    """
+    size = scores.shape[1]
+    _penalize[(len(rows), -(-size // BLOCK))](
+        scores, rows, counts, places, penalties, size, BLOCK=BLOCK, num_warps=8
+    )
+
+
+def constrain(
+    scores: torch.Tensor,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    words: torch.Tensor,
+    endings: torch.Tensor,
+) -> None:
+    """Token masks on some rows of `scores`, in place.
+
+    Args:
+        scores, logits: float32 [rows, vocab], contiguous; `logits` are the model's own.
+        rows: int64 [masked].
+        words: int32 [masked, ceil(vocab / 32)], bit i % 32 of word i // 32 being set where token i may come.
+        endings: int64 [masked, endings], padded with -1: they come back where nothing is left.
+    """
+    _constrain[(len(rows),)](
+        scores,
+        logits,
+        rows,
+        words,
+        endings,
+        scores.shape[1],
+        words.shape[1],
+        endings.shape[1],
+        BLOCK=BLOCK,
+        ENDINGS=triton.next_power_of_2(max(1, endings.shape[1])),
+        num_warps=8,
+    )
