@@ -34,7 +34,7 @@ gpu-check gpu-bench: export HF_HUB_OFFLINE = 1
 
 # Is it right: every Triton kernel in small and real sizes, the engine in every mode, all formats. Under 8 minutes.
 gpu-check: $(LINKS)/llmopt
-	timeout 480 $(PYTHON) -m pytest -rs -n $(GPU_JOBS) --dist worksteal tests/gpu tests/engine/test_triton_*.py
+	timeout --signal=INT 470 $(PYTHON) -m pytest -rs -n $(GPU_JOBS) --dist worksteal tests/gpu tests/engine/test_triton_*.py
 
 # How fast is it, beside transformers, as shares of what the GPU can do. Under 9 minutes.
 gpu-bench: $(LINKS)/llmopt

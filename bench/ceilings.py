@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..engine.kernels.native.roofs import NoRoofs, Roofs
+
 FAR_BYTES = 256 << 20
 COPIED_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 SECONDS_EACH = 0.15
@@ -50,6 +52,27 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, model_bytes: int)
         near_bytes=near_bytes,
         peak_flops={str(d).removeprefix("torch."): matmul_flops(device, d) for d in sides},
     )
+
+
+def device_roofs(device: torch.device) -> dict[str, float]:
+    """What `llmopt doctor` measures of a device, by name: a copy and a matrix product through torch; of a
+    CPU with C kernels also what a plain loop reads, and its 8-bit operations in registers."""
+    found = {
+        "copy_bytes_per_second": copy_bandwidth(device),
+        "bfloat16_flops": matmul_flops(device, torch.bfloat16),
+    }
+    if device.type != "cpu":
+        return found
+    try:
+        roofs = Roofs(torch.get_num_threads())
+    except NoRoofs:
+        return found
+    for _ in range(5):
+        roofs.measure()
+    return found | {
+        "read_bytes_per_second": max(roofs.bytes),
+        "int8_operations_per_second": max(roofs.operations),
+    }
 
 
 def read_bandwidth(device: torch.device, num_bytes: int) -> float:

@@ -11,17 +11,31 @@ if TYPE_CHECKING:
 
 
 def doctor(
+    self_test: Annotated[
+        bool | None,
+        typer.Option(
+            "--self-test/--no-self-test",
+            help="Hold each kernel against its reference and measure the roofs. Default: with CUDA.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Show versions, processor, memory, CUDA devices, and the kernel chosen for each operation."""
+    """Show versions, processor, memory, CUDA devices, the kernel chosen for each operation, and whether
+    the kernels are right. Ends with 1 where one is not."""
+    from ..bench.health import check_health
     from ..engine.machine import examine
     from .output import emit_json, result_console
 
     findings = examine()
+    wanted = bool(findings["cuda"]) if self_test is None else self_test
+    health = check_health() if wanted else None
+    findings["health"] = health
     if as_json:
         emit_json(findings)
     else:
         _show(findings, result_console(as_json))
+    if health is not None and not health["passed"]:
+        raise typer.Exit(1)
 
 
 def _show(findings: dict[str, Any], console: Console) -> None:
@@ -82,4 +96,30 @@ def _show(findings: dict[str, Any], console: Console) -> None:
                 choice["chosen"] or "[red]none[/red]",
                 "\n".join(refused),
             )
+        console.print(table)
+    if findings["health"] is not None:
+        _show_health(findings["health"], console)
+
+
+def _show_health(health: dict[str, Any], console: Console) -> None:
+    from rich import box
+    from rich.table import Table
+
+    for device in health["devices"]:
+        roofs = ", ".join(
+            f"{name.replace('_', ' ')} {rate / 1e9:,.1f} G"
+            for name, rate in device["roofs"].items()
+        )
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            title=f"Kernels of {device['device']} against their references ({roofs})",
+            title_justify="left",
+        )
+        for name in ("operation", "kernel", "error", ""):
+            table.add_column(name)
+        for test in device["tests"]:
+            error = test["reason"] or f"{test['error']:.1e} of {test['most']:.0e}"
+            verdict = "pass" if test["passed"] else "[red]FAIL[/red]"
+            what = f"{test['operation']}\n[dim]{test['situation']}[/dim]"
+            table.add_row(what, test["kernel"], error, verdict)
         console.print(table)

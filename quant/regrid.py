@@ -14,6 +14,7 @@ from .gguf.integer import gguf_to_int, int_to_gguf
 from .methods.codebook_grid import round_to_codebook
 from .methods.float_grid import round_to_fp8
 from .methods.int_grid import round_to_nearest
+from .methods.lookup_grid import round_to_uniform_tables
 from .methods.vectorwise_grid import round_to_rows
 from .scheme import (
     PER_CHANNEL,
@@ -67,7 +68,7 @@ def regrid(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Regrid
     if not bool(torch.isfinite(weight).all()):
         raise BadInput(f"{module} holds NaN or infinite values: the checkpoint is damaged")
     scheme = _nearest_scheme(module, tensor, target)
-    rounded = _round(module, weight, scheme, target.scale_dtype(_scale_dtype(tensor), scheme))
+    rounded = round_weight(module, weight, scheme, target.scale_dtype(_scale_dtype(tensor), scheme))
     energy = float(weight.double().square().sum())
     lost = float((weight.double() - rounded.dequantize().double()).square().sum())
     return Regridded(rounded, lost / energy if energy else 0.0, reason)
@@ -201,9 +202,14 @@ def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) 
     )
 
 
-def _round(
+def round_weight(
     module: str, weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype
 ) -> QuantizedTensor:
+    """Quantize a weight `[out, in]` without looking at any data, with scales of `dtype` where it has a say.
+
+    Raises:
+        BadInput: the weight does not fit into the scheme; `module` is named.
+    """
     if isinstance(scheme, IntScheme):
         return round_to_nearest(weight, scheme, dtype, name=module)
     if isinstance(scheme, FloatScheme):
@@ -212,5 +218,6 @@ def _round(
         return round_to_codebook(weight, scheme)
     if isinstance(scheme, VectorwiseScheme):
         return round_to_rows(weight, scheme, name=module)
-    assert not isinstance(scheme, LookupScheme)
+    if isinstance(scheme, LookupScheme):
+        return round_to_uniform_tables(weight, scheme, name=module)
     return GgufTensor(quantize_blocks(weight, scheme.type, name=module), scheme)

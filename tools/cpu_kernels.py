@@ -10,7 +10,6 @@ time that the bytes of the weight, or the products, would take at the roofs, ove
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import time
@@ -22,8 +21,8 @@ import torch
 from llmopt.engine.host import cpu_model, usable_cores
 from llmopt.engine.kernels.int8_linear import Int8MatmulLinear
 from llmopt.engine.kernels.linear import LinearKernel, OneDnnLinear, TorchLinear
-from llmopt.engine.kernels.native.build import native
 from llmopt.engine.kernels.native.linear import native_linear
+from llmopt.engine.kernels.native.roofs import Roofs
 from llmopt.engine.kernels.quantized_linear import (
     QUANTIZED_LINEAR,
     Int4PackLinear,
@@ -38,7 +37,6 @@ SHAPES = {  # the linears of a layer: (out, in)
     "0.13b": ((1280, 768), (768, 768), (4096, 768), (768, 2048)),
 }
 COLD_BYTES = 64 * 2**20
-READ_BYTES = 2**27
 W8A8 = IntScheme(8, -1, True, Activations("int8"))
 
 
@@ -56,30 +54,6 @@ class Row:
     gb_per_second: float
     gop_per_second: float
     percent_of_roof: float
-
-
-class Roofs:
-    """Bytes and 8-bit operations a second of the whole machine, a measurement for each round."""
-
-    def __init__(self, threads: int) -> None:
-        library = native("roofs").library
-        if library is None:
-            raise SystemExit(f"no C kernels here: {native('roofs').reason}")
-        library.llmopt_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-        library.llmopt_multiply.argtypes = [ctypes.c_int64, ctypes.c_int64]
-        library.llmopt_multiply.restype = ctypes.c_int64
-        self._library, self._threads = library, threads
-        self._data = torch.ones(READ_BYTES, dtype=torch.uint8)
-        self.bytes: list[float] = []
-        self.operations: list[float] = []
-
-    def measure(self) -> None:
-        begin = time.perf_counter()
-        self._library.llmopt_read(self._data.data_ptr(), READ_BYTES, self._threads)
-        middle = time.perf_counter()
-        count = self._library.llmopt_multiply(500_000, self._threads)
-        self.bytes.append(READ_BYTES / (middle - begin))
-        self.operations.append(count / (time.perf_counter() - middle))
 
 
 def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKernel], bool]]:

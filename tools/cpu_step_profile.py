@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_kernels import Roofs
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.host import cpu_model, usable_cores
 from llmopt.engine.kernels.native.linear import native_linear
+from llmopt.engine.kernels.native.roofs import Roofs
 from llmopt.engine.model.mlp import GatedMlp
 from llmopt.engine.model.norm import Norm
 from llmopt.engine.model.projection import Projection

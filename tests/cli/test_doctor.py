@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from llmopt.cli.main import main
+from llmopt.engine.kernels.dispatch import Candidate
+from llmopt.engine.kernels.layer_kernels import GATE, torch_silu_gate
 from llmopt.engine.kernels.table import table
 
 
@@ -36,3 +39,51 @@ def test_table_names_each_operation_and_why_not(capsys: pytest.CaptureFixture[st
         assert choice.operation in out
         assert str(choice.chosen) in out
     assert "Kernels on cpu in float32" in out
+
+
+def test_a_self_test_of_every_kernel_that_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--self-test", "--json") == 0
+    health = json.loads(capsys.readouterr().out)["health"]
+    device = health["devices"][0]
+    assert health["passed"] and device["device"] == "cpu"
+    assert device["roofs"]["copy_bytes_per_second"] > 1e8
+    assert device["roofs"]["bfloat16_flops"] > 1e8
+    for dtype in (torch.bfloat16, torch.float32):
+        served = {(choice.operation, choice.chosen) for choice in table(torch.device("cpu"), dtype)}
+        tested = {
+            (t["operation"], t["kernel"]) for t in device["tests"] if str(dtype) in t["situation"]
+        }
+        references = {"torch", "torch-sdpa", "tiled-dequant", "torch-rows"}
+        assert {one for one in served if one[1] not in references} <= tested
+    capsys.readouterr()
+    assert call("--self-test") == 0
+    assert "against their references" in capsys.readouterr().out
+
+
+def test_a_kernel_that_is_wrong_fails_the_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def near() -> Any:
+        return lambda gate, up: torch_silu_gate(gate, up) * 1.05
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such register\nand more")
+
+    wrong = Candidate("near", lambda _: None, near)
+    failing = Candidate("broken", lambda _: None, broken)
+    monkeypatch.setattr(GATE, "candidates", (wrong, failing, *GATE.candidates))
+    assert call("--self-test", "--json") == 1
+    health = json.loads(capsys.readouterr().out)["health"]
+    found = {t["kernel"]: t for t in health["devices"][0]["tests"] if t["operation"] == GATE.name}
+    assert not health["passed"]
+    assert found["near"]["error"] == pytest.approx(0.05, rel=0.1) and not found["near"]["passed"]
+    assert (found["broken"]["error"], found["broken"]["passed"]) == (None, False)
+    assert found["broken"]["reason"] == "RuntimeError: no such register"
+    assert found.get("native", {"passed": True})["passed"]
+
+
+def test_without_a_gpu_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there it is made unasked")
+    assert call("--json") == 0
+    assert json.loads(capsys.readouterr().out)["health"] is None
