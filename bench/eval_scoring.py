@@ -198,10 +198,10 @@ class EngineScorer:
 
     def _score_full(self, window: Window) -> list[TokenLogprobs]:
         """A window that fills the context: nothing could be generated behind it."""
-        from ..engine.sampler import token_logprobs
+        from ..engine.sampling.logprobs import logprobs_of
 
         logits = self._engine.prompt_logits(window.inputs)[-len(window.targets) :]
-        return [token_logprobs(*pair, 0) for pair in zip(logits, window.targets, strict=True)]
+        return logprobs_of(logits, window.targets, 0)
 
     def _complete(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], what: str

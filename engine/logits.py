@@ -99,21 +99,38 @@ def dense_mask(mask: torch.Tensor, vocab_size: int, device: torch.device) -> tor
     Raises:
         BadInput: it is neither, or longer than the vocabulary.
     """
-    if mask.dim() != 1 or mask.dtype not in (torch.bool, torch.int32):
-        raise BadInput(
-            f"a token mask is {mask.dtype} with shape {list(mask.shape)}: need booleans [vocab] or int32 "
-            "[vocab / 32]"
-        )
+    _check_mask(mask, vocab_size)
     if mask.dtype is torch.int32:
-        words = -(-vocab_size // 32)
-        if len(mask) > words:
-            raise BadInput(f"a packed token mask has {len(mask)} words: the vocabulary has {words}")
         # Several times faster than shifting words in torch.
         octets = mask.cpu().numpy().astype("<i4", copy=False).view(np.uint8)
         bits = np.unpackbits(octets, count=min(vocab_size, 8 * len(octets)), bitorder="little")
         mask = torch.from_numpy(bits.view(np.bool_))
     mask = mask.to(device)
-    if len(mask) > vocab_size:
-        raise BadInput(f"a token mask has {len(mask)} tokens: the vocabulary has {vocab_size}")
     missing = vocab_size - len(mask)
     return torch.nn.functional.pad(mask, (0, missing)) if missing else mask
+
+
+def packed_mask(mask: torch.Tensor, vocab_size: int) -> np.ndarray:
+    """A token mask, packed or not, as int32 [ceil(vocab / 32)] on the host; raises as `dense_mask`."""
+    _check_mask(mask, vocab_size)
+    words = np.zeros(-(-vocab_size // 32), dtype="<i4")
+    own = mask.cpu().numpy()
+    if mask.dtype is torch.int32:
+        words[: len(own)] = own
+    else:
+        octets = np.packbits(own, bitorder="little")
+        words.view(np.uint8)[: len(octets)] = octets
+    return words
+
+
+def _check_mask(mask: torch.Tensor, vocab_size: int) -> None:
+    if mask.dim() != 1 or mask.dtype not in (torch.bool, torch.int32):
+        raise BadInput(
+            f"a token mask is {mask.dtype} with shape {list(mask.shape)}: need booleans [vocab] or int32 "
+            "[vocab / 32]"
+        )
+    words = -(-vocab_size // 32)
+    if mask.dtype is torch.int32 and len(mask) > words:
+        raise BadInput(f"a packed token mask has {len(mask)} words: the vocabulary has {words}")
+    if mask.dtype is torch.bool and len(mask) > vocab_size:
+        raise BadInput(f"a token mask has {len(mask)} tokens: the vocabulary has {vocab_size}")

@@ -13,9 +13,11 @@ from .lora.bank import rows_by_adapter
 from .model.attention import StepInputs
 from .model.open import CausalModel
 from .outputs import TokenLogprobs
-from .sampler import Sampler, SamplingRow, choose, token_logprobs
+from .sampler import Sampler, wanted_logprobs
+from .sampling.logprobs import logprobs_of
+from .sampling.row import SamplingRow
 from .speculation.proposer import Guesses, Proposer
-from .speculation.verify import accepted_tokens
+from .speculation.verify import Chain, accepted_tokens
 from .step_inputs import Run, step_inputs
 from .step_plan import ScheduledRow, StepPlan
 
@@ -140,8 +142,7 @@ class ModelRunner:
         )
         going = list(zip(runs, logits.split([len(own) for own in ends]), strict=True))
         if self._by_rejection:
-            for run, own in going:
-                self._reject(run, own)
+            self._reject(runs, logits)
             return
         while going:
             draws: list[SamplingRow] = []
@@ -160,25 +161,42 @@ class ModelRunner:
                 begin = end
             going = [(run, own) for run, own in going if run.follow()]
 
-    def _reject(self, run: GuessedRow, logits: torch.Tensor) -> None:
-        """The guesses of a row that stand and the token behind them, or its samples; their logprobs."""
-        row, guesses = run.row, run.guesses
-        if guesses is None:
-            draws = self._draws_of(row)
-            target = self._sampler.distributions(logits, draws)
-            pairs = zip(target, draws, strict=True)
-            run.drawn = [choose(by, draw.seed, len(draw.history)) for by, draw in pairs]
-        else:
-            counts = range(len(run.guessed) + 1)
-            draws = [self._draw_of(row, run.guessed[:count]) for count in counts]
-            target = self._sampler.distributions(logits, draws)
-            run.drawn = accepted_tokens(target, guesses, row.seed, len(row.history))
-            run.kept = list(range(len(run.drawn) - 1))
-        wanted = row.params.logprobs
-        run.scored = [
-            None if wanted is None else token_logprobs(logits[i], token, wanted)
-            for i, token in enumerate(run.drawn)
-        ]
+    def _reject(self, runs: Sequence[GuessedRow], logits: torch.Tensor) -> None:
+        """The guesses of rows that stand and the tokens behind them, or their samples; their logprobs.
+
+        `logits` [draws, vocab] are those behind each row and its guesses.
+        """
+        draws: list[SamplingRow] = []
+        for run in runs:
+            if run.guesses is None:
+                draws += self._draws_of(run.row)
+            else:
+                counts = range(len(run.guessed) + 1)
+                draws += [self._draw_of(run.row, run.guessed[:count]) for count in counts]
+        target = self._sampler.distributions(logits, draws)
+        chains: list[Chain] = []
+        begins: list[int] = []
+        begin = 0
+        for run in runs:
+            length = len(run.guessed) + 1
+            for _ in range(run.row.num_samples):
+                own = draws[begin]
+                chain = Chain(target[begin : begin + length], run.guesses, own.seed, own.position)
+                chains.append(chain)
+                begins.append(begin)
+                begin += length
+        answers = accepted_tokens(chains, self._sampler)
+        places = [at + i for at, own in zip(begins, answers, strict=True) for i in range(len(own))]
+        tokens = [token for own in answers for token in own]
+        picked = logits if len(places) == len(logits) else logits[places]
+        scored = iter(wanted_logprobs(picked, tokens, [draws[place] for place in places]))
+        drawn = iter(answers)
+        for run in runs:
+            for _ in range(run.row.num_samples):
+                run.drawn += next(drawn)
+            run.scored = [next(scored) for _ in run.drawn]
+            if run.guesses is not None:
+                run.kept = list(range(len(run.drawn) - 1))
 
     def _moves(self, run: GuessedRow) -> list[tuple[int, int]]:
         """Slots of the cache from and to which the guesses that stand must go."""
@@ -199,8 +217,7 @@ class ModelRunner:
         self, row: ScheduledRow, guessed: Sequence[int] = (), seed: int | None = None
     ) -> SamplingRow:
         """How the token behind a row and some guesses is drawn."""
-        history = [*row.history, *guessed] if guessed else row.history
-        num_output = len(history) - row.num_prompt_tokens
+        num_output = row.end + len(guessed) - row.num_prompt_tokens
         barred: frozenset[int] = frozenset()
         endings: frozenset[int] = frozenset()
         if num_output < row.params.min_tokens:
@@ -210,7 +227,8 @@ class ModelRunner:
         if row.params.token_mask is not None:
             endings = self._eos_token_ids.union(row.params.stop_token_ids)
         own = row.seed if seed is None else seed
-        return SamplingRow(row.params, own, history, row.num_prompt_tokens, barred, endings)
+        known = row.history
+        return SamplingRow(row.params, own, known, row.num_prompt_tokens, barred, endings, guessed)
 
     def _score_prompts(
         self, runs: Sequence[GuessedRow], hidden: torch.Tensor, result: StepResult
@@ -221,9 +239,6 @@ class ModelRunner:
             count = min(row.end, row.num_prompt_tokens - 1) - row.start
             if wanted is not None and count > 0:
                 logits = self.decoder.logits(hidden[begin : begin + count])
-                result.prompt_logprobs[row.sequence_id] = [
-                    (position + 1, token_logprobs(scores, row.tokens[position + 1], wanted))
-                    for position, scores in zip(
-                        range(row.start, row.start + count), logits, strict=True
-                    )
-                ]
+                places = range(row.start + 1, row.start + count + 1)
+                scored = logprobs_of(logits, [row.tokens[place] for place in places], wanted)
+                result.prompt_logprobs[row.sequence_id] = list(zip(places, scored, strict=True))

@@ -6,231 +6,70 @@ and on nothing else. So a request draws the same tokens alone, in any batch, and
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from ..quant.errors import BadInput
-from .logits import LogitsProcessor, dense_mask
 from .outputs import TokenLogprobs
-from .sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """One draw.
-
-    Attributes:
-        params: how to draw.
-        seed: of this completion.
-        history: tokens so far, prompt first.
-        num_prompt_tokens: how many of them are prompt.
-        barred: tokens that must not come now (what would end a sequence that is too short to end).
-        endings: tokens that end the sequence; given with a token mask, which may leave nothing else.
-    """
-
-    params: SamplingParams
-    seed: int
-    history: Sequence[int]
-    num_prompt_tokens: int
-    barred: frozenset[int] = frozenset()
-    endings: frozenset[int] = frozenset()
+from .sampling.kernels import SAMPLING, NoiseKey, SamplingKernel, SamplingSituation
+from .sampling.logprobs import logprobs_of
+from .sampling.row import SamplingRow
 
 
 class Sampler:
-    """Draws a token for each row of scores.
+    """Draws a token for each row of scores, by the kernel for the device that the first ones lie on."""
 
-    What is done to the scores, in this order: logit bias, logits processors, penalties, barred tokens,
-    token mask, temperature, min-p, top-k, top-p. That a token may not come is said after everything
-    that could raise its score again.
-    """
+    def __init__(self) -> None:
+        self._kernel: SamplingKernel | None = None
 
     def draw(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Tokens for float32 `logits` [rows, vocab], and their logprobs where a row asks for them."""
-        scores = self._adjusted(logits, rows)
-        tokens = scores.argmax(dim=-1)
-        for index, row in enumerate(rows):
-            if not row.params.is_greedy:
-                tokens[index] = self._sample(scores[index], row)
-        drawn = tokens.tolist()
-        logprobs = [
-            token_logprobs(logits[index], token, row.params.logprobs)
-            if row.params.logprobs is not None
-            else None
-            for index, (row, token) in enumerate(zip(rows, drawn, strict=True))
-        ]
-        return drawn, logprobs
+        """Tokens for float32 `logits` [rows, vocab], and their logprobs where a row asks for them.
 
-    def _adjusted(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        if not any(row.barred or row.params.changes_scores for row in rows):
-            return logits
-        scores = logits.clone()
-        for index, row in enumerate(rows):
-            if row.params.logit_bias:
-                tokens = torch.tensor(list(row.params.logit_bias), device=scores.device)
-                values = list(row.params.logit_bias.values())
-                scores[index, tokens] += torch.tensor(values, device=scores.device)
-            for processor in row.params.logits_processors:
-                scores[index] = processed(processor, row, scores[index])
-            if row.params.penalizes:
-                penalize(scores[index], row)
-            if row.barred:
-                scores[index, torch.tensor(sorted(row.barred), device=scores.device)] = float(
-                    "-inf"
-                )
-            if row.params.token_mask is not None:
-                constrain(scores[index], logits[index], row)
-        return scores
+        The host waits for the tokens together, and then for logprobs.
+        """
+        drawn: list[int] = self._on(logits.device).draw(logits, rows).tolist()
+        return drawn, wanted_logprobs(logits, drawn, rows)
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """Float32 [rows, vocab]: the probabilities that `draw` draws by."""
-        scores = self._adjusted(logits, rows)
-        return torch.stack([_distribution(own, row) for own, row in zip(scores, rows, strict=True)])
+        """See `SamplingKernel`."""
+        return self._on(logits.device).distributions(logits, rows)
 
     def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """Float32 [rows, vocab], each row summing to 1: what `draw` would draw from scores like these.
+        """See `SamplingKernel`."""
+        return self._on(logits.device).preferences(logits, rows)
 
-        The token that it draws from `logits` themselves has the most. Where a row is not greedy, the
-        noise of its draw is in them, which the draw from other scores shares.
+    def choose(self, weights: torch.Tensor, keys: Sequence[NoiseKey], stream: int = 0) -> list[int]:
+        """A draw by each row of `weights` [rows, vocab], which need not sum to 1.
+
+        It is argmax(w / e) with e ~ Exp(1).
         """
-        scores = self._adjusted(logits, rows)
-        return torch.stack([_preference(own, row) for own, row in zip(scores, rows, strict=True)])
+        noise = self._on(weights.device).noise(keys, weights.shape[1], stream, weights.device)
+        return (weights / noise).argmax(dim=-1).tolist()
 
-    def _sample(self, scores: torch.Tensor, row: SamplingRow) -> int:
-        return choose(_distribution(scores, row), row.seed, len(row.history))
+    def uniform(self, keys: Sequence[NoiseKey], stream: int, device: torch.device) -> torch.Tensor:
+        """A number from 0 to 1 for each key, float32 [keys]."""
+        return (-self._on(device).noise(keys, 1, stream, device)).exp().squeeze(1)
 
-
-def _distribution(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    """softmax(scores / temperature), narrowed by min-p, top-k and top-p; all on one token where greedy."""
-    if row.params.is_greedy:
-        return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
-    scores = scores / row.params.temperature
-    if not row.params.filters:
-        return scores.softmax(dim=-1)
-    # Stable, so that among equals the first stays, as with argmax.
-    ordered, order = scores.sort(descending=True, stable=True)
-    keep = filter_mask(ordered, row.params)
-    probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
-    return torch.zeros_like(scores).index_copy_(0, order, probabilities)
+    def _on(self, device: torch.device) -> SamplingKernel:
+        if self._kernel is None:
+            self._kernel = SAMPLING.select(SamplingSituation(device.type)).run()
+        return self._kernel
 
 
-def _preference(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    if row.params.is_greedy:
-        return scores.softmax(dim=-1)
-    noise = exponential_noise(row.seed, len(row.history), scores.numel()).to(scores.device)
-    weights = _distribution(scores, row) / noise
-    return weights / weights.sum()
-
-
-def choose(weights: torch.Tensor, seed: int, position: int, stream: int = 0) -> int:
-    """A draw by `weights` [vocab], which need not sum to 1: argmax(w / e) with e ~ Exp(1)."""
-    noise = exponential_noise(seed, position, weights.numel(), stream).to(weights.device)
-    return int((weights / noise).argmax())
-
-
-def filter_mask(ordered: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Which of the scores, sorted from high to low, survive min-p, then top-k, then top-p.
-
-    The first always does. Top-p keeps the smallest set whose probability reaches p.
-    """
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if params.min_p > 0.0:
-        probabilities = ordered.softmax(dim=-1)
-        keep &= probabilities >= params.min_p * probabilities[0]
-    if params.top_k > 0:
-        keep[params.top_k :] = False
-    if params.top_p < 1.0:
-        probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities
-        keep &= before < params.top_p
-    keep[0] = True
-    return keep
-
-
-def processed(processor: LogitsProcessor, row: SamplingRow, scores: torch.Tensor) -> torch.Tensor:
-    """What a processor makes of the scores [vocab] of one row.
-
-    Raises:
-        BadInput: something of another shape.
-    """
-    found = processor(list(row.history), scores)
-    if not isinstance(found, torch.Tensor) or found.shape != scores.shape:
-        raise BadInput(
-            f"the logits processor {processor!r} gave {getattr(found, 'shape', type(found))}: need "
-            f"scores of shape {list(scores.shape)}"
-        )
+def wanted_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], rows: Sequence[SamplingRow]
+) -> list[TokenLogprobs | None]:
+    """Log-probabilities of the tokens drawn from `logits` [rows, vocab], for the rows that ask for them."""
+    found: list[TokenLogprobs | None] = [None] * len(rows)
+    asked: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            asked.setdefault(row.params.logprobs, []).append(index)
+    for num_top, indices in asked.items():
+        own = logits if len(indices) == len(rows) else logits[indices]
+        scored = logprobs_of(own, [tokens[index] for index in indices], num_top)
+        for index, one in zip(indices, scored, strict=True):
+            found[index] = one
     return found
-
-
-def constrain(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None:
-    """Take what the token mask of one row does not allow out of its scores [vocab], in place.
-
-    Where nothing is left, because the mask allows nothing or only what is barred otherwise, the sequence
-    can only end: the model's own `logits` choose among the tokens that end it.
-    """
-    assert row.params.token_mask is not None
-    end = row.num_prompt_tokens
-    mask = row.params.token_mask.allowed(row.history[:end], row.history[end:])
-    if mask is None:
-        return
-    lowest = float("-inf")
-    scores.masked_fill_(~dense_mask(mask, len(scores), scores.device), lowest)
-    if bool((scores == lowest).all()):
-        endings = torch.tensor(sorted(row.endings), device=scores.device)
-        scores[endings] = logits[endings]
-
-
-def penalize(scores: torch.Tensor, row: SamplingRow) -> None:
-    """Apply the penalties to the scores [vocab] of one row, in place.
-
-    Repetition (Keskar et al., "CTRL", 2019) divides positive scores and multiplies negative ones of all
-    tokens seen; frequency and presence subtract, per occurrence and once, for output tokens.
-    """
-    params = row.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(row.history)), device=scores.device)
-        values = scores[seen]
-        factor = params.repetition_penalty
-        scores[seen] = torch.where(values > 0, values / factor, values * factor)
-    counts = Counter(row.history[row.num_prompt_tokens :])
-    if counts and (params.frequency_penalty or params.presence_penalty):
-        tokens = torch.tensor(list(counts), device=scores.device)
-        times = torch.tensor(list(counts.values()), device=scores.device, dtype=scores.dtype)
-        scores[tokens] -= times * params.frequency_penalty + params.presence_penalty
-
-
-def exponential_noise(seed: int, position: int, size: int, stream: int = 0) -> torch.Tensor:
-    """Exp(1) noise, float32 [size], from a counter-based generator keyed by (seed, position).
-
-    Streams of one key have nothing to do with each other.
-    """
-    noise = _generator(seed, position, stream).standard_exponential(size, dtype=np.float32)
-    # Float32 can round to zero, and dividing by it would make the token certain.
-    return torch.from_numpy(np.maximum(noise, np.finfo(np.float32).tiny))
-
-
-def uniform_noise(seed: int, position: int, stream: int) -> float:
-    """A number in [0, 1), keyed as above."""
-    return float(_generator(seed, position, stream).random())
-
-
-def _generator(seed: int, position: int, stream: int) -> np.random.Generator:
-    key = np.array([seed & (2**64 - 1), position], dtype=np.uint64)
-    counter = np.array([0, 0, 0, stream], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter))
-
-
-def token_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probability and rank of a token under float32 `logits` [vocab], and the `num_top` likeliest."""
-    logprobs = logits.log_softmax(dim=-1)
-    own = logprobs[token_id]
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top:
-        values, tokens = logprobs.topk(min(num_top, logprobs.numel()))
-        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(token_id, float(own), int((logprobs > own).sum()) + 1, top)

@@ -14,19 +14,19 @@ PROMISED = -1
 
 
 class Prefix(Sequence[int]):
-    """The first `length` tokens of a list that others lengthen: a view, because sequences are long."""
+    """The first `length` of `tokens`, which others lengthen: a view, because sequences are long."""
 
-    __slots__ = ("_length", "_tokens")
+    __slots__ = ("_length", "tokens")
 
     def __init__(self, tokens: Sequence[int], length: int) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._length = length
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        return islice(self._tokens, self._length)
+        return islice(self.tokens, self._length)
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -34,8 +34,8 @@ class Prefix(Sequence[int]):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         if isinstance(index, slice):
-            return self._tokens[slice(*index.indices(self._length))]
-        return self._tokens[range(self._length)[index]]
+            return self.tokens[slice(*index.indices(self._length))]
+        return self.tokens[range(self._length)[index]]
 
 
 @dataclass(frozen=True, slots=True)

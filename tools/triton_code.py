@@ -138,6 +138,20 @@ def rows() -> None:
         TritonTurn()(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
 
 
+def sampling() -> None:
+    """Launch what turns scores of a large vocabulary into tokens."""
+    from llmopt.engine.kernels.triton import sampling as kernels
+
+    scores, rows = torch.zeros(4, 128256), torch.arange(4)
+    floats, integers = torch.ones(4, 3), torch.ones(4, 3, dtype=torch.int64)
+    stays = kernels.thresholds(scores, floats, integers)
+    kernels.draw(scores, floats, integers, *stays)
+    kernels.exponential(integers[:, :2].contiguous(), 128256, 0)
+    counts, words = (torch.zeros(4, width, dtype=torch.int32) for width in (128256, 4008))
+    kernels.penalize(scores, rows, counts, rows, floats)
+    kernels.constrain(scores, scores, rows, words, rows[:, None].contiguous())
+
+
 def products(weight: QuantizedTensor, kind: Literal["floats", "rounded"] = "floats") -> None:
     """Launch products of one token, few, many, and too many, with inputs in floats or in 8 bits."""
     from llmopt.engine.kernels.triton.linear import FloatInputLinear, RoundedInputLinear
@@ -179,6 +193,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, 32 heads of 96": lambda: attention(32, 32, (96, 96)),
     "attention, 16 heads on a latent of 576": lambda: attention(16, 1, (576, 512)),
     "between the linears": rows,
+    "sampling": sampling,
     "4-bit weights": lambda: products(integers(4, 128, False)),
     "8-bit weights": lambda: products(integers(8, -1, True)),
     "  and inputs": lambda: products(integers(8, -1, True, Activations("int8")), "rounded"),

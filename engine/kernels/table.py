@@ -14,6 +14,7 @@ from ...quant.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from ..sampling.kernels import SAMPLING, SamplingSituation
 from .attention_kernels import PAGED_ATTENTION, AttentionSituation
 from .dispatch import Choice
 from .layer_kernels import GATE, GELU_GATE, NORM, TURN, RowSituation
@@ -43,6 +44,7 @@ def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
             operation.explain(RowSituation(device.type, dtype, size))
             for operation, size in ((NORM, 4096), (GATE, 4096), (GELU_GATE, 4096), (TURN, 128))
         ),
+        SAMPLING.explain(SamplingSituation(device.type)),
         LINEAR.explain(LinearSituation(device.type, dtype, 4096, 4096)),
     ]
     for scheme, input_bits in SCHEMES:

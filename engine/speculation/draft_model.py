@@ -10,7 +10,7 @@ import torch
 
 from ..kv_cache import KvCache
 from ..model.open import CausalModel
-from ..sampler import Sampler, choose
+from ..sampler import Sampler
 from ..step_inputs import Run, step_inputs
 from ..step_plan import ScheduledRow
 from .proposer import DrawOf, Guesses, Seen
@@ -89,8 +89,9 @@ class DraftModel:
                 guessed[row.sequence_id].tokens.append(token)
             return
         weights = self._sampler.distributions(logits, draws)
-        for row, own, by in zip(rows, draws, weights, strict=True):
-            token = choose(by, own.seed, len(own.history), DRAFT_STREAM)
+        keys = [(own.seed, own.position) for own in draws]
+        tokens = self._sampler.choose(weights, keys, DRAFT_STREAM)
+        for row, token, by in zip(rows, tokens, weights, strict=True):
             guessed[row.sequence_id].tokens.append(token)
             guessed[row.sequence_id].weights.append(by)
 

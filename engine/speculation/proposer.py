@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ..sampler import SamplingRow
+from ..sampling.row import SamplingRow
 from ..step_plan import ScheduledRow
 from .tree import Tree
 

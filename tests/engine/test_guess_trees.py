@@ -17,7 +17,8 @@ from llmopt.engine.kernels import paged_attention as pa
 from llmopt.engine.kernels.paged_tensor import PagedTensor
 from llmopt.engine.kv_cache import KvCache, stored_dtype
 from llmopt.engine.model.open import open_model
-from llmopt.engine.sampler import Sampler, SamplingRow
+from llmopt.engine.sampler import Sampler
+from llmopt.engine.sampling.row import SamplingRow
 from llmopt.engine.speculation.growth import Growth
 from llmopt.engine.speculation.options import SpeculationConfig
 from llmopt.engine.speculation.proposer import DrawOf, Guesses, Seen

@@ -8,7 +8,8 @@ import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.logits import REMEMBERED_STATES, AutomatonMask, dense_mask
-from llmopt.engine.sampler import Sampler, SamplingRow
+from llmopt.engine.sampler import Sampler
+from llmopt.engine.sampling.row import SamplingRow
 from llmopt.engine.speculation.options import SpeculationConfig
 from llmopt.quant.errors import BadInput
 from llmopt.recipes import MODELS

@@ -7,14 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from llmopt.engine.sampler import (
-    Sampler,
-    SamplingRow,
-    exponential_noise,
-    filter_mask,
-    penalize,
-    token_logprobs,
-)
+from llmopt.engine.sampler import Sampler
+from llmopt.engine.sampling.logprobs import token_logprobs
+from llmopt.engine.sampling.noise import exponential_noise
+from llmopt.engine.sampling.row import SamplingRow
+from llmopt.engine.sampling.rowwise import filter_mask, penalize
 from llmopt.engine.sampling_params import SamplingParams
 from llmopt.quant.errors import BadInput
 

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.sampler import Sampler, SamplingRow, choose
+from llmopt.engine.sampler import Sampler
+from llmopt.engine.sampling.row import SamplingRow
 from llmopt.engine.speculation.draft_length import Acceptance, DraftLength
 from llmopt.engine.speculation.options import SpeculationConfig
 from llmopt.engine.speculation.proposer import Guesses
 from llmopt.engine.speculation.tree import Tree
-from llmopt.engine.speculation.verify import DRAFT_STREAM, accepted_tokens
+from llmopt.engine.speculation.verify import DRAFT_STREAM, Chain, accepted_tokens
 from llmopt.quant.errors import BadInput
 
 NGRAM = SpeculationConfig("ngram", num_tokens=6, ngram_min=1)
@@ -157,21 +158,28 @@ def test_rejection_draws_by_the_target(certain: bool) -> None:
     # The distribution of a token depends on the one before it, as a model's would.
     target = torch.rand(vocab + 1, vocab, generator=generator).softmax(-1)
     draft = (3 * torch.rand(vocab + 1, vocab, generator=generator)).softmax(-1)
-    counts = torch.zeros(vocab, vocab, vocab)
-    for seed in range(SAMPLES):
-        tokens: list[int] = []
-        while len(tokens) < 3:
-            before, position = tokens[-1] if tokens else vocab, 7 + len(tokens)
-            guessed: list[int] = []
-            for index in range(2):
-                by = draft[guessed[-1] if guessed else before]
-                sure = (before + index) % vocab
-                guess = sure if certain else choose(by, seed, position + index, DRAFT_STREAM)
-                guessed.append(guess)
-            context = torch.tensor([before, *guessed])
+    sampler = Sampler()
+    written: list[list[int]] = [[] for _ in range(SAMPLES)]
+    while going := [seed for seed, tokens in enumerate(written) if len(tokens) < 3]:
+        contexts = [[written[seed][-1] if written[seed] else vocab] for seed in going]
+        places = [7 + len(written[seed]) for seed in going]
+        for index in range(2):
+            guesses = [(context[0] + index) % vocab for context in contexts]
+            if not certain:
+                weights = draft[[context[-1] for context in contexts]]
+                keys = [(seed, place + index) for seed, place in zip(going, places, strict=True)]
+                guesses = sampler.choose(weights, keys, DRAFT_STREAM)
+            for context, guess in zip(contexts, guesses, strict=True):
+                context.append(guess)
+        chains = []
+        for context, seed, place in zip(contexts, going, places, strict=True):
             probabilities = None if certain else draft[context[:-1]]
-            guesses = Guesses(tuple(guessed), Tree.chain(2), probabilities)
-            tokens += accepted_tokens(target[context], guesses, seed, position)
+            chain = Guesses(tuple(context[1:]), Tree.chain(2), probabilities)
+            chains.append(Chain(target[context], chain, seed, place))
+        for seed, own in zip(going, accepted_tokens(chains, sampler), strict=True):
+            written[seed] += own
+    counts = torch.zeros(vocab, vocab, vocab)
+    for tokens in written:
         counts[tuple(tokens[:3])] += 1
     first, rest = target[vocab], target[:vocab]
     expected = SAMPLES * first[:, None, None] * rest[:, :, None] * rest[None, :, :]

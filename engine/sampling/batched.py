@@ -1,0 +1,154 @@
+"""Draws for all rows at once, by kernels on the device; the host waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from ..device import to_device
+from ..kernels.triton import sampling as kernels
+from ..logits import packed_mask
+from .counts import TokenCounts
+from .row import SamplingRow
+from .rowwise import adjust, allowed
+
+
+class BatchedSampling:
+    """A `SamplingKernel` of Triton's kernels; rows with logits processors are adjusted one by one."""
+
+    def __init__(self) -> None:
+        self._counts = TokenCounts()
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        scores = self._adjusted(logits.contiguous(), rows)
+        if all(row.params.is_greedy for row in rows):
+            return scores.argmax(dim=-1)
+        floats, integers = _settings(rows, scores.device)
+        return kernels.draw(scores, floats, integers, *kernels.thresholds(scores, floats, integers))
+
+    def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        scores = self._adjusted(logits.contiguous(), rows)
+        certain = torch.zeros_like(scores).scatter_(1, scores.argmax(dim=-1, keepdim=True), 1.0)
+        return self._drawn_by(scores, rows, certain)
+
+    def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        scores = self._adjusted(logits.contiguous(), rows)
+        weights = self._drawn_by(scores, rows, scores.softmax(dim=-1))
+        keys = [(row.seed, row.position) for row in rows]
+        greedy = _greedy(rows, scores.device)
+        noise = self.noise(keys, scores.shape[1], 0, scores.device).masked_fill_(greedy, 1.0)
+        weights = weights / noise
+        return weights / weights.sum(dim=-1, keepdim=True)
+
+    def noise(
+        self, keys: Sequence[tuple[int, int]], size: int, stream: int, device: torch.device
+    ) -> torch.Tensor:
+        wrapped = [(_wrapped(seed), position) for seed, position in keys]
+        return kernels.exponential(_integers(wrapped, device), size, stream)
+
+    def _drawn_by(
+        self, scores: torch.Tensor, rows: Sequence[SamplingRow], greedy: torch.Tensor
+    ) -> torch.Tensor:
+        """What rows are drawn by; those without temperature by `greedy` [rows, vocab]."""
+        floats, integers = _settings(rows, scores.device)
+        threshold, last = kernels.thresholds(scores, floats, integers)
+        is_greedy = _greedy(rows, scores.device)
+        heated = scores / floats[:, :1].masked_fill(is_greedy, 1.0)
+        tokens = torch.arange(scores.shape[1], device=scores.device)
+        at, last = threshold[:, None], last[:, None]
+        stays = (heated > at) | ((heated == at) & (tokens <= last))
+        weights = heated.masked_fill_(~stays, float("-inf")).softmax(dim=-1)
+        return torch.where(is_greedy, greedy, weights)
+
+    def _adjusted(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        if not any(row.barred or row.params.changes_scores for row in rows):
+            return logits
+        scores = logits.clone()
+        together: list[tuple[int, SamplingRow]] = []
+        for index, row in enumerate(rows):
+            if row.params.logits_processors:
+                adjust(scores[index], logits[index], row)
+            else:
+                together.append((index, row))
+        biased = [
+            (i, *pair) for i, row in together for pair in (row.params.logit_bias or {}).items()
+        ]
+        if biased:
+            places = _places([(i, token) for i, token, _ in biased], scores)
+            bias = to_device(np.array([value for _, _, value in biased], np.float32), scores.device)
+            scores.view(-1).index_add_(0, places, bias)
+        self._penalize(scores, [(i, row) for i, row in together if row.params.penalizes])
+        barred = [(i, token) for i, row in together for token in row.barred]
+        if barred:
+            scores.view(-1).index_fill_(0, _places(barred, scores), float("-inf"))
+        _constrain(scores, logits, together)
+        return scores
+
+    def _penalize(self, scores: torch.Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
+        if not rows:
+            return
+        counts, places = self._counts.of([row for _, row in rows], scores.shape[1], scores.device)
+        penalties = [
+            (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+            for p in (row.params for _, row in rows)
+        ]
+        of_rows = _integers([index for index, _ in rows], scores.device)
+        kernels.penalize(scores, of_rows, counts, places, _floats(penalties, scores.device))
+
+
+def _constrain(
+    scores: torch.Tensor, logits: torch.Tensor, rows: Iterable[tuple[int, SamplingRow]]
+) -> None:
+    found = [(index, row, mask) for index, row in rows if (mask := allowed(row)) is not None]
+    if not found:
+        return
+    words = np.stack([packed_mask(mask, scores.shape[1]) for _, _, mask in found])
+    width = max(1, *(len(row.endings) for _, row, _ in found))
+    endings = np.full((len(found), width), -1, dtype=np.int64)
+    for own, (_, row, _) in zip(endings, found, strict=True):
+        own[: len(row.endings)] = sorted(row.endings)
+    of_rows = _integers([index for index, _, _ in found], scores.device)
+    kernels.constrain(
+        scores, logits, of_rows, to_device(words, scores.device), to_device(endings, scores.device)
+    )
+
+
+def _settings(
+    rows: Sequence[SamplingRow], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernels take them: temperature, min-p, top-p; seed, position, top-k."""
+    floats, integers = [], []
+    for row in rows:
+        params = row.params
+        temperature = 0.0 if params.is_greedy else params.temperature
+        floats.append((temperature, params.min_p, params.top_p))
+        integers.append((_wrapped(row.seed), row.position, max(0, params.top_k)))
+    return _floats(floats, device), _integers(integers, device)
+
+
+def _wrapped(seed: int) -> int:
+    """The last 64 bits of a seed, as a signed number."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _greedy(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
+    """Bool [rows, 1]."""
+    return to_device(np.array([[row.params.is_greedy] for row in rows]), device)
+
+
+def _floats(values: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor:
+    return to_device(np.array(values, dtype=np.float32), device)
+
+
+def _integers(
+    values: Sequence[int] | Sequence[Sequence[int]], device: torch.device
+) -> torch.Tensor:
+    return to_device(np.array(values, dtype=np.int64), device)
+
+
+def _places(pairs: Sequence[tuple[int, int]], scores: torch.Tensor) -> torch.Tensor:
+    """Where (row, token) lie in `scores` [rows, vocab]."""
+    size = scores.shape[1]
+    return _integers([row * size + token for row, token in pairs], scores.device)

@@ -1,0 +1,111 @@
+"""How often tokens occur in sequences, in a table on the device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..device import to_device
+from ..step_plan import Prefix
+from .row import SamplingRow
+
+IN_PROMPT, IN_OUTPUT = 1, 2
+"""What a token of the prompt counts, once, and each one of the output."""
+
+
+@dataclass(slots=True)
+class _Counted:
+    """A sequence: its own list of tokens, its place in the table, how much of it is counted."""
+
+    tokens: Sequence[int]
+    place: int
+    num_prompt_tokens: int
+    length: int = 0
+
+
+class TokenCounts:
+    """A row of counts for each sequence that is penalized; a step adds the tokens that are new in it.
+
+    A sequence is known by its list of tokens, which only grows. Places go to those that were asked for
+    last.
+    """
+
+    def __init__(self) -> None:
+        self._table = torch.empty(0, 0, dtype=torch.int32)
+        self._held: OrderedDict[int, _Counted] = OrderedDict()
+
+    def of(
+        self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Counts int32 [places, vocab], and the place of each row, int64 [rows]."""
+        self._make_room(len({id(_own(row)) for row in rows}), vocab_size, device)
+        places = [self._counted(row).place for row in rows]
+        fresh: dict[int, None] = {}
+        of_prompt: list[int] = []
+        of_output: list[int] = []
+        for row, place in zip(rows, places, strict=True):
+            held = self._held[id(_own(row))]
+            if not held.length:
+                fresh[place] = None
+                prompt = row.known[: row.num_prompt_tokens]
+                of_prompt += [place * vocab_size + token for token in prompt]
+                held.length = len(prompt)
+            new = row.known[held.length :]
+            of_output += [place * vocab_size + token for token in new]
+            held.length += len(new)
+        if fresh:
+            self._table.index_fill_(0, _indices(list(fresh), device), 0)
+        flat = self._table.view(-1)
+        if of_prompt:
+            flat.index_fill_(0, _indices(of_prompt, device), IN_PROMPT)
+        _add(flat, of_output, device)
+        if not any(row.guessed for row in rows):
+            return self._table, _indices(places, device)
+        counts = self._table.index_select(0, _indices(places, device))
+        guessed = [i * vocab_size + token for i, row in enumerate(rows) for token in row.guessed]
+        _add(counts.view(-1), guessed, device)
+        return counts, torch.arange(len(rows), device=device)
+
+    def _make_room(self, count: int, vocab_size: int, device: torch.device) -> None:
+        """Have at least `count` places."""
+        table = self._table
+        if table.device != device or table.shape[1] != vocab_size:
+            self._held.clear()
+            table = torch.empty(0, vocab_size, dtype=torch.int32, device=device)
+        if len(table) < count:
+            wider = table.new_zeros(1 << (count - 1).bit_length(), vocab_size)
+            wider[: len(table)] = table
+            table = wider
+        self._table = table
+
+    def _counted(self, row: SamplingRow) -> _Counted:
+        """The row's sequence, which has a place from now on."""
+        tokens = _own(row)
+        held = self._held.get(id(tokens))
+        if held is None:
+            place = len(self._held)
+            if place == len(self._table):
+                place = self._held.popitem(last=False)[1].place
+            held = self._held[id(tokens)] = _Counted(tokens, place, row.num_prompt_tokens)
+        elif held.length > len(row.known) or held.num_prompt_tokens != row.num_prompt_tokens:
+            held.length, held.num_prompt_tokens = 0, row.num_prompt_tokens
+        self._held.move_to_end(id(tokens))
+        return held
+
+
+def _own(row: SamplingRow) -> Sequence[int]:
+    return row.known.tokens if isinstance(row.known, Prefix) else row.known
+
+
+def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return to_device(np.array(values, dtype=np.int64), device)
+
+
+def _add(flat: torch.Tensor, indices: Sequence[int], device: torch.device) -> None:
+    if indices:
+        twos = torch.full((len(indices),), IN_OUTPUT, dtype=torch.int32, device=device)
+        flat.index_add_(0, _indices(indices, device), twos)

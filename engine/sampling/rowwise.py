@@ -1,0 +1,172 @@
+"""Draws one row after the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from ...quant.errors import BadInput
+from ..logits import LogitsProcessor, dense_mask
+from ..sampling_params import SamplingParams
+from .noise import exponential_noise
+from .row import SamplingRow
+
+
+class RowwiseSampling:
+    """A `SamplingKernel` of torch's and NumPy's operations, on any device."""
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        scores = _all_adjusted(logits, rows)
+        tokens = scores.argmax(dim=-1)
+        for index, row in enumerate(rows):
+            if not row.params.is_greedy:
+                weights = _distribution(scores[index], row)
+                tokens[index] = (weights / _noise(row, weights)).argmax()
+        return tokens
+
+    def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        scores = _all_adjusted(logits, rows)
+        return torch.stack([_distribution(own, row) for own, row in zip(scores, rows, strict=True)])
+
+    def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        scores = _all_adjusted(logits, rows)
+        return torch.stack([_preference(own, row) for own, row in zip(scores, rows, strict=True)])
+
+    def noise(
+        self, keys: Sequence[tuple[int, int]], size: int, stream: int, device: torch.device
+    ) -> torch.Tensor:
+        rows = [exponential_noise(seed, position, size, stream) for seed, position in keys]
+        return torch.stack(rows).to(device)
+
+
+def _noise(row: SamplingRow, like: torch.Tensor) -> torch.Tensor:
+    return exponential_noise(row.seed, row.position, like.numel()).to(like.device)
+
+
+def _all_adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    if not any(row.barred or row.params.changes_scores for row in rows):
+        return logits
+    scores = logits.clone()
+    for index, row in enumerate(rows):
+        adjust(scores[index], logits[index], row)
+    return scores
+
+
+def adjust(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None:
+    """Everything that comes before the temperature, on the scores [vocab] of one row, in place.
+
+    `logits` are the model's own.
+    """
+    params = row.params
+    if params.logit_bias:
+        tokens = torch.tensor(list(params.logit_bias), device=scores.device)
+        values = list(params.logit_bias.values())
+        scores[tokens] += torch.tensor(values, device=scores.device)
+    for processor in params.logits_processors:
+        scores.copy_(processed(processor, row, scores))
+    if params.penalizes:
+        penalize(scores, row)
+    if row.barred:
+        scores[torch.tensor(sorted(row.barred), device=scores.device)] = float("-inf")
+    if params.token_mask is not None:
+        constrain(scores, logits, row)
+
+
+def _distribution(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """softmax(scores / temperature), narrowed by min-p, top-k and top-p; all on one token where greedy."""
+    if row.params.is_greedy:
+        return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
+    scores = scores / row.params.temperature
+    if not row.params.filters:
+        return scores.softmax(dim=-1)
+    # Stable, so that among equals the first stays, as with argmax.
+    ordered, order = scores.sort(descending=True, stable=True)
+    keep = filter_mask(ordered, row.params)
+    probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
+    return torch.zeros_like(scores).index_copy_(0, order, probabilities)
+
+
+def _preference(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    if row.params.is_greedy:
+        return scores.softmax(dim=-1)
+    weights = _distribution(scores, row) / _noise(row, scores)
+    return weights / weights.sum()
+
+
+def filter_mask(ordered: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Which of the scores, sorted from high to low, survive min-p, then top-k, then top-p.
+
+    The first always does. Top-p keeps the smallest set whose probability reaches p.
+    """
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if params.min_p > 0.0:
+        probabilities = ordered.softmax(dim=-1)
+        keep &= probabilities >= params.min_p * probabilities[0]
+    if params.top_k > 0:
+        keep[params.top_k :] = False
+    if params.top_p < 1.0:
+        probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        keep &= before < params.top_p
+    keep[0] = True
+    return keep
+
+
+def processed(processor: LogitsProcessor, row: SamplingRow, scores: torch.Tensor) -> torch.Tensor:
+    """What a processor makes of the scores [vocab] of one row.
+
+    Raises:
+        BadInput: something of another shape.
+    """
+    found = processor(list(row.history), scores)
+    if not isinstance(found, torch.Tensor) or found.shape != scores.shape:
+        raise BadInput(
+            f"the logits processor {processor!r} gave {getattr(found, 'shape', type(found))}: need "
+            f"scores of shape {list(scores.shape)}"
+        )
+    return found
+
+
+def constrain(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None:
+    """Take what the token mask of one row does not allow out of its scores [vocab], in place.
+
+    Where nothing is left, because the mask allows nothing or only what is barred otherwise, the sequence
+    can only end: the model's own `logits` choose among the tokens that end it.
+    """
+    mask = allowed(row)
+    if mask is None:
+        return
+    lowest = float("-inf")
+    scores.masked_fill_(~dense_mask(mask, len(scores), scores.device), lowest)
+    if bool((scores == lowest).all()):
+        endings = torch.tensor(sorted(row.endings), device=scores.device)
+        scores[endings] = logits[endings]
+
+
+def allowed(row: SamplingRow) -> torch.Tensor | None:
+    """What the token mask of a row says, as `TokenMask.allowed`; None where it has none."""
+    if row.params.token_mask is None:
+        return None
+    history, end = row.history, row.num_prompt_tokens
+    return row.params.token_mask.allowed(history[:end], history[end:])
+
+
+def penalize(scores: torch.Tensor, row: SamplingRow) -> None:
+    """Apply the penalties to the scores [vocab] of one row, in place.
+
+    Repetition (Keskar et al., "CTRL", 2019) divides positive scores and multiplies negative ones of all
+    tokens seen; frequency and presence subtract, per occurrence and once, for output tokens.
+    """
+    params, history = row.params, row.history
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(history)), device=scores.device)
+        values = scores[seen]
+        factor = params.repetition_penalty
+        scores[seen] = torch.where(values > 0, values / factor, values * factor)
+    counts = Counter(history[row.num_prompt_tokens :])
+    if counts and (params.frequency_penalty or params.presence_penalty):
+        tokens = torch.tensor(list(counts), device=scores.device)
+        times = torch.tensor(list(counts.values()), device=scores.device, dtype=scores.dtype)
+        scores[tokens] -= times * params.frequency_penalty + params.presence_penalty
