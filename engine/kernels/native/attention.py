@@ -9,6 +9,7 @@ import torch
 from ..paged_attention import AttentionBatch, AttentionRule
 from ..paged_tensor import PagedTensor
 from .build import Native, native
+from .launch import launch
 
 HEAD_CHANNELS = 16
 """The head sizes that the kernel takes are multiples of this."""
@@ -21,6 +22,15 @@ class _Span(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("begin", "end", "num_cached", "front", "gap")],
         ("blocks", ctypes.c_void_p),
+    ]
+
+
+class _DecodeGroup(ctypes.Structure):
+    """`DecodeGroup` of `src/segment.h`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("rows", "lengths", "gaps", "blocks")],
+        *[(name, ctypes.c_int64) for name in ("count", "width", "front")],
     ]
 
 
@@ -45,6 +55,7 @@ class _Call(ctypes.Structure):
                 *("block_size", "window", "kept", "chunk", "threads"),
             )
         ],
+        ("decode", _DecodeGroup),
         ("keys", _Paged),
         ("values", _Paged),
         ("scale", ctypes.c_float),
@@ -53,31 +64,36 @@ class _Call(ctypes.Structure):
 
 
 class _Spans:
-    """The sequences of a batch as the kernel reads them, and the kernel; the tables that they point at."""
+    """The sequences of a batch as the kernel reads them, and the kernel; the tables that they point at.
+
+    Those that bring one token are read from their tensors anew in every call.
+    """
 
     def __init__(self, batch: AttentionBatch) -> None:
         library = native_attention().library
         assert library is not None
         self.attend = library.llmopt_attend
-        rows: list[tuple[int, int, int, int, int, int]] = []
-        self._tables = [span.block_ids for span in batch.spans]
-        if (group := batch.decode) is not None:
-            table = group.block_ids
-            self._tables.append(table)
-            width = table.numel() // group.rows.numel() * table.itemsize
-            address = table.data_ptr()
-            places = zip(
-                group.rows.tolist(), group.lengths.tolist(), group.gaps.tolist(), strict=True
+        self._held = batch
+        group = batch.decode
+        self.decode = _DecodeGroup()
+        if group is not None:
+            count = group.rows.numel()
+            self.decode = _DecodeGroup(
+                group.rows.data_ptr(),
+                group.lengths.data_ptr(),
+                group.gaps.data_ptr(),
+                group.block_ids.data_ptr(),
+                count,
+                group.block_ids.numel() // count,
+                group.front,
             )
-            rows += [
-                (row, row + 1, length, group.front, gap, address + index * width)
-                for index, (row, length, gap) in enumerate(places)
-            ]
-        rows += [
+        rows = [
             (s.begin, s.end, s.num_cached, s.front, s.gap, s.block_ids.data_ptr())
             for s in batch.spans
         ]
-        self.array = (_Span * len(rows))(*rows)
+        self.array = (_Span * (self.decode.count + len(rows)))()
+        for index, row in enumerate(rows, self.decode.count):
+            self.array[index] = row
 
 
 def native_attention() -> Native:
@@ -115,12 +131,13 @@ def attend_native(
         rule.kept,
         rule.chunk or 0,
         torch.get_num_threads(),
+        spans.decode,
         _paged(keys),
         _paged(values),
         rule.scale,
         rule.softcap or 0.0,
     )
-    if spans.attend(ctypes.byref(call)):
+    if launch(spans.attend, call):
         raise MemoryError(f"no memory for attention of {queries.shape[0]} tokens")
     return out
 

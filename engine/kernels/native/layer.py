@@ -9,6 +9,7 @@ import torch
 from ..head_norms import HeadNorms
 from ..paged_tensor import PagedTensor
 from .build import Native, native
+from .launch import launch
 
 CHANNELS = 16
 """Rows that the kernels take have a multiple of so many elements."""
@@ -82,7 +83,7 @@ class NativeNorm:
             _threads(rows * size),
             self._eps,
         )
-        self._run(ctypes.byref(call))
+        launch(self._run, call)
         return total, out
 
 
@@ -109,7 +110,7 @@ class NativeSiluGate:
             gate.dtype is torch.bfloat16,
             _threads(rows * size),
         )
-        self._run(ctypes.byref(call))
+        launch(self._run, call)
         return out
 
 
@@ -157,7 +158,7 @@ class NativeTurn:
             stacked.dtype is torch.bfloat16,
             _threads(stacked.numel()),
         )
-        self._run(ctypes.byref(call))
+        launch(self._run, call)
         if not copies:
             keys.write(stacked[:, num_heads : num_heads + kv_heads], slots)
             values.write(stacked[:, num_heads + kv_heads :], slots)

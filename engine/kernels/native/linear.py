@@ -9,6 +9,7 @@ import torch
 
 from .build import Native, native
 from .grid import Grid
+from .launch import launch
 from .pack import PackedWeight
 
 InputWay = Literal["int8", "bfloat16", "float32"]
@@ -21,6 +22,7 @@ class CallStruct(ctypes.Structure):
     """`Call` of `src/linear.c`."""
 
     _fields_ = [
+        ("weight", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -79,7 +81,6 @@ class PackedLinear:
         self._way, self._levels = _WAYS[way], levels
         self._fixed_scale, self._threshold = fixed_scale, threshold
         self._bias: torch.Tensor | None = None
-        self._struct = ctypes.byref(self._weight.struct)
         self.weight_bytes = self._weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,6 +92,7 @@ class PackedLinear:
         rows = x.shape[0]
         y = torch.empty(rows, self._out_features, dtype=x.dtype)
         call = CallStruct(
+            ctypes.addressof(self._weight.struct),
             x.data_ptr(),
             y.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
@@ -103,7 +105,7 @@ class PackedLinear:
             self._fixed_scale,
             self._threshold,
         )
-        if rows and self._run(self._struct, ctypes.byref(call)):
+        if rows and launch(self._run, call):
             raise MemoryError(f"no memory for {rows} rows of {self._in_features} inputs")
         return y
 

@@ -196,10 +196,23 @@ static void share_out(Job *job, int64_t longest) {
     job->parts = job->num_tiles * job->head_runs < wanted ? ceil_div(longest, SEGMENT) : 1;
 }
 
+static void write_spans(const DecodeGroup *group, Span *spans) {
+    for (int64_t i = 0; i < group->count; i++)
+        spans[i] = (Span){
+            .begin = group->rows[i],
+            .end = group->rows[i] + 1,
+            .num_cached = group->lengths[i],
+            .front = group->front,
+            .gap = group->gaps[i],
+            .blocks = group->blocks + i * group->width,
+        };
+}
+
 /* Returns 0, or 1 where there is no memory. */
 int llmopt_attend(const Call *c) {
     Job job = {.call = c};
     int64_t longest = 0;
+    write_spans(&c->decode, c->spans);
     for (int64_t i = 0; i < c->num_spans; i++) {
         int64_t rows = (c->spans[i].end - c->spans[i].begin) * group_of(c);
         job.num_tiles += row_tiles(c, c->spans + i);

@@ -136,6 +136,18 @@ ROWS_OF(NormCall, norm_rows, norm_row)
 ROWS_OF(GateCall, gate_rows, gate_row)
 ROWS_OF(TurnCall, turn_rows, turn_row)
 
-void llmopt_norm(NormCall *c) { run_parallel(norm_rows, c, c->threads); }
-void llmopt_gate(GateCall *c) { run_parallel(gate_rows, c, c->threads); }
-void llmopt_turn(TurnCall *c) { run_parallel(turn_rows, c, c->threads); }
+int llmopt_norm(NormCall *c) {
+    atomic_store(&c->next, 0);
+    run_parallel(norm_rows, c, c->threads);
+    return 0;
+}
+int llmopt_gate(GateCall *c) {
+    atomic_store(&c->next, 0);
+    run_parallel(gate_rows, c, c->threads);
+    return 0;
+}
+int llmopt_turn(TurnCall *c) {
+    atomic_store(&c->next, 0);
+    run_parallel(turn_rows, c, c->threads);
+    return 0;
+}

@@ -19,6 +19,7 @@
 enum { INPUT_S8 = 0, INPUT_BF16 = 1, INPUT_F32 = 2 };
 
 typedef struct {
+    const Weight *weight;
     const void *x;         /* [rows][x_stride], bfloat16 or float32 */
     void *y;               /* [rows][out_features], as x */
     const float *bias;     /* [out_features] or NULL */
@@ -352,7 +353,8 @@ int llmopt_has_bf16(void) {
 }
 
 /* Returns 0, or 1 where there is no memory for the inputs. */
-int llmopt_linear(const Weight *w, const Call *call) {
+int llmopt_linear(const Call *call) {
+    const Weight *w = call->weight;
     int64_t padded = num_chunks(w) * CHUNK;
     int64_t width = call->way == INPUT_S8 ? 1 : call->way == INPUT_BF16 ? 2 : 4;
     int64_t steps = num_steps(w);

@@ -21,17 +21,25 @@ typedef struct {
     const int64_t *blocks;
 } Span;
 
+/* The sequences that bring one token, as tensors: they come first among the spans. */
+typedef struct {
+    const int64_t *rows, *lengths, *gaps; /* [count] */
+    const int64_t *blocks;                /* [count][width] */
+    int64_t count, width, front;
+} DecodeGroup;
+
 typedef struct {
     const void *queries;   /* [tokens][query_stride], float32 or bfloat16, heads behind one another */
     const void *anchored;  /* the same for the `kept` first keys, or NULL */
     void *out;             /* [tokens][heads][values.dim] */
-    const Span *spans;
+    Span *spans;           /* those of the group are written by every call */
     const float *sinks;    /* [heads] or NULL */
     int64_t num_spans, heads, query_stride, anchored_stride, is_bf16;
     int64_t block_size;
     int64_t window;        /* 0: none */
     int64_t kept, chunk;   /* chunk 0: none */
     int64_t threads;
+    DecodeGroup decode;
     Paged keys, values;
     float scale, softcap;  /* softcap 0: none */
 } Call;
