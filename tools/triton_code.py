@@ -21,6 +21,7 @@ import torch
 from llmopt.engine.kernels import paged_attention as pa
 from llmopt.engine.kernels.head_norms import HeadNorms
 from llmopt.engine.kernels.paged_tensor import PagedTensor
+from llmopt.engine.kernels.rounded_rows import Rounding
 from llmopt.engine.kernels.triton.tile_weight import tiles_of
 from llmopt.quant.gguf.blocks import quantize_blocks
 from llmopt.quant.methods.codebook_grid import round_to_codebook
@@ -128,6 +129,9 @@ def rows() -> None:
     x, wide = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 14336, dtype=BF16)
     TritonNorm(x[0], 1e-5)(x, x)
     TritonGate("silu")(wide, wide)
+    for activations in (Activations("int8"), Activations("fp8", "group128")):
+        TritonNorm(x[0], 1e-5).rounded(x, x, Rounding(activations))
+        TritonGate("silu").rounded(wide, wide, Rounding(activations))
     TritonGate("gelu")(wide, wide)
     TritonGate("gelu_tanh")(wide, wide)
     angles = torch.zeros(4, 1, 128, dtype=BF16)

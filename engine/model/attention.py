@@ -12,6 +12,7 @@ from ..kernels.layer_kernels import TorchTurn, TurnKernel
 from ..kernels.paged_attention import AttentionBatch, AttentionKernel, AttentionRule
 from ..kernels.paged_tensor import PagedTensor
 from ..kernels.rotary import apply_rotary, neighbours_to_halves
+from ..kernels.rounded_rows import Rounding, Rows
 from .norm import Norm
 from .projection import Projection
 from .spec import KvLayout, Temperature
@@ -136,7 +137,12 @@ class HeadAttention:
         total += sum(n.weight_bytes for n in (self.query_norm, self.key_norm) if n is not None)
         return total + (0 if self.rule.sinks is None else self.rule.sinks.nbytes)
 
-    def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        """How its input may be rounded before it comes."""
+        return self.qkv.rounding
+
+    def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         qkv = self.qkv(x)
         norms = self._head_norms(qkv.dtype)
         if self._only_turns(norms) and not step.anchors:
@@ -230,11 +236,16 @@ class LatentAttention:
         total = self.key_up.nbytes + self.value_up.nbytes + self.output.weight_bytes
         return total + sum(part.weight_bytes for part in parts if part is not None)
 
-    def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        """Two linears with scales of their own read the input, so nobody else rounds it."""
+        return None
+
+    def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         queries = self.query(x)
         if self.query_norm is not None and self.query_up is not None:
             queries = self.query_up(self.query_norm(queries))
-        queries = queries.view(x.shape[0], self.num_heads, -1)
+        queries = queries.view(len(queries), self.num_heads, -1)
         plain, turned = queries[..., : self.nope_dim], queries[..., self.nope_dim :]
         latent = self.latent(x)
         rank = self.latent_norm.size

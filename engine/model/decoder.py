@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..kernels.attention_kernels import attention_kernels
+from ..kernels.attention_kernels import attention_kernels, reads_in_place
 from ..kernels.layer_kernels import TURN, RowSituation
 from ..lora.bank import AdapterBank
 from ..window import Window
 from .angles import StepAngles
 from .attention import Attention, LayerCache, Step, StepInputs
-from .mlp import Block
+from .mlp import Block, GatedMlp, PlainMlp
 from .norm import Norm
 from .projection import LinearSite, Projection
 from .rope import RopeSpec
@@ -47,7 +47,8 @@ class DecoderLayer:
         return total + sum(norm.weight_bytes for norm in norms if norm is not None)
 
     def __call__(self, hidden: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
-        x = self.input_norm(hidden)
+        # Where both read it, the norm stays in floats.
+        x = self.input_norm.rows(hidden, None if self.parallel else self.attention.rounding)
         mixed = self.attention(x, step, cache)
         if self.parallel:
             return hidden + mixed + self.mlp(x if self.mlp_norm is None else self.mlp_norm(hidden))
@@ -56,7 +57,7 @@ class DecoderLayer:
         if self.mlp_norm is None:
             x = hidden = hidden + mixed
         else:
-            hidden, x = self.mlp_norm.of_sum(hidden, mixed)
+            hidden, x = self.mlp_norm.of_sum(hidden, mixed, self.mlp.rounding)
         out = self.mlp(x)
         return hidden + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
 
@@ -157,6 +158,16 @@ class Decoder:
     def bytes_per_step(self) -> int:
         """Bytes of weights that a step may read."""
         return self.weights.bytes_per_step
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether steps of one shape are the same operations whatever their values.
+
+        So they are where no other process must hear of them, no layer chooses experts by what it reads,
+        and attention reads the blocks in use and not the whole table.
+        """
+        plain = all(isinstance(layer.mlp, GatedMlp | PlainMlp) for layer in self.weights.layers)
+        return plain and self.mirror is None and reads_in_place(self._attend[False])
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:

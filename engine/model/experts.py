@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from ..kernels.rounded_rows import Rounding, Rows
 from .mlp import Block
 from .spec import RouterSpec
 
@@ -74,7 +75,13 @@ class MixtureOfExperts:
         blocks = [*self.experts, *([] if self.shared is None else [self.shared])]
         return self.router.weight_bytes + sum(block.weight_bytes for block in blocks)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        """The router reads the input as it is."""
+        return None
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         weights, experts = self.router(x)
         weights = weights.to(x.dtype).flatten()
         # Visits in the order of the experts: each expert's tokens then form a run.

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from ..kernels.layer_kernels import GATE, GELU_GATE, RowSituation
+from ..kernels.rounded_rows import Rounding, RoundsGate, Rows
 from .projection import Projection
 
 
@@ -21,7 +22,12 @@ class Block(Protocol):
         """Bytes of its weights that a step may read."""
         ...
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    @property
+    def rounding(self) -> Rounding | None:
+        """How its input may be rounded before it comes; None: it may not."""
+        ...
+
+    def __call__(self, x: Rows) -> torch.Tensor: ...
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -75,8 +81,15 @@ class GatedMlp:
     def weight_bytes(self) -> int:
         return self.gate_up.weight_bytes + self.down.weight_bytes
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.gate_up.rounding
+
+    def __call__(self, x: Rows) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
+        rounding = self.down.rounding
+        if rounding is not None and isinstance(self.combine, RoundsGate):
+            return self.down(self.combine.rounded(gate, up, rounding))
         return self.down(self.combine(gate, up))
 
 
@@ -92,5 +105,9 @@ class PlainMlp:
     def weight_bytes(self) -> int:
         return self.up.weight_bytes + self.down.weight_bytes
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.up.rounding
+
+    def __call__(self, x: Rows) -> torch.Tensor:
         return self.down(self.activation(self.up(x)))

@@ -16,6 +16,7 @@ from ...quant.tensors.integer import IntTensor
 from ...quant.tensors.vectorwise import VectorwiseTensor
 from ..kernels.linear import FusesBias, LinearKernel, TorchLinear, prepare_linear
 from ..kernels.quantized_linear import prepare_quantized_linear
+from ..kernels.rounded_rows import RoundedRows, Rounding, Rows, TakesRounded
 
 Delta = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds to `y [tokens, out]`, in place, what belongs to `x [tokens, in]` beside the weights."""
@@ -45,6 +46,7 @@ class Projection:
             run.append(weight)
         self._kernels.append(_prepare(run, dtype, input_bits))
         only = self._kernels[0]
+        self._takes_rounded: TakesRounded | None = only if isinstance(only, TakesRounded) else None
         if bias is not None and len(self._kernels) == 1 and isinstance(only, FusesBias):
             only.fuse_bias(bias)
             bias = None
@@ -60,6 +62,12 @@ class Projection:
         """Whether the kernels read weights of their own, and not the tensors that were given."""
         return len(self._kernels) > 1 or not isinstance(self._kernels[0], TorchLinear)
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """How the kernel rounds its input, where it takes rows that were: a delta wants them as they are."""
+        alone = len(self._kernels) == 1 and self._delta is None
+        return self._takes_rounded.rounding if alone and self._takes_rounded is not None else None
+
     def add_delta(self, delta: Delta) -> None:
         """Let `delta` change every result from now on."""
         self._delta = delta
@@ -68,14 +76,17 @@ class Projection:
         """Hand every result from now on to `step`, which may change it in place."""
         self._then = step
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self._kernels) == 1:
+    def __call__(self, x: Rows) -> torch.Tensor:
+        if isinstance(x, RoundedRows):
+            assert self._takes_rounded is not None and self._delta is None
+            y = self._takes_rounded(x)
+        elif len(self._kernels) == 1:
             y = self._kernels[0](x)
         else:
             y = torch.cat([kernel(x) for kernel in self._kernels], dim=-1)
         if self._bias is not None:
             y = y + self._bias
-        if self._delta is not None:
+        if self._delta is not None and isinstance(x, torch.Tensor):
             self._delta(x, y)
         return y if self._then is None else self._then(y)
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.kernels.rounded_rows import RoundedRows
 from llmopt.engine.kernels.triton.runtime import VARIABLE
-from llmopt.quant.scheme import IntScheme
+from llmopt.engine.model.projection import Projection
+from llmopt.quant.scheme import Activations, FloatScheme, IntScheme
 from quantized_world import random_model, write_checkpoint
 from triton_world import DEVICE
 
@@ -31,11 +33,34 @@ def test_greedy_tokens(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any])
     assert tokens(**options) == expected
 
 
+@pytest.mark.parametrize(
+    ("scheme", "rounded"),
+    [
+        (IntScheme(4, 32, False), 0),
+        (IntScheme(8, -1, True, Activations("int8")), 6),
+        (FloatScheme("channel", Activations("fp8")), 6),
+    ],
+    ids=str,
+)
 def test_greedy_tokens_of_a_quantized_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    scheme: IntScheme | FloatScheme,
+    rounded: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    write_checkpoint(tmp_path, random_model(), "compressed-tensors", IntScheme(4, 32, False))
+    """Where the scheme rounds inputs, two norms and a gate of each layer hand them over in 8 bits."""
+    write_checkpoint(tmp_path, random_model(), "compressed-tensors", scheme)
     monkeypatch.setenv(VARIABLE, "off")
     expected = tokens(tmp_path)
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+    seen: list[bool] = []
+    call = Projection.__call__
+
+    def watched(self: Projection, x: Any) -> Any:
+        seen.append(isinstance(x, RoundedRows))
+        return call(self, x)
+
+    monkeypatch.setattr(Projection, "__call__", watched)
     assert tokens(tmp_path) == expected
+    # Four linears a layer and the head, in two layers.
+    assert sum(seen) * 9 == len(seen) * rounded

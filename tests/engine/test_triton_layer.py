@@ -19,6 +19,8 @@ from llmopt.engine.kernels.layer_kernels import (
 )
 from llmopt.engine.kernels.paged_tensor import PagedTensor
 from llmopt.engine.kernels.rotary import expand_angles
+from llmopt.engine.kernels.rounded_rows import RoundedRows, Rounding
+from llmopt.quant.scheme import Activations
 from torch.nn import functional
 from triton_world import DEVICE
 
@@ -75,6 +77,43 @@ def test_gates_far_from_zero_are_no_nan() -> None:
     expected = torch.tensor([[0.0, 0.0, 0.0, 90.0, 300.0]], device=DEVICE)
     for name in ("silu", "gelu", "gelu_tanh"):
         close(TritonGate(name)(gate, torch.ones_like(gate)), expected)
+
+
+ROUNDINGS = [
+    Activations("int8"),
+    Activations("int8", "tensor", dynamic=False),
+    Activations("fp8", "group128"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activations", ROUNDINGS, ids=str)
+@pytest.mark.parametrize("size", [1, 80, 128, 172, 1000])
+def test_norms_and_gates_round_what_they_write(
+    size: int, activations: Activations, dtype: torch.dtype
+) -> None:
+    """To the bit as it is rounded where it comes in floats."""
+    from llmopt.engine.kernels.triton.gate import TritonGate
+    from llmopt.engine.kernels.triton.norm import TritonNorm
+    from llmopt.engine.kernels.triton.round_rows import round_rows
+
+    fixed = None if activations.dynamic else torch.tensor([0.02], device=DEVICE)
+    rounding = Rounding(activations, fixed)
+    x, added = (random(3, size, seed=seed, dtype=dtype) for seed in (1, 2))
+    x[1], added[1] = 0.0, 0.0
+    norm, gate = TritonNorm(random(size, seed=3, dtype=dtype), 1e-5), TritonGate("silu")
+    for other in (None, added):
+        (total, plain), (own, rows) = norm(x, other), norm.rounded(x, other, rounding)
+        assert torch.equal(own, total)
+        same_rows(rows, round_rows(plain, rounding))
+    front, back = random(3, 2 * size, seed=4, dtype=dtype).split(size, dim=1)
+    same_rows(gate.rounded(front, back, rounding), round_rows(gate(front, back), rounding))
+    assert norm.rounded(x[:0], None, rounding)[1].codes.shape == (0, size)
+
+
+def same_rows(got: RoundedRows, expected: RoundedRows) -> None:
+    assert torch.equal(got.codes.float(), expected.codes.float())
+    assert torch.equal(got.scales, expected.scales)
 
 
 TURNS: list[tuple[dict[str, Any], torch.dtype]] = [

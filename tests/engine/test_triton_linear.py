@@ -6,13 +6,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from llmopt.engine.kernels.activations import round_inputs
+from llmopt.engine.kernels.activations import round_activations, round_inputs
 from llmopt.engine.kernels.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearSituation,
     prepare_quantized_linear,
 )
+from llmopt.engine.kernels.rounded_rows import Rounding
 from llmopt.engine.kernels.triton.runtime import VARIABLE
+from llmopt.engine.model.projection import Projection
 from llmopt.quant.gguf.blocks import quantize_blocks
 from llmopt.quant.scheme import (
     Activations,
@@ -167,17 +169,22 @@ def test_rows_are_rounded_to_the_bit(size: int, kind: Any, granularity: str) -> 
     x = inputs_of(size + 5, 4)[:, 2 : size + 2] * 3
     x[1], x[2, ::3] = 0.0, 0.0195  # a token of zeros, and halves between two codes
     for dtype in (torch.float32, torch.bfloat16):
-        rows = x.to(dtype)
-        codes, scales = round_rows(rows, activations, fixed)
-        assert codes.element_size() == 1
-        wide = scales.repeat_interleave(128 if granularity == "group128" else size, dim=1)
-        got = codes.float() * wide[:, :size]
-        assert torch.equal(got, round_inputs(rows.float(), of_activations(activations), fixed))
-    assert round_rows(x[:0], activations, fixed)[0].shape == (0, size)
+        given = x.to(dtype)
+        rows = round_rows(given, Rounding(activations, fixed))
+        assert rows.codes.element_size() == 1
+        wide = rows.scales.repeat_interleave(128 if granularity == "group128" else size, dim=1)
+        got = rows.codes.float() * wide[:, :size]
+        assert torch.equal(got, round_activations(given.float(), activations, fixed))
+    assert round_rows(x[:0], Rounding(activations, fixed)).codes.shape == (0, size)
 
 
-def of_activations(activations: Activations) -> Scheme:
-    return IntScheme(8, -1, True, activations)
+def test_a_delta_gets_the_input_as_it_is() -> None:
+    """An adapter reads floats, so nobody else rounds what a projection with one takes."""
+    scheme = IntScheme(8, -1, True, Activations("int8"))
+    projection = Projection([weight_of(scheme, 32, 64)], None, torch.float32)
+    assert projection.rounding is not None
+    projection.add_delta(lambda x, y: None)
+    assert projection.rounding is None
 
 
 REFUSED: list[tuple[Scheme, int, str, str]] = [

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from ....quant.tensors.base import QuantizedTensor
 from ..activations import round_inputs
+from ..rounded_rows import RoundedRows, Rounding, Rows
 from .product import dequantize, multiply
 from .round_rows import round_rows
 from .tile_weight import TileWeight
@@ -39,22 +40,21 @@ class RoundedInputLinear:
     """
 
     def __init__(self, weight: QuantizedTensor, tiles: TileWeight, dtype: torch.dtype) -> None:
-        self._activations = weight.scheme.activations
-        scale = weight.parts().get("input_scale")
-        self._input_scale = None if scale is None else scale.to(torch.float32)
+        activations, scale = weight.scheme.activations, weight.parts().get("input_scale")
+        self.rounding = Rounding(activations, None if scale is None else scale.to(torch.float32))
         self._tiles, self._dtype = tiles, dtype
         self.weight_bytes = tiles.weight_bytes
         self._row_scales = None
-        is_plain = tiles.group == 0 and self._activations.granularity != "group128"
+        is_plain = tiles.group == 0 and activations.granularity != "group128"
         is_fp8 = tiles.codes.dtype is torch.float8_e4m3fn
         if is_fp8 and is_plain and dtype is torch.bfloat16 and not tiles.in_features % 16:
             self._row_scales = tiles.scales.to(torch.float32)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scales = round_rows(x, self._activations, self._input_scale)
-        if self._row_scales is None or x.shape[0] <= MOST_FUSED_TOKENS:
-            return multiply(codes, self._tiles, self._dtype, scales)
+    def __call__(self, x: Rows) -> torch.Tensor:
+        rows = x if isinstance(x, RoundedRows) else round_rows(x, self.rounding)
+        if self._row_scales is None or len(rows.codes) <= MOST_FUSED_TOKENS:
+            return multiply(rows.codes, self._tiles, self._dtype, rows.scales)
         y = torch.ops.aten._scaled_mm(
-            codes, self._tiles.codes.t(), scales, self._row_scales, out_dtype=self._dtype
+            rows.codes, self._tiles.codes.t(), rows.scales, self._row_scales, out_dtype=self._dtype
         )
         return y[:, : self._tiles.out_features]

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .runtime import power_of_two
+from ..rounded_rows import RoundedRows, Rounding
+from .round_rows import block_of, new_rows, store_rounded, storing, storing_floats
 
 
 @triton.jit
@@ -17,14 +20,24 @@ def _norm(
     total_ptr,
     out_ptr,
     weight_ptr,
+    scale_ptr,
+    fixed_ptr,
+    num_runs,
     x_row,
     added_row,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    RUN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    IS_FIXED: tl.constexpr,
 ):
-    """Grid: rows. The sum is rounded before its norm is taken, as torch would."""
+    """Grid: rows. The sum is rounded before its norm is taken, as torch would.
+
+    `RUN`: elements of the norm that share a scale in 8 bits; 0: it stays in floats.
+    """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     mask = lanes < SIZE
@@ -36,8 +49,26 @@ def _norm(
         x = rounded.to(tl.float32)
     weight = tl.load(weight_ptr + lanes, mask=mask, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
-    out = (x * factor * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * SIZE + lanes, out, mask=mask)
+    out = (x * factor * weight).to(x_ptr.dtype.element_ty)
+    if RUN > 0:
+        out = out.to(tl.float32)
+        store_rounded(
+            out,
+            mask,
+            out_ptr,
+            scale_ptr,
+            fixed_ptr,
+            row,
+            num_runs,
+            SIZE,
+            BLOCK,
+            RUN,
+            LEVELS,
+            IS_INT8,
+            IS_FIXED,
+        )
+    else:
+        tl.store(out_ptr + row * SIZE + lanes, out, mask=mask)
 
 
 class TritonNorm:
@@ -50,27 +81,45 @@ class TritonNorm:
         self, x: torch.Tensor, added: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`x [rows, size]` and, of the same shape, `added`; returns their sum and its norm."""
+        out = x.new_empty(x.shape)
+        return self._run(x, added, out, storing_floats(out)), out
+
+    def rounded(
+        self, x: torch.Tensor, added: torch.Tensor | None, rounding: Rounding
+    ) -> tuple[torch.Tensor, RoundedRows]:
+        """The same, with the norm in 8 bits."""
+        rows = new_rows(x, x.shape[1], rounding)
+        return self._run(x, added, rows.codes, storing(rows, rounding, block_of(x.shape[1]))), rows
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        added: torch.Tensor | None,
+        out: torch.Tensor,
+        stored: dict[str, Any],
+    ) -> torch.Tensor:
+        """Write the norm to `out`; returns the sum."""
         x = x if x.stride(1) == 1 else x.contiguous()
         rows, size = x.shape
-        out = x.new_empty(rows, size)
         other, total = x, x
         if added is not None:
             other = added if added.stride(1) == 1 else added.contiguous()
             total = x.new_empty(rows, size)
         if rows:
-            block = power_of_two(size)
+            block = block_of(size)
             _norm[(rows,)](
                 x,
                 other,
                 total,
                 out,
                 self._weight,
-                x.stride(0),
-                other.stride(0),
-                self._eps,
+                x_row=x.stride(0),
+                added_row=other.stride(0),
+                eps=self._eps,
                 SIZE=size,
                 BLOCK=block,
                 HAS_ADDED=added is not None,
+                **stored,
                 num_warps=min(16, max(1, block // 512)),
             )
-        return total, out
+        return total
