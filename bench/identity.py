@@ -67,6 +67,7 @@ def _unusual(options: BenchOptions) -> dict[str, Any]:
         "tensor_parallel_size",
         "scheduling_policy",
         "overlapped_loop",
+        "enforce_eager",
         "kv_cache_dtype",
         "window",
         "attention_sinks",

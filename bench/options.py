@@ -81,6 +81,7 @@ class BenchOptions(BaseModel):
     max_num_batched_tokens: PositiveInt | None = None
     scheduling_policy: Literal["fcfs", "priority", "shortest-prefill"] = "fcfs"
     overlapped_loop: bool = False
+    enforce_eager: bool = False
     block_size: PositiveInt | None = None
     kv_cache_memory_bytes: PositiveInt | None = None
     enable_prefix_caching: bool = True

@@ -354,6 +354,7 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "scheduling_policy": options.scheduling_policy,
         "overlapped_loop": options.overlapped_loop,
+        "enforce_eager": options.enforce_eager,
         "enable_prefix_caching": options.enable_prefix_caching,
         "seed": options.seed,
         "num_threads": options.num_threads,

@@ -15,6 +15,7 @@ from . import workload_options as w
 from .options import (
     AttentionSinks,
     CpuActivations,
+    EnforceEager,
     KvCacheDtype,
     Lora,
     ModelArgument,
@@ -143,6 +144,7 @@ def bench(
     ] = None,
     scheduling_policy: SchedulingPolicy = "fcfs",
     overlapped_loop: OverlappedLoop = False,
+    enforce_eager: EnforceEager = False,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=ENGINE)
     ] = None,

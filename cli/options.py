@@ -26,6 +26,14 @@ OverlappedLoop = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+EnforceEager = Annotated[
+    bool,
+    typer.Option(
+        "--enforce-eager",
+        help="Compute every step as it comes, instead of repeating captured ones.",
+        rich_help_panel="Engine",
+    ),
+]
 Lora = Annotated[
     list[str] | None,
     typer.Option(

@@ -12,6 +12,7 @@ from . import speculation_options as speculation
 from .options import (
     AttentionSinks,
     CpuActivations,
+    EnforceEager,
     KvCacheDtype,
     Lora,
     ModelArgument,
@@ -51,6 +52,7 @@ def serve_local(
     ] = None,
     scheduling_policy: SchedulingPolicy = "fcfs",
     overlapped_loop: OverlappedLoop = False,
+    enforce_eager: EnforceEager = False,
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Size of the KV cache, as in 4GiB. Default: derived.")
     ] = None,
@@ -154,6 +156,7 @@ def serve_local(
         max_num_batched_tokens=max_num_batched_tokens,
         scheduling_policy=scheduling_policy,
         overlapped_loop=overlapped_loop,
+        enforce_eager=enforce_eager,
         enable_prefix_caching=not no_prefix_caching,
         cpu_activations=cpu_activations,
         tensor_parallel_size=tensor_parallel_size,

@@ -43,6 +43,7 @@ FEATURES: Mapping[str, Feature] = {
         "a scheduling policy", "`--scheduling-policy`", lambda c: c.scheduling_policy != "fcfs"
     ),
     "overlap": Feature("the overlapped loop", "`--overlapped-loop`", lambda c: c.overlapped_loop),
+    "eager": Feature("no step graphs", "`--enforce-eager`", lambda c: c.enforce_eager),
     "kv-fp8": Feature(
         "a KV cache in fp8", "`--kv-cache-dtype fp8`", lambda c: c.kv_cache_dtype == "fp8"
     ),

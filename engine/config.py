@@ -35,6 +35,8 @@ class EngineConfig:
         max_num_batched_tokens: tokens in one step.
         prefill_chunk_size: tokens of one sequence in one step.
         overlapped_loop: schedule a step, and make text of the one before, while another is computed.
+        enforce_eager: compute every step as it comes; otherwise those of one token a sequence are repeated
+            from graphs, which gives the same numbers and takes less of the host's time.
         scheduling_policy: who is served first: fcfs, priority or shortest-prefill.
         seed: of the requests that bring none.
         window, attention_sinks: for streams that go beyond the model's context in constant memory: a token
@@ -62,6 +64,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     prefill_chunk_size: int | None = None
     overlapped_loop: bool = False
+    enforce_eager: bool = False
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
     window: int | None = None

@@ -37,6 +37,7 @@ from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 from .scoring import in_chunks
 from .speculation.open import draft_length, open_draft, open_proposer
+from .step_graphs import StepGraphs, capture_on, graph_sizes
 from .step_loop import StepLoop, StepUnderWay
 from .step_trace import StepRecorder
 
@@ -125,6 +126,16 @@ class Engine:
             self.dtype,
             self.eos_token_ids,
             proposer,
+            graphs=StepGraphs(
+                model,
+                cache.layers,
+                block_size,
+                limits.most_blocks(self.max_model_len),
+                () if config.enforce_eager else graph_sizes(self.device),
+                capture_on(self.device),
+                self.device,
+                self.dtype,
+            ),
             by_rejection=config.speculation is not None
             and config.speculation.acceptance == "rejection",
         )

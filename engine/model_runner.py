@@ -18,6 +18,7 @@ from .sampling.logprobs import logprobs_of
 from .sampling.row import SamplingRow
 from .speculation.proposer import Guesses, Proposer
 from .speculation.verify import Chain, accepted_tokens
+from .step_graphs import StepGraphs
 from .step_inputs import Run, step_inputs
 from .step_plan import ScheduledRow, StepPlan
 
@@ -53,6 +54,7 @@ class ModelRunner:
         eos_token_ids: frozenset[int],
         proposer: Proposer | None = None,
         *,
+        graphs: StepGraphs,
         by_rejection: bool = False,
     ) -> None:
         self.decoder = decoder
@@ -62,6 +64,7 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         self._sampler = Sampler()
         self._proposer = proposer
+        self._graphs = graphs
         self._by_rejection = by_rejection
 
     @torch.inference_mode()
@@ -77,7 +80,7 @@ class ModelRunner:
         for row in plan.rows:
             runs.append(GuessedRow(row, begin, guesses.get(row.sequence_id)))
             begin += runs[-1].num_tokens
-        hidden = self.decoder.forward(self._inputs(runs), self.cache.layers)
+        hidden = self._graphs.forward(self._inputs(runs))
         result = StepResult()
         self._score_prompts(runs, hidden, result)
         self._draw([run for run in runs if run.row.num_samples], hidden)

@@ -75,3 +75,8 @@ def attention_kernels(
         return PAGED_ATTENTION.select(situation).run
 
     return choose(False), choose(True)
+
+
+def reads_in_place(kernel: AttentionKernel) -> bool:
+    """Whether a kernel reads the blocks of each sequence where they lie, however wide the table is."""
+    return kernel in (attend_native, triton.attend)

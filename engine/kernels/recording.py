@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .native.launch import Launch, listening, repeated
 
@@ -70,6 +71,7 @@ class Recording:
     def __init__(self, call: Callable[[], torch.Tensor], pool: TensorPool) -> None:
         self._parts: list[Callable[[], object]] = []
         self._launches: list[Launch] = []
+        self._call = call  # what it holds, C kernels point at
         with listening(self._launches.append), _Watch(self._saw, pool):
             self.result = call()
         self._close_launches()
@@ -86,12 +88,15 @@ class Recording:
             self._launches.clear()
 
     def _saw(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if _is_view(function):
+        if function._schema.is_mutable:
+            self._close_launches()
+            self._parts.append(lambda: function(*args, **kwargs))
+            return
+        # Operations that may give a view or a copy, such as `to`, say of themselves that they give views.
+        if (made := _storages(result)) and made <= _storages((args, kwargs)):
             return
         self._close_launches()
-        if function._schema.is_mutable:
-            self._parts.append(lambda: function(*args, **kwargs))
-        elif isinstance(result, torch.Tensor):
+        if isinstance(result, torch.Tensor):
             self._parts.append(lambda: result.copy_(function(*args, **kwargs)))
         else:
             raise NotRecordable(f"{function} gives something other than a tensor")
@@ -115,9 +120,8 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def _is_view(function: Any) -> bool:
-    """Whether all that an operation gives is a part of what it was given."""
-    returns = function._schema.returns
-    return bool(returns) and all(
-        one.alias_info is not None and not one.alias_info.is_write for one in returns
-    )
+def _storages(values: Any) -> set[int]:
+    """Which memory the tensors among some arguments or results are in."""
+    tensors = (one for one in tree_leaves(values) if isinstance(one, torch.Tensor))
+    # Weights that oneDNN has packed are nobody's view.
+    return {tensor.untyped_storage()._cdata for tensor in tensors if not tensor.is_mkldnn}

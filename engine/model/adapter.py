@@ -38,6 +38,8 @@ class TransformersModel:
 
     window = None
     """Whether every layer has a window is the modules' own affair: all blocks are kept."""
+    is_repeatable = False
+    """What the modules do with values is theirs too."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self._name = f"{checkpoint.folder}: model type {checkpoint.config.get('model_type')!r}"

@@ -51,6 +51,11 @@ class CausalModel(Protocol):
         """Bytes of weights that a step may read."""
         ...
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether steps of one shape are the same operations whatever their values."""
+        ...
+
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step and fill the caches; returns a row for each token."""
         ...

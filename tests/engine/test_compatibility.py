@@ -40,6 +40,7 @@ ENGINE: dict[str, dict[str, Any]] = {
     "no-prefix-cache": {"enable_prefix_caching": False},
     "policy": {"scheduling_policy": "shortest-prefill"},
     "overlap": {"overlapped_loop": True},
+    "eager": {"enforce_eager": True},
     "kv-fp8": {"kv_cache_dtype": "fp8"},
     "kv-int8": {"kv_cache_dtype": "int8"},
     "ngram": {"speculation": SpeculationConfig("ngram", ngram_min=1)},
@@ -56,7 +57,7 @@ CHECKPOINT = ("windows", "quantized", "transformers")
 REQUEST = ("completions", "mask", "prompt-logprobs", "beams")
 # A change of these alone leaves every greedy token what it was.
 LOSSLESS = {
-    *("chunks", "no-prefix-cache", "policy", "overlap", "prompt-logprobs"),
+    *("chunks", "no-prefix-cache", "policy", "overlap", "eager", "prompt-logprobs"),
     *("ngram", "draft", "medusa", "eagle", "rejection"),
 }
 # A process for each part takes seconds to start: these share a few engines.

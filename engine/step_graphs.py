@@ -1,0 +1,151 @@
+"""Decode steps that are repeated instead of computed anew: a CUDA graph on a GPU, a recording on a CPU.
+
+A step in which every sequence brings one token is the same operations each time, on other values. So it is
+captured once for each number of rows, on tensors that stay where they are, and later steps put their values
+there. A step whose number of rows was not captured takes the next larger one, with rows that write to the
+null block and that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from .block_pool import NULL_BLOCK
+from .kernels.paged_attention import AttentionBatch, DecodeGroup
+from .kernels.recording import Recording, TensorPool
+from .kernels.triton.runtime import refuses_triton
+from .model.attention import LayerCache, StepInputs
+from .model.open import CausalModel
+
+CPU_SIZES = tuple(range(1, 33))
+"""Rows for which steps are recorded on a CPU: beyond, what Python takes is a small part of a step."""
+
+
+class Graph(Protocol):
+    """A captured call; `result` is what it gave last."""
+
+    @property
+    def result(self) -> torch.Tensor: ...
+
+    def repeat(self) -> torch.Tensor:
+        """The result, which the next repetition overwrites."""
+        ...
+
+
+Capture = Callable[[Callable[[], torch.Tensor]], Graph]
+"""Runs a call and makes a graph of it."""
+
+
+class StepGraphs:
+    """Runs the steps of a model, those of one token a sequence from what was captured.
+
+    Args:
+        model: whose steps.
+        caches: of its layers.
+        block_size: tokens of a block of theirs.
+        most_blocks: of a sequence.
+        sizes: numbers of rows that may be captured, rising; none: every step is computed as it comes.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        caches: Sequence[LayerCache],
+        block_size: int,
+        most_blocks: int,
+        sizes: Sequence[int],
+        capture: Capture,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self._caches = model, caches
+        self._sizes = tuple(sizes) if model.is_repeatable else ()
+        self._capture = capture
+        self._block_size, self._dtype = block_size, dtype
+        rows = max(self._sizes, default=0)
+
+        def zeros(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+
+        self._token_ids, self._positions, self._slots = zeros(rows), zeros(rows), zeros(rows)
+        self._rows = torch.arange(rows, device=device)
+        self._lengths, self._gaps = zeros(rows), zeros(rows)
+        self._tables = torch.full((rows, most_blocks), NULL_BLOCK, device=device)
+        self._graphs: dict[tuple[int, int, tuple[int, ...]], Graph] = {}
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """What the model's `forward` gives; a result from a graph lasts until the next step."""
+        group = inputs.batch.decode
+        if inputs.batch.spans or group is None or inputs.adapters:
+            return self._model.forward(inputs, self._caches)
+        rows = len(inputs.token_ids)
+        size = next((size for size in self._sizes if size >= rows), None)
+        if size is None:
+            return self._model.forward(inputs, self._caches)
+        self._fill(inputs, group, rows, size)
+        key = size, group.front, inputs.taps
+        graph = self._graphs.get(key)
+        if graph is None:
+            same = self._inputs(*key)
+            graph = self._capture(lambda: self._model.forward(same, self._caches))
+            self._graphs[key] = graph
+            return graph.result[:rows]
+        return graph.repeat()[:rows]
+
+    def _fill(self, inputs: StepInputs, group: DecodeGroup, rows: int, size: int) -> None:
+        """The values of a step; the rows behind it see one token of the null block."""
+        self._token_ids[:rows] = inputs.token_ids
+        self._positions[:rows] = inputs.positions
+        self._slots[:rows] = inputs.slots
+        self._lengths[:rows] = group.lengths
+        self._gaps[:rows] = group.gaps
+        tables = group.block_ids.view(rows, -1)
+        self._tables[:rows, : tables.shape[1]] = tables
+        if rows < size:
+            self._token_ids[rows:size] = 0
+            self._positions[rows:size] = 0
+            self._slots[rows:size] = NULL_BLOCK * self._block_size
+            self._lengths[rows:size] = 1
+            self._gaps[rows:size] = 0
+            self._tables[rows:size, 0] = NULL_BLOCK
+
+    def _inputs(self, size: int, front: int, taps: tuple[int, ...]) -> StepInputs:
+        """The step of `size` rows that lies in the tensors that stay."""
+        group = DecodeGroup(
+            self._rows[:size],
+            self._tables[:size].view(-1),
+            self._lengths[:size],
+            self._gaps[:size],
+            front,
+        )
+        batch = AttentionBatch([], group, self._block_size, self._dtype)
+        rows = self._token_ids[:size], self._positions[:size], self._slots[:size]
+        return StepInputs(*rows, batch, taps=taps)
+
+
+class CalledAgain:
+    """Not captured: the call is made anew, on the tensors of a graph."""
+
+    def __init__(self, call: Callable[[], torch.Tensor]) -> None:
+        self._call = call
+        self.result = call()
+
+    def repeat(self) -> torch.Tensor:
+        self.result = self._call()
+        return self.result
+
+
+def graph_sizes(device: torch.device) -> tuple[int, ...]:
+    """Numbers of rows that are worth a graph on a device."""
+    return CPU_SIZES if device.type == "cpu" else ()
+
+
+def capture_on(device: torch.device) -> Capture:
+    """How a call becomes a graph on a device."""
+    if device.type == "cpu" and refuses_triton("cpu") is not None:
+        pool = TensorPool()
+        return lambda call: Recording(call, pool)
+    return CalledAgain  # Triton's interpreter launches nothing that could be recorded
