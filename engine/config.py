@@ -30,6 +30,8 @@ class EngineConfig:
         device: "auto" takes CUDA where there is one.
         block_size: tokens in a KV block.
         kv_cache_memory_bytes, num_blocks: size of the KV cache, in one of the two ways.
+        gpu_memory_utilization: share of a CUDA device's memory that weights, steps and cache may take
+            together, in (0, 1]; None is 0.9. The cache gets what the others leave.
         max_model_len: tokens in a sequence, at most the model's own context length.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens in one step.
@@ -59,6 +61,7 @@ class EngineConfig:
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     num_blocks: int | None = None
+    gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -99,6 +102,14 @@ class EngineConfig:
             raise BadInput(f"cpu_activations = {self.cpu_activations}: choose 8 or 16")
         if self.kv_cache_memory_bytes is not None and self.num_blocks is not None:
             raise BadInput("give kv_cache_memory_bytes or num_blocks, not both")
+        if (share := self.gpu_memory_utilization) is not None:
+            if not 0 < share <= 1:
+                raise BadInput(f"gpu_memory_utilization = {share}: a share in (0, 1] is needed")
+            if self.kv_cache_memory_bytes is not None or self.num_blocks is not None:
+                raise BadInput(
+                    "gpu_memory_utilization has no use where the size of the KV cache is given: "
+                    "leave one out"
+                )
         for name in (
             "block_size",
             "kv_cache_memory_bytes",

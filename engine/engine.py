@@ -22,6 +22,13 @@ from .device import choose_device, choose_dtype
 from .end_tokens import end_token_ids
 from .kv_cache import KvCache, choose_num_blocks, kv_bytes_per_token, stored_dtype, stored_name
 from .lora.settings import adapter_salt
+from .memory_profile import (
+    TRIAL_BLOCKS,
+    find_room,
+    memory_of,
+    run_largest_step,
+    saying_what_fits,
+)
 from .model_runner import ModelRunner
 from .outputs import EngineStats, RequestOutput
 from .parallel.workers import num_threads, open_parts
@@ -29,6 +36,7 @@ from .planner.cache_size import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    CacheRoom,
 )
 from .prefix_cache import PrefixCache
 from .request import Request, RequestTimes
@@ -37,6 +45,7 @@ from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 from .scoring import in_chunks
 from .speculation.open import draft_length, open_draft, open_proposer
+from .speculation.proposer import Proposer
 from .step_graphs import StepGraphs, capture_on, graph_sizes
 from .step_loop import StepLoop, StepUnderWay
 from .step_trace import StepRecorder
@@ -76,9 +85,10 @@ class Engine:
         self.dtype = choose_dtype(config.dtype, self.device)
         self.tokenizer = load_tokenizer(self.folder)
         self.eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
-        model, self.max_model_len, self.workers = open_parts(
-            config, checkpoint, self.device, self.dtype
-        )
+        with saying_what_fits("the model", self.device):
+            model, self.max_model_len, self.workers = open_parts(
+                config, checkpoint, self.device, self.dtype
+            )
         self.vocab_size = model.vocab_size
         draft = open_draft(
             config.speculation,
@@ -104,41 +114,63 @@ class Engine:
             policy=config.scheduling_policy,
         )
         kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
-        num_blocks = choose_num_blocks(
-            config,
-            [*model.kv_layouts, *(draft.kv_layouts if draft else ())],
-            block_size,
-            min(self.max_model_len, limits.most_blocks(self.max_model_len) * block_size),
-            max_num_seqs,
-            self.device,
-            kv_dtype,
-        )
-        cache = KvCache(model.kv_layouts, num_blocks, block_size, self.device, kv_dtype)
-        if self.workers is not None:
-            self.workers.follow(model, cache, num_blocks)
-        proposer = open_proposer(
-            config.speculation, draft, num_blocks, block_size, self.device, self.dtype, kv_dtype
-        )
-        self.runner = ModelRunner(
-            model,
-            cache,
-            self.device,
-            self.dtype,
-            self.eos_token_ids,
-            proposer,
-            graphs=StepGraphs(
+
+        def open_cache(num_blocks: int) -> KvCache:
+            cache = KvCache(model.kv_layouts, num_blocks, block_size, self.device, kv_dtype)
+            if self.workers is not None:
+                self.workers.follow(model, cache, num_blocks)
+            return cache
+
+        def open_runner(cache: KvCache, proposer: Proposer | None = None) -> ModelRunner:
+            return ModelRunner(
                 model,
-                cache.layers,
-                block_size,
-                limits.most_blocks(self.max_model_len),
-                () if config.enforce_eager else graph_sizes(self.device),
-                capture_on(self.device),
+                cache,
                 self.device,
                 self.dtype,
-            ),
-            by_rejection=config.speculation is not None
-            and config.speculation.acceptance == "rejection",
-        )
+                self.eos_token_ids,
+                proposer,
+                graphs=StepGraphs(
+                    model,
+                    cache.layers,
+                    block_size,
+                    limits.most_blocks(self.max_model_len),
+                    () if config.enforce_eager else graph_sizes(self.device),
+                    capture_on(self.device),
+                    self.device,
+                    self.dtype,
+                ),
+                by_rejection=config.speculation is not None
+                and config.speculation.acceptance == "rejection",
+            )
+
+        def try_largest_step() -> None:
+            run_largest_step(open_runner(open_cache(TRIAL_BLOCKS)), limits)
+
+        def room() -> CacheRoom:
+            return find_room(
+                memory_of(self.device),
+                config.gpu_memory_utilization,
+                model.bytes_held + (draft.bytes_held if draft else 0),
+                try_largest_step,
+                config.tensor_parallel_size,
+            )
+
+        with saying_what_fits("the largest step", self.device):
+            num_blocks = choose_num_blocks(
+                config,
+                [*model.kv_layouts, *(draft.kv_layouts if draft else ())],
+                block_size,
+                min(self.max_model_len, limits.most_blocks(self.max_model_len) * block_size),
+                max_num_seqs,
+                kv_dtype,
+                room,
+            )
+        with saying_what_fits(f"a KV cache of {num_blocks} blocks", self.device):
+            cache = open_cache(num_blocks)
+            proposer = open_proposer(
+                config.speculation, draft, num_blocks, block_size, self.device, self.dtype, kv_dtype
+            )
+        self.runner = open_runner(cache, proposer)
         parts = [model, *(() if self.workers is None else self.workers.loaded)]
         self.memory = EngineMemory(
             weight_bytes=sum(part.bytes_held for part in parts),

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from .config import EngineConfig
-from .host import available_memory_bytes
 from .kernels.paged_tensor import vector_bytes
 from .model.attention import LayerCache
 from .model.spec import KvLayout
-from .planner.cache_size import CacheRequest, size_cache
+from .planner.cache_size import CacheRequest, CacheRoom, size_cache
 
 _STORED = {
     "bfloat16": torch.bfloat16,
@@ -60,25 +59,21 @@ def choose_num_blocks(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
-    device: torch.device,
     dtype: torch.dtype,
+    find_room: Callable[[], CacheRoom],
 ) -> int:
-    """Blocks of the cache, the null block included: the planner's rule, with the memory free now.
+    """Blocks of the cache, the null block included: the planner's rule.
 
     `dtype` is what keys and values are stored in, `max_model_len` the tokens of the longest sequence that
     stay in the cache. `layouts` are those of this process, where several share the model and the memory.
+    `find_room` is asked where no size is given.
 
     Raises:
         BadInput: the memory given does not hold a single sequence.
     """
     parts, memory = config.tensor_parallel_size, config.kv_cache_memory_bytes
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = available_memory_bytes() // parts
     layers = _Layers(layouts)
     request = CacheRequest(
-        kind=device.type,
         bytes_per_element=Fraction(kv_bytes_per_token(layouts, dtype), layers.num_elements),
         block_size=block_size,
         max_model_len=max_model_len,
@@ -86,7 +81,8 @@ def choose_num_blocks(
         memory_bytes=None if memory is None else memory // parts,
         num_blocks=config.num_blocks,
     )
-    return size_cache(layers, request, free).num_blocks + 1
+    room = CacheRoom(0) if request.says_its_size else find_room()
+    return size_cache(layers, request, room).num_blocks + 1
 
 
 class KvCache:

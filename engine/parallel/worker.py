@@ -77,11 +77,13 @@ def work(channel: Channel) -> None:
     # Whoever made the folder may be killed, and then cannot remove it.
     atexit.register(shutil.rmtree, meeting_point.parent, ignore_errors=True)
     group.connect(meeting_point)
-    _, (num_blocks, block_size, dtype) = channel.receive()
-    cache = KvCache(model.kv_layouts, num_blocks, block_size, setup.device, dtype)
+    cache = KvCache(model.kv_layouts, 0, 1, setup.device, setup.dtype)
     while True:
         call, argument = channel.receive()
-        if call == "forward":
+        if call == "cache":
+            num_blocks, block_size, dtype = argument
+            cache = KvCache(model.kv_layouts, num_blocks, block_size, setup.device, dtype)
+        elif call == "forward":
             model.forward(argument, cache.layers)
         elif call == "logits":
             model.logits(argument)

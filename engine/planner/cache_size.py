@@ -6,7 +6,8 @@ arithmetic, so that a run can be held against its plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol
 
@@ -16,7 +17,8 @@ from .units import format_gib
 DEFAULT_BLOCK_SIZE = {"cpu": 32, "cuda": 16}
 DEFAULT_MAX_NUM_SEQS = {"cpu": 16, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.9}
+DEFAULT_UTILIZATION = 0.9
+CPU_SHARE = 0.25
 
 
 class CachedShape(Protocol):
@@ -28,18 +30,74 @@ class CachedShape(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """What a cache may take of a device's memory.
+
+    Attributes:
+        budget_bytes: what may be used at all.
+        taken: bytes of it that other things need, by name.
+        advice: what to change where the room is too small, besides `max_model_len`.
+    """
+
+    budget_bytes: int
+    taken: Mapping[str, int] = field(default_factory=dict)
+    advice: str = ""
+
+    @classmethod
+    def on_cpu(cls, free_bytes: int) -> CacheRoom:
+        """A share of what is free, because the machine is there for others too."""
+        return cls(int(free_bytes * CPU_SHARE))
+
+    @classmethod
+    def on_cuda(
+        cls,
+        total_bytes: int,
+        utilization: float,
+        weight_bytes: int,
+        activation_bytes: int,
+        other_bytes: int,
+    ) -> CacheRoom:
+        """A share of the device, less its weights, the largest step, and what others hold."""
+        taken = {
+            "weights": weight_bytes,
+            "the largest step": activation_bytes,
+            "the runtime and others": other_bytes,
+        }
+        advice = (
+            ", lower max_num_batched_tokens, raise gpu_memory_utilization "
+            f"({utilization:g} of {format_gib(total_bytes)}) or store the cache in 8 bits"
+        )
+        return cls(int(total_bytes * utilization), taken, advice)
+
+    @property
+    def num_bytes(self) -> int:
+        return max(0, self.budget_bytes - sum(self.taken.values()))
+
+    def __str__(self) -> str:
+        if not self.taken:
+            return f"{format_gib(self.num_bytes)} is there"
+        parts = ", ".join(f"{name} {format_gib(size)}" for name, size in self.taken.items())
+        left = format_gib(self.num_bytes)
+        return f"{left} is left of {format_gib(self.budget_bytes)} ({parts})"
+
+
+@dataclass(frozen=True, slots=True)
 class CacheRequest:
     """What the engine was told of its cache: at most one of the two sizes, and the limits that it
-    serves. `kind` is the kind of device, cpu or cuda; a block spans all layers; `max_model_len` is what
-    stays in the cache of the longest sequence."""
+    serves. A block spans all layers; `max_model_len` is what stays in the cache of the longest sequence.
+    """
 
-    kind: str
     bytes_per_element: float | Fraction
     block_size: int
     max_model_len: int
     max_num_seqs: int
     memory_bytes: int | None = None
     num_blocks: int | None = None
+
+    @property
+    def says_its_size(self) -> bool:
+        """Whether the size was given, so that the room does not matter."""
+        return self.memory_bytes is not None or self.num_blocks is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +126,12 @@ def num_blocks_for(
     return memory_bytes // (block_size * shape.kv_bytes_per_token(bytes_per_element))
 
 
-def size_cache(shape: CachedShape, request: CacheRequest, free_bytes: int) -> CacheSize:
+def size_cache(shape: CachedShape, request: CacheRequest, room: CacheRoom) -> CacheSize:
     """The cache of an engine: as many blocks as were asked for; else as the memory given holds; else
-    enough for `max_num_seqs` sequences of the longest kind, cut to a share of `free_bytes`.
+    enough for `max_num_seqs` sequences of the longest kind, cut to the room that there is.
 
     Raises:
-        BadInput: the memory given does not hold a block, or the share not a single sequence.
+        BadInput: the memory given does not hold a block, or the room not a single sequence.
     """
     size, element = request.block_size, request.bytes_per_element
     block_bytes = size * shape.kv_bytes_per_token(element)
@@ -87,12 +145,12 @@ def size_cache(shape: CachedShape, request: CacheRequest, free_bytes: int) -> Ca
             )
         return CacheSize(num_blocks, size, block_bytes)
     per_sequence = -(-request.max_model_len // size)
-    share = int(free_bytes * MEMORY_SHARE[request.kind])
-    affordable = num_blocks_for(share, shape, size, element)
+    affordable = num_blocks_for(room.num_bytes, shape, size, element)
     if affordable < per_sequence:
+        shorter = f" to {affordable * size} or less" if affordable else ""
         raise BadInput(
             f"a sequence of {request.max_model_len} tokens needs "
-            f"{format_gib(per_sequence * block_bytes)} of KV cache, but {format_gib(share)} is there: "
-            "lower max_model_len"
+            f"{format_gib(per_sequence * block_bytes)} of KV cache, but {room}: "
+            f"lower max_model_len{shorter}{room.advice}"
         )
     return CacheSize(min(affordable, per_sequence * request.max_num_seqs), size, block_bytes)

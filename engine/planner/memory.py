@@ -13,6 +13,7 @@ from math import ceil
 from typing import Self
 
 from ...quant.errors import BadInput
+from .cache_size import DEFAULT_UTILIZATION
 from .engine_rules import RULES, CacheKnobs, EngineRule
 from .shapes import ModelShape
 from .weights import WeightRecipe, weight_bytes_per_rank
@@ -33,7 +34,7 @@ class Reserve:
     `kv_cache_bytes`, where it is given, is the room for the cache itself, whatever else is there.
     """
 
-    utilization: float = 0.9
+    utilization: float = DEFAULT_UTILIZATION
     chunk_tokens: int = 8192
     max_num_seqs: int = 1024
     kv_cache_bytes: int | None = None
@@ -60,7 +61,7 @@ class Reserve:
         """Batch limits as servers commonly choose them, smaller below 70 GiB, where none are given."""
         large = memory_bytes >= 70 * GIB
         return cls(
-            0.9 if utilization is None else utilization,
+            DEFAULT_UTILIZATION if utilization is None else utilization,
             (8192 if large else 2048) if chunk_tokens is None else chunk_tokens,
             (1024 if large else 256) if max_num_seqs is None else max_num_seqs,
             kv_cache_bytes,

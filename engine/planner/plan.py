@@ -12,6 +12,7 @@ from .cache_size import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     CacheRequest,
+    CacheRoom,
     CacheSize,
     size_cache,
 )
@@ -198,24 +199,34 @@ def _engine_cache(
     if setup.engine != "llmopt" or deployment.gpus > 1 or not offered:
         return None
     sequences = setup.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.kind]
+    step_tokens = setup.max_num_batched_tokens or max(
+        DEFAULT_MAX_NUM_BATCHED_TOKENS[device.kind], sequences
+    )
     request = CacheRequest(
-        kind=device.kind,
         bytes_per_element=deployment.kv_bytes_per_element,
         block_size=workload.block_size,
         max_model_len=resident_tokens(
             deployment.shape,
             workload.context,
-            setup.max_num_batched_tokens
-            or max(DEFAULT_MAX_NUM_BATCHED_TOKENS[device.kind], sequences),
+            step_tokens,
             workload.block_size,
         ),
         max_num_seqs=sequences,
         memory_bytes=setup.kv_cache_bytes,
     )
-    overhead = 0 if device.kind == "cpu" else deployment.overhead_bytes()
-    free = device.memory_bytes - deployment.weight_bytes - overhead
+    if device.kind == "cpu":
+        room = CacheRoom.on_cpu(max(0, device.memory_bytes - deployment.weight_bytes))
+    else:
+        largest = replace(reserve, chunk_tokens=step_tokens, max_num_seqs=sequences)
+        room = CacheRoom.on_cuda(
+            device.memory_bytes,
+            reserve.utilization,
+            deployment.weight_bytes,
+            deployment.activation_bytes(largest),
+            deployment.overhead_bytes(),
+        )
     try:
-        return size_cache(deployment.shape, request, max(0, free))
+        return size_cache(deployment.shape, request, room)
     except BadInput:
         return None
 

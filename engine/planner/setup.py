@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...quant.errors import BadInput
-from .cache_size import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, MEMORY_SHARE
+from .cache_size import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, CacheRoom
 from .devices import Device
 from .engine_rules import engine_rule
 from .kv_dtypes import kv_dtype
@@ -84,11 +84,11 @@ class Setup:
                 self.max_num_seqs,
                 self.kv_cache_bytes,
             )
-        share = int((device.memory_bytes - weight_bytes) * MEMORY_SHARE["cpu"])
+        room = CacheRoom.on_cpu(max(0, device.memory_bytes - weight_bytes))
         sequences = self.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cpu"]
         return Reserve(
             1.0 if self.utilization is None else self.utilization,
             self.max_num_batched_tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"], sequences),
             sequences,
-            max(0, share) if self.kv_cache_bytes is None else self.kv_cache_bytes,
+            room.num_bytes if self.kv_cache_bytes is None else self.kv_cache_bytes,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import torch
 from llmopt.cli.main import main
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.model_runner import ModelRunner
 from llmopt.engine.planner.ask import Ask, plan_for
-from llmopt.engine.planner.cache_size import CacheRequest, num_blocks_for, size_cache
+from llmopt.engine.planner.cache_size import CacheRequest, CacheRoom, num_blocks_for, size_cache
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.host import host_dtype
 from llmopt.engine.planner.plan_json import plan_as_dict
+from llmopt.engine.sampling_params import SamplingParams
+from llmopt.engine.step_plan import StepPlan
 from llmopt.quant.errors import BadInput
 
 DTYPES = {
@@ -74,27 +79,147 @@ def test_the_host_computes_in_what_the_engine_chooses() -> None:
     assert host_dtype() == DTYPES[engine().dtype]
 
 
-def test_the_rule_takes_the_smaller_of_share_and_demand() -> None:
+def test_the_rule_takes_the_smaller_of_room_and_demand() -> None:
     shape = find_model("stories3M").shape
 
-    def blocks(free: int, **changes: Any) -> int:
+    def blocks(room: CacheRoom, **changes: Any) -> int:
         values: dict[str, Any] = {
-            "kind": "cpu",
             "bytes_per_element": 2,
             "block_size": 32,
             "max_model_len": 512,
             "max_num_seqs": 16,
         }
-        return size_cache(shape, CacheRequest(**{**values, **changes}), free).num_blocks
+        return size_cache(shape, CacheRequest(**{**values, **changes}), room).num_blocks
 
-    assert blocks(2**30) == 16 * 16
-    assert blocks(2**23) == num_blocks_for(2**21, shape, 32, 2) == 25
-    assert blocks(2**23, kind="cuda") == num_blocks_for(int(0.9 * 2**23), shape, 32, 2)
-    assert blocks(0, num_blocks=7) == 7
-    with pytest.raises(BadInput, match="lower max_model_len"):
-        blocks(2**20)
+    assert blocks(CacheRoom.on_cpu(2**30)) == 16 * 16
+    assert blocks(CacheRoom.on_cpu(2**23)) == num_blocks_for(2**21, shape, 32, 2) == 25
+    on_cuda = CacheRoom.on_cuda(2**24, 0.9, 2**20, 2**21, 2**22)
+    left = int(0.9 * 2**24) - 2**20 - 2**21 - 2**22
+    assert blocks(on_cuda) == num_blocks_for(left, shape, 32, 2)
+    assert blocks(CacheRoom(0), num_blocks=7) == 7
+    with pytest.raises(BadInput, match=r"256 KiB is there: lower max_model_len to 96 or less$"):
+        blocks(CacheRoom.on_cpu(2**20))
     with pytest.raises(BadInput, match="does not hold one block"):
-        blocks(2**30, memory_bytes=100)
+        blocks(CacheRoom(0), memory_bytes=100)
+
+
+def test_where_it_does_not_fit_the_numbers_are_said() -> None:
+    """8 GiB of weights on a card of 10 GiB: one sequence needs 4 GiB, and 0.5 GiB is left."""
+    shape = find_model("llama-3.1-8b").shape
+    room = CacheRoom.on_cuda(10 * 2**30, 0.95, 8 * 2**30, 2**29, 2**29)
+    with pytest.raises(BadInput) as refused:
+        size_cache(shape, CacheRequest(2, 16, 32768, 4), room)
+    assert str(refused.value) == (
+        "a sequence of 32768 tokens needs 4.00 GiB of KV cache, but 0.50 GiB is left of 9.50 GiB "
+        "(weights 8.00 GiB, the largest step 0.50 GiB, the runtime and others 0.50 GiB): lower "
+        "max_model_len to 4096 or less, lower max_num_batched_tokens, raise gpu_memory_utilization "
+        "(0.95 of 10.00 GiB) or store the cache in 8 bits"
+    )
+
+
+class Card:
+    """A device with so much memory, of which a process elsewhere holds 100,000 bytes."""
+
+    def __init__(self, total: int, weights: int, peak: int) -> None:
+        self.total, self.used, self.peak = total, weights + 100_000, peak
+        self.num_steps = 0
+
+    def free_and_total(self) -> tuple[int, int]:
+        return self.total - self.used, self.total
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        work()
+        self.num_steps += 1
+        return self.peak
+
+
+@pytest.mark.parametrize("options", [{}, {"gpu_memory_utilization": 0.5}], ids=str)
+@pytest.mark.parametrize("loop", [False, True])
+def test_on_a_card_the_cache_gets_what_is_left(
+    options: dict[str, Any], loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = engine().memory.weight_bytes
+    card = Card(24_000_000, weights, 2_000_000)
+    monkeypatch.setattr("llmopt.engine.engine.memory_of", lambda device: card)
+    built = engine(max_num_seqs=64, overlapped_loop=loop, **options)
+    share = options.get("gpu_memory_utilization", 0.9)
+    left = int(share * card.total) - weights - 100_000 - card.peak
+    assert built.memory.kv_cache_bytes // 2**20 == left // 2**20  # and a null block
+    shape, size = find_model("stories3M").shape, built.scheduler.config.block_size
+    element = 4 if built.runner.cache.dtype is torch.float32 else 2
+    assert built.stats.kv_blocks_total == num_blocks_for(left, shape, size, element)
+    assert card.num_steps == 1, "the largest step is tried once"
+    built.add_request("a", [1, 403, 407], SamplingParams(max_tokens=3, temperature=0))
+    while built.has_unfinished():
+        built.step()
+    built.close()
+
+
+def test_the_largest_step_is_not_tried_where_the_size_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = Card(2**40, 2**20, 0)
+    monkeypatch.setattr("llmopt.engine.engine.memory_of", lambda device: card)
+    assert engine(num_blocks=20).stats.kv_blocks_total == 20
+    assert card.num_steps == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 3, "max_num_batched_tokens": 700},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 4096},
+        {"max_num_seqs": 5, "prefill_chunk_size": 3},
+        {"max_model_len": 40, "window": 8, "attention_sinks": 4},
+        {"tensor_parallel_size": 2},
+        {"kv_cache_dtype": "fp8"},
+    ],
+    ids=str,
+)
+def test_the_largest_step_is_as_large_as_the_limits_allow(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[StepPlan] = []
+    execute = ModelRunner.execute
+
+    def noting(runner: ModelRunner, plan: StepPlan) -> Any:
+        plans.append(plan)
+        return execute(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute", noting)
+    card = Card(2**30, 2**20, 0)
+    monkeypatch.setattr("llmopt.engine.engine.memory_of", lambda device: card)
+    built = engine(**options)
+    limits = built.scheduler.config
+    (plan,) = plans
+    assert len(plan.rows) == limits.max_num_seqs
+    longest = min(limits.chunk, limits.max_model_len)
+    assert plan.num_tokens == min(limits.max_num_batched_tokens, longest * limits.max_num_seqs)
+    built.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"gpu_memory_utilization": 0.5}, "0.5 is for CUDA"),
+        ({"gpu_memory_utilization": 0.0}, "in \\(0, 1\\]"),
+        ({"gpu_memory_utilization": 0.5, "num_blocks": 9}, "has no use"),
+    ],
+)
+def test_a_utilization_without_a_meaning_is_refused(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(BadInput, match=line):
+        engine(**options)
+
+
+def test_a_plan_for_a_card_follows_the_rule() -> None:
+    """What `kv-plan` expects of a GPU is what the engine does there: its own numbers in the same sum."""
+    plan = plan_for(Ask(model="llama-3.1-8b", gpus=("h100",), context="8k", max_num_seqs=256))
+    (device,) = plan.devices
+    assert device.engine_cache is not None
+    limits = replace(device.reserve, chunk_tokens=8192, max_num_seqs=256)
+    left = int(0.9 * device.device.memory_bytes) - device.weight_bytes - device.overhead_bytes
+    left -= device.deployment.activation_bytes(limits)
+    assert device.engine_cache.num_blocks == num_blocks_for(left, plan.model.shape, 16, 2)
 
 
 def test_other_engines_and_types_have_no_cache_of_ours() -> None:
