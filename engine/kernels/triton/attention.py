@@ -3,9 +3,10 @@
 
 A program takes some tokens of one sequence with query heads of one KV head, as the rows of one matrix
 product; the heads share what they read. Its tiles of keys have a size of their own, whatever the block's.
-Sequences that bring few tokens would occupy few programs: their keys are dealt to several, and a second
-kernel joins the parts. How they are dealt depends on the sequence alone, and so do a token's numbers: they do
-not change with what shares the batch.
+Sequences that bring few tokens would occupy few programs: their keys form parts, and a second kernel joins
+what came of them. Where the parts lie depends on the sequence alone, and so do a token's numbers: they do not
+change with what shares the batch. How many programs share the parts depends on the batch's size alone, so
+that a launch can be repeated for sequences of any length.
 
 Source: Dao, "FlashAttention-2" (arXiv:2307.08691); Dao et al., "Flash-Decoding" (2023) for the parts.
 """
@@ -24,6 +25,8 @@ from .runtime import power_of_two
 PART_TOKENS = 256
 MOST_PARTS = 64
 """A part is `PART_TOKENS` keys, and more where that would make more parts than this."""
+FULL_GRID = 1024
+"""Programs that fill a GPU: as many share a batch's parts, and each takes several where there are more."""
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -46,6 +49,7 @@ def _attend(
     out_ptr,
     part_ptr,
     state_ptr,
+    used_ptr,
     query_ptr,
     anchored_ptr,
     key_ptr,
@@ -94,7 +98,7 @@ def _attend(
     MOST_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: tiles of tokens, tiles of heads, parts.
+    """Grid: tiles of tokens, tiles of heads, programs that share the parts.
 
     `tile_ptr` int64 [tiles, 3]: segment, its first token, its first row among the parts; `segment_ptr`
     int64 [segments, 6]: begin, tokens, num_cached, front, gap, where its table begins.
@@ -148,103 +152,111 @@ def _attend(
     kept_tiles = (tl.minimum(end, KEPT) + TILE - 1) // TILE
     start_tile = tl.maximum(_held_slot(start, front, gap) // TILE, kept_tiles)
     num_tiles = kept_tiles + tl.maximum((end + TILE - 1) // TILE - start_tile, 0)
-    from_tile = num_tiles * 0
-    to_tile = num_tiles
+    first_part, num_used, stride, each = 0, 1, 1, num_tiles
     if IN_PARTS:
+        first_part, stride = tl.program_id(2), tl.num_programs(2)
         each = tl.maximum((num_tiles + MOST_PARTS - 1) // MOST_PARTS, PART_TILES)
-        from_tile = tl.program_id(2) * each
-        to_tile = tl.minimum(from_tile + each, num_tiles)
-
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.full([ROWS], 0.0, tl.float32)
-    acc = tl.full([ROWS, VALUE_TILE], 0.0, tl.float32)
-    value_lanes = tl.arange(0, VALUE_TILE)
-    for index in range(from_tile, to_tile):
-        tile = tl.where(index < kept_tiles, index, start_tile + index - kept_tiles)
-        slot = tile * TILE + tl.arange(0, TILE)
-        is_held = slot < end
-        block = tl.load(table + slot // BLOCK_SIZE, mask=is_held, other=0)
-        inside = slot % BLOCK_SIZE
-        position = slot + tl.where(slot >= front, gap, 0)
-
-        key_place = block * key_block + inside * key_slot + kv_head * key_head
-        mask = is_held[None, :] & (lanes < KEY_DIM)[:, None]
-        key = tl.load(key_ptr + key_place[None, :] + lanes[:, None], mask=mask, other=0.0)
-        if HAS_SCALES:
-            key = key.to(tl.float32)
-        key = key.to(query.dtype)
-        scores = tl.dot(query, key, input_precision=PRECISION)
-        if REST_DIM:
-            mask = is_held[None, :] & (rest < KEY_DIM)[:, None]
-            key_rest = tl.load(key_ptr + key_place[None, :] + rest[:, None], mask=mask, other=0.0)
-            if HAS_SCALES:
-                key_rest = key_rest.to(tl.float32)
-            key_rest = key_rest.to(query.dtype)
-            scores = tl.dot(query_rest, key_rest, scores, input_precision=PRECISION)
-        if HAS_ANCHORED:  # noqa: SIM102 - known when it is compiled, the other is not
-            if index < kept_tiles:
-                others = tl.dot(anchored, key, input_precision=PRECISION)
-                if REST_DIM:
-                    others = tl.dot(anchored_rest, key_rest, others, input_precision=PRECISION)
-                scores = tl.where((position < KEPT)[None, :], others, scores)
-        scores = scores * scale
-        if HAS_SCALES:
-            scale_place = block * scale_block + inside * scale_slot + kv_head
-            scores = scores * tl.load(key_scale_ptr + scale_place, mask=is_held, other=0.0)[None, :]
-        if SOFTCAP > 0.0:
-            scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0))
-        scores = scores * _LOG2E
-        sees = is_held[None, :] & (position[None, :] <= own[:, None])
-        if WINDOW:
-            in_window = position[None, :] > own[:, None] - WINDOW
-            sees = sees & (in_window | (position < KEPT)[None, :])
-        if CHUNK:
-            sees = sees & (position[None, :] >= (own - own % CHUNK)[:, None])
-        scores = tl.where(sees, scores, float("-inf"))
-
-        highest_score = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen nothing yet stays at nothing, without the difference of two infinities.
-        base = tl.where(highest_score == float("-inf"), 0.0, highest_score)
-        old = tl.exp2(top - base)
-        weights = tl.exp2(scores - base[:, None])
-        total = total * old + tl.sum(weights, 1)
-        top = highest_score
-        if HAS_SCALES:
-            weights = (
-                weights * tl.load(value_scale_ptr + scale_place, mask=is_held, other=0.0)[None, :]
-            )
-        if VALUES_IN_KEYS:
-            value = tl.trans(key)
-        else:
-            value_place = block * value_block + inside * value_slot + kv_head * value_head
-            mask = is_held[:, None] & (value_lanes < VALUE_DIM)[None, :]
-            value = tl.load(
-                value_ptr + value_place[:, None] + value_lanes[None, :], mask=mask, other=0.0
-            )
-            if HAS_SCALES:
-                value = value.to(tl.float32)
-            value = value.to(query.dtype)
-        acc = acc * old[:, None]
-        acc = tl.dot(weights.to(query.dtype), value, acc, input_precision=PRECISION)
-
-    out_mask = is_row[:, None] & (value_lanes < VALUE_DIM)[None, :]
-    if IN_PARTS:
+        num_used = (num_tiles + each - 1) // each
         place = (part_row + row // GROUP_TILE) * num_heads + head
-        place = place * num_parts + tl.program_id(2)
-        tl.store(state_ptr + place * 2, top, mask=is_row)
-        tl.store(state_ptr + place * 2 + 1, total, mask=is_row)
-        if from_tile < to_tile:
+        tl.store(used_ptr + place, num_used, mask=is_row & (first_part == 0))
+
+    value_lanes = tl.arange(0, VALUE_TILE)
+    out_mask = is_row[:, None] & (value_lanes < VALUE_DIM)[None, :]
+    for part in range(first_part, num_used, stride):
+        from_tile = part * each
+        to_tile = tl.minimum(from_tile + each, num_tiles)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.full([ROWS], 0.0, tl.float32)
+        acc = tl.full([ROWS, VALUE_TILE], 0.0, tl.float32)
+        for index in range(from_tile, to_tile):
+            tile = tl.where(index < kept_tiles, index, start_tile + index - kept_tiles)
+            slot = tile * TILE + tl.arange(0, TILE)
+            is_held = slot < end
+            block = tl.load(table + slot // BLOCK_SIZE, mask=is_held, other=0)
+            inside = slot % BLOCK_SIZE
+            position = slot + tl.where(slot >= front, gap, 0)
+
+            key_place = block * key_block + inside * key_slot + kv_head * key_head
+            mask = is_held[None, :] & (lanes < KEY_DIM)[:, None]
+            key = tl.load(key_ptr + key_place[None, :] + lanes[:, None], mask=mask, other=0.0)
+            if HAS_SCALES:
+                key = key.to(tl.float32)
+            key = key.to(query.dtype)
+            scores = tl.dot(query, key, input_precision=PRECISION)
+            if REST_DIM:
+                mask = is_held[None, :] & (rest < KEY_DIM)[:, None]
+                key_rest = tl.load(
+                    key_ptr + key_place[None, :] + rest[:, None], mask=mask, other=0.0
+                )
+                if HAS_SCALES:
+                    key_rest = key_rest.to(tl.float32)
+                key_rest = key_rest.to(query.dtype)
+                scores = tl.dot(query_rest, key_rest, scores, input_precision=PRECISION)
+            if HAS_ANCHORED:  # noqa: SIM102 - known when it is compiled, the other is not
+                if index < kept_tiles:
+                    others = tl.dot(anchored, key, input_precision=PRECISION)
+                    if REST_DIM:
+                        others = tl.dot(anchored_rest, key_rest, others, input_precision=PRECISION)
+                    scores = tl.where((position < KEPT)[None, :], others, scores)
+            scores = scores * scale
+            if HAS_SCALES:
+                scale_place = block * scale_block + inside * scale_slot + kv_head
+                scores = (
+                    scores * tl.load(key_scale_ptr + scale_place, mask=is_held, other=0.0)[None, :]
+                )
+            if SOFTCAP > 0.0:
+                scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0))
+            scores = scores * _LOG2E
+            sees = is_held[None, :] & (position[None, :] <= own[:, None])
+            if WINDOW:
+                in_window = position[None, :] > own[:, None] - WINDOW
+                sees = sees & (in_window | (position < KEPT)[None, :])
+            if CHUNK:
+                sees = sees & (position[None, :] >= (own - own % CHUNK)[:, None])
+            scores = tl.where(sees, scores, float("-inf"))
+
+            highest_score = tl.maximum(top, tl.max(scores, 1))
+            # A row that has seen nothing yet stays at nothing, without the difference of two infinities.
+            base = tl.where(highest_score == float("-inf"), 0.0, highest_score)
+            old = tl.exp2(top - base)
+            weights = tl.exp2(scores - base[:, None])
+            total = total * old + tl.sum(weights, 1)
+            top = highest_score
+            if HAS_SCALES:
+                weights = (
+                    weights
+                    * tl.load(value_scale_ptr + scale_place, mask=is_held, other=0.0)[None, :]
+                )
+            if VALUES_IN_KEYS:
+                value = tl.trans(key)
+            else:
+                value_place = block * value_block + inside * value_slot + kv_head * value_head
+                mask = is_held[:, None] & (value_lanes < VALUE_DIM)[None, :]
+                value = tl.load(
+                    value_ptr + value_place[:, None] + value_lanes[None, :], mask=mask, other=0.0
+                )
+                if HAS_SCALES:
+                    value = value.to(tl.float32)
+                value = value.to(query.dtype)
+            acc = acc * old[:, None]
+            acc = tl.dot(weights.to(query.dtype), value, acc, input_precision=PRECISION)
+
+        if IN_PARTS:
+            place = (part_row + row // GROUP_TILE) * num_heads + head
+            place = place * num_parts + part
+            tl.store(state_ptr + place * 2, top, mask=is_row)
+            tl.store(state_ptr + place * 2 + 1, total, mask=is_row)
             tl.store(
                 part_ptr + place[:, None] * VALUE_DIM + value_lanes[None, :], acc, mask=out_mask
             )
-    else:
-        if HAS_SINKS:
-            sink = tl.load(sink_ptr + head, mask=is_row, other=0.0) * _LOG2E
-            total, acc = _with_sink(top, total, acc, sink)
-        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        place = ((begin + token) * num_heads + head) * VALUE_DIM
-        out = acc.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + place[:, None] + value_lanes[None, :], out, mask=out_mask)
+        else:
+            if HAS_SINKS:
+                sink = tl.load(sink_ptr + head, mask=is_row, other=0.0) * _LOG2E
+                total, acc = _with_sink(top, total, acc, sink)
+            acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            place = ((begin + token) * num_heads + head) * VALUE_DIM
+            out = acc.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + place[:, None] + value_lanes[None, :], out, mask=out_mask)
 
 
 @triton.jit
@@ -252,6 +264,7 @@ def _join(
     out_ptr,
     part_ptr,
     state_ptr,
+    used_ptr,
     sink_ptr,
     row_ptr,
     num_heads,
@@ -264,15 +277,17 @@ def _join(
     """One row and head from its parts. Grid: rows, heads."""
     row = tl.load(row_ptr + tl.program_id(0))
     head = tl.program_id(1)
-    first = (tl.program_id(0).to(tl.int64) * num_heads + head) * num_parts
+    first = tl.program_id(0).to(tl.int64) * num_heads + head
+    num_used = tl.load(used_ptr + first)
+    first = first * num_parts
     lanes = tl.arange(0, VALUE_TILE)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.full([1], 0.0, tl.float32)
     acc = tl.full([1, VALUE_TILE], 0.0, tl.float32)
-    for begin in range(0, num_parts, STRIDE):
+    for begin in range(0, num_used, STRIDE):
         part = begin + tl.arange(0, STRIDE)
         place = first + part
-        is_part = part < num_parts
+        is_part = part < num_used
         part_m = tl.load(state_ptr + place * 2, mask=is_part, other=float("-inf"))
         part_l = tl.load(state_ptr + place * 2 + 1, mask=is_part, other=0.0)
         is_full = part_m > float("-inf")
@@ -327,22 +342,21 @@ def attend_triton(
             rows = max(rows, 32 if is_float32 else min(128, 16384 // front_dim))
         if (tiles := layout.tiles(rows // group_tile, short)) is None:
             continue
-        num_parts, part, state = 1, out, out
+        num_parts, part, state, used = 1, out, out, out
         if short:
             num_parts = min(MOST_PARTS, -(-tiles.width // PART_TOKENS))
             shape = (tiles.rows.numel(), heads, num_parts)
             part = out.new_empty(*shape, values.dim, dtype=torch.float32)
             state = out.new_empty(*shape, 2, dtype=torch.float32)
+            used = out.new_empty(shape[:2], dtype=torch.int32)
         sinks = state if rule.sinks is None else rule.sinks.float().contiguous()
-        grid = (
-            tiles.index.shape[0],
-            keys.num_heads * -(-group // group_tile),
-            num_parts,
-        )
+        tasks = tiles.index.shape[0], keys.num_heads * -(-group // group_tile)
+        grid = *tasks, min(num_parts, -(-FULL_GRID // (tasks[0] * tasks[1])))
         _attend[grid](
             out,
             part,
             state,
+            used,
             queries,
             met,
             keys.codes,
@@ -391,6 +405,7 @@ def attend_triton(
                 out,
                 part,
                 state,
+                used,
                 sinks,
                 tiles.rows,
                 heads,
