@@ -349,6 +349,7 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "attention_sinks": options.attention_sinks,
         "block_size": options.block_size,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -387,11 +388,16 @@ def reference_log_probabilities(
     options: BenchOptions, reference: Path, passage: Passage, progress: Progress
 ) -> list[torch.Tensor]:
     """The reference model's distributions, from an engine of its own with a small cache."""
+    from ..engine.device import choose_device
+
+    on_gpu = choose_device(options.device).type == "cuda"
     engine = load_engine(
         options,
         reference,
         max_num_seqs=SCORING_SEQUENCES,
         kv_cache_memory_bytes=None,
+        # The engine that was measured holds its share of the device already.
+        gpu_memory_utilization=1.0 if on_gpu else None,
         kv_cache_dtype="auto",
         window=None,
         attention_sinks=0,

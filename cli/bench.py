@@ -16,6 +16,7 @@ from .options import (
     AttentionSinks,
     CpuActivations,
     EnforceEager,
+    GpuMemoryUtilization,
     KvCacheDtype,
     Lora,
     ModelArgument,
@@ -152,6 +153,7 @@ def bench(
     kv_cache_memory_bytes: Annotated[
         int | None, typer.Option(help="Size of the KV cache.", rich_help_panel=ENGINE)
     ] = None,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
     prefix_caching: Annotated[
         bool,
         typer.Option(

@@ -73,6 +73,13 @@ KvCacheDtype = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of a CUDA device's memory for weights, steps and KV cache together. Default: 0.9.",
+        rich_help_panel="Engine",
+    ),
+]
 CpuActivations = Annotated[
     int,
     typer.Option(

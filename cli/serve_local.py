@@ -13,6 +13,7 @@ from .options import (
     AttentionSinks,
     CpuActivations,
     EnforceEager,
+    GpuMemoryUtilization,
     KvCacheDtype,
     Lora,
     ModelArgument,
@@ -57,6 +58,7 @@ def serve_local(
         str | None, typer.Option(help="Size of the KV cache, as in 4GiB. Default: derived.")
     ] = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    gpu_memory_utilization: GpuMemoryUtilization = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its beginning.")
@@ -151,6 +153,7 @@ def serve_local(
         window=window,
         attention_sinks=attention_sinks,
         kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
+        gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from ...quant.errors import BadInput
+from ..planner.cache_size import DEFAULT_UTILIZATION
 from ..planner.plan import DevicePlan, Plan
 from .vllm_command import VLLM_VERSION, vllm_command
 
@@ -166,5 +167,7 @@ def _command(choices: Choices, plan: Plan, found: DevicePlan) -> Sequence[str]:
     if kv_dtype not in names:
         raise BadInput(f"--kv-dtype {kv_dtype}: our engine has {', '.join(names)}")
     asked["kv_cache_dtype"] = names[kv_dtype]
+    if found.device.kind == "cuda" and found.reserve.utilization != DEFAULT_UTILIZATION:
+        asked["gpu_memory_utilization"] = found.reserve.utilization
     options = [(f"--{name.replace('_', '-')}", str(value)) for name, value in asked.items()]
     return ["llmopt", "serve-local", choices.model, *(word for pair in options for word in pair)]

@@ -135,6 +135,7 @@ _TRANSLATIONS: Mapping[str, Callable[[Any], Words]] = {
     "scheduling_policy": _policy,
     "overlapped_loop": _switch("--async-scheduling"),
     "kv_cache_memory": lambda size: ["--kv-cache-memory-bytes", str(parse_bytes(size))],
+    "gpu_memory_utilization": _as_is("--gpu-memory-utilization"),
     "kv_cache_dtype": _kv_cache_dtype,
     "block_size": _as_is("--block-size"),
     "no_prefix_caching": _switch("--no-enable-prefix-caching"),

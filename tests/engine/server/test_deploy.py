@@ -129,6 +129,9 @@ def test_our_own_command_is_one_that_the_command_line_takes() -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*words[1:], "--engine", "vllm", "--print-command"])
     assert stopped.value.code == 0
+    assert "--gpu-memory-utilization" not in words
+    words = list(deployment({"tp": 8, "utilization": 0.85}, **OURS).command)
+    assert words[words.index("--gpu-memory-utilization") + 1] == "0.85"
 
 
 def test_the_dashboard_speaks_the_engine_s_names() -> None:

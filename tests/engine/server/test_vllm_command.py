@@ -39,6 +39,7 @@ def everything(tmp_path: Path) -> dict[str, Any]:
         "overlapped_loop": True,
         "kv_cache_memory": "4GiB",
         "kv_cache_dtype": "int8",
+        "gpu_memory_utilization": 0.8,
         "block_size": 16,
         "no_prefix_caching": True,
         "tensor_parallel_size": 4,
@@ -61,7 +62,7 @@ def test_every_word_is_an_option_of_that_version(tmp_path: Path) -> None:
     command = vllm_command("org/model", everything(tmp_path))
     assert command[:3] == ["vllm", "serve", "org/model"]
     used = {word.split("=")[0] for word in command if word.startswith("--")}
-    assert len(used) >= 24
+    assert len(used) >= 25
     assert used <= set(OPTIONS)
     assert "sesame" not in command
 
@@ -74,6 +75,7 @@ def test_values_mean_the_same(tmp_path: Path) -> None:
 
     assert after("--kv-cache-memory-bytes") == [str(4 << 30)]
     assert after("--kv-cache-dtype") == ["int8_per_token_head"]
+    assert after("--gpu-memory-utilization") == ["0.8"]
     assert after("--max-lora-rank") == ["16"]
     assert after("--lora-modules", 2) == [f"poet={tmp_path}/poet", f"clerk={tmp_path}/clerk"]
     assert json.loads(after("--speculative-config")[0]) == {
