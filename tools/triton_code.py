@@ -22,7 +22,7 @@ from llmopt.engine.kernels import paged_attention as pa
 from llmopt.engine.kernels.head_norms import HeadNorms
 from llmopt.engine.kernels.paged_tensor import PagedTensor
 from llmopt.engine.kernels.rounded_rows import Rounding
-from llmopt.engine.kernels.triton.tile_weight import tiles_of
+from llmopt.engine.kernels.triton.tile_weight import stack_tiles, tiles_of, tiles_of_floats
 from llmopt.quant.gguf.blocks import quantize_blocks
 from llmopt.quant.methods.codebook_grid import round_to_codebook
 from llmopt.quant.methods.float_grid import round_to_fp8
@@ -184,6 +184,22 @@ def blocks(kind: str) -> QuantizedTensor:
     return GgufTensor(quantize_blocks(torch.randn(64, 4096), kind), GgufScheme(kind))
 
 
+def experts() -> None:
+    """Launch the products of experts for few visits each, and for many."""
+    from llmopt.engine.kernels.triton.experts import deal
+    from llmopt.engine.kernels.triton.product import multiply
+
+    floats = tiles_of_floats(torch.zeros(256, 2048, dtype=BF16))
+    packed = tiles_of(integers(4, 128, False), [])
+    for weight in (floats, packed):
+        assert weight is not None
+        stacked = stack_tiles([weight, weight])
+        assert stacked is not None
+        for visits in (16, 400):
+            x = torch.zeros(visits, weight.in_features, dtype=BF16)
+            multiply(x, stacked, BF16, None, deal(torch.arange(visits) % 2, 2, 1))
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, 32 heads of 128 on 8": lambda: attention(32, 8, (128, 128)),
     "  fp8 cache": lambda: attention(32, 8, (128, 128), torch.float8_e4m3fn),
@@ -207,6 +223,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         fp8("block", Activations("fp8", "group128")), "rounded"
     ),
     "nf4": lambda: products(round_to_codebook(torch.randn(512, 4096), CodebookScheme("nf4"))),
+    "experts": experts,
     "Q4_K": lambda: products(blocks("Q4_K")),
 }
 

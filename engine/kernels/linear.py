@@ -49,11 +49,11 @@ class TorchLinear:
     """The reference: torch's own linear."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
+        self.weight = weight
         self.weight_bytes = weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self._weight)
+        return functional.linear(x, self.weight)
 
 
 class OneDnnLinear:

@@ -17,6 +17,7 @@ from ...quant.scheme import (
 from ..sampling.kernels import SAMPLING, SamplingSituation
 from .attention_kernels import PAGED_ATTENTION, AttentionSituation
 from .dispatch import Choice
+from .expert_kernels import EXPERTS, ExpertsSituation
 from .layer_kernels import GATE, GELU_GATE, NORM, TURN, RowSituation
 from .linear import LINEAR, LinearSituation
 from .quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
@@ -46,6 +47,7 @@ def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
         ),
         SAMPLING.explain(SamplingSituation(device.type)),
         LINEAR.explain(LinearSituation(device.type, dtype, 4096, 4096)),
+        EXPERTS.explain(ExpertsSituation(device.type, dtype)),
     ]
     for scheme, input_bits in SCHEMES:
         situation = QuantizedLinearSituation(device.type, dtype, 4096, 4096, scheme, input_bits)

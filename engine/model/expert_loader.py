@@ -9,10 +9,11 @@ import torch
 
 from ...quant.tensors.base import QuantizedTensor
 from ...quant.tensors.codebook import CodebookTensor
+from ..kernels.expert_kernels import EXPERTS
 from ..parallel.shard import Shard
 from ..planner.shapes import Experts
 from .experts import MixtureOfExperts, Router
-from .mlp import Block, GatedMlp, gating
+from .mlp import GatedMlp, gating
 from .projection import Projection
 from .reader import CheckpointReader
 from .spec import ModelSpec
@@ -56,7 +57,7 @@ def load_mixture(
     )
     prefix = f"{layer}{names.experts}."
     own = range(experts.count) if shard is None else shard.experts(experts.count)
-    routed: list[Block]
+    routed: list[GatedMlp]
     if names.fused_experts:
         routed = _fused(reader, spec, prefix, experts, own)
     else:
@@ -69,12 +70,17 @@ def load_mixture(
     if experts.shared_width:
         one = f"{layer}{names.shared_expert}."
         shared = gated(one, ("gate_proj", "up_proj"), "down_proj", experts.shared_width)
-    return MixtureOfExperts(router, routed, shared, own, None if shard is None else shard.group.sum)
+    whole = len(own) == experts.count
+    run = EXPERTS.select(reader.experts_situation(whole)).run
+    kernel = run(routed, own, experts.count, kind.on_inputs)
+    # A kernel with a layout of its own is then the only one that has these weights.
+    reader.drop_linears(prefix)
+    return MixtureOfExperts(router, kernel, shared, None if shard is None else shard.group.sum)
 
 
 def _fused(
     reader: CheckpointReader, spec: ModelSpec, prefix: str, experts: Experts, own: range
-) -> list[Block]:
+) -> list[GatedMlp]:
     """Those of `own` numbers, of experts that lie in two tensors."""
     count, inner, hidden = experts.count, experts.width, spec.shape.hidden_size
     into = reader.experts(f"{prefix}gate_up_proj", count, 2 * inner, hidden)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from ..kernels.expert_kernels import ExpertsKernel
 from ..kernels.rounded_rows import Rounding, Rows
 from .mlp import Block
 from .spec import RouterSpec
@@ -59,21 +60,19 @@ class MixtureOfExperts:
     """The sum of the chosen experts' outputs, weighted, and of the shared expert's.
 
     Attributes:
-        numbers: of the `experts` that are here, all or a run of them.
+        experts: those that are here, all or some.
         total: adds up what the processes with the others have; None where all are here.
     """
 
     router: Router
-    experts: Sequence[Block]
+    experts: ExpertsKernel
     shared: Block | None
-    numbers: range
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def weight_bytes(self) -> int:
-        """Of all experts here: a full batch may visit each."""
-        blocks = [*self.experts, *([] if self.shared is None else [self.shared])]
-        return self.router.weight_bytes + sum(block.weight_bytes for block in blocks)
+        shared = 0 if self.shared is None else self.shared.weight_bytes
+        return self.router.weight_bytes + self.experts.weight_bytes + shared
 
     @property
     def rounding(self) -> Rounding | None:
@@ -82,26 +81,7 @@ class MixtureOfExperts:
 
     def __call__(self, x: Rows) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        weights, experts = self.router(x)
-        weights = weights.to(x.dtype).flatten()
-        # Visits in the order of the experts: each expert's tokens then form a run.
-        visits = experts.flatten().argsort(stable=True)
-        tokens = visits // experts.shape[1]
-        num_experts = self.router.weight.shape[0]
-        counts = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
-        out = torch.zeros_like(x)
-        begin = sum(counts[: self.numbers.start])
-        for number, expert in zip(self.numbers, self.experts, strict=True):
-            count = counts[number]
-            if count == 0:
-                continue
-            run = slice(begin, begin + count)
-            inputs, share = x.index_select(0, tokens[run]), weights[visits[run], None]
-            if self.router.spec.on_inputs:
-                out.index_add_(0, tokens[run], expert(inputs * share))
-            else:
-                out.index_add_(0, tokens[run], expert(inputs) * share)
-            begin += count
+        out = self.experts(x, *self.router(x))
         if self.total is not None:
             out = self.total(out)
         return out if self.shared is None else out + self.shared(x)

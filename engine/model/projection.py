@@ -63,6 +63,17 @@ class Projection:
         return len(self._kernels) > 1 or not isinstance(self._kernels[0], TorchLinear)
 
     @property
+    def kernel(self) -> LinearKernel | None:
+        """The kernel that multiplies; None: there are several, or something follows."""
+        alone = len(self._kernels) == 1 and self._delta is None and self._then is None
+        return self._kernels[0] if alone else None
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What is added to the kernel's result, [out]."""
+        return self._bias
+
+    @property
     def rounding(self) -> Rounding | None:
         """How the kernel rounds its input, where it takes rows that were: a delta wants them as they are."""
         alone = len(self._kernels) == 1 and self._delta is None

@@ -12,6 +12,7 @@ from ...quant.errors import BadInput
 from ...quant.formats.mxfp4 import METHOD, mxfp4_names, read_mxfp4
 from ...quant.read import quantized_modules, read_quantized, tensor_names
 from ...quant.tensors.base import QuantizedTensor
+from ..kernels.expert_kernels import ExpertsSituation
 from ..kernels.layer_kernels import RowSituation
 from ..parallel.cut import Cut, take, take_rows
 from ..parallel.shard import Shard
@@ -81,6 +82,16 @@ class CheckpointReader:
     def rows(self, size: int) -> RowSituation:
         """What the choice of a kernel for rows of activations depends on."""
         return RowSituation(self._device.type, self._dtype, size)
+
+    def experts_situation(self, is_whole: bool) -> ExpertsSituation:
+        """What the choice of a kernel for experts depends on; `is_whole`: they are all here."""
+        return ExpertsSituation(self._device.type, self._dtype, is_whole)
+
+    def drop_linears(self, prefix: str) -> None:
+        """Forget where the linears below `prefix` lie: no adapter goes there."""
+        self.linears = {
+            name: site for name, site in self.linears.items() if not name.startswith(prefix)
+        }
 
     def numbers(self, name: str, size: int) -> torch.Tensor:
         """Whole numbers, int64 [size]."""

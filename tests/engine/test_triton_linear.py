@@ -112,7 +112,7 @@ def test_a_token_depends_on_no_neighbour() -> None:
 
 
 def test_every_e4m3_code_is_read_from_its_bits() -> None:
-    from llmopt.engine.kernels.triton.product import dequantize
+    from llmopt.engine.kernels.triton.tile_values import dequantize
     from llmopt.engine.kernels.triton.tile_weight import tiles_of
 
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)

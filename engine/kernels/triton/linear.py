@@ -8,8 +8,9 @@ from torch.nn import functional
 from ....quant.tensors.base import QuantizedTensor
 from ..activations import round_inputs
 from ..rounded_rows import RoundedRows, Rounding, Rows
-from .product import dequantize, multiply
+from .product import multiply
 from .round_rows import round_rows
+from .tile_values import dequantize
 from .tile_weight import TileWeight
 
 MOST_FUSED_TOKENS = 64
@@ -21,16 +22,17 @@ class FloatInputLinear:
 
     def __init__(self, weight: QuantizedTensor, tiles: TileWeight, dtype: torch.dtype) -> None:
         self._scheme, self._input_scale = weight.scheme, weight.parts().get("input_scale")
-        self._tiles, self._dtype = tiles, dtype
+        self.tiles, self._dtype = tiles, dtype
+        self.rounds = weight.scheme.activations is not None
         self.weight_bytes = tiles.weight_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = round_inputs(x, self._scheme, self._input_scale)
         if x.shape[0] <= MOST_FUSED_TOKENS:
-            return multiply(x, self._tiles, x.dtype)
-        if self._tiles.order is not None:
-            x = x.index_select(1, self._tiles.order)
-        return functional.linear(x, dequantize(self._tiles, self._dtype))
+            return multiply(x, self.tiles, x.dtype)
+        if self.tiles.order is not None:
+            x = x.index_select(1, self.tiles.order)
+        return functional.linear(x, dequantize(self.tiles, self._dtype))
 
 
 class RoundedInputLinear:
@@ -42,7 +44,7 @@ class RoundedInputLinear:
     def __init__(self, weight: QuantizedTensor, tiles: TileWeight, dtype: torch.dtype) -> None:
         activations, scale = weight.scheme.activations, weight.parts().get("input_scale")
         self.rounding = Rounding(activations, None if scale is None else scale.to(torch.float32))
-        self._tiles, self._dtype = tiles, dtype
+        self.tiles, self._dtype = tiles, dtype
         self.weight_bytes = tiles.weight_bytes
         self._row_scales = None
         is_plain = tiles.group == 0 and activations.granularity != "group128"
@@ -53,8 +55,8 @@ class RoundedInputLinear:
     def __call__(self, x: Rows) -> torch.Tensor:
         rows = x if isinstance(x, RoundedRows) else round_rows(x, self.rounding)
         if self._row_scales is None or len(rows.codes) <= MOST_FUSED_TOKENS:
-            return multiply(rows.codes, self._tiles, self._dtype, rows.scales)
+            return multiply(rows.codes, self.tiles, self._dtype, rows.scales)
         y = torch.ops.aten._scaled_mm(
-            rows.codes, self._tiles.codes.t(), rows.scales, self._row_scales, out_dtype=self._dtype
+            rows.codes, self.tiles.codes.t(), rows.scales, self._row_scales, out_dtype=self._dtype
         )
-        return y[:, : self._tiles.out_features]
+        return y[:, : self.tiles.out_features]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,8 @@ from .runtime import refuses_triton
 from .tile_weight import TileWeight
 
 if TYPE_CHECKING:
+    from ..expert_kernels import Expert
+    from .experts import GroupedExperts
     from .gate import TritonGate
     from .linear import FloatInputLinear, RoundedInputLinear
     from .norm import TritonNorm
@@ -86,3 +89,10 @@ def rounded_input_linear(
     from .linear import RoundedInputLinear
 
     return RoundedInputLinear(weight, tiles, dtype)
+
+
+def grouped_experts(experts: Sequence[Expert], on_inputs: bool) -> GroupedExperts | None:
+    """An `ExpertsKernel`, if the experts are alike."""
+    from .experts import group
+
+    return group(experts, on_inputs)

@@ -7,9 +7,9 @@ order afterwards. Wider codes and floats lie row by row.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
@@ -89,6 +89,11 @@ class TileWeight:
         return self.scales.shape[1]
 
     @property
+    def part_outputs(self) -> int:
+        """Outputs of one part, with those that fill it up."""
+        return self.padded // self.num_parts
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes that one product reads of it."""
         parts = (self.codes, self.scales, self.lows, self.outer_scales, self.outer_lows, self.table)
@@ -96,9 +101,9 @@ class TileWeight:
 
 
 def half_run(in_features: int, group: int, bits: int) -> int | None:
-    """Inputs in half a run, all of one group (0: all are of one): as many as fit; None: too few do."""
+    """Inputs of one group (0: all are of one) that are read at a time, as many as fit; None: too few do."""
     paired = bits <= 4
-    sizes = (64, 32, 16) if paired else (128, 64, 32, 16)
+    sizes = (128, 64, 32, 16) if bits == 8 else (64, 32, 16)
     fits = (n for n in sizes if not group % n and not in_features % (2 * n if paired else n))
     return next(fits, None)
 
@@ -182,6 +187,43 @@ def tiles_of(weight: QuantizedTensor, elements: Collection[torch.dtype]) -> Tile
         table,
         grid.order,
     )
+
+
+def tiles_of_floats(weight: torch.Tensor) -> TileWeight | None:
+    """The tiles of a plain weight [out, in]; None: its rows are no multiple of 16."""
+    out, inputs = weight.shape
+    if (half := half_run(inputs, 0, 16)) is None:
+        return None
+    codes = functional.pad(weight, (0, 0, 0, -out % PADDED))
+    return TileWeight(
+        codes.contiguous(), out, inputs, "element", half, codes.new_ones(1, len(codes))
+    )
+
+
+def stack_tiles(weights: Sequence[TileWeight]) -> TileWeight | None:
+    """Weights of one shape as the parts of one; None: they are of different kinds."""
+    if len({weight.codes.dtype for weight in weights}) > 1:
+        return None
+    joined: dict[str, Any] = {"num_parts": len(weights)}
+    for field in fields(TileWeight):
+        values = [getattr(weight, field.name) for weight in weights]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if not tensors:
+            if any(value != values[0] for value in values):
+                return None
+        elif (
+            field.name == "order"
+            or len(tensors) < len(values)
+            or len({tensor.shape for tensor in tensors}) > 1
+        ):
+            return None
+        elif field.name == "codes":
+            joined["codes"] = torch.cat(tensors)
+        elif field.name != "table":
+            joined[field.name] = torch.cat(tensors, dim=1)
+        elif len(tensors[0]) > 1:
+            joined["table"] = torch.cat(tensors)
+    return replace(weights[0], **joined)
 
 
 def _elements(grid: Grid, elements: Collection[torch.dtype]) -> tuple[Kind, torch.Tensor]:
