@@ -7,6 +7,7 @@ from typing import Any
 
 from .best_of import BestOf
 from .completion_text import CompletionText
+from .detokenizer import text_decoder
 from .model_runner import StepResult
 from .outputs import RequestOutput, TokenLogprobs
 from .request import Request, Token
@@ -19,7 +20,7 @@ class Answers:
 
     def __init__(self, scheduler: Scheduler, tokenizer: Any) -> None:
         self._scheduler = scheduler
-        self._tokenizer = tokenizer
+        self._decoder = text_decoder(tokenizer)
         self._texts: dict[str, CompletionText] = {}
         self._prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = {}
         self._contests: dict[str, BestOf] = {}
@@ -95,7 +96,7 @@ class Answers:
         text = self._texts.get(request.sequence_id)
         if text is None:
             prompt = request.token_ids[: request.num_prompt_tokens]
-            text = CompletionText(self._tokenizer, prompt, request.params)
+            text = CompletionText(self._decoder, prompt, request.params)
             self._texts[request.sequence_id] = text
         shown = ""
         for count, token in enumerate(run, 1):

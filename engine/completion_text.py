@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from .detokenizer import IncrementalDetokenizer
+from .detokenizer import Decoder, IncrementalDetokenizer
 from .sampling_params import SamplingParams
 from .stop import StopStrings
 
@@ -13,9 +12,9 @@ from .stop import StopStrings
 class CompletionText:
     """Turns the tokens of one completion into text, up to a stop string."""
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, decoder: Decoder, prompt: Sequence[int], params: SamplingParams) -> None:
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
+            decoder, prompt, skip_special_tokens=params.skip_special_tokens
         )
         self._stop = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens

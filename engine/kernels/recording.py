@@ -36,9 +36,9 @@ class NotRecordable(RuntimeError):
 
 
 class TensorPool:
-    """Memory for what recorded functions write, theirs for good; a tensor that is dropped makes room for others.
+    """Memory for what recorded functions write; a tensor that is dropped makes room for others.
 
-    Recordings that share a pool overwrite each other's intermediate results, so that one may run at a time.
+    Recordings that share a pool overwrite each other's intermediate results: one may run at a time.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ LOSSLESS = {
 DIVIDED = (
     {"chunks", "policy", "overlap", "kv-int8", "ngram", "streams", "lora"},
     {"no-prefix-cache", "kv-fp8", "draft", "rejection", "activations-8", "quantized", "windows"},
-    {"medusa"},
+    {"medusa", "eager"},
     {"eagle"},
 )
 

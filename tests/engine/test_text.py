@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llmopt.engine.detokenizer import IncrementalDetokenizer
+from llmopt.engine.detokenizer import IncrementalDetokenizer, text_decoder
 from llmopt.engine.stop import StopStrings
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer
@@ -68,7 +68,7 @@ def test_text_is_whole_characters_and_adds_up(tokenizer, data, text):
     """Every character that is not in the small vocabulary becomes two to four byte tokens."""
     ids = tokenizer("Once upon a time").input_ids
     out = tokenizer(text, add_special_tokens=False).input_ids
-    detokenizer = IncrementalDetokenizer(tokenizer, ids)
+    detokenizer = IncrementalDetokenizer(text_decoder(tokenizer), ids)
     pieces = []
     while out:
         count = data.draw(st.integers(1, len(out)))
@@ -81,6 +81,21 @@ def test_text_is_whole_characters_and_adds_up(tokenizer, data, text):
         ids + tokenizer(text, add_special_tokens=False).input_ids, skip_special_tokens=True
     )
     assert "Once upon a time" + "".join(pieces) == whole
+
+
+def test_a_tokenizer_that_changes_the_text_decodes_itself(tokenizer):
+    assert text_decoder(tokenizer) is tokenizer.backend_tokenizer
+    changing = AutoTokenizer.from_pretrained(
+        MODELS / "stories3M", clean_up_tokenization_spaces=True
+    )
+    assert text_decoder(changing) is changing
+
+    class Own(type(tokenizer)):
+        def _decode(self, *args, **kwargs):
+            return super()._decode(*args, **kwargs).upper()
+
+    own = Own.from_pretrained(MODELS / "stories3M")
+    assert text_decoder(own) is own
 
 
 def test_an_unfinished_character_shows_at_the_end(tokenizer):

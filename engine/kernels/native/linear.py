@@ -15,7 +15,7 @@ from .pack import PackedWeight
 InputWay = Literal["int8", "bfloat16", "float32"]
 _WAYS: dict[str, int] = {"int8": 0, "bfloat16": 1, "float32": 2}
 _MAX_STEPS = {"int8": 512, "bfloat16": 256, "float32": 256}
-"""So long steps keep what a block unpacks to in the first-level cache, and sums of 8-bit codes exact as floats."""
+"""What a block unpacks to stays in the first-level cache, and sums of 8-bit codes are exact as floats."""
 
 
 class CallStruct(ctypes.Structure):
