@@ -226,6 +226,10 @@ def stack_tiles(weights: Sequence[TileWeight]) -> TileWeight | None:
     return replace(weights[0], **joined)
 
 
+def _have_one_shape(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({tensor.shape for tensor in tensors}) == 1
+
+
 def _elements(grid: Grid, elements: Collection[torch.dtype]) -> tuple[Kind, torch.Tensor]:
     """What the codes are, `[out, in]`."""
     if grid.table is not None:
