@@ -134,7 +134,7 @@ class Engine:
                     cache.layers,
                     block_size,
                     limits.most_blocks(self.max_model_len),
-                    () if config.enforce_eager else graph_sizes(self.device),
+                    () if config.enforce_eager else graph_sizes(self.device, max_num_seqs),
                     capture_on(self.device),
                     self.device,
                     self.dtype,
@@ -171,6 +171,9 @@ class Engine:
                 config.speculation, draft, num_blocks, block_size, self.device, self.dtype, kv_dtype
             )
         self.runner = open_runner(cache, proposer)
+        if self.device.type == "cuda":
+            with saying_what_fits("the graphs of its steps", self.device):
+                self.runner.capture_graphs()
         parts = [model, *(() if self.workers is None else self.workers.loaded)]
         self.memory = EngineMemory(
             weight_bytes=sum(part.bytes_held for part in parts),

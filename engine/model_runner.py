@@ -67,6 +67,10 @@ class ModelRunner:
         self._graphs = graphs
         self._by_rejection = by_rejection
 
+    def capture_graphs(self) -> None:
+        """Capture the steps that graphs repeat, before the first of them is asked for."""
+        self._graphs.capture_all(() if self._proposer is None else self._proposer.taps)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""

@@ -8,12 +8,14 @@ null block and that nobody reads.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from .block_pool import NULL_BLOCK
+from .kernels.cuda_graph import CudaGraph
 from .kernels.paged_attention import AttentionBatch, DecodeGroup
 from .kernels.recording import Recording, TensorPool
 from .kernels.triton.runtime import refuses_triton
@@ -22,6 +24,8 @@ from .model.open import CausalModel
 
 CPU_SIZES = tuple(range(1, 33))
 """Rows for which steps are recorded on a CPU: beyond, what Python takes is a small part of a step."""
+CUDA_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+"""Rows for which steps are captured on a GPU: a step computes at most a few rows for nobody."""
 
 
 class Graph(Protocol):
@@ -72,9 +76,15 @@ class StepGraphs:
 
         self._token_ids, self._positions, self._slots = zeros(rows), zeros(rows), zeros(rows)
         self._rows = torch.arange(rows, device=device)
-        self._lengths, self._gaps = zeros(rows), zeros(rows)
+        self._lengths, self._gaps = zeros(rows) + 1, zeros(rows)
         self._tables = torch.full((rows, most_blocks), NULL_BLOCK, device=device)
         self._graphs: dict[tuple[int, int, tuple[int, ...]], Graph] = {}
+
+    @torch.inference_mode()
+    def capture_all(self, taps: tuple[int, ...] = ()) -> None:
+        """Capture every size now, the largest first: the others find room in what it took."""
+        for size in reversed(self._sizes):
+            self._graph(size, 0, taps)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """What the model's `forward` gives; a result from a graph lasts until the next step."""
@@ -88,12 +98,22 @@ class StepGraphs:
         self._fill(inputs, group, rows, size)
         key = size, group.front, inputs.taps
         graph = self._graphs.get(key)
-        if graph is None:
-            same = self._inputs(*key)
-            graph = self._capture(lambda: self._model.forward(same, self._caches))
-            self._graphs[key] = graph
-            return graph.result[:rows]
-        return graph.repeat()[:rows]
+        result = self._graph(*key).result if graph is None else graph.repeat()
+        return result[:rows]
+
+    def _graph(self, size: int, front: int, taps: tuple[int, ...]) -> Graph:
+        """Capture the step that lies in the tensors that stay."""
+        inputs: StepInputs
+
+        def call() -> torch.Tensor:
+            # Anew each time, for a kernel lays out what lies there when it is asked first; and kept, because
+            # what was captured may point at it.
+            nonlocal inputs
+            inputs = self._inputs(size, front, taps)
+            return self._model.forward(inputs, self._caches)
+
+        graph = self._graphs[size, front, taps] = self._capture(call)
+        return graph
 
     def _fill(self, inputs: StepInputs, group: DecodeGroup, rows: int, size: int) -> None:
         """The values of a step; the rows behind it see one token of the null block."""
@@ -138,14 +158,18 @@ class CalledAgain:
         return self.result
 
 
-def graph_sizes(device: torch.device) -> tuple[int, ...]:
-    """Numbers of rows that are worth a graph on a device."""
-    return CPU_SIZES if device.type == "cpu" else ()
+def graph_sizes(device: torch.device, most_rows: int) -> tuple[int, ...]:
+    """Numbers of rows that are worth a graph on a device, for steps of up to `most_rows`."""
+    sizes = CPU_SIZES if device.type == "cpu" else CUDA_SIZES
+    return sizes[: bisect_left(sizes, most_rows) + 1]
 
 
 def capture_on(device: torch.device) -> Capture:
-    """How a call becomes a graph on a device."""
-    if device.type == "cpu" and refuses_triton("cpu") is not None:
+    """How a call becomes a graph on a device; the graphs share their memory."""
+    if device.type == "cuda":
+        memory = torch.cuda.graph_pool_handle()
+        return lambda call: CudaGraph(call, memory)
+    if refuses_triton("cpu") is not None:
         pool = TensorPool()
         return lambda call: Recording(call, pool)
     return CalledAgain  # Triton's interpreter launches nothing that could be recorded

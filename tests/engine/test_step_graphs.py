@@ -58,6 +58,31 @@ def test_rows_up_to_the_next_size_change_nothing(
     assert used <= set(sizes) and bool(used) == RECORDS
 
 
+def test_what_was_captured_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: all sizes, the largest first, from rows of padding."""
+    monkeypatch.setattr(step_graphs, "CPU_SIZES", (2, 4, 8, 16, 32))
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 7}
+    expected, _, graphs = decoded(**options)
+    llm = LLM("stories3M", device="cpu", max_model_len=64, **options)
+    llm.engine.runner.capture_graphs()
+    captured = dict(llm.engine.runner._graphs._graphs)
+    if RECORDS:
+        assert [size for size, _, _ in captured] == [8, 4, 2]
+        assert {size for size, _, _ in graphs._graphs} <= {2, 4, 8}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    assert [list(one.token_ids) for one in llm.generate(PROMPTS, params)] == expected
+    assert llm.engine.runner._graphs._graphs == captured
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_number_of_rows_has_a_size(device: str) -> None:
+    for most in (1, 3, 16, 30):
+        sizes = step_graphs.graph_sizes(torch.device(device), most)
+        assert list(sizes) == sorted(set(sizes))
+        assert sizes[-1] >= most and (len(sizes) == 1 or sizes[-2] < most)
+    assert max(step_graphs.graph_sizes(torch.device(device), 10**6)) >= 32
+
+
 def test_a_model_whose_steps_differ_is_left_alone() -> None:
     """A kernel that reads the whole width of a table would read more in a graph than in a step."""
     llm = LLM("stories3M", device="cpu", max_model_len=64)

@@ -103,6 +103,22 @@ def test_a_row_depends_on_its_own_past_alone() -> None:
         assert torch.equal(world.attend(attend_triton, rule, [index]), together[rows])
 
 
+@pytest.mark.parametrize("given", [{}, {"sinks": SINKS}, {"window": 300, "kept": 3}], ids=str)
+def test_the_grid_changes_no_bit(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    """One program for all parts of a sequence, or one for each, and more programs than parts."""
+    from llmopt.engine.kernels.triton import attention
+
+    world = World([700, 20, 300], [1, 1, 2], heads=4, kv_heads=2, device=DEVICE)
+    rule, found = pa.AttentionRule(0.2, **given), []
+    for programs in (1, 24, 4096):
+        monkeypatch.setattr(attention, "FULL_GRID", programs)
+        found.append(world.attend(attention.attend_triton, rule))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    torch.testing.assert_close(
+        found[0], world.attend(pa.attend_reference, rule), atol=2e-5, rtol=2e-5
+    )
+
+
 def test_heads_of_a_wider_tensor_are_read_where_they_lie() -> None:
     from llmopt.engine.kernels.triton.attention import attend_triton
 

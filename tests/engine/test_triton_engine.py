@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.engine import LLM, SamplingParams
+from llmopt.engine import LLM, SamplingParams, step_graphs
 from llmopt.engine.kernels.rounded_rows import RoundedRows
 from llmopt.engine.kernels.triton.runtime import VARIABLE
 from llmopt.engine.model.projection import Projection
@@ -31,6 +31,14 @@ def test_greedy_tokens(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any])
     expected = tokens(**options)
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
     assert tokens(**options) == expected
+
+
+def test_rows_that_fill_a_graph_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+    expected = tokens(enforce_eager=True)
+    monkeypatch.setattr(step_graphs, "CPU_SIZES", (5,))
+    monkeypatch.setattr(step_graphs, "CUDA_SIZES", (5,))
+    assert tokens() == expected
 
 
 @pytest.mark.parametrize(
