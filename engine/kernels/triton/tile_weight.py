@@ -211,11 +211,7 @@ def stack_tiles(weights: Sequence[TileWeight]) -> TileWeight | None:
         if not tensors:
             if any(value != values[0] for value in values):
                 return None
-        elif (
-            field.name == "order"
-            or len(tensors) < len(values)
-            or len({tensor.shape for tensor in tensors}) > 1
-        ):
+        elif field.name == "order" or len(tensors) < len(values) or not _are_alike(tensors):
             return None
         elif field.name == "codes":
             joined["codes"] = torch.cat(tensors)
@@ -226,7 +222,7 @@ def stack_tiles(weights: Sequence[TileWeight]) -> TileWeight | None:
     return replace(weights[0], **joined)
 
 
-def _have_one_shape(tensors: Sequence[torch.Tensor]) -> bool:
+def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.shape for tensor in tensors}) == 1
 
 
