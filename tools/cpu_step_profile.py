@@ -3,7 +3,8 @@
 The engine's own steps, with a clock that gives every moment to the innermost part that is running, so that
 the parts of a step sum to it. Greedy requests of random tokens: decode steps of 1, 8 and 16 sequences, and
 prefills of 512 tokens; checkpoints take turns. "python" is what is neither computed in the model nor drawn:
-scheduling, the tensors of a step, outputs; "between" is what the model takes outside of the operations named.
+scheduling, the tensors of a step, outputs; "repeated" is the model where a step is repeated from a recording, and
+with `--enforce-eager` its operations have columns of their own, "between" being what it takes outside of them.
 The roof is the time that the bytes of a step, or its products, would take at the roofs measured here.
 """
 
@@ -33,7 +34,7 @@ from llmopt.engine.sampling_params import SamplingParams
 BATCHES = {"alone": 1, "batch 8": 8, "batch 16": 16}
 PREFILL, PREFILL_TOKENS = "prefill 512", 512
 PARTS = (
-    *("linears", "head", "attention", "norms", "gate", "turning", "between"),
+    *("repeated", "linears", "head", "attention", "norms", "gate", "turning", "between"),
     *("sampler", "python"),
 )
 SKIPPED = 3
@@ -83,6 +84,7 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [
         (engine, "step", "python"),
         (runner._sampler, "draw", "sampler"),
+        (runner._graphs, "forward", "repeated"),
         (decoder, "forward", "between"),
         (decoder, "logits", "head"),
         (decoder, "_turn", "turning"),
@@ -163,6 +165,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--cpu-activations", type=int, default=16)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument(
         "--busy",
         action="store_true",
@@ -180,6 +183,7 @@ def main() -> None:
                 device="cpu",
                 num_threads=options.threads,
                 cpu_activations=options.cpu_activations,
+                enforce_eager=options.enforce_eager,
                 kv_cache_dtype=options.kv_cache_dtype,
                 enable_prefix_caching=False,
                 max_model_len=max(

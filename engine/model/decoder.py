@@ -46,12 +46,18 @@ class DecoderLayer:
         total = self.attention.weight_bytes + self.mlp.weight_bytes
         return total + sum(norm.weight_bytes for norm in norms if norm is not None)
 
-    def __call__(self, hidden: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
-        # Where both read it, the norm stays in floats.
-        x = self.input_norm.rows(hidden, None if self.parallel else self.attention.rounding)
+    def __call__(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes `hidden + added` in; gives two tensors whose sum leaves, for the next norm to add."""
+        # Where attention and MLP both read the norm, it stays in floats.
+        rounding = None if self.parallel else self.attention.rounding
+        hidden, x = self.input_norm.of_sum(hidden, added, rounding)
         mixed = self.attention(x, step, cache)
         if self.parallel:
-            return hidden + mixed + self.mlp(x if self.mlp_norm is None else self.mlp_norm(hidden))
+            if self.mlp_norm is not None:
+                x = self.mlp_norm(hidden)
+            return hidden + mixed, self.mlp(x)
         if self.post_attention_norm is not None:
             mixed = self.post_attention_norm(mixed)
         if self.mlp_norm is None:
@@ -59,7 +65,7 @@ class DecoderLayer:
         else:
             hidden, x = self.mlp_norm.of_sum(hidden, mixed, self.mlp.rounding)
         out = self.mlp(x)
-        return hidden + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
+        return hidden, out if self.post_mlp_norm is None else self.post_mlp_norm(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +193,13 @@ class Decoder:
             hidden = hidden * self._scale
         if self.weights.positions is not None:
             hidden = hidden + functional.embedding(inputs.positions, self.weights.positions)
+        added: torch.Tensor | None = None
         entered: dict[int, torch.Tensor] = {}
         for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
             if index in inputs.taps:
-                entered[index] = hidden
-            hidden = layer(hidden, step, cache)
-        normed = self.weights.final_norm(hidden)
+                entered[index] = hidden if added is None else hidden + added
+            hidden, added = layer(hidden, added, step, cache)
+        normed = self.weights.final_norm(hidden if added is None else hidden + added)
         if not inputs.taps:
             return normed
         return torch.cat([normed, *(entered[index] for index in inputs.taps)], dim=-1)

@@ -47,21 +47,15 @@ class Norm:
         wide = x.to(self.weight.dtype)
         return functional.rms_norm(wide, (self.size,), self.weight, self.eps).to(x.dtype)
 
-    def rows(self, x: torch.Tensor, rounding: Rounding | None) -> Rows:
-        """The norm as a linear takes it: rounded as that asks for, if the kernel can."""
-        if rounding is not None and isinstance(self._kernel, RoundsNorm) and self._takes(x):
-            return self._kernel.rounded(x, None, rounding)[1]
-        return self(x)
-
     def of_sum(
-        self, x: torch.Tensor, added: torch.Tensor, rounding: Rounding | None = None
+        self, x: torch.Tensor, added: torch.Tensor | None, rounding: Rounding | None = None
     ) -> tuple[torch.Tensor, Rows]:
-        """`x + added`, and its norm, as `rows` gives it."""
+        """`x + added`, and its norm as a linear takes it: rounded as that asks for, if the kernel can."""
         if self._kernel is not None and self._takes(x):
             if rounding is not None and isinstance(self._kernel, RoundsNorm):
                 return self._kernel.rounded(x, added, rounding)
             return self._kernel(x, added)
-        total = x + added
+        total = x if added is None else x + added
         return total, self(total)
 
     def _takes(self, x: torch.Tensor) -> bool:
