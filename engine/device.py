@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from ..quant.errors import BadInput
@@ -31,11 +30,3 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     # Without bf16 instructions a CPU emulates it, tens of times slower than float32.
     has_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32
-
-
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`values` on the device; the host does not wait for the copy. On a CPU they share their memory."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -12,8 +12,28 @@ import torch
 
 from .outputs import TokenLogprobs
 from .sampling.kernels import SAMPLING, NoiseKey, SamplingKernel, SamplingSituation
-from .sampling.logprobs import logprobs_of
+from .sampling.logprobs import WantedLogprobs
 from .sampling.row import SamplingRow
+from .transfer import HostCopy
+
+
+class Draw:
+    """Tokens that were drawn, on their way to the host.
+
+    Attributes:
+        tokens: int64 [rows], on the device.
+    """
+
+    def __init__(
+        self, tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[SamplingRow]
+    ) -> None:
+        self.tokens = tokens
+        self._logprobs = WantedLogprobs(logits, tokens, rows)
+        self._on_host = HostCopy(tokens)
+
+    def result(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """The tokens, and their logprobs where a row asks for them; the host waits for both."""
+        return self._on_host.wait().tolist(), self._logprobs.result()
 
 
 class Sampler:
@@ -25,12 +45,12 @@ class Sampler:
     def draw(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Tokens for float32 `logits` [rows, vocab], and their logprobs where a row asks for them.
+        """Tokens for float32 `logits` [rows, vocab], and their logprobs where a row asks for them."""
+        return self.begin(logits, rows).result()
 
-        The host waits for the tokens together, and then for logprobs.
-        """
-        drawn: list[int] = self._on(logits.device).draw(logits, rows).tolist()
-        return drawn, wanted_logprobs(logits, drawn, rows)
+    def begin(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draw:
+        """The same, without waiting for what the device draws."""
+        return Draw(self._on(logits.device).draw(logits, rows), logits, rows)
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """See `SamplingKernel`."""
@@ -56,20 +76,3 @@ class Sampler:
         if self._kernel is None:
             self._kernel = SAMPLING.select(SamplingSituation(device.type)).run()
         return self._kernel
-
-
-def wanted_logprobs(
-    logits: torch.Tensor, tokens: Sequence[int], rows: Sequence[SamplingRow]
-) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the tokens drawn from `logits` [rows, vocab], for the rows that ask for them."""
-    found: list[TokenLogprobs | None] = [None] * len(rows)
-    asked: dict[int, list[int]] = {}
-    for index, row in enumerate(rows):
-        if row.params.logprobs is not None:
-            asked.setdefault(row.params.logprobs, []).append(index)
-    for num_top, indices in asked.items():
-        own = logits if len(indices) == len(rows) else logits[indices]
-        scored = logprobs_of(own, [tokens[index] for index in indices], num_top)
-        for index, one in zip(indices, scored, strict=True):
-            found[index] = one
-    return found

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from ..device import to_device
 from ..kernels.triton import sampling as kernels
 from ..logits import packed_mask
+from ..transfer import to_device
 from .counts import TokenCounts
 from .row import SamplingRow
 from .rowwise import adjust, allowed
