@@ -3,8 +3,8 @@
 The engine's own steps, with a clock that gives every moment to the innermost part that is running, so that
 the parts of a step sum to it. Greedy requests of random tokens: decode steps of 1, 8 and 16 sequences, and
 prefills of 512 tokens; checkpoints take turns. "python" is what is neither computed in the model nor drawn:
-scheduling, the tensors of a step, outputs; "repeated" is the model where a step is repeated from a recording, and
-with `--enforce-eager` its operations have columns of their own, "between" being what it takes outside of them.
+scheduling, the tensors of a step, outputs; "repeated" is the model where a step is repeated from a recording.
+With `--enforce-eager` its operations have columns of their own; "between" is what it takes outside of them.
 The roof is the time that the bytes of a step, or its products, would take at the roofs measured here.
 """
 

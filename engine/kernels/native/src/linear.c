@@ -38,7 +38,7 @@ typedef struct {
     const Call *call;
     uint8_t *values;       /* [rows][stride] */
     int64_t stride;        /* bytes */
-    void *sums;            /* [rows][steps], int32 or float */
+    void *sums;            /* [rows][steps], of `keep_sum` or float */
     float *scales;         /* [rows] */
     atomic_long next;
 } Job;
@@ -63,6 +63,13 @@ INLINE void load_chunk(const Call *call, int64_t row, int64_t begin, int64_t in,
     for (int i = 0; i < CHUNK; i++) values[i] = i < count ? x[i] : 0.0f;
 }
 
+/* What a step of a row in 8 bits adds beside its products: the products of the inputs with the base where all
+ * codes have the same, else the sum of the inputs, for the offsets to be taken times it. */
+INLINE void keep_sum(Job *job, int64_t at, int32_t sum) {
+    if (has_own_offsets(job->weight)) ((float *)job->sums)[at] = (float)sum;
+    else ((int32_t *)job->sums)[at] = -(int32_t)job->weight->base * sum;
+}
+
 /* One row in 8 bits: round(x / scale) to even, in -128..127. */
 static void prepare_s8(Job *job, int64_t row) {
     const Weight *w = job->weight;
@@ -85,7 +92,7 @@ static void prepare_s8(Job *job, int64_t row) {
     }
     job->scales[row] = scale;
     int8_t *codes = (int8_t *)(job->values + row * job->stride);
-    int32_t *sums = (int32_t *)job->sums + row * num_steps(w);
+    int64_t at = row * num_steps(w);
     ivec sum = iset(0);
     int64_t left = w->step; /* of the step, in channels */
     for (int64_t k = 0; k < w->in_features; k += CHUNK) {
@@ -98,13 +105,13 @@ static void prepare_s8(Job *job, int64_t row) {
             istore_s8(codes + k + i, code);
             sum = iadd(sum, code);
             if ((left -= LANES) == 0) {
-                *sums++ = isum_lanes(sum);
+                keep_sum(job, at++, isum_lanes(sum));
                 sum = iset(0);
                 left = w->step;
             }
         }
     }
-    if (left != w->step) *sums = isum_lanes(sum);
+    if (left != w->step) keep_sum(job, at, isum_lanes(sum));
 }
 
 /* One row as floats; bfloat16 has the middle two of every four swapped, as the weights' bytes lie. */
@@ -207,10 +214,10 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
     int most = tile_rows(way, b->step);
     const uint8_t *ahead = b->ahead;
     int64_t width = way == INPUT_S8 ? 1 : way == INPUT_BF16 ? 2 : 4;
-    for (int64_t r = 0; r < rows;) {
-        int count = (int)(rows - r < most ? rows - r : most);
+    for (int64_t r = 0, tiles = ceil_div(rows, most); r < rows; tiles--) {
+        int count = (int)ceil_div(rows - r, tiles); /* tiles of about the same size */
         const uint8_t *x = job->values + (first + r) * job->stride + k * width;
-        const int32_t *sums = (const int32_t *)job->sums + (first + r) * b->steps + step_at;
+        const uint8_t *sums = (const uint8_t *)job->sums + ((first + r) * b->steps + step_at) * 4;
         float *to = acc + r * PANEL;
 #define S8_OF(n, narrow, offsets, nibbles) \
     tile_s8(n, b, narrow, offsets, nibbles, (const int8_t *)x, job->stride, sums, to, ahead)
@@ -287,8 +294,8 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     /* Its tiles share what is to be fetched, so that memory and products go on side by side. */
     b.ahead_rate = ceil_div(w->bits * PANEL / 8, ceil_div(rows, most));
     b.in_nibbles = way == INPUT_S8 && w->bits == 4 && (UNPACKING_IS_FREE || rows <= most);
-    int fixed_base = w->offset_kind == OFFSET_BASE && w->kind == CODES_INTEGER;
-    b.base = way == INPUT_S8 && !fixed_base ? 0 : w->base;
+    b.has_offsets = has_own_offsets(w);
+    int64_t base = way == INPUT_S8 ? 0 : w->base; /* floats have it taken off already */
     int64_t chunks = num_chunks(w), size = chunk_bytes(w);
     /* Small steps go several at a time. */
     int64_t block = w->step >= 256 ? w->step : 256 / w->step * w->step;
@@ -304,7 +311,7 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
         for (int64_t s = 0; s * w->step < b.channels; s++) {
             int64_t group = (step_at + s) * w->step / w->group;
             if (group >= num_groups(w)) group = num_groups(w) - 1;
-            b.has_offsets = group_scales(w, panel, group, b.base, b.scales[s], b.offsets[s]);
+            group_scales(w, panel, group, base, b.scales[s], b.offsets[s]);
         }
         const uint8_t *run = packed + c * size;
         b.ahead = run + AHEAD / CHUNK * size;

@@ -12,7 +12,6 @@
 typedef struct {
     const uint8_t *weights;
     int64_t channels, step, steps;        /* steps: of the whole row, the stride of sums */
-    int64_t base;
     const uint8_t *ahead;                 /* packed codes of a later block, to be fetched meanwhile */
     int64_t ahead_rate;                   /* their bytes that a tile fetches with an input channel */
     int narrow, has_offsets;
@@ -26,8 +25,15 @@ INLINE void fetch_ahead(const Block *b, const uint8_t *ahead, int64_t channel) {
     __builtin_prefetch(ahead + channel * b->ahead_rate + 64);
 }
 
+/* Four bytes, in every lane. */
+INLINE ivec ibroadcast(const void *p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    return iset(word);
+}
+
 INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int has_offsets,
-                    const int in_nibbles, const int8_t *x, int64_t stride, const int32_t *sums,
+                    const int in_nibbles, const int8_t *x, int64_t stride, const uint8_t *sums,
                     float *acc, const uint8_t *ahead) {
     const int quads = in_nibbles ? 2 : 1; /* in a register of weights */
     int64_t step = b->step;
@@ -37,7 +43,7 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int 
     for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
         ivec part[MAX_ROWS][VECTORS];
         for (int r = 0; r < rows; r++) {
-            ivec start = iset(has_offsets ? 0 : -(int32_t)b->base * sums[r * b->steps + s]);
+            ivec start = has_offsets ? iset(0) : ibroadcast(sums + (r * b->steps + s) * 4);
             for (int v = 0; v < VECTORS; v++) part[r][v] = start;
         }
         int64_t end = b->channels - k < step ? b->channels : k + step;
@@ -51,9 +57,8 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int 
                     ivec codes = weights[v];
                     if (in_nibbles) codes = iand(ISHR(codes, 4 * quad), iset(0x0f0f0f0f));
                     for (int r = 0; r < rows; r++) {
-                        int32_t four;
-                        memcpy(&four, x + r * stride + q + 4 * quad, 4);
-                        part[r][v] = dot4(part[r][v], codes, iset(four), narrow);
+                        ivec inputs = ibroadcast(x + r * stride + q + 4 * quad);
+                        part[r][v] = dot4(part[r][v], codes, inputs, narrow);
                     }
                 }
         }
@@ -63,7 +68,7 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int 
             for (int r = 0; r < rows; r++) {
                 whole[r][v] = ffma(itof(part[r][v]), scales, whole[r][v]);
                 if (has_offsets)
-                    whole[r][v] = ffnma(offsets, fset((float)sums[r * b->steps + s]), whole[r][v]);
+                    whole[r][v] = ffnma(offsets, fbits(ibroadcast(sums + (r * b->steps + s) * 4)), whole[r][v]);
             }
         }
     }
@@ -104,17 +109,16 @@ INLINE void tile_float(const int rows, const Block *b, const int halves, const u
                 ivec weights[VECTORS];
                 for (int v = 0; v < VECTORS; v++) weights[v] = iload(at + v * LANES * 4);
                 for (int r = 0; r < rows; r++) {
-                    int32_t word;
-                    memcpy(&word, x + r * stride + (q + c) * 4, 4);
+                    ivec word = ibroadcast(x + r * stride + (q + c) * 4);
                     for (int v = 0; v < VECTORS; v++) {
                         fvec *sum = &part[r][v][c];
 #if defined(__AVX512BF16__)
                         if (halves) {
-                            *sum = dot2(*sum, weights[v], iset(word));
+                            *sum = dot2(*sum, weights[v], word);
                             continue;
                         }
 #endif
-                        *sum = ffma(fbits(weights[v]), fbits(iset(word)), *sum);
+                        *sum = ffma(fbits(weights[v]), fbits(word), *sum);
                     }
                 }
             }

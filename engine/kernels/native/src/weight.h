@@ -44,9 +44,12 @@ static inline int64_t num_steps(const Weight *w) {
 }
 static inline int64_t chunk_bytes(const Weight *w) { return w->bits * PANEL * CHUNK / 8; }
 
-/* The scales of one group of a panel and, unless the offsets are base * scale, the offsets that remain
- * once `base` has been taken from every code. Returns whether there are any. */
-INLINE int group_scales(const Weight *w, int64_t panel, int64_t group, int64_t base, float *scales,
+/* Whether the offsets are other than base * scale. */
+static inline int has_own_offsets(const Weight *w) { return w->offset_kind != OFFSET_BASE; }
+
+/* The scales of one group of a panel and its own offsets, where it has some: what remains of them once
+ * `base` has been taken from every code. */
+INLINE void group_scales(const Weight *w, int64_t panel, int64_t group, int64_t base, float *scales,
                         float *offsets) {
     int64_t at = (panel * num_groups(w) + group) * PANEL;
     int64_t outer = 0;
@@ -61,7 +64,7 @@ INLINE int group_scales(const Weight *w, int64_t panel, int64_t group, int64_t b
             scale = fmul(fload_f16((const uint16_t *)w->outer_scales + outer + i),
                          itof(iwiden_s8((const int8_t *)w->scales + at + i)));
         fstore(scales + i, scale);
-        if (w->offset_kind == OFFSET_BASE) continue;
+        if (!has_own_offsets(w)) continue;
         if (w->offset_kind == OFFSET_CODE) {
             ivec zero = iwiden_u8((const uint8_t *)w->offsets + at + i);
             fstore(offsets + i, fmul(fsub(itof(zero), fset((float)base)), scale));
@@ -75,7 +78,6 @@ INLINE int group_scales(const Weight *w, int64_t panel, int64_t group, int64_t b
                           itof(iwiden_s8((const int8_t *)w->offsets + at + i)));
         fstore(offsets + i, ffnma(fset((float)base), scale, offset));
     }
-    return w->offset_kind != OFFSET_BASE;
 }
 
 /* Codes of a chunk as bytes, [QUADS][PANEL][4]. */
