@@ -44,6 +44,7 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "overlap": Feature("the overlapped loop", "`--overlapped-loop`", lambda c: c.overlapped_loop),
     "eager": Feature("no step graphs", "`--enforce-eager`", lambda c: c.enforce_eager),
+    "swap": Feature("a swap space", "`--swap-space`", lambda c: c.swap_space_bytes > 0),
     "kv-fp8": Feature(
         "a KV cache in fp8", "`--kv-cache-dtype fp8`", lambda c: c.kv_cache_dtype == "fp8"
     ),

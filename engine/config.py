@@ -32,6 +32,8 @@ class EngineConfig:
         kv_cache_memory_bytes, num_blocks: size of the KV cache, in one of the two ways.
         gpu_memory_utilization: share of a CUDA device's memory that weights, steps and cache may take
             together, in (0, 1]; None is 0.9. The cache gets what the others leave.
+        swap_space_bytes: of host memory in which preempted sequences keep what they had computed; 0: it is
+            computed again.
         max_model_len: tokens in a sequence, at most the model's own context length.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens in one step.
@@ -62,6 +64,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     num_blocks: int | None = None
     gpu_memory_utilization: float | None = None
+    swap_space_bytes: int = 0
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -92,6 +95,8 @@ class EngineConfig:
             raise BadInput(
                 f"scheduling_policy {self.scheduling_policy!r}: choose {', '.join(POLICIES)}"
             )
+        if self.swap_space_bytes < 0:
+            raise BadInput(f"swap_space_bytes = {self.swap_space_bytes}: need 0 or more")
         if self.attention_sinks < 0:
             raise BadInput(f"attention_sinks = {self.attention_sinks}: need 0 or more")
         if self.attention_sinks and self.window is None:

@@ -20,7 +20,14 @@ from .block_pool import BlockPool
 from .config import EngineConfig
 from .device import choose_device, choose_dtype
 from .end_tokens import end_token_ids
-from .kv_cache import KvCache, choose_num_blocks, kv_bytes_per_token, stored_dtype, stored_name
+from .kv_cache import (
+    KvCache,
+    choose_num_blocks,
+    choose_num_host_blocks,
+    kv_bytes_per_token,
+    stored_dtype,
+    stored_name,
+)
 from .lora.settings import adapter_salt
 from .memory_profile import (
     TRIAL_BLOCKS,
@@ -49,6 +56,7 @@ from .speculation.proposer import Proposer
 from .step_graphs import StepGraphs, capture_on, graph_sizes
 from .step_loop import StepLoop, StepUnderWay
 from .step_trace import StepRecorder
+from .swap_space import SwapSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +123,13 @@ class Engine:
         )
         kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
 
-        def open_cache(num_blocks: int) -> KvCache:
-            cache = KvCache(model.kv_layouts, num_blocks, block_size, self.device, kv_dtype)
+        kv_layouts = [*model.kv_layouts, *(draft.kv_layouts if draft else ())]
+        on_host = choose_num_host_blocks(config, kv_layouts, block_size, kv_dtype)
+
+        def open_cache(num_blocks: int, on_host: int = 0) -> KvCache:
+            cache = KvCache(
+                model.kv_layouts, num_blocks, block_size, self.device, kv_dtype, on_host
+            )
             if self.workers is not None:
                 self.workers.follow(model, cache, num_blocks)
             return cache
@@ -158,7 +171,7 @@ class Engine:
         with saying_what_fits("the largest step", self.device):
             num_blocks = choose_num_blocks(
                 config,
-                [*model.kv_layouts, *(draft.kv_layouts if draft else ())],
+                kv_layouts,
                 block_size,
                 min(self.max_model_len, limits.most_blocks(self.max_model_len) * block_size),
                 max_num_seqs,
@@ -166,9 +179,16 @@ class Engine:
                 room,
             )
         with saying_what_fits(f"a KV cache of {num_blocks} blocks", self.device):
-            cache = open_cache(num_blocks)
+            cache = open_cache(num_blocks, on_host)
             proposer = open_proposer(
-                config.speculation, draft, num_blocks, block_size, self.device, self.dtype, kv_dtype
+                config.speculation,
+                draft,
+                num_blocks,
+                block_size,
+                self.device,
+                self.dtype,
+                kv_dtype,
+                on_host,
             )
         self.runner = open_runner(cache, proposer)
         if self.device.type == "cuda":
@@ -184,7 +204,10 @@ class Engine:
         )
         pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
-            limits, pool, PrefixCache(pool, block_size, enabled=config.enable_prefix_caching)
+            limits,
+            pool,
+            PrefixCache(pool, block_size, enabled=config.enable_prefix_caching),
+            SwapSpace(on_host),
         )
         self._loop = StepLoop(self.runner, overlapped=config.overlapped_loop)
         self._under_way: StepUnderWay | None = None
@@ -363,6 +386,7 @@ class Engine:
             num_computed_tokens=self._num_computed,
             num_generated_tokens=self._num_generated,
             num_preemptions=scheduler.num_preemptions,
+            num_swaps=scheduler.swap.num_swaps,
             prefix_cache_queries=scheduler.cache.num_queried_tokens,
             prefix_cache_hits=scheduler.cache.num_hit_tokens,
             num_running=len(scheduler.running),

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 
+from ..quant.errors import BadInput
 from .config import EngineConfig
+from .host import available_memory_bytes
 from .kernels.paged_tensor import vector_bytes
 from .model.attention import LayerCache
 from .model.spec import KvLayout
 from .planner.cache_size import CacheRequest, CacheRoom, size_cache
+from .planner.units import format_gib
+from .step_plan import BlockCopies
 
 _STORED = {
     "bfloat16": torch.bfloat16,
@@ -85,8 +89,33 @@ def choose_num_blocks(
     return size_cache(layers, request, room).num_blocks + 1
 
 
+def choose_num_host_blocks(
+    config: EngineConfig, layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype
+) -> int:
+    """Blocks that the swap space holds; `layouts` as for `choose_num_blocks`.
+
+    Raises:
+        BadInput: it holds none, or the host has not so much memory.
+    """
+    given = config.swap_space_bytes
+    if not given:
+        return 0
+    if given > (free := available_memory_bytes()):
+        raise BadInput(
+            f"swap_space_bytes = {given}: the host has {format_gib(free)} of memory free"
+        )
+    block_bytes = block_size * kv_bytes_per_token(layouts, dtype)
+    num_blocks = given // config.tensor_parallel_size // block_bytes
+    if num_blocks < 1:
+        raise BadInput(f"swap_space_bytes = {given} does not hold one block of {block_bytes} bytes")
+    return num_blocks
+
+
 class KvCache:
-    """Keys and values of all layers, in blocks, stored as `dtype`; 8-bit types bring their scales."""
+    """Keys and values of all layers, in blocks, stored as `dtype`; 8-bit types bring their scales.
+
+    Beside them `num_host_blocks` blocks on the host, for sequences that were preempted.
+    """
 
     def __init__(
         self,
@@ -95,27 +124,45 @@ class KvCache:
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        num_host_blocks: int = 0,
     ) -> None:
         self.layers = [
             LayerCache.zeros(layout, num_blocks, block_size, device, dtype) for layout in layouts
         ]
+        self.num_host_blocks = num_host_blocks
+        # Pinned, so that copies wait in the device's stream and the host does not.
+        self._on_host = [
+            torch.empty(
+                (num_host_blocks, *part.shape[1:]),
+                dtype=part.dtype,
+                pin_memory=device.type == "cuda" and num_host_blocks > 0,
+            )
+            for part in self._parts
+        ]
         self.block_size = block_size
         self.dtype = dtype
-        self.num_bytes = sum(part.nbytes for layer in self.layers for part in layer.parts)
+        self.num_bytes = sum(part.nbytes for part in self._parts)
         self.mirror: Callable[[str, Any], None] | None = None
         """Told of every copy, where other processes hold other heads of the same blocks."""
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination); every source is read before any is written."""
+    @property
+    def _parts(self) -> list[torch.Tensor]:
+        return [part for layer in self.layers for part in layer.parts]
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Carry out the copies of a step; within the cache every source is read before any is written."""
         if not copies:
             return
         if self.mirror is not None:
-            self.mirror("copy_blocks", copies)
-        device = self.layers[0].parts[0].device
-        sources, destinations = torch.tensor(copies, device=device).unbind(1)
-        for layer in self.layers:
-            for part in layer.parts:
+            self.mirror("copy", copies)
+        for part, on_host in zip(self._parts, self._on_host, strict=True):
+            if copies.within:
+                sources, destinations = torch.tensor(copies.within, device=part.device).unbind(1)
                 part.index_copy_(0, destinations, part.index_select(0, sources))
+            for source, destination in copies.to_host:
+                on_host[destination].copy_(part[source], non_blocking=True)
+            for source, destination in copies.from_host:
+                part[destination].copy_(on_host[source], non_blocking=True)
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy single slots (source, destination), numbered through all blocks; all are read first."""
@@ -123,9 +170,7 @@ class KvCache:
             return
         if self.mirror is not None:
             self.mirror("copy_slots", copies)
-        device = self.layers[0].parts[0].device
-        sources, destinations = torch.tensor(copies, device=device).unbind(1)
-        for layer in self.layers:
-            for part in layer.parts:
-                slots = part.flatten(0, 1)
-                slots.index_copy_(0, destinations, slots.index_select(0, sources))
+        for part in self._parts:
+            sources, destinations = torch.tensor(copies, device=part.device).unbind(1)
+            slots = part.flatten(0, 1)
+            slots.index_copy_(0, destinations, slots.index_select(0, sources))

@@ -13,15 +13,14 @@ from .lora.bank import rows_by_adapter
 from .model.attention import StepInputs
 from .model.open import CausalModel
 from .outputs import TokenLogprobs
-from .sampler import Sampler
-from .sampling.logprobs import WantedLogprobs, logprobs_of
+from .sampler import Sampler, wanted_logprobs
+from .sampling.logprobs import logprobs_of
 from .sampling.row import SamplingRow
 from .speculation.proposer import Guesses, Proposer
 from .speculation.verify import Chain, accepted_tokens
 from .step_graphs import StepGraphs
 from .step_inputs import Run, step_inputs
 from .step_plan import ScheduledRow, StepPlan
-from .transfer import packed
 
 
 @dataclass(slots=True)
@@ -75,10 +74,10 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
-        self.cache.copy_blocks(plan.block_copies)
+        for cache in (self.cache, *(() if self._proposer is None else self._proposer.caches)):
+            cache.copy(plan.copies)
         guesses: Mapping[str, Guesses] = {}
         if self._proposer is not None:
-            self._proposer.copy_blocks(plan.block_copies)
             guesses = self._proposer.propose(plan.rows, self._draw_of)
         runs: list[GuessedRow] = []
         begin = 0
@@ -196,10 +195,8 @@ class ModelRunner:
         answers = accepted_tokens(chains, self._sampler)
         places = [at + i for at, own in zip(begins, answers, strict=True) for i in range(len(own))]
         tokens = [token for own in answers for token in own]
-        at, ids = packed([places, tokens], self._device)
-        picked = logits if len(places) == len(logits) else logits.index_select(0, at)
-        wanted = WantedLogprobs(picked, ids, [draws[place] for place in places])
-        scored = iter(wanted.result())
+        picked = logits if len(places) == len(logits) else logits[places]
+        scored = iter(wanted_logprobs(picked, tokens, [draws[place] for place in places]))
         drawn = iter(answers)
         for run in runs:
             for _ in range(run.row.num_samples):

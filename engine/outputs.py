@@ -101,6 +101,7 @@ class EngineStats:
     """Counters since the engine started, and gauges of this moment.
 
     Attributes:
+        num_swaps: preemptions after which the host keeps what was computed.
         num_drafts, num_guesses, num_accepted_guesses: times that a sequence had guesses to check, all
             guesses, and those that stood.
         kv_dtype, kv_bytes: how the cache stores keys and values, and what all of it takes.
@@ -113,6 +114,7 @@ class EngineStats:
     num_computed_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
     num_drafts: int = 0
     num_guesses: int = 0
     num_accepted_guesses: int = 0

@@ -6,18 +6,19 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..quant.errors import BadInput
-from .block_pool import BlockPool
+from .block_pool import NULL_BLOCK, BlockPool
 from .prefix_cache import PrefixCache
 from .request import Rank, Request, RequestStatus, Token
 from .scheduler_config import SchedulerConfig
 from .scheduling_policy import rank_of
-from .step_plan import PROMISED, ScheduledRow, StepPlan
+from .step_plan import PROMISED, BlockCopies, ScheduledRow, StepPlan
 from .stop import stop_token_reason
+from .swap_space import SwapSpace
 from .window import take_out
 
 
 class Scheduler:
-    """Phase-free continuous batching with recompute preemption.
+    """Phase-free continuous batching with preemption.
 
     A sequence has `num_tokens` and `num_computed_tokens`; a step gives it some of the difference.
     Chunked prefill, prefix hits, decode and the recomputation after a preemption are this one rule.
@@ -28,14 +29,21 @@ class Scheduler:
       them all, so that it is not preempted half-way through its prompt by its own next chunk. Where
       blocks behind a window go back, it takes as many as it will ever hold.
     * When a running sequence cannot grow, the last in rank is preempted: it frees its blocks, keeps its
-      tokens and its place in the queue, and is computed again later.
+      tokens and its place in the queue, and is computed again later, but for what the swap space keeps.
     * What could never fit, not even alone, is refused by `add`.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        cache: PrefixCache,
+        swap: SwapSpace | None = None,
+    ) -> None:
         self.config = config
         self.pool = pool
         self.cache = cache
+        self.swap = SwapSpace() if swap is None else swap
         self.running: list[Request] = []
         self._waiting: list[tuple[Rank, Request]] = []
         self._requests: dict[str, Request] = {}
@@ -129,13 +137,18 @@ class Scheduler:
             scheduled[request.sequence_id] = (request, num_new)
             budget -= num_new
 
-        copies = tuple((source, destination) for destination, source in self._copies.items())
-        self._copies.clear()
-        rows = [
+        rows = tuple(
             self._row(request, num_new, guesses.get(sequence_id, 0))
             for sequence_id, (request, num_new) in scheduled.items()
-        ]
-        return StepPlan(tuple(rows), copies)
+        )
+        if (
+            not rows
+        ):  # nobody carries such a plan out: whoever was preempted for it is computed again
+            for _, request in self._waiting:
+                self.swap.forget_uncopied(request)
+        within = tuple((source, destination) for destination, source in self._copies.items())
+        self._copies.clear()
+        return StepPlan(rows, BlockCopies(within, *self.swap.take_copies()))
 
     def update(
         self,
@@ -205,6 +218,8 @@ class Scheduler:
         for request in self._requests.values():
             request.token_ids = request.token_ids[: request.num_known_tokens]
             request.num_promised = 0
+        for _, request in self._waiting:
+            self.swap.forget(request)
         for request in list(self.running):
             self._send_back(request)
         self._copies.clear()
@@ -230,6 +245,7 @@ class Scheduler:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens
             assert len(request.block_ids) >= self.config.num_blocks(request.num_computed_tokens)
+        self.swap.check_integrity(waiting)
         self.pool.check_integrity(request.held_block_ids for request in self.running)
         self.cache.check_integrity()
 
@@ -274,17 +290,24 @@ class Scheduler:
         table = self.cache.match(request)
         num_hits = len(table)
         num_computed = num_hits * self.config.block_size
+        kept = self.swap.kept(request)
+        if kept is not None:
+            num_computed = max(num_computed, kept.num_tokens)
         dropped = self.config.dropped(num_computed)
         take_out(table, range(0), dropped)
         hits = [*table[: dropped.start], *table[dropped.stop :]]
         revived = sum(1 for block_id in hits if self.pool.num_holders(block_id) == 0)
         end = self.config.admitted_tokens(num_computed, request.num_tokens)
-        needed = self.config.num_blocks(end) - num_hits
+        places = range(num_hits, self.config.num_blocks(end))
+        needed = [place for place in places if place not in dropped]
         reserve = self._watermark_blocks if self.running else 0
-        if needed + revived + reserve > self.pool.num_free:
+        if len(needed) + revived + reserve > self.pool.num_free:
             return False
         self.pool.share(hits)
-        request.block_ids = [*table, *self.pool.allocate(needed)]
+        new = dict(zip(needed, self.pool.allocate(len(needed)), strict=True))
+        request.block_ids = [*table, *(new.get(place, NULL_BLOCK) for place in places)]
+        if kept is not None:
+            self.swap.bring_back(request, new)
         request.dropped = dropped
         request.num_computed_tokens = num_computed
         self.cache.count(request, num_hits)
@@ -325,10 +348,11 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
+        self.swap.keep(request, self.config.block_size)
         self._send_back(request)
 
     def _send_back(self, request: Request) -> None:
-        """Take a running sequence's blocks; it keeps its tokens and its rank, and is computed again."""
+        """Take a running sequence's blocks; it keeps its tokens and its rank, and waits again."""
         self._release(request)
         self.running.remove(request)
         request.num_computed_tokens = 0
@@ -391,6 +415,7 @@ class Scheduler:
         else:
             self._waiting = [entry for entry in self._waiting if entry[1] is not request]
             heapq.heapify(self._waiting)
+            self.swap.forget(request)
         del self._requests[request.sequence_id]
         # A step under way keeps the list with the places that it fills.
         request.token_ids = request.token_ids[: request.num_known_tokens]

@@ -87,12 +87,34 @@ class ScheduledRow:
         return self.num_samples == 1 and not self.num_guesses
 
 
+Copies = tuple[tuple[int, int], ...]
+"""Whole blocks, (source, destination)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """What is copied before a step computes, in this order.
+
+    Attributes:
+        within: for sequences that forked.
+        to_host: of sequences that were preempted.
+        from_host: of those that go on.
+    """
+
+    within: Copies = ()
+    to_host: Copies = ()
+    from_host: Copies = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.within or self.to_host or self.from_host)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows to compute, after copying blocks (source, destination) for sequences that forked."""
+    """Rows to compute, after copying blocks."""
 
     rows: tuple[ScheduledRow, ...]
-    block_copies: tuple[tuple[int, int], ...] = ()
+    copies: BlockCopies = BlockCopies()
 
     @property
     def decides_next(self) -> bool:

@@ -29,6 +29,7 @@ TORCH_FREE = (
             "stop",
             "detokenizer",
             "step_plan",
+            "swap_space",
         )
     ),
     "engine.planner",

@@ -81,14 +81,14 @@ def work(channel: Channel) -> None:
     while True:
         call, argument = channel.receive()
         if call == "cache":
-            num_blocks, block_size, dtype = argument
-            cache = KvCache(model.kv_layouts, num_blocks, block_size, setup.device, dtype)
+            num_blocks, block_size, dtype, on_host = argument
+            cache = KvCache(model.kv_layouts, num_blocks, block_size, setup.device, dtype, on_host)
         elif call == "forward":
             model.forward(argument, cache.layers)
         elif call == "logits":
             model.logits(argument)
-        elif call == "copy_blocks":
-            cache.copy_blocks(argument)
+        elif call == "copy":
+            cache.copy(argument)
         else:
             cache.copy_slots(argument)
 

@@ -86,7 +86,7 @@ class Workers:
     def follow(self, model: CausalModel, cache: KvCache, num_blocks: int) -> None:
         """From now on every call of `model` and every copy in `cache` happens in the workers too."""
         assert isinstance(model, Decoder)
-        self.tell("cache", (num_blocks, cache.block_size, cache.dtype))
+        self.tell("cache", (num_blocks, cache.block_size, cache.dtype, cache.num_host_blocks))
         model.mirror = cache.mirror = self.tell
 
     def tell(self, call: str, argument: Any) -> None:

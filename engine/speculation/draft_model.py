@@ -42,6 +42,7 @@ class DraftModel:
     ) -> None:
         self._model = model
         self._cache = cache
+        self.caches = (cache,)
         self._device = device
         self._dtype = dtype
         self._independent = independent
@@ -51,10 +52,6 @@ class DraftModel:
     def bytes_held(self) -> int:
         """See `Proposer`."""
         return self._model.bytes_held + self._cache.num_bytes
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """See `Proposer`."""
-        self._cache.copy_blocks(copies)
 
     def see(self, steps: Sequence[Seen]) -> None:
         """It computes what it needs itself."""

@@ -57,6 +57,7 @@ class EagleProposer:
         self.taps = head.taps
         self._head = head
         self._cache = cache
+        self.caches = (cache,)
         self._width = width
         self._device = device
         self._dtype = dtype
@@ -67,10 +68,6 @@ class EagleProposer:
     def bytes_held(self) -> int:
         """See `Proposer`."""
         return self._head.bytes_held + self._cache.num_bytes
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """See `Proposer`."""
-        self._cache.copy_blocks(copies)
 
     def see(self, steps: Sequence[Seen]) -> None:
         """See `Proposer`."""

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ...quant.errors import BadInput
+from ..kv_cache import KvCache
 from ..model.projection import Projection
 from ..model.reader import CheckpointReader
 from ..model.spec import KvLayout
@@ -130,6 +131,7 @@ class MedusaProposer:
     """Reads the hidden state behind which the last known token was drawn."""
 
     taps: tuple[int, ...] = ()
+    caches: tuple[KvCache, ...] = ()
 
     def __init__(self, heads: MedusaHeads, width: int) -> None:
         self._heads = heads.heads
@@ -137,9 +139,6 @@ class MedusaProposer:
         self._sampler = Sampler()
         self._hidden: dict[tuple[str, int], torch.Tensor] = {}
         self.bytes_held = heads.bytes_held
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Nothing lies in blocks."""
 
     def see(self, steps: Sequence[Seen]) -> None:
         """See `Proposer`."""

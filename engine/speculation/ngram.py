@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..kv_cache import KvCache
 from ..step_plan import ScheduledRow
 from .proposer import DrawOf, Guesses, Seen
 from .tree import Tree
@@ -16,13 +17,11 @@ class NgramProposer:
 
     bytes_held = 0
     taps: tuple[int, ...] = ()
+    caches: tuple[KvCache, ...] = ()
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
         self._longest = longest
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Nothing lies in blocks."""
 
     def see(self, steps: Sequence[Seen]) -> None:
         """Rows bring all that there is to look at."""

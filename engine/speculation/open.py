@@ -93,6 +93,7 @@ def open_proposer(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    num_host_blocks: int = 0,
 ) -> Proposer | None:
     """Who guesses, with a cache that has the target's blocks."""
     if options is None:
@@ -101,7 +102,7 @@ def open_proposer(
         return NgramProposer(options.ngram_min, options.ngram_max)
     if isinstance(draft, MedusaHeads):
         return MedusaProposer(draft, options.width)
-    cache = KvCache(draft.kv_layouts, num_blocks, block_size, device, kv_dtype)
+    cache = KvCache(draft.kv_layouts, num_blocks, block_size, device, kv_dtype, num_host_blocks)
     if isinstance(draft, EagleHead):
         return EagleProposer(draft, cache, options.width, device, dtype)
     independent = options.acceptance == "rejection"

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ..kv_cache import KvCache
 from ..sampling.row import SamplingRow
 from ..step_plan import ScheduledRow
 from .tree import Tree
@@ -66,8 +67,9 @@ class Proposer(Protocol):
         """Layers of the model whose input it wants to see beside the final hidden states."""
         ...
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Sequences forked: what lies in a block (source, destination) is theirs too."""
+    @property
+    def caches(self) -> tuple[KvCache, ...]:
+        """Its own, in which a sequence has the blocks that it has in the model's."""
         ...
 
     def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:

@@ -13,7 +13,8 @@ from llmopt.engine.sampling_params import SamplingParams
 from llmopt.engine.scheduler import Scheduler, SchedulerConfig
 from llmopt.engine.speculation.draft_length import DraftLength
 from llmopt.engine.speculation.tree import Tree
-from llmopt.engine.step_plan import ScheduledRow, StepPlan
+from llmopt.engine.step_plan import Copies, ScheduledRow, StepPlan
+from llmopt.engine.swap_space import SwapSpace
 from llmopt.engine.window import Window
 
 EOS = 0
@@ -84,6 +85,7 @@ class World:
         guessing: int = 0,
         width: int = 1,
         loop: Loop = "serial",
+        num_host_blocks: int = 0,
         **limits: int,
     ) -> None:
         self.block_size = block_size
@@ -106,7 +108,9 @@ class World:
             ),
             pool,
             PrefixCache(pool, block_size, enabled=caching),
+            SwapSpace(num_host_blocks),
         )
+        self.host: dict[tuple[int, int], Past] = {}
         self.slots: dict[tuple[int, int], Past] = {}
         self._salts: dict[str, bytes] = {}
         self.num_accepted = 0
@@ -174,13 +178,9 @@ class World:
         plan, config = step.plan, self.scheduler.config
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.rows) <= config.max_num_seqs
-        copied = {
-            (destination, offset): self.slots[source, offset]
-            for source, destination in plan.block_copies
-            for offset in range(self.block_size)
-            if (source, offset) in self.slots
-        }
-        self.slots.update(copied)
+        self._copy(self.slots, self.slots, plan.copies.within)
+        self._copy(self.slots, self.host, plan.copies.to_host)
+        self._copy(self.host, self.slots, plan.copies.from_host)
         salts = {row.sequence_id: self._salts[row.sequence_id.split("/")[0]] for row in plan.rows}
         guesses = {
             row.sequence_id: guesses_of(row, salts[row.sequence_id], self._width)
@@ -232,6 +232,24 @@ class World:
         step.sampled, step.is_computed = sampled, True
         step.guess_depths = {name: tree.depth for name, (_, tree) in guesses.items() if tree.depth}
 
+    def _copy(
+        self,
+        source: dict[tuple[int, int], Past],
+        target: dict[tuple[int, int], Past],
+        copies: Copies,
+    ) -> None:
+        """Whole blocks; every source is read before any is written. What was never written stays unknown."""
+        assert len({destination for _, destination in copies}) == len(copies)
+        found = {
+            (destination, offset): source.get((block, offset))
+            for block, destination in copies
+            for offset in range(self.block_size)
+        }
+        for place, past in found.items():
+            target.pop(place, None)
+            if past is not None:
+                target[place] = past
+
     def _slot(self, row: ScheduledRow, number: int) -> tuple[int, int]:
         return row.block_ids[number // self.block_size], number % self.block_size
 
@@ -250,8 +268,9 @@ class World:
             plan, _ = self.step()
             assert plan.rows or self._under_way is not None, "the scheduler stalls"
         assert not self.scheduler.has_unfinished(), "the scheduler thrashes"
-        pool = self.scheduler.pool
+        pool, swap = self.scheduler.pool, self.scheduler.swap
         assert pool.num_free == pool.num_usable
+        assert swap.num_free == swap.num_blocks
 
 
 def foretell(

@@ -41,6 +41,7 @@ ENGINE: dict[str, dict[str, Any]] = {
     "policy": {"scheduling_policy": "shortest-prefill"},
     "overlap": {"overlapped_loop": True},
     "eager": {"enforce_eager": True},
+    "swap": {"swap_space_bytes": 2**20},
     "kv-fp8": {"kv_cache_dtype": "fp8"},
     "kv-int8": {"kv_cache_dtype": "int8"},
     "ngram": {"speculation": SpeculationConfig("ngram", ngram_min=1)},
@@ -57,12 +58,12 @@ CHECKPOINT = ("windows", "quantized", "transformers")
 REQUEST = ("completions", "mask", "prompt-logprobs", "beams")
 # A change of these alone leaves every greedy token what it was.
 LOSSLESS = {
-    *("chunks", "no-prefix-cache", "policy", "overlap", "eager", "prompt-logprobs"),
+    *("chunks", "no-prefix-cache", "policy", "overlap", "eager", "swap", "prompt-logprobs"),
     *("ngram", "draft", "medusa", "eagle", "rejection"),
 }
 # A process for each part takes seconds to start: these share a few engines.
 DIVIDED = (
-    {"chunks", "policy", "overlap", "kv-int8", "ngram", "streams", "lora"},
+    {"chunks", "policy", "overlap", "swap", "kv-int8", "ngram", "streams", "lora"},
     {"no-prefix-cache", "kv-fp8", "draft", "rejection", "activations-8", "quantized", "windows"},
     {"medusa", "eager"},
     {"eagle"},

@@ -125,15 +125,13 @@ class Oracle:
 
     bytes_held = 0
     taps: tuple[int, ...] = ()
+    caches: tuple[KvCache, ...] = ()
 
     def __init__(self, sequences: Sequence[Sequence[int]], width: int) -> None:
         self._sequences = [tuple(one) for one in sequences]
         self._width = width
         self._random = random.Random(5)
         self.num_moved = 0
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Nothing lies in blocks."""
 
     def see(self, steps: Sequence[Seen]) -> None:
         for step in steps:

@@ -13,6 +13,7 @@ from llmopt.engine.kernels.paged_tensor import PagedTensor, quantize
 from llmopt.engine.kv_cache import KvCache
 from llmopt.engine.model.spec import KvLayout
 from llmopt.engine.sampling_params import SamplingParams
+from llmopt.engine.step_plan import BlockCopies
 from llmopt.quant.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from model_families import ADAPTED, FAMILIES, save_model
@@ -204,7 +205,7 @@ def test_a_latent_has_one_scale():
     both = cache.layers[0]
     keys = both.keys.read(torch.tensor([1]), torch.float32)
     assert torch.equal(both.values.read(torch.tensor([1]), torch.float32), keys[..., :16])
-    cache.copy_blocks([(1, 2)])
+    cache.copy(BlockCopies(within=((1, 2),)))
     assert torch.equal(both.keys.read(torch.tensor([2]), torch.float32), keys)
 
 

@@ -145,7 +145,7 @@ def test_forks_share_full_blocks_and_copy_the_partial_one():
     assert len({table[0] for table in tables}) == 1, "the full block is shared"
     assert len({table[1] for table in tables}) == 3, "the partial one is not"
     plan, _ = world.step()
-    assert len(plan.block_copies) == 2
+    assert len(plan.copies.within) == 2
     world.drain()
     assert {name: len(tokens) for name, tokens in outputs(world).items()} == {
         "a/0": 4, "a/1": 4, "a/2": 4,

@@ -32,6 +32,7 @@ class SchedulerWalk(RuleBasedStateMachine):
 
     num_steps: ClassVar[int] = 0
     num_preemptions: ClassVar[int] = 0
+    num_swaps: ClassVar[int] = 0
     num_forks: ClassVar[int] = 0
     num_hit_tokens: ClassVar[int] = 0
     num_dropped_blocks: ClassVar[int] = 0
@@ -51,6 +52,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         guessing=st.sampled_from([0, 1, 4]),
         width=st.sampled_from([1, 3]),
         loop=st.sampled_from(["serial", "early", "late"]),
+        num_host_blocks=st.sampled_from([0, 0, 2, 5, 20]),
     )
     def build(
         self,
@@ -66,6 +68,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         guessing,
         width,
         loop,
+        num_host_blocks,
     ):
         limits = {} if chunk is None else {"prefill_chunk_size": chunk}
         limits |= {} if window is None else {"window": window, "sinks": sinks, "max_model_len": 200}
@@ -77,6 +80,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             guessing,
             width,
             loop,
+            num_host_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare,
             **limits,
@@ -144,6 +148,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         SchedulerWalk.num_accepted_guesses += self.world.num_accepted
         SchedulerWalk.num_moved_guesses += self.world.num_moved
         SchedulerWalk.num_preemptions += self.world.scheduler.num_preemptions
+        SchedulerWalk.num_swaps += self.world.scheduler.swap.num_swaps
         for name, tokens in self.expected.items():
             if name not in self.aborted:
                 request = self.world.finished[name]
@@ -163,6 +168,7 @@ def test_random_walk():
     assert SchedulerWalk.num_steps >= 10 * EXAMPLES
     # A walk that never met the hard cases would prove little.
     assert SchedulerWalk.num_preemptions >= 20
+    assert SchedulerWalk.num_swaps >= 20
     assert SchedulerWalk.num_forks >= 20
     assert SchedulerWalk.num_hit_tokens >= 20
     assert SchedulerWalk.num_dropped_blocks >= 20

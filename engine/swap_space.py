@@ -1,0 +1,91 @@
+"""Blocks on the host that keep what preempted sequences had computed, lest it be computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .request import Request
+from .step_plan import Copies
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the host keeps of a sequence: its first `num_tokens` tokens, less those behind a window.
+
+    `blocks` are host blocks by their place in the sequence's block table.
+    """
+
+    num_tokens: int
+    blocks: Mapping[int, int]
+
+
+class SwapSpace:
+    """Who keeps which host block, and what the next step copies.
+
+    A sequence that is preempted is kept where enough host blocks are free, and computed again where not.
+    When it is admitted again, or ends, its host blocks are free at once: copies out happen before copies
+    in, and sequences are preempted before others are admitted, so that the next holder's copy comes later.
+    """
+
+    def __init__(self, num_blocks: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks))
+        self._kept: dict[str, Kept] = {}
+        self._out: dict[int, int] = {}  # host block → device block
+        self._in: dict[int, int] = {}  # device block → host block
+        self.num_swaps = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def keep(self, request: Request, block_size: int) -> None:
+        """Have the next step copy out what a running sequence has computed, if there is room for it."""
+        used = -(-request.num_computed_tokens // block_size)
+        places = [place for place in range(used) if place not in request.dropped]
+        if not places or len(places) > len(self._free):
+            return
+        blocks = {place: self._free.pop() for place in places}
+        self._kept[request.sequence_id] = Kept(request.num_computed_tokens, blocks)
+        self._out |= {host: request.block_ids[place] for place, host in blocks.items()}
+        self.num_swaps += 1
+
+    def kept(self, request: Request) -> Kept | None:
+        return self._kept.get(request.sequence_id)
+
+    def bring_back(self, request: Request, blocks: Mapping[int, int]) -> None:
+        """Have the next step copy into new `blocks`, by their places, what is kept for those places."""
+        kept = self._kept[request.sequence_id]
+        self._in |= {blocks[place]: host for place, host in kept.blocks.items() if place in blocks}
+        self._let_go(request)
+
+    def forget(self, request: Request) -> None:
+        """Keep nothing of a sequence any more; what is not copied yet need not be."""
+        if (kept := self._kept.get(request.sequence_id)) is not None:
+            for host in kept.blocks.values():
+                self._out.pop(host, None)
+            self._let_go(request)
+
+    def forget_uncopied(self, request: Request) -> None:
+        """The same, where the copy has not begun."""
+        kept = self._kept.get(request.sequence_id)
+        if kept is not None and self._out.keys() & kept.blocks.values():
+            self.forget(request)
+
+    def take_copies(self) -> tuple[Copies, Copies]:
+        """What a step copies before it computes: (device, host) blocks out, then (host, device) blocks in."""
+        out = tuple((device, host) for host, device in self._out.items())
+        back = tuple((host, device) for device, host in self._in.items())
+        self._out.clear()
+        self._in.clear()
+        return out, back
+
+    def check_integrity(self, waiting: Iterable[Request]) -> None:
+        """Assert that every host block is free or kept for one waiting sequence."""
+        held = [host for kept in self._kept.values() for host in kept.blocks.values()]
+        assert sorted([*held, *self._free]) == list(range(self.num_blocks))
+        assert self._kept.keys() <= {request.sequence_id for request in waiting}
+
+    def _let_go(self, request: Request) -> None:
+        self._free += self._kept.pop(request.sequence_id).blocks.values()
