@@ -13,14 +13,15 @@ from .lora.bank import rows_by_adapter
 from .model.attention import StepInputs
 from .model.open import CausalModel
 from .outputs import TokenLogprobs
-from .sampler import Sampler, wanted_logprobs
-from .sampling.logprobs import logprobs_of
+from .sampler import Sampler
+from .sampling.logprobs import WantedLogprobs, logprobs_of
 from .sampling.row import SamplingRow
 from .speculation.proposer import Guesses, Proposer
 from .speculation.verify import Chain, accepted_tokens
 from .step_graphs import StepGraphs
 from .step_inputs import Run, step_inputs
 from .step_plan import ScheduledRow, StepPlan
+from .transfer import packed
 
 
 @dataclass(slots=True)
@@ -195,8 +196,10 @@ class ModelRunner:
         answers = accepted_tokens(chains, self._sampler)
         places = [at + i for at, own in zip(begins, answers, strict=True) for i in range(len(own))]
         tokens = [token for own in answers for token in own]
-        picked = logits if len(places) == len(logits) else logits[places]
-        scored = iter(wanted_logprobs(picked, tokens, [draws[place] for place in places]))
+        at, ids = packed([places, tokens], self._device)
+        picked = logits if len(places) == len(logits) else logits.index_select(0, at)
+        wanted = WantedLogprobs(picked, ids, [draws[place] for place in places])
+        scored = iter(wanted.result())
         drawn = iter(answers)
         for run in runs:
             for _ in range(run.row.num_samples):
