@@ -28,6 +28,8 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (IntScheme(8, -1, True), 16),
     (IntScheme(8, -1, True, Activations("int8")), 16),
     (VectorwiseScheme(), 16),
+    (FloatScheme("channel"), 16),
+    (FloatScheme("channel", Activations("fp8")), 16),
     (FloatScheme("block", Activations("fp8", "group128")), 16),
     (CodebookScheme("nf4"), 16),
     (GgufScheme("Q4_K"), 16),

@@ -126,6 +126,7 @@ def test_every_e4m3_code_is_read_from_its_bits() -> None:
 
 ROUNDED: list[tuple[Scheme, int, int]] = [
     (IntScheme(8, -1, True, Activations("int8")), 64, 160),
+    (IntScheme(8, -1, True, Activations("int8")), 33, 1024),
     (IntScheme(8, -1, True, Activations("int8", "tensor", dynamic=False)), 33, 128),
     (IntScheme(8, 64, True, Activations("int8", "group128")), 33, 192),
     (IntScheme(4, 32, True, Activations("int8")), 65, 256),

@@ -23,8 +23,8 @@ from .tile_weight import OUTPUTS, TileWeight
 
 FEW_TOKENS = 64
 """Tokens of a call up to which its inputs are shared among programs."""
-WANTED_PROGRAMS = 528
-"""Four for each multiprocessor of a Hopper GPU."""
+MULTIPROCESSORS = 132
+"""Of a Hopper GPU: as many programs are wanted for many tokens, and four times as many for few."""
 
 
 @triton.jit
@@ -196,11 +196,12 @@ def multiply(
     is_large = rows > FEW_TOKENS
     outputs = 2 * OUTPUTS if is_large and not weight.is_paired else OUTPUTS
     num_tiles = weight.part_outputs // outputs
-    shares, runs_each = 1, weight.num_runs
     if count <= FEW_TOKENS:
-        shares = min(-(-WANTED_PROGRAMS // num_tiles), max(1, weight.num_runs // 4))
-        runs_each = -(-weight.num_runs // shares)
-        shares = -(-weight.num_runs // runs_each)
+        shares = -(-MULTIPROCESSORS * 4 // num_tiles)
+    else:
+        shares = max(1, MULTIPROCESSORS // (num_tiles * row_tiles))
+    runs_each = -(-weight.num_runs // min(shares, max(1, weight.num_runs // 4)))
+    shares = -(-weight.num_runs // runs_each)
     wide = torch.float32 if shares > 1 else dtype
     out = torch.empty(shares, count, weight.out_features, dtype=wide, device=x.device)
     x_run = -1
