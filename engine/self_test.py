@@ -12,6 +12,7 @@ from ..quant.regrid import round_weight
 from ..quant.scheme import Scheme
 from .kernels.attention_kernels import PAGED_ATTENTION, AttentionSituation
 from .kernels.dispatch import Operation
+from .kernels.expert_kernels import EXPERTS, ExpertsKernel, ExpertsSituation
 from .kernels.head_norms import HeadNorms
 from .kernels.layer_kernels import GATE, GELU_GATE, NORM, TURN, RowSituation
 from .kernels.linear import LINEAR, LinearSituation
@@ -19,6 +20,8 @@ from .kernels.paged_attention import AttentionKernel, AttentionRule
 from .kernels.paged_tensor import LARGEST_CODE, PagedTensor
 from .kernels.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
 from .kernels.table import SCHEMES
+from .model.mlp import GatedMlp
+from .model.projection import Projection
 from .step_inputs import Run, step_inputs
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 128, 16
@@ -120,6 +123,7 @@ def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
         GELU_GATE, rows, lambda make: [make(tanh)(x, added) for tanh in (True, False)], most
     )
     yield _linear(random, kind, dtype, most)
+    yield _experts(random, kind, dtype, most)
     for scheme, input_bits in SCHEMES:
         yield _quantized_linear(random, device, dtype, scheme, input_bits)
 
@@ -195,6 +199,26 @@ def _linear(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check
         return [kernel(x) for x in inputs]
 
     return Check(LINEAR, LinearSituation(kind, dtype, OUT, ROW), compute, most)
+
+
+def _experts(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check:
+    """Tokens that visit two of four experts each."""
+    combine = GATE.select(RowSituation(kind, dtype, OUT)).run()
+
+    def linear(out: int, inputs: int) -> Projection:
+        return Projection([random(out, inputs) * inputs**-0.5], None, dtype)
+
+    experts = [GatedMlp(linear(2 * OUT, ROW), linear(ROW, OUT), combine) for _ in range(4)]
+    given = []
+    for count in TOKENS:
+        chosen = random(count, 4).float().softmax(dim=1).topk(2, dim=1)
+        given.append((random(count, ROW), chosen.values, chosen.indices))
+
+    def compute(make: Callable[..., ExpertsKernel]) -> list[torch.Tensor]:
+        kernel = make(experts, range(4), 4, False)
+        return [kernel(*visits) for visits in given]
+
+    return Check(EXPERTS, ExpertsSituation(kind, dtype), compute, most)
 
 
 def _quantized_linear(
