@@ -68,6 +68,7 @@ def _unusual(options: BenchOptions) -> dict[str, Any]:
         "scheduling_policy",
         "overlapped_loop",
         "enforce_eager",
+        "swap_space_bytes",
         "kv_cache_dtype",
         "window",
         "attention_sinks",

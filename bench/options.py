@@ -84,6 +84,7 @@ class BenchOptions(BaseModel):
     enforce_eager: bool = False
     block_size: PositiveInt | None = None
     kv_cache_memory_bytes: PositiveInt | None = None
+    swap_space_bytes: Annotated[int, Field(ge=0)] = 0
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     enable_prefix_caching: bool = True
 

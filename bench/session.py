@@ -350,6 +350,7 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
         "block_size": options.block_size,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
         "gpu_memory_utilization": options.gpu_memory_utilization,
+        "swap_space_bytes": options.swap_space_bytes,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -398,6 +399,7 @@ def reference_log_probabilities(
         kv_cache_memory_bytes=None,
         # The engine that was measured holds its share of the device already.
         gpu_memory_utilization=1.0 if on_gpu else None,
+        swap_space_bytes=0,
         kv_cache_dtype="auto",
         window=None,
         attention_sinks=0,

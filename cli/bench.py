@@ -23,6 +23,7 @@ from .options import (
     ModelOption,
     OverlappedLoop,
     SchedulingPolicy,
+    SwapSpace,
     TensorParallelSize,
     Window,
 )
@@ -154,6 +155,7 @@ def bench(
         int | None, typer.Option(help="Size of the KV cache.", rich_help_panel=ENGINE)
     ] = None,
     gpu_memory_utilization: GpuMemoryUtilization = None,
+    swap_space: SwapSpace = None,
     prefix_caching: Annotated[
         bool,
         typer.Option(
@@ -265,6 +267,7 @@ def bench(
     from ..bench.options import BenchOptions, checked
     from ..bench.served import served
     from ..engine.lora.settings import parse_adapters
+    from ..engine.planner.units import parse_bytes
     from ..quant.errors import BadInput
     from .output import TerminalProgress
 
@@ -279,12 +282,14 @@ def bench(
     for own in speculation.OPTION_NAMES:
         del given[own]
     given["enable_prefix_caching"] = given.pop("prefix_caching")
+    del given["swap_space"]
     given |= {
         "model": model or model_option,
         "goodput": tuple(goodput or ()),
         "metadata": _pairs(metadata or (), "--metadata"),
         "header": _pairs(header or (), "--header"),
         "extra_body": s.extra_body(extra_body),
+        "swap_space_bytes": None if swap_space is None else parse_bytes(swap_space),
         "lora": parse_adapters(lora or ()),
         "speculation": speculation.speculation(
             speculative,

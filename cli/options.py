@@ -80,6 +80,14 @@ GpuMemoryUtilization = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+SwapSpace = Annotated[
+    str | None,
+    typer.Option(
+        help="Host memory, such as 4GiB, in which preempted sequences keep what they had computed. "
+        "Without it they compute it again.",
+        rich_help_panel="Engine",
+    ),
+]
 CpuActivations = Annotated[
     int,
     typer.Option(

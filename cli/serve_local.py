@@ -20,6 +20,7 @@ from .options import (
     ModelOption,
     OverlappedLoop,
     SchedulingPolicy,
+    SwapSpace,
     TensorParallelSize,
     Window,
 )
@@ -59,6 +60,7 @@ def serve_local(
     ] = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     gpu_memory_utilization: GpuMemoryUtilization = None,
+    swap_space: SwapSpace = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its beginning.")
@@ -154,6 +156,7 @@ def serve_local(
         attention_sinks=attention_sinks,
         kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         gpu_memory_utilization=gpu_memory_utilization,
+        swap_space_bytes=0 if swap_space is None else parse_bytes(swap_space),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -28,8 +28,17 @@ MODES: dict[str, dict[str, Any]] = {
     "one by one": {"max_num_seqs": 1},
     "chunks": {"prefill_chunk_size": 7, "block_size": 8, "overlapped_loop": True},
     "no prefix cache": {"enable_prefix_caching": False},
+    "no graphs": {"enforce_eager": True},
+    "no graphs, overlapped": {"enforce_eager": True, "overlapped_loop": True},
     "preempted": {"num_blocks": 36, "block_size": 4},
     "preempted, overlapped": {"num_blocks": 36, "block_size": 4, "overlapped_loop": True},
+    "preempted, swapped": {"num_blocks": 36, "block_size": 4, "swap_space_bytes": 2**22},
+    "preempted, swapped, overlapped": {
+        "num_blocks": 36,
+        "block_size": 4,
+        "swap_space_bytes": 2**22,
+        "overlapped_loop": True,
+    },
     "prompt lookup": {"speculation": SpeculationConfig("ngram", ngram_min=1)},
     "draft model": {"speculation": SpeculationConfig("draft", "stories260K")},
 }
@@ -85,6 +94,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(mode, expected):
     for ours, theirs in zip(logprobs, expected[1], strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-3, rtol=1e-3)
     assert (built.stats.num_preemptions > 0) == mode.startswith("preempted")
+    assert (built.stats.num_swaps > 0) == ("swapped" in mode)
     assert (built.stats.num_guesses > 0) == ("speculation" in MODES[mode])
 
 

@@ -97,6 +97,7 @@ def test_the_promises_of_our_server_are_kept_unasked() -> None:
     ("asked", "named"),
     [
         ({"window": 100, "max_body": "1MiB"}, "--window, --max-body"),
+        ({"swap_space": "4GiB"}, "--swap-space"),
         ({"scheduling_policy": "shortest-prefill"}, "shortest-prefill"),
         ({"kv_cache_dtype": "float32"}, "float32"),
         ({"speculative": "medusa"}, "--draft-model"),
