@@ -11,6 +11,7 @@ from .block_pool import NULL_BLOCK
 from .kernels.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan, TreeMask
 from .model.attention import StepInputs
 from .speculation.tree import Tree
+from .transfer import packed
 from .window import dropped_places
 
 
@@ -36,14 +37,10 @@ def step_inputs(
     dtype: torch.dtype,
 ) -> StepInputs:
     """Everything that a model reads of a step."""
-
-    def tensor(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    spans: list[SequenceSpan] = []
+    several: list[tuple[int, int, int, Sequence[int], range, TreeMask | None]] = []
     single: list[tuple[int, int, Sequence[int], range]] = []
     for start, tokens, block_ids, tree in runs:
         begin, end = len(token_ids), start + len(tokens)
@@ -66,29 +63,32 @@ def step_inputs(
         if len(tokens) == 1 and mask is None:
             single.append((begin, end, held, out))
         else:
-            front, gap = out.start * block_size, len(out) * block_size
-            tokens_end = begin + len(tokens)
-            spans.append(SequenceSpan(begin, tokens_end, end, tensor(held), front, gap, mask))
+            several.append((begin, begin + len(tokens), end, held, out, mask))
+    width = max((len(held) for _, _, held, _ in single), default=0)
+    padded: list[int] = []
+    for _, _, held, _ in single:
+        padded += [*held, *[NULL_BLOCK] * (width - len(held))]
+    of_single = (
+        [row for row, _, _, _ in single],
+        padded,
+        [length for _, length, _, _ in single],
+        [len(out) * block_size for _, _, _, out in single],
+    )
+    tables = [held for _, _, _, held, _, _ in several]
+    tokens, places, written, rows, block_ids, lengths, gaps, *copied = packed(
+        [token_ids, positions, slots, *of_single, *tables], device
+    )
     decode = None
     if single:
-        width = max(len(held) for _, _, held, _ in single)
-        padding = [[NULL_BLOCK] * (width - len(held)) for _, _, held, _ in single]
-        decode = DecodeGroup(
-            rows=tensor([row for row, _, _, _ in single]),
-            block_ids=tensor(
-                [
-                    block
-                    for (_, _, held, _), rest in zip(single, padding, strict=True)
-                    for block in (*held, *rest)
-                ]
-            ),
-            lengths=tensor([length for _, length, _, _ in single]),
-            gaps=tensor([len(out) * block_size for _, _, _, out in single]),
-            # All that leave something out keep the same first tokens.
-            front=max(out.start for _, _, _, out in single) * block_size,
-        )
+        # All that leave something out keep the same first tokens.
+        front = max(out.start for _, _, _, out in single) * block_size
+        decode = DecodeGroup(rows, block_ids, lengths, gaps, front)
+    spans = [
+        SequenceSpan(begin, stop, end, table, out.start * block_size, len(out) * block_size, mask)
+        for (begin, stop, end, _, out, mask), table in zip(several, copied, strict=True)
+    ]
     batch = AttentionBatch(spans, decode, block_size, dtype)
-    return StepInputs(tensor(token_ids), tensor(positions), tensor(slots), batch)
+    return StepInputs(tokens, places, written, batch)
 
 
 def _tree_mask(tree: Tree, device: torch.device) -> TreeMask:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ..model.projection import LinearSite
 from ..parallel.cut import take_rows
+from ..transfer import packed
 from .read import read_adapter
 
 AdapterRows = Mapping[str, torch.Tensor | None]
@@ -97,7 +98,9 @@ def rows_by_adapter(runs: Sequence[tuple[str | None, int]], device: torch.device
         if name is not None:
             rows.setdefault(name, []).extend(range(begin, begin + count))
         begin += count
+    if not rows:
+        return {}
+    copied = packed(list(rows.values()), device)
     return {
-        name: None if len(own) == begin else torch.tensor(own, device=device)
-        for name, own in rows.items()
+        name: None if len(own) == begin else own for name, own in zip(rows, copied, strict=True)
     }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from ...transfer import to_device
 from ..paged_attention import AttentionBatch
 
 SHORT_SPAN = 8
@@ -47,7 +50,7 @@ class Layout:
         self.table = tables[0] if len(tables) == 1 else torch.cat(tables)
         self._device = self.table.device
         if fields:
-            segments.insert(0, torch.tensor(fields, device=self._device))
+            segments.insert(0, self._copied(fields))
         self.segments = segments[0] if len(segments) == 1 else torch.cat(segments)
         self._block_size = batch.block_size
         self._made: dict[tuple[int, bool], Tiles | None] = {}
@@ -68,8 +71,8 @@ class Layout:
             index += [[segment, first, len(rows) + first] for first in range(0, count, tokens)]
             rows += range(span.begin, span.end)
             width = max(width, span.num_held)
-        parts = [torch.tensor(index, device=self._device)] if index else []
-        of_parts = [torch.tensor(rows, device=self._device)] if rows else []
+        parts = [self._copied(index)] if index else []
+        of_parts = [self._copied(rows)] if rows else []
         if short and self._decode is not None:
             steps = torch.arange(self._decode.rows.numel(), device=self._device)
             own = (steps + len(self._spans), torch.zeros_like(steps), steps + len(rows))
@@ -79,3 +82,6 @@ class Layout:
         if not parts:
             return None
         return Tiles(torch.cat(parts), torch.cat(of_parts), width)
+
+    def _copied(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        return to_device(np.array(values, dtype=np.int64), self._device)
