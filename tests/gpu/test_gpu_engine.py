@@ -10,6 +10,7 @@ import pytest
 import torch
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.kernels.activations import round_inputs
 from llmopt.engine.kernels.table import SCHEMES
 from llmopt.engine.sampling_params import SamplingParams
 from llmopt.engine.speculation.options import SpeculationConfig
@@ -126,11 +127,13 @@ def holders(schemes: Sequence[Scheme]) -> list[tuple[str, Scheme]]:
     holders([scheme for scheme, _ in SCHEMES]),
     ids=lambda case: f"{case[0]} {case[1].label}",
 )
-def test_every_format_stays_near_its_dequantized_weights(case, tmp_path):
+def test_every_format_stays_near_what_its_codes_mean(case, tmp_path):
     model = random_model(hidden_size=256, intermediate_size=512, num_attention_heads=8)
     weights = write_checkpoint(tmp_path, model, *case)
     for name, weight in weights.items():
-        model.get_submodule(name).weight.data = weight.dequantize()
+        linear = model.get_submodule(name)
+        linear.weight.data = weight.dequantize()
+        linear.register_forward_pre_hook(lambda _, inputs: round_inputs(inputs[0], case[1]))
     with torch.no_grad():
         exact = model(torch.tensor([PROMPTS[1]])).logits[0]
     for count in (1, 20, len(PROMPTS[1])):  # a product by vector, tiles, and the way of many tokens
