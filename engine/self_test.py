@@ -22,10 +22,13 @@ from .kernels.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
 from .kernels.table import SCHEMES
 from .model.mlp import GatedMlp
 from .model.projection import Projection
+from .sampling.kernels import SAMPLING, SamplingKernel, SamplingSituation
+from .sampling.row import SamplingRow
+from .sampling_params import SamplingParams
 from .step_inputs import Run, step_inputs
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 128, 16
-ROW, OUT = 512, 384
+ROW, OUT, VOCAB = 512, 384, 5000
 TOKENS = (1, 20, 100)
 """A product by vector, tiles, and the way of many tokens."""
 
@@ -124,6 +127,7 @@ def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
     )
     yield _linear(random, kind, dtype, most)
     yield _experts(random, kind, dtype, most)
+    yield _sampling(device, draw)
     for scheme, input_bits in SCHEMES:
         yield _quantized_linear(random, device, dtype, scheme, input_bits)
 
@@ -219,6 +223,27 @@ def _experts(random: Random, kind: str, dtype: torch.dtype, most: float) -> Chec
         return [kernel(*visits) for visits in given]
 
     return Check(EXPERTS, ExpertsSituation(kind, dtype), compute, most)
+
+
+def _sampling(device: torch.device, draw: torch.Generator) -> Check:
+    """Distributions of rows that use every parameter, and the greedy draw."""
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, top_k=40),
+        SamplingParams(temperature=1.3, top_p=0.7, min_p=0.01),
+        SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
+    ]
+    known = [5, 7, 7, 9]
+    rows = [SamplingRow(own, 3, known, 2, barred=frozenset({11})) for own in params]
+    logits = (4 * torch.randn(len(rows), VOCAB, generator=draw)).to(device)
+
+    def compute(make: Callable[[], SamplingKernel]) -> list[torch.Tensor]:
+        kernel = make()
+        drawn = kernel.draw(logits[:1], rows[:1])
+        return [*kernel.distributions(logits, rows), drawn]
+
+    situation = SamplingSituation(device.type)
+    return Check(SAMPLING, situation, compute, MOST_ERROR[torch.float32])
 
 
 def _quantized_linear(
