@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 def slow_sampler(engine: Engine, factor: float) -> None:
     """Make every draw of `engine` last `factor` times as long. Spins, so that the core stays awake."""
     sampler: Any = engine.runner._sampler
-    draw = sampler.draw
+    begin = sampler.begin
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
-        drawn = draw(*args, **kwargs)
+        drawn = begin(*args, **kwargs)
         until = start + (time.perf_counter() - start) * factor
         while time.perf_counter() < until:
             pass
         return drawn
 
-    sampler.draw = slow
+    sampler.begin = slow

@@ -95,7 +95,7 @@ def _timed(engine: Engine) -> Iterator[list[dict[str, float]]]:
         (runner, "execute", "execute"),
         (runner.decoder, "forward", "kernels"),
         (runner.decoder, "logits", "kernels"),
-        (runner._sampler, "draw", "sampling"),
+        (runner._sampler, "begin", "sampling"),
         (answers, "pieces", "detokenizing"),
     ]
     wrapped = [(owner, name, clocked(part, getattr(owner, name))) for owner, name, part in places]

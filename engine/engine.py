@@ -54,7 +54,7 @@ from .scoring import in_chunks
 from .speculation.open import draft_length, open_draft, open_proposer
 from .speculation.proposer import Proposer
 from .step_graphs import StepGraphs, capture_on, graph_sizes
-from .step_loop import StepLoop, StepUnderWay
+from .step_loop import SerialLoop, StepUnderWay, open_loop
 from .step_trace import StepRecorder
 from .swap_space import SwapSpace
 
@@ -209,7 +209,7 @@ class Engine:
             PrefixCache(pool, block_size, enabled=config.enable_prefix_caching),
             SwapSpace(on_host),
         )
-        self._loop = StepLoop(self.runner, overlapped=config.overlapped_loop)
+        self._loop = open_loop(self.runner, self.device, overlapped=config.overlapped_loop)
         self._under_way: StepUnderWay | None = None
         self.answers = Answers(self.scheduler, self.tokenizer)
         self.recorder: StepRecorder | None = None
@@ -349,7 +349,7 @@ class Engine:
         """While the block lasts, an overlapped loop is a serial one; for an engine with nothing to do."""
         assert not self.has_unfinished()
         self._wait_for_thread()
-        before, self._loop = self._loop, StepLoop(self.runner, overlapped=False)
+        before, self._loop = self._loop, SerialLoop(self.runner)
         self._under_way = None
         try:
             yield

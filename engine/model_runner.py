@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -13,7 +15,7 @@ from .lora.bank import rows_by_adapter
 from .model.attention import StepInputs
 from .model.open import CausalModel
 from .outputs import TokenLogprobs
-from .sampler import Sampler
+from .sampler import Draw, Sampler
 from .sampling.logprobs import WantedLogprobs, logprobs_of
 from .sampling.row import SamplingRow
 from .speculation.proposer import Guesses, Proposer
@@ -43,6 +45,33 @@ class StepResult:
     guess_depths: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Promised:
+    """Tokens of the step before, int64 on the device, and where each sequence's first one lies."""
+
+    tokens: torch.Tensor
+    places: Mapping[str, int]
+
+    def fill_in(self, token_ids: torch.Tensor, runs: Sequence[GuessedRow]) -> None:
+        """Put them at the ends of rows in `token_ids` [tokens] that the host does not know."""
+        ends = [run.begin + run.row.num_tokens - 1 for run in runs]
+        places = [self.places[run.row.sequence_id] for run in runs]
+        to, source = packed([ends, places], token_ids.device)
+        token_ids.index_copy_(0, to, self.tokens.index_select(0, source))
+
+
+def _drawn(runs: Sequence[GuessedRow], draw: Draw | None, result: StepResult) -> StepResult:
+    """Wait for the tokens of rows, and put them into `result`."""
+    if draw is not None:
+        tokens, logprobs = draw.result()
+        begin = 0
+        for run in runs:
+            name, end = run.row.sequence_id, begin + run.row.num_samples
+            result.tokens[name], result.logprobs[name] = tokens[begin:end], logprobs[begin:end]
+            begin = end
+    return result
+
+
 class ModelRunner:
     """Owns the model, its KV cache and the sampler."""
 
@@ -67,14 +96,30 @@ class ModelRunner:
         self._proposer = proposer
         self._graphs = graphs
         self._by_rejection = by_rejection
+        self._promised: _Promised | None = None
 
     def capture_graphs(self) -> None:
         """Capture the steps that graphs repeat, before the first of them is asked for."""
         self._graphs.capture_all(() if self._proposer is None else self._proposer.taps)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
+        return self.launch(plan)()
+
+    def must_know(self, plan: StepPlan) -> bool:
+        """Whether a step looks at tokens on the host that the one before has not given there yet."""
+        guesses = self._proposer is not None
+        return any(
+            row.is_unknown and (guesses or (row.num_samples > 0 and row.params.reads_tokens))
+            for row in plan.rows
+        )
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step; what is returned waits for its tokens.
+
+        Those that the step before draws need not be known on the host, unless it `must_know` them.
+        """
         for cache in (self.cache, *(() if self._proposer is None else self._proposer.caches)):
             cache.copy(plan.copies)
         guesses: Mapping[str, Guesses] = {}
@@ -88,7 +133,10 @@ class ModelRunner:
         hidden = self._graphs.forward(self._inputs(runs))
         result = StepResult()
         self._score_prompts(runs, hidden, result)
-        self._draw([run for run in runs if run.row.num_samples], hidden)
+        drawing = [run for run in runs if run.row.num_samples]
+        if self._proposer is None:
+            return partial(_drawn, drawing, self._begin_draw(drawing, hidden), result)
+        self._draw(drawing, hidden)
         for run in runs:
             name = run.row.sequence_id
             if run.row.num_samples:
@@ -97,9 +145,8 @@ class ModelRunner:
                 result.num_guesses[name] = len(run.guessed)
                 result.guess_depths[name] = run.guesses.tree.depth
         self.cache.copy_slots([move for run in runs for move in self._moves(run)])
-        if self._proposer is not None:
-            self._proposer.see([run.seen(hidden) for run in runs])
-        return result
+        self._proposer.see([run.seen(hidden) for run in runs])
+        return lambda: result
 
     @torch.inference_mode()
     def score(
@@ -130,6 +177,9 @@ class ModelRunner:
 
     def _inputs(self, runs: Sequence[GuessedRow]) -> StepInputs:
         inputs = self._inputs_of([run.run for run in runs])
+        if unknown := [run for run in runs if run.row.is_unknown]:
+            assert self._promised is not None
+            self._promised.fill_in(inputs.token_ids, unknown)
         loras = [(run.row.lora, run.num_tokens) for run in runs]
         taps = () if self._proposer is None else self._proposer.taps
         return replace(inputs, adapters=rows_by_adapter(loras, self._device), taps=taps)
@@ -137,18 +187,29 @@ class ModelRunner:
     def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:
         return step_inputs(runs, self.cache.block_size, self._device, self._dtype)
 
-    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+    def _logits(self, runs: Sequence[GuessedRow], hidden: torch.Tensor) -> torch.Tensor:
+        """Scores behind the `ends` of some rows, float32 [ends, vocab]."""
+        (ends,) = packed([[end for run in runs for end in run.ends]], self._device)
+        return self.decoder.logits(hidden.index_select(0, ends))
+
+    def _begin_draw(self, runs: Sequence[GuessedRow], hidden: torch.Tensor) -> Draw | None:
+        """Draw behind each row, where nobody guesses."""
+        self._promised = None
+        if not runs:
+            return None
+        draws = [own for run in runs for own in self._draws_of(run.row)]
+        draw = self._sampler.begin(self._logits(runs, hidden), draws)
+        counts = accumulate((run.row.num_samples for run in runs), initial=0)
+        names = (run.row.sequence_id for run in runs)
+        self._promised = _Promised(draw.tokens, dict(zip(names, counts, strict=False)))
+        return draw
 
     def _draw(self, runs: Sequence[GuessedRow], hidden: torch.Tensor) -> None:
         """Draw behind each row, and behind its guesses for as long as they are what is drawn."""
         if not runs:
             return
-        ends = [run.ends for run in runs]
-        logits = self.decoder.logits(
-            hidden.index_select(0, self._tensor([e for own in ends for e in own]))
-        )
-        going = list(zip(runs, logits.split([len(own) for own in ends]), strict=True))
+        logits = self._logits(runs, hidden)
+        going = list(zip(runs, logits.split([len(run.ends) for run in runs]), strict=True))
         if self._by_rejection:
             self._reject(runs, logits)
             return

@@ -115,12 +115,12 @@ class SamplingParams:
     @property
     def changes_scores(self) -> bool:
         """Whether the scores are anything but the model's own before the temperature."""
-        return bool(
-            self.logit_bias
-            or self.logits_processors
-            or self.token_mask is not None
-            or self.penalizes
-        )
+        return bool(self.logit_bias) or self.reads_tokens
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the scores are changed by the tokens before, beyond what the model makes of them."""
+        return bool(self.logits_processors) or self.token_mask is not None or self.penalizes
 
     @property
     def penalizes(self) -> bool:

@@ -46,7 +46,8 @@ class ScheduledRow:
         sequence_id: whose they are.
         start, end: positions of the first one and behind the last; those before are in the KV cache.
         tokens: the sequence's own list. A token that the step before draws is known in it when this step
-            runs, and the place behind `end` is kept for the one that this step draws, if it `promises` one.
+            runs, unless that looks for it on the device; and the place behind `end` is kept for the one
+            that this step draws, if it `promises` one.
         block_ids: the blocks of the sequence from position 0 on, wide enough for these tokens.
         num_samples: tokens to draw after the last one; 0 where the known tokens are not exhausted.
         num_prompt_tokens: how many of `tokens` are prompt.
@@ -80,6 +81,11 @@ class ScheduledRow:
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether its last token is still being drawn."""
+        return self.tokens[self.end - 1] == PROMISED
 
     @property
     def promises(self) -> bool:

@@ -83,7 +83,7 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
     decoder: Any = runner.decoder
     places: list[tuple[Any, str, str]] = [
         (engine, "step", "python"),
-        (runner._sampler, "draw", "sampler"),
+        (runner._sampler, "begin", "sampler"),
         (runner._graphs, "forward", "repeated"),
         (decoder, "forward", "between"),
         (decoder, "logits", "head"),

@@ -20,7 +20,7 @@ def test_the_parts_of_a_real_step_add_up_and_nothing_stays_wrapped(overlapped: b
         update={"slowdown": 50.0, "slowdown_where": "sampler", "overlapped_loop": overlapped}
     )
     session = BenchSession(options)
-    slowed = session.engine.runner._sampler.draw
+    slowed = session.engine.runner._sampler.begin
     assert session.run_pass()
     split = session.finish().result["llmopt"]["step_split"]
     assert set(split["parts_ms"]) == set(PARTS) and split["num_steps"] == 5
@@ -28,7 +28,7 @@ def test_the_parts_of_a_real_step_add_up_and_nothing_stays_wrapped(overlapped: b
     assert all(spent > 0 for part, spent in split["parts_ms"].items() if part != "rest")
     # The sampler was slowed on purpose: it shows, and stays slowed.
     assert split["parts_ms"]["sampling"] > split["parts_ms"]["scheduling"]
-    assert session.engine.runner._sampler.draw is slowed
+    assert session.engine.runner._sampler.begin is slowed
     for owner, name in ((session.engine, "step"), (session.engine.scheduler, "schedule")):
         assert name not in vars(owner)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,25 @@ import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.model_runner import ModelRunner
+from llmopt.engine.speculation.options import SpeculationConfig
+from llmopt.engine.step_loop import AheadLoop, SerialLoop, ThreadedLoop
+from llmopt.engine.step_plan import StepPlan
 from llmopt.engine.step_trace import StepRecorder
 from llmopt.recipes import MODELS
 
 PROMPT = [1, 403, 407, 261, 378]
+
+
+@pytest.fixture(params=[ThreadedLoop, AheadLoop], autouse=True)
+def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+    """The two kinds, of which a device has one."""
+
+    def opened(runner: ModelRunner, device: torch.device, *, overlapped: bool) -> Any:
+        return request.param(runner) if overlapped else SerialLoop(runner)
+
+    monkeypatch.setattr("llmopt.engine.engine.open_loop", opened)
+    return request.param
 
 
 def engine(**options: Any) -> Engine:
@@ -121,6 +137,68 @@ def test_a_trace_has_every_step_that_was_settled():
     assert all(step.execute_seconds > 0 for step in steps)
     assert [step.start for step in steps] == sorted(step.start for step in steps)
     built.close()
+
+
+PROMPTS = [PROMPT[:1] + [7 * i + 3 * j + 5 for i in range(2 + 3 * j)] for j in range(7)]
+MIXED = [
+    SamplingParams(max_tokens=14, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=0.8, seed=5, top_p=0.9, logprobs=2),
+    SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(261, 378)),
+    SamplingParams(max_tokens=14, temperature=0.7, seed=6, repetition_penalty=1.4),
+    SamplingParams(max_tokens=11, temperature=0.9, seed=7, n=2, min_tokens=6),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_blocks": 14, "max_num_seqs": 4},
+        {"prefill_chunk_size": 3, "max_num_batched_tokens": 8, "max_num_seqs": 6},
+        {"window": 8, "attention_sinks": 2, "max_model_len": 100, "enforce_eager": True},
+        {"speculation": SpeculationConfig("ngram", ngram_min=1)},
+    ],
+    ids=str,
+)
+def test_requests_of_every_kind_beside_each_other(options: dict[str, Any]) -> None:
+    """Preempted, in chunks, behind a window, with guesses: the tokens of the serial loop."""
+    results = []
+    for overlapped in (False, True):
+        built = engine(overlapped_loop=overlapped, **options)
+        tokens: dict[tuple[str, int], list[int]] = {}
+        for index, prompt in enumerate(PROMPTS):
+            built.add_request(str(index), prompt, MIXED[index % len(MIXED)])
+        while built.has_unfinished():
+            for output in built.step():
+                own = tokens.setdefault((output.request_id, output.index), [])
+                own += output.new_token_ids
+            built.scheduler.check_integrity()
+        assert built.stats.kv_blocks_used == 0
+        assert built.stats.num_preemptions > 0 or "num_blocks" not in options
+        results.append(tokens)
+        built.close()
+    assert results[0] == results[1]
+
+
+def test_a_step_is_launched_before_the_tokens_of_its_predecessor_are_known(
+    monkeypatch: pytest.MonkeyPatch, loop: type[Any]
+) -> None:
+    """But not where it looks at them."""
+    seen: list[tuple[bool, bool]] = []
+    launch = ModelRunner.launch
+
+    def watched(self: ModelRunner, plan: StepPlan) -> Any:
+        seen.extend((row.is_unknown, row.params.reads_tokens) for row in plan.rows)
+        return launch(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    built = engine()
+    for penalty in (0.0, 0.5):
+        params = SamplingParams(max_tokens=9, temperature=0, frequency_penalty=penalty)
+        run(built, "a", replace(params, ignore_eos=True))
+    built.close()
+    of_ahead = [(False, False), *[(True, False)] * 8, *[(False, True)] * 9]
+    assert seen == (of_ahead if loop is AheadLoop else [(False, row[1]) for row in of_ahead])
 
 
 def test_the_offline_door_takes_it(serial):
