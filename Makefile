@@ -38,7 +38,7 @@ gpu-check: $(LINKS)/llmopt
 
 # How fast is it, beside transformers, as shares of what the GPU can do. Under 9 minutes.
 gpu-bench: $(LINKS)/llmopt
-	$(PYTHON) tools/gpu_bench.py --out $(RESULT)
+	$(PYTHON) tools/gpu_bench.py --out $(RESULT) $(if $(COMMIT),--commit $(COMMIT))
 
 $(LINKS)/llmopt:
 	mkdir -p $@

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.sampling_params import SamplingParams
+
+PROFILED_STEPS = 8
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -24,6 +26,18 @@ def prompts_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[list[i
     """Random prompts: no two begin alike, so that no block is shared."""
     draw = random.Random(seed)
     return [[draw.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def _busy_seconds(step: Callable[[], float]) -> float:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(PROFILED_STEPS):
+            step()
+        torch.cuda.synchronize()
+    return (
+        sum(event.self_device_time_total for event in found.key_averages()) / 1e6 / PROFILED_STEPS
+    )
 
 
 class Ours:
@@ -37,22 +51,13 @@ class Ours:
         self.engine = Engine(EngineConfig(folder, enable_prefix_caching=False, **options))
         self._longest = max_model_len
 
-    def decode(self, batch: int, context: int, steps: int) -> list[float]:
-        """Seconds of steps that give each of `batch` sequences its next token, `context` in the middle."""
+    def decode(self, batch: int, context: int, steps: int) -> tuple[list[float], float | None]:
+        """Seconds of steps that give each of `batch` sequences its next token, `context` in the middle; and,
+        with CUDA, in how many seconds of a step the device computes or copies, from a few steps more.
+        """
         with self._decoding(batch, context, steps) as step:
-            return [step() for _ in range(steps)]
-
-    def device_seconds(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of such a step in which the CUDA device computes or copies."""
-        from torch.profiler import ProfilerActivity, profile
-
-        with self._decoding(batch, context, steps) as step:
-            with profile(activities=[ProfilerActivity.CUDA]) as found:
-                for _ in range(steps):
-                    step()
-                torch.cuda.synchronize()
-            busy = sum(event.self_device_time_total for event in found.key_averages())
-        return busy / 1e6 / steps
+            seconds = [step() for _ in range(steps)]
+            return seconds, _busy_seconds(step) if torch.cuda.is_available() else None
 
     def prefill(self, length: int, repeats: int) -> list[float]:
         """Seconds from a prompt to its first token, after one that does not count."""
@@ -77,7 +82,7 @@ class Ours:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def _decoding(self, batch: int, context: int, steps: int) -> Iterator[Any]:
+    def _decoding(self, batch: int, context: int, steps: int) -> Iterator[Callable[[], float]]:
         """A call that makes one step and returns its seconds, once every prompt has been computed."""
         engine = self.engine
         start = max(1, context - steps // 2 - self.WARM_STEPS)

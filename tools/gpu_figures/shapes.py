@@ -100,7 +100,7 @@ def write_checkpoint(
                 if isinstance(scheme, IntScheme)
                 else round_to_fp8(weight, scheme, torch.bfloat16)
             )
-            layer |= FORMATS[FORMAT].pack(module, rounded)
+            layer |= FORMATS[FORMAT].pack(module, rounded.to("cpu"))
     count = config["num_hidden_layers"]
     shards = {"rest.safetensors": rest}
     shards |= {f"layer-{i}.safetensors": _renamed(layer, i) for i in range(count)}
