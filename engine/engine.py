@@ -90,6 +90,7 @@ class Engine:
         if self.device.type == "cpu":
             torch.set_num_threads(num_threads(config))
         checkpoint = open_checkpoint(self.folder)
+        checkpoint.read_ahead()
         self.dtype = choose_dtype(config.dtype, self.device)
         self.tokenizer = load_tokenizer(self.folder)
         self.eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)

@@ -12,6 +12,7 @@ import torch
 from ...quant.checkpoint import Checkpoint
 from ...quant.errors import BadInput
 from ..compatibility import refuse
+from ..host import give_back_freed_memory
 from ..lora.bank import AdapterBank
 from ..parallel.shard import Shard
 from ..window import Window
@@ -104,6 +105,7 @@ def open_model(
         shard.check(spec)
         own = shard.spec(spec)
     weights = load_weights(checkpoint, spec, device, dtype, input_bits, shard)
+    give_back_freed_memory()
     bank = None
     if loras:
         bank = AdapterBank(loras, weights.linears, spec.names.bases, device, dtype)

@@ -128,8 +128,10 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     if 8 % bits == 0:
         # Flat first: strides of an axis of length 1 may be anything, and `view` looks at them.
         packed = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
-        parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-        return torch.stack(parts, dim=-1).flatten(-2)
+        codes = torch.empty(*packed.shape, 8 // bits, dtype=torch.uint8)
+        for index in range(8 // bits):
+            torch.bitwise_right_shift(packed, index * bits, out=codes[..., index])
+        return codes.bitwise_and_(2**bits - 1).flatten(-2)
     count = words.shape[-1] * 32 // bits
     stream = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits))
     planes = stream.unflatten(-1, (-1, bits)).movedim(-1, 0).contiguous()

@@ -186,8 +186,8 @@ def _input_scale(
 
 
 def _signed(codes: torch.Tensor) -> torch.Tensor:
-    return (codes.to(torch.int16) - _INT8_MIDDLE).to(torch.int8)
+    return (codes ^ _INT8_MIDDLE).view(torch.int8)
 
 
 def _unsigned(codes: torch.Tensor) -> torch.Tensor:
-    return (codes.to(torch.int16) + _INT8_MIDDLE).to(torch.uint8)
+    return codes.view(torch.uint8) ^ _INT8_MIDDLE

@@ -52,7 +52,9 @@ def dequantize_simple(data: torch.Tensor, type_name: str) -> torch.Tensor:
 
 def simple_codes(data: torch.Tensor, type_name: str) -> torch.Tensor:
     """The unsigned codes, uint8 `[n, 32]`, of 4- and 5-bit blocks."""
-    nibbles = torch.cat([data[:, -16:] & 15, data[:, -16:] >> 4], dim=-1)
+    nibbles = torch.empty(len(data), 32, dtype=torch.uint8, device=data.device)
+    torch.bitwise_and(data[:, -16:], 15, out=nibbles[:, :16])
+    torch.bitwise_right_shift(data[:, -16:], 4, out=nibbles[:, 16:])
     if type_name[1] == "4":
         return nibbles
     return nibbles | (unpack_bits(data[:, -20:-16]) << 4)
