@@ -135,7 +135,9 @@ class Engine:
                 self.workers.follow(model, cache, num_blocks)
             return cache
 
-        def open_runner(cache: KvCache, proposer: Proposer | None = None) -> ModelRunner:
+        def open_runner(
+            cache: KvCache, proposer: Proposer | None = None, sizes: Sequence[int] = ()
+        ) -> ModelRunner:
             return ModelRunner(
                 model,
                 cache,
@@ -148,7 +150,7 @@ class Engine:
                     cache.layers,
                     block_size,
                     limits.most_blocks(self.max_model_len),
-                    () if config.enforce_eager else graph_sizes(self.device, max_num_seqs),
+                    sizes,
                     capture_on(self.device),
                     self.device,
                     self.dtype,
@@ -191,7 +193,8 @@ class Engine:
                 kv_dtype,
                 on_host,
             )
-        self.runner = open_runner(cache, proposer)
+        sizes = () if config.enforce_eager else graph_sizes(self.device, max_num_seqs)
+        self.runner = open_runner(cache, proposer, sizes)
         if self.device.type == "cuda":
             with saying_what_fits("the graphs of its steps", self.device):
                 self.runner.capture_graphs()

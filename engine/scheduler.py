@@ -141,9 +141,8 @@ class Scheduler:
             self._row(request, num_new, guesses.get(sequence_id, 0))
             for sequence_id, (request, num_new) in scheduled.items()
         )
-        if (
-            not rows
-        ):  # nobody carries such a plan out: whoever was preempted for it is computed again
+        if not rows:
+            # Nobody carries such a plan out: whoever was preempted for it is computed again.
             for _, request in self._waiting:
                 self.swap.forget_uncopied(request)
         within = tuple((source, destination) for destination, source in self._copies.items())
