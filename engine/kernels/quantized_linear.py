@@ -34,7 +34,7 @@ from .native.linear import native_linear
 from .packed_linear import Packed8Linear, Packed16Linear, wants_8_bit_inputs
 from .triton import table as triton
 from .triton.runtime import refuses_fp8
-from .triton.tile_weight import half_run, refuses_tiles, scale_group, tiles_of
+from .triton.tile_weight import piece_of, refuses_tiles, scale_group, tiles_of
 
 MOST_INPUTS = 2**20
 
@@ -255,8 +255,8 @@ def _refuses_triton_rounded(situation: QuantizedLinearSituation) -> str | None:
         return reason
     if (reason := _refuses_triton(situation)) is not None:
         return reason
-    half = half_run(situation.in_features, scale_group(scheme), scheme.bits)
-    if half is None or half < 32:
+    piece = piece_of(situation.in_features, scale_group(scheme), scheme.bits)
+    if piece is None or piece < 32:
         return f"a product of 8-bit inputs takes 32 of them, which {scheme.label} does not fit"
     return None
 

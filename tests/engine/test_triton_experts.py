@@ -24,7 +24,7 @@ from model_families import FAMILIES, save_model
 from quantized_world import quantized
 from triton_world import DEVICE
 
-HIDDEN, INNER, COUNT = 96, 64, 5
+HIDDEN, INNER, COUNT = 128, 64, 5
 SCHEMES: list[Scheme | None] = [
     None,
     IntScheme(4, 32, False),

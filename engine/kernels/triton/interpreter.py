@@ -1,4 +1,4 @@
-"""Four things that the interpreter of Triton 3.6 does wrong, made right."""
+"""Five things that the interpreter of Triton 3.6 does wrong, made right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from triton.runtime import interpreter
 
 
 def mend() -> bool:
-    """Ranges with bounds that a kernel loaded; matrix products of bfloat16; rounding to it, and to e4m3.
+    """Ranges with bounds that a kernel loaded; matrix products and differences of bfloat16; rounding to
+    it, and to e4m3.
 
     Returns whether Triton interprets at all: what it brings itself was compiled or not when it was imported.
     """
@@ -20,6 +21,7 @@ def mend() -> bool:
     patch: Any = interpreter._patch_lang_tensor
     builder: Any = interpreter.InterpreterBuilder
     dot, cast, to_float = builder.create_dot, builder.cast_impl, builder.create_fp_to_fp
+    subtract = builder.create_fsub
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
         # NumPy 2.4 makes no int of an array of one element, which is what the interpreter's scalars are.
@@ -28,6 +30,12 @@ def mend() -> bool:
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, _widened(a), _widened(b), *rest)
+
+    def create_fsub(self: Any, a: Any, b: Any) -> Any:
+        if a.dtype.scalar != tl.bfloat16:
+            return subtract(self, a, b)
+        difference = _widened(a).data - _widened(b).data
+        return interpreter.TensorHandle(_rounded(difference), tl.bfloat16)
 
     def cast_impl(self: Any, source: Any, to: Any) -> Any:
         if source.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
@@ -43,6 +51,7 @@ def mend() -> bool:
     builder.create_fp_to_fp = create_fp_to_fp
     builder.cast_impl = cast_impl
     builder.create_dot = create_dot
+    builder.create_fsub = create_fsub
     return True
 
 

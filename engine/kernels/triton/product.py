@@ -3,23 +3,27 @@
 """Products with weights as they are stored, `y = x @ weight.T`: one kernel for all grids and inputs.
 
 A tile of codes becomes values in registers, of the type that the inputs have: bfloat16, float16, float32,
-and int8 or e4m3 where the inputs were rounded to 8 bits. Scales multiply the sums over their groups, not the
-values, which 16 bits therefore hold exactly where they are whole numbers. Where there are few outputs,
-several programs share the inputs of a tile; how many depends on the weight alone, and so do the numbers of a
-token among up to `FEW_TOKENS`.
+and int8 or e4m3 where the inputs were rounded to 8 bits. Outputs are the rows of a tile and tokens its
+columns, because the matrix units of Hopper take rows from registers, 64 of them, and as few columns as 8.
+
+Scales multiply the sums over their groups, not the values, which 16 bits therefore hold exactly where they
+are whole numbers. Where there are few outputs, several programs share the inputs of a tile; how many depends
+on the weight alone, and so do the numbers of a token among up to `FEW_TOKENS`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from .runtime import power_of_two
-from .tile_values import constants, pointers, scale_of, strides, values_of
-from .tile_weight import OUTPUTS, TileWeight
+from .tile_values import MAGIC, constants, group_of, pointers, scale_of, strides, values_of
+from .tile_weight import OUTPUTS, PIECES, TileWeight
 
 FEW_TOKENS = 64
 """Tokens of a call up to which its inputs are shared among programs."""
@@ -40,6 +44,7 @@ def _product(
     out_ptr,
     order_ptr,
     part_ptr,
+    magic,
     num_rows,
     num_outputs,
     columns,
@@ -52,7 +57,7 @@ def _product(
     code_row,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    HALF: tl.constexpr,
+    PIECE: tl.constexpr,
     BITS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
@@ -72,7 +77,8 @@ def _product(
     of rows has its own part of the weight and its own run of `order_ptr`, which says what rows they are; so
     many of them after each other read the same row of `x`.
     """
-    HALVES: tl.constexpr = 2 if BITS == 4 else 1
+    PIECES: tl.constexpr = 4 if BITS == 4 else 1
+    WORDS: tl.constexpr = PIECE // 2 if BITS == 4 else PIECE
     # An affine grid's values are scaled already. Hopper adds products of e4m3 with few bits: not for long.
     IS_E4M3: tl.constexpr = x_ptr.dtype.element_ty == tl.float8e4nv
     BY_GROUP: tl.constexpr = (GROUP > 0 and not IS_AFFINE) or X_RUN > 0 or IS_E4M3
@@ -95,19 +101,22 @@ def _product(
         is_row = row < num_rows
         source = row
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    lanes = tl.arange(0, HALF)
-    within = tl.arange(0, OUTPUTS)[:, None].to(tl.int64) * code_row + lanes[None, :]
-    sums = tl.full([ROWS, OUTPUTS], 0, TYPE)
-    total = tl.full([ROWS, OUTPUTS], 0.0, tl.float32)
+    lanes = tl.arange(0, PIECE)
+    within = tl.arange(0, OUTPUTS)[:, None].to(tl.int64) * code_row + tl.arange(0, WORDS)[None, :]
+    sums = tl.full([OUTPUTS, ROWS], 0, TYPE)
+    total = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
     end_run = tl.minimum(share * runs_each + runs_each, num_runs)
     for run in tl.range(share * runs_each, end_run, num_stages=STAGES):
         packed = tl.load(code_ptr + tile * code_tile + run * code_run + within)
-        for half in tl.static_range(HALVES):
-            first = (run * HALVES + half) * HALF
-            group = first // GROUP if GROUP > 0 else 0
+        for piece in tl.static_range(PIECES):
+            first = (run * PIECES + piece) * PIECE
+            group = group_of(run, piece, PIECES, PIECE, GROUP)
+            place = x_ptr + source[None, :] * x_row + first + lanes[:, None]
+            x = tl.load(place, mask=is_row[None, :], other=0.0)
             value = values_of(
                 packed,
-                half,
+                piece,
+                magic,
                 low_ptr,
                 outer_low_ptr,
                 scale_ptr,
@@ -122,33 +131,29 @@ def _product(
                 IS_AFFINE,
                 NESTED,
                 TABLE_ROW,
+                x.dtype,
             )
-            place = x_ptr + source[:, None] * x_row + first + lanes[None, :]
-            x = tl.load(place, mask=is_row[:, None], other=0.0)
             if BY_GROUP:
-                sums = tl.full([ROWS, OUTPUTS], 0, TYPE)
-            if ROWS == 1:
-                sums += tl.sum(value.to(TYPE) * x.to(TYPE), 1)[None, :]
-            else:
-                value = tl.trans(value.to(x.dtype))
-                sums = tl.dot(x, value, sums, input_precision=PRECISION, out_dtype=TYPE)
+                sums = tl.full([OUTPUTS, ROWS], 0, TYPE)
+            value = value.to(x.dtype)
+            sums = tl.dot(value, x, sums, input_precision=PRECISION, out_dtype=TYPE)
             if BY_GROUP:
                 part_sum = sums.to(tl.float32)
                 if X_RUN > 0:
                     at = x_scale_ptr + source * x_scale_row + first // X_RUN
-                    part_sum *= tl.load(at, mask=is_row, other=0.0)[:, None]
+                    part_sum *= tl.load(at, mask=is_row, other=0.0)[None, :]
                 if GROUP > 0 and not IS_AFFINE:
                     scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)
-                    part_sum *= scale[None, :]
+                    part_sum *= scale[:, None]
                 total += part_sum
     if not BY_GROUP:
         total = sums.to(tl.float32)
     if X_RUN == 0:
-        total *= tl.load(x_scale_ptr + source * x_scale_row, mask=is_row, other=0.0)[:, None]
+        total *= tl.load(x_scale_ptr + source * x_scale_row, mask=is_row, other=0.0)[None, :]
     if GROUP == 0 and not IS_AFFINE:
-        total *= scale_of(scale_ptr, outer_scale_ptr, 0, output, columns, NESTED)[None, :]
-    place = (share * num_rows + row[:, None]) * num_outputs + column[None, :]
-    mask = is_row[:, None] & (column < num_outputs)[None, :]
+        total *= scale_of(scale_ptr, outer_scale_ptr, 0, output, columns, NESTED)[:, None]
+    place = (share * num_rows + row[None, :]) * num_outputs + column[:, None]
+    mask = is_row[None, :] & (column < num_outputs)[:, None]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -191,16 +196,16 @@ def multiply(
         rows, row_tiles = parts.rows, parts.tiles.shape[0]
     else:
         # A tile of the matrix units has 16 rows at least.
-        rows = 1 if count == 1 else min(2 * FEW_TOKENS, max(16, power_of_two(count)))
+        rows = min(2 * FEW_TOKENS, max(16, power_of_two(count)))
         row_tiles = -(-count // rows)
     is_large = rows > FEW_TOKENS
-    outputs = 2 * OUTPUTS if is_large and not weight.is_paired else OUTPUTS
+    outputs = 2 * OUTPUTS if is_large and not weight.is_packed else OUTPUTS
     num_tiles = weight.part_outputs // outputs
     if count <= FEW_TOKENS:
         shares = -(-MULTIPROCESSORS * 4 // num_tiles)
     else:
         shares = max(1, MULTIPROCESSORS // (num_tiles * row_tiles))
-    runs_each = -(-weight.num_runs // min(shares, max(1, weight.num_runs // 4)))
+    runs_each = -(-weight.num_runs // min(shares, max(1, weight.num_runs // 2)))
     shares = -(-weight.num_runs // runs_each)
     wide = torch.float32 if shares > 1 else dtype
     out = torch.empty(shares, count, weight.out_features, dtype=wide, device=x.device)
@@ -215,6 +220,7 @@ def multiply(
         out,
         out if parts is None else parts.order,
         out if parts is None else parts.tiles,
+        MAGIC.get(x.dtype, 0),
         count,
         weight.out_features,
         weight.padded,
@@ -229,8 +235,25 @@ def multiply(
         IS_INTEGER=x.dtype is torch.int8,
         VISITS=0 if parts is None else parts.visits,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-        STAGES=3 if is_large else 4,
+        STAGES=_stages(x, weight, rows, outputs),
         **constants(weight),
         num_warps=8 if is_large else 4,
     )
     return out[0] if shares == 1 else out.sum(dim=0).to(dtype)
+
+
+def _stages(x: torch.Tensor, weight: TileWeight, rows: int, outputs: int) -> int:
+    """Runs that are read ahead, as shared memory has room for them."""
+    inputs = weight.piece * (PIECES if weight.is_packed else 1)
+    codes = inputs // 2 if weight.is_packed else inputs * weight.codes.element_size()
+    run = rows * inputs * x.element_size() + outputs * codes
+    return max(1, min(4, _shared_bytes(x.device) * 3 // 4 // run))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; without a GPU Hopper's."""
+    if device.type != "cuda":
+        return 227 * 1024
+    driver: Any = triton.runtime.driver.active
+    return driver.utils.get_device_properties(device.index or 0)["max_shared_mem"]

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 """From the codes of a tile to the values that they stand for, in a program of Triton's."""
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import triton.language as tl
 
 from .tile_weight import OUTPUTS, TileWeight
 
+MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
+"""Twice the bits of the number whose last bit is worth 1."""
+
 
 @triton.jit
 def scale_of(ptr, outer_ptr, group, output, columns, NESTED: tl.constexpr):
@@ -23,9 +26,22 @@ def scale_of(ptr, outer_ptr, group, output, columns, NESTED: tl.constexpr):
 
 
 @triton.jit
+def group_of(run, piece, PIECES: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr):
+    """The group of a piece. Where runs are whole groups, pieces of one group are seen to be of one."""
+    if GROUP == 0:
+        group = run * 0
+    elif PIECES * PIECE % GROUP == 0:
+        group = run * (PIECES * PIECE // GROUP) + piece * PIECE // GROUP
+    else:
+        group = (run * PIECES + piece) * PIECE // GROUP
+    return group
+
+
+@triton.jit
 def values_of(
     packed,
-    half,
+    piece,
+    magic,
     low_ptr,
     outer_low_ptr,
     scale_ptr,
@@ -40,11 +56,21 @@ def values_of(
     IS_AFFINE: tl.constexpr,
     NESTED: tl.constexpr,
     TABLE_ROW: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
-    """Values `[OUTPUTS, HALF]` of half a run: still to be scaled, unless the grid is affine."""
+    """Values `[OUTPUTS, PIECE]` of a piece, for products in TYPE: to be scaled, unless the grid is affine.
+
+    `magic`: `MAGIC` of TYPE. It is an argument for the assembler's sake, which puts two constants into two
+    instructions.
+    """
+    IS_SHORT: tl.constexpr = TYPE.primitive_bitwidth == 16
     codes = packed
     if BITS == 4:
-        codes = (packed >> (half * 4)) & 15
+        pair = (packed >> (piece * 4)) & 0x000F000F
+        if KIND == "code" and IS_SHORT and not IS_AFFINE:
+            # The last bits of 128 in bfloat16, of 1024 in float16.
+            pair = pair | magic
+        codes = tl.interleave(pair & 0xFFFF, (pair >> 16) & 0xFFFF)
     if KIND == "element":
         value = packed
     elif KIND == "table":
@@ -54,6 +80,13 @@ def values_of(
         bits = codes.to(tl.uint16)
         bits = ((bits & 128) << 8) | ((bits & 127) << 7)
         value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    elif BITS == 4 and IS_SHORT and not IS_AFFINE:
+        if ZERO < 0:
+            zero = tl.load(low_ptr + group * columns + output).to(tl.int32)
+        else:
+            zero = tl.full([output.shape[0]], ZERO, tl.int32)
+        zero = ((zero | magic) & 0xFFFF).to(tl.uint16).to(TYPE, bitcast=True)
+        value = codes.to(tl.uint16).to(TYPE, bitcast=True) - zero[:, None]
     else:
         # The last bits of 2**23, which take no conversion to become a float.
         value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
@@ -85,7 +118,7 @@ def _unpack(
     code_run,
     code_row,
     OUTPUTS: tl.constexpr,
-    HALF: tl.constexpr,
+    PIECE: tl.constexpr,
     BITS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
@@ -95,19 +128,21 @@ def _unpack(
     TABLE_ROW: tl.constexpr,
 ):
     """The weight as floats [outputs, inputs]. Grid: tiles of outputs, runs."""
-    HALVES: tl.constexpr = 2 if BITS == 4 else 1
+    PIECES: tl.constexpr = 4 if BITS == 4 else 1
+    WORDS: tl.constexpr = PIECE // 2 if BITS == 4 else PIECE
     tile = tl.program_id(0).to(tl.int64)
     run = tl.program_id(1).to(tl.int64)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    lanes = tl.arange(0, HALF)
-    within = tl.arange(0, OUTPUTS)[:, None].to(tl.int64) * code_row + lanes[None, :]
+    lanes = tl.arange(0, PIECE)
+    within = tl.arange(0, OUTPUTS)[:, None].to(tl.int64) * code_row + tl.arange(0, WORDS)[None, :]
     packed = tl.load(code_ptr + tile * code_tile + run * code_run + within)
-    for half in tl.static_range(HALVES):
-        first = (run * HALVES + half) * HALF
-        group = first // GROUP if GROUP > 0 else 0
+    for piece in tl.static_range(PIECES):
+        first = (run * PIECES + piece) * PIECE
+        group = group_of(run, piece, PIECES, PIECE, GROUP)
         value = values_of(
             packed,
-            half,
+            piece,
+            0,
             low_ptr,
             outer_low_ptr,
             scale_ptr,
@@ -122,11 +157,12 @@ def _unpack(
             IS_AFFINE,
             NESTED,
             TABLE_ROW,
+            tl.float32,
         ).to(tl.float32)
         if not IS_AFFINE:
             scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)
             value = value * scale[:, None]
-        place = output[:, None] * (num_runs * HALVES * HALF) + first + lanes[None, :]
+        place = output[:, None] * (num_runs * PIECES * PIECE) + first + lanes[None, :]
         out = value.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + place, out, mask=(output < num_outputs)[:, None])
 
@@ -158,17 +194,17 @@ def pointers(weight: TileWeight) -> list[torch.Tensor]:
 
 def strides(weight: TileWeight, outputs: int) -> tuple[int, int, int]:
     """Codes from tile to tile of so many outputs, from run to run, and from output to output."""
-    if weight.is_paired:
+    if weight.is_packed:
         return weight.codes.stride(0), weight.codes.stride(1), weight.codes.stride(2)
     row = weight.codes.stride(0)
-    return outputs * row, weight.half, row
+    return outputs * row, weight.piece, row
 
 
 def constants(weight: TileWeight) -> dict[str, Any]:
     """What the kernels are compiled for."""
     return {
-        "HALF": weight.half,
-        "BITS": 4 if weight.is_paired else 8,
+        "PIECE": weight.piece,
+        "BITS": 4 if weight.is_packed else 8,
         "KIND": weight.kind,
         "GROUP": weight.group,
         "ZERO": weight.zero,

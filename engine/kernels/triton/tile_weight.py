@@ -1,8 +1,8 @@
 """A weight in tiles, as Triton's products read it, whatever its grid.
 
-Codes of up to 4 bits lie two to a byte and tile by tile, so that a program reads a tile in one piece: a run
-of inputs is two halves, one in the low and one in the high bits of its bytes, and nothing has to be put in
-order afterwards. Wider codes and floats lie row by row.
+Codes of up to 4 bits lie eight to a word and tile by tile, so that a program reads a tile at once. A run of
+inputs is four pieces, of which a word has two neighbours each, in its two halves: a shift and a mask make the
+pair, already where 16-bit floats have their last bits. Wider codes and floats lie row by row.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ OUTPUTS = 64
 PADDED = 2 * OUTPUTS
 """Output channels that a weight is filled up to a multiple of: of codes in rows, two tiles may be one."""
 
+PIECES = 4
+"""Of a run of 4-bit codes."""
+
 Kind = Literal["element", "code", "e4m3", "table"]
 
 
@@ -42,10 +45,10 @@ class TileWeight:
     """A weight `[out, in]`.
 
     Attributes:
-        codes: uint8 `[tiles, runs, OUTPUTS, half]`, two codes each; or `[padded, in]`.
+        codes: int32 `[tiles, runs, OUTPUTS, piece / 2]`, eight codes each; or `[padded, in]`.
         kind: what a code is: the value itself (int8, e4m3 or a wider float), a whole number, the bits of an
             e4m3 float, or a place in `table`.
-        half: inputs of one group that a program reads at a time.
+        piece: inputs of one group that a program reads at a time.
         scales: `[groups, padded]`, floats; or int8, of `outer_scales`.
         group: inputs that share a scale; 0 is all of them.
         zero: the code of zero if all share it, else -1, and `lows [groups, padded]` has it.
@@ -60,10 +63,10 @@ class TileWeight:
     out_features: int
     in_features: int
     kind: Kind
-    half: int
+    piece: int
     scales: torch.Tensor
     group: int = 0
-    zero: float = 0.0
+    zero: int = 0
     is_affine: bool = False
     lows: torch.Tensor | None = None
     outer_scales: torch.Tensor | None = None
@@ -74,14 +77,14 @@ class TileWeight:
     num_parts: int = 1
 
     @property
-    def is_paired(self) -> bool:
-        """Whether codes lie two to a byte."""
+    def is_packed(self) -> bool:
+        """Whether codes lie eight to a word."""
         return self.codes.dim() == 4
 
     @property
     def num_runs(self) -> int:
         """Runs of inputs that a program reads one after the other."""
-        return self.in_features // (self.half * (2 if self.is_paired else 1))
+        return self.in_features // (self.piece * (PIECES if self.is_packed else 1))
 
     @property
     def padded(self) -> int:
@@ -100,12 +103,11 @@ class TileWeight:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def half_run(in_features: int, group: int, bits: int) -> int | None:
+def piece_of(in_features: int, group: int, bits: int) -> int | None:
     """Inputs of one group (0: all are of one) that are read at a time, as many as fit; None: too few do."""
-    paired = bits <= 4
     sizes = (128, 64, 32, 16) if bits == 8 else (64, 32, 16)
-    fits = (n for n in sizes if not group % n and not in_features % (2 * n if paired else n))
-    return next(fits, None)
+    run = PIECES if bits <= 4 else 1
+    return next((n for n in sizes if not group % n and not in_features % (run * n)), None)
 
 
 def refuses_tiles(scheme: Scheme, in_features: int) -> str | None:
@@ -116,8 +118,8 @@ def refuses_tiles(scheme: Scheme, in_features: int) -> str | None:
     elif (reason := refuses_grid(scheme, in_features)) is not None:
         return reason
     group, bits = scale_group(scheme), scheme.bits
-    if half_run(in_features, group, bits) is None:
-        wanted = 32 if bits <= 4 else 16
+    if piece_of(in_features, group, bits) is None:
+        wanted = 64 if bits <= 4 else 16
         return f"it wants rows of a multiple of {wanted} inputs, in groups of 16, not {in_features}"
     return None
 
@@ -152,8 +154,8 @@ def tiles_of(weight: QuantizedTensor, elements: Collection[torch.dtype]) -> Tile
         grid = found
     out, inputs = grid.codes.shape
     group = 0 if grid.group in (PER_CHANNEL, inputs) else grid.group
-    half = half_run(inputs, group, grid.bits)
-    assert half is not None
+    piece = piece_of(inputs, group, grid.bits)
+    assert piece is not None
     short = -out % PADDED
 
     def columns(part: torch.Tensor | None) -> torch.Tensor | None:
@@ -161,21 +163,21 @@ def tiles_of(weight: QuantizedTensor, elements: Collection[torch.dtype]) -> Tile
 
     scales = columns(_narrow(grid.scales))
     assert scales is not None
-    offsets, table, zero, is_affine = grid.offsets, grid.table, float(grid.base), False
+    offsets, table, zero, is_affine = grid.offsets, grid.table, grid.base, False
     if offsets is not None:
         is_affine = offsets.dtype is not torch.uint8
-        zero = 0.0 if is_affine else -1.0
+        zero = 0 if is_affine else -1
     kind, codes = _elements(grid, elements)
     if table is not None:
         table = table.to(codes.device, torch.float32).view(-1, table.shape[-1])
         table = functional.pad(table, (0, 0, 0, short)) if len(table) > 1 else table
     codes = torch.cat([codes, codes.new_zeros(short, inputs)]) if short else codes
     return TileWeight(
-        _paired(codes, half) if grid.bits <= 4 else codes.contiguous(),
+        _packed(codes, piece) if grid.bits <= 4 else codes.contiguous(),
         out,
         inputs,
         kind,
-        half,
+        piece,
         scales,
         group,
         zero,
@@ -192,11 +194,11 @@ def tiles_of(weight: QuantizedTensor, elements: Collection[torch.dtype]) -> Tile
 def tiles_of_floats(weight: torch.Tensor) -> TileWeight | None:
     """The tiles of a plain weight [out, in]; None: its rows are no multiple of 16."""
     out, inputs = weight.shape
-    if (half := half_run(inputs, 0, 16)) is None:
+    if (piece := piece_of(inputs, 0, 16)) is None:
         return None
     codes = functional.pad(weight, (0, 0, 0, -out % PADDED))
     return TileWeight(
-        codes.contiguous(), out, inputs, "element", half, codes.new_ones(1, len(codes))
+        codes.contiguous(), out, inputs, "element", piece, codes.new_ones(1, len(codes))
     )
 
 
@@ -239,10 +241,13 @@ def _elements(grid: Grid, elements: Collection[torch.dtype]) -> tuple[Kind, torc
     return "code", grid.codes
 
 
-def _paired(codes: torch.Tensor, half: int) -> torch.Tensor:
-    """Two codes to a byte, tile by tile and run by run."""
-    tiles = codes.view(-1, OUTPUTS, codes.shape[1] // (2 * half), 2, half).permute(0, 2, 3, 1, 4)
-    return (tiles[:, :, 0] | (tiles[:, :, 1] << 4)).contiguous()
+def _packed(codes: torch.Tensor, piece: int) -> torch.Tensor:
+    """Eight codes to a word: of piece p the two neighbours lie in bits 4p and 4p + 16."""
+    runs = codes.shape[1] // (PIECES * piece)
+    tiles = codes.view(-1, OUTPUTS, runs, PIECES, piece // 2, 2).permute(0, 2, 1, 4, 5, 3)
+    # Two codes make a byte, and four bytes a word, the lowest first.
+    low, high = tiles[..., 0::2], tiles[..., 1::2]
+    return (low | (high << 4)).flatten(-2).contiguous().view(torch.int32).squeeze(-1)
 
 
 def _narrow(scales: torch.Tensor) -> torch.Tensor:
