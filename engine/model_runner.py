@@ -306,9 +306,11 @@ class ModelRunner:
     ) -> None:
         for run in runs:
             row, begin, wanted = run.row, run.begin, run.row.params.prompt_logprobs
+            if wanted is None:
+                continue
             # The row at position p scores the token at p + 1, which must be part of the prompt.
             count = min(row.end, row.num_prompt_tokens - 1) - row.start
-            if wanted is not None and count > 0:
+            if count > 0:
                 logits = self.decoder.logits(hidden[begin : begin + count])
                 places = range(row.start + 1, row.start + count + 1)
                 scored = logprobs_of(logits, [row.tokens[place] for place in places], wanted)

@@ -54,12 +54,12 @@ def step_inputs(
             positions.extend(
                 p if p < first else first - 1 + depths[p - first] for p in range(start, end)
             )
-        slots.extend(
+        slots += [
             block_ids[p // block_size] * block_size + p % block_size for p in range(start, end)
-        )
+        ]
         used = block_ids[: -(-end // block_size)]
         out = dropped_places(used)
-        held = [*used[: out.start], *used[out.stop :]]
+        held = [*used[: out.start], *used[out.stop :]] if out else used
         if len(tokens) == 1 and mask is None:
             single.append((begin, end, held, out))
         else:

@@ -16,11 +16,7 @@ class CudaGraph:
 
     def __init__(self, call: Callable[[], torch.Tensor], pool: Any) -> None:
         # What a first call does besides, such as compiling kernels and taking workspaces, cannot be captured.
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            call()
-        torch.cuda.current_stream().wait_stream(aside)
+        call()
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may go on with CUDA meanwhile.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):

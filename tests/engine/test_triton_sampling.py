@@ -17,6 +17,7 @@ from llmopt.engine.sampling.kernels import SAMPLING, SamplingKernel, SamplingSit
 from llmopt.engine.sampling.row import SamplingRow
 from llmopt.engine.sampling.rowwise import RowwiseSampling, filter_mask
 from llmopt.engine.speculation.options import SpeculationConfig
+from llmopt.engine.step_loop import AheadLoop
 from llmopt.engine.step_plan import Prefix
 from triton_world import DEVICE
 
@@ -101,7 +102,7 @@ def test_the_noise_is_philox() -> None:
     for (seed, position), own in zip(keys, got, strict=True):
         for token in range(50):
             expected = -np.log1p(-(philox((token, position, 2, 0), seed) + 0.5) / 2**32)
-            assert own[token].item() == pytest.approx(expected, rel=1e-4)
+            assert own[token].item() == pytest.approx(expected, rel=3e-4)
 
 
 def philox(counter: tuple[int, int, int, int], seed: int) -> int:
@@ -241,22 +242,29 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
 
 
-def generate(prompts: list[list[int]], **options: Any) -> list[list[int]]:
+def generate(prompts: list[list[int]], penalty: float = 1.0, **options: Any) -> list[list[int]]:
     llm = LLM("stories260K", device=DEVICE, dtype="float32", **options)
     params = SamplingParams(
-        seed=7, max_tokens=3, top_p=0.9, repetition_penalty=1.3, logprobs=1, ignore_eos=True
+        seed=7, max_tokens=3, top_p=0.9, repetition_penalty=penalty, logprobs=1, ignore_eos=True
     )
     results = llm.generate(prompts, params)
     assert all(len(result.logprobs or ()) == 3 for result in results)
     return [list(result.token_ids) for result in results]
 
 
-def test_seeded_tokens_are_the_same_alone_in_a_batch_and_with_guesses(interpreted: None) -> None:
+def test_seeded_tokens_are_the_same_alone_in_a_batch_with_guesses_and_ahead(
+    interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     together = generate(PROMPTS)
-    assert [generate([prompt])[0] for prompt in PROMPTS] == together
+    assert generate(PROMPTS[1:]) == together[1:]
     assert generate(PROMPTS, speculation=SpeculationConfig("ngram", ngram_min=1)) == together
+    monkeypatch.setattr(
+        "llmopt.engine.engine.open_loop", lambda runner, device, *, overlapped: AheadLoop(runner)
+    )
+    assert generate(PROMPTS) == together
 
 
-def test_rejection_on_the_device(interpreted: None) -> None:
+def test_penalties_and_rejection_in_an_engine(interpreted: None) -> None:
     draft = SpeculationConfig("draft", "stories260K", num_tokens=1, acceptance="rejection")
-    assert all(len(own) == 3 for own in generate(PROMPTS[:1], speculation=draft))
+    (tokens,) = generate(PROMPTS[:1], 100.0, speculation=draft)
+    assert len({*PROMPTS[0], *tokens}) == 6, "nothing comes twice"
