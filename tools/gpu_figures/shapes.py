@@ -56,7 +56,7 @@ SMALL = Scale(
     prefill=24,
     repeats=1,
     num_requests=3,
-    lengths=(2, 8),
+    lengths=(2, 16),
     layers=2,
     config={
         "hidden_size": 128,
