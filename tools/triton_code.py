@@ -186,7 +186,7 @@ def blocks(kind: str) -> QuantizedTensor:
 
 def experts() -> None:
     """Launch the products of experts for few visits each, and for many."""
-    from llmopt.engine.kernels.triton.experts import deal
+    from llmopt.engine.kernels.triton.deal import deal
     from llmopt.engine.kernels.triton.product import multiply
 
     floats = tiles_of_floats(torch.zeros(256, 2048, dtype=BF16))

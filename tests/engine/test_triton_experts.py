@@ -69,8 +69,8 @@ def test_they_are_the_sum_of_the_experts(scheme: Scheme | None) -> None:
     kernel = EXPERTS.select(situation).run(experts, range(COUNT), COUNT, False)
     assert type(kernel).__name__ == "GroupedExperts"
     reference = LoopedExperts(experts, range(COUNT), COUNT, False)
-    many = () if scheme is not None and scheme.activations is not None else ((70, 2), (170, 3))
-    for tokens, per_token in ((1, 1), (1, 3), (3, 2), (20, 2), *many):
+    many = [(170, 3)] if scheme is None else []
+    for tokens, per_token in ((1, 1), (3, 3), (20, 2), *many):
         given = visits(tokens, per_token)
         torch.testing.assert_close(kernel(*given), reference(*given), atol=2e-5, rtol=1e-4)
 
@@ -98,33 +98,35 @@ def test_experts_of_different_kinds_are_run_one_by_one() -> None:
     assert dict(some.reasons)["triton-grouped"] == "it wants all experts in one process"
 
 
-@pytest.mark.parametrize("total", [1, 16, 40, 333])
+@pytest.mark.parametrize("total", [1, 16, 40, 333, 5000])
 @pytest.mark.parametrize("spread", ["even", "one", "first and last"])
 def test_every_visit_is_in_a_tile_of_its_expert(total: int, spread: str) -> None:
-    from llmopt.engine.kernels.triton.experts import deal
+    from llmopt.engine.kernels.triton.deal import MOST_RANKED, deal
 
+    assert MOST_RANKED < 5000
     g, count = torch.Generator().manual_seed(total), 7
     experts = torch.randint(0, count, (total,), generator=g)
     if spread != "even":
         experts = torch.full((total,), 3) if spread == "one" else experts.remainder(2) * (count - 1)
-    parts = deal(experts, count, 1)
+    parts = deal(experts.to(DEVICE), count, 1)
+    order = parts.order.tolist()
+    assert order == experts.argsort(stable=True).tolist()
     met: list[int] = []
     for part, begin, end in parts.tiles.tolist():
         assert end - begin <= parts.rows
-        for place in range(begin, end):
-            assert experts[parts.order[place]] == part
-            met.append(place)
+        assert {int(experts[order[place]]) for place in range(begin, end)} <= {part}
+        met += range(begin, end)
     assert sorted(met) == list(range(total))
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_greedy_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path, *FAMILIES[family])
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
     def tokens() -> list[tuple[int, ...]]:
         built = LLM(tmp_path, device=DEVICE, dtype="float32")
-        prompts = [[1, 5, 9], [7 + 3 * i for i in range(20)]]
+        prompts = [[1, 5, 9], [7 + 3 * i for i in range(6)]]
         return [tuple(result.token_ids) for result in built.generate(prompts, params)]
 
     got = tokens()

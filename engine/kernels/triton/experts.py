@@ -9,17 +9,14 @@ import torch
 
 from ..linear import LinearKernel, TorchLinear
 from ..rounded_rows import RoundedRows, Rounding, RoundsGate, Rows
+from .deal import deal
 from .linear import FloatInputLinear, RoundedInputLinear
 from .product import Parts, multiply
 from .round_rows import round_rows
-from .runtime import power_of_two
 from .tile_weight import TileWeight, stack_tiles, tiles_of_floats
 
 if TYPE_CHECKING:
     from ..expert_kernels import Expert, ExpertLinear
-
-MOST_ROWS = 128
-"""Of a tile."""
 
 
 class GroupedLinear:
@@ -78,22 +75,6 @@ class GroupedExperts:
         if self._on_inputs:
             return out.sum(dim=1)
         return torch.bmm(weights[:, None, :], out).squeeze(1)
-
-
-def deal(experts: torch.Tensor, count: int, visits: int) -> Parts:
-    """Visits `[visits of all tokens]` as tiles of rows, as many as there can be, of `count` experts."""
-    total, device = experts.shape[0], experts.device
-    rows = min(MOST_ROWS, max(16, power_of_two(max(1, total // count))))
-    numbers, order = experts.sort(stable=True)
-    bounds = torch.searchsorted(numbers, torch.arange(count + 1, device=device))
-    num_tiles = (bounds.diff() + rows - 1) // rows
-    ends = num_tiles.cumsum(0)
-    tile = torch.arange(total // rows + min(count, total), device=device)
-    part = torch.searchsorted(ends, tile, right=True).clamp(max=count - 1)
-    # A tile beyond the last one begins behind the end of the last part, and so is empty.
-    begin = bounds[part] + (tile - (ends - num_tiles)[part]) * rows
-    end = torch.minimum(begin + rows, bounds[part + 1])
-    return Parts(torch.stack([part, begin, end], dim=1), order, rows, visits)
 
 
 def group(experts: Sequence[Expert], on_inputs: bool) -> GroupedExperts | None:

@@ -91,7 +91,7 @@ def _product(
         begin, end = tl.load(at + 1), tl.load(at + 2)
         lane = begin + tl.arange(0, ROWS)
         is_row = lane < end
-        row = tl.load(order_ptr + lane, mask=is_row, other=0)
+        row = tl.load(order_ptr + lane, mask=is_row, other=0).to(tl.int64)
         source = row // VISITS
         tile += tl.load(at) * tl.num_programs(0)
         # A tile without rows has nothing to do.
@@ -162,7 +162,7 @@ class Parts:
     """Which rows meet which part of a weight, as tokens visit experts.
 
     Attributes:
-        tiles: int64 `[tiles, 3]`: part, and a run of `order`, which may be empty.
+        tiles: int32 `[tiles, 3]`: part, and a run of `order`, which may be empty.
         order: int64 `[rows]`, the rows of the product, part by part.
         rows: at most so many in a tile.
         visits: rows of the product that read the same row of `x`.
