@@ -17,11 +17,12 @@ def check_health() -> dict[str, Any]:
     devices = []
     for device in map(torch.device, kinds):
         dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32)
+        roofs = device_roofs(device)  # before the tests: a kernel that fails may take the device along
         findings = [finding for dtype in dtypes for finding in self_test(device, dtype)]
         devices.append(
             {
                 "device": device.type,
-                "roofs": device_roofs(device),
+                "roofs": roofs,
                 "tests": [asdict(one) | {"passed": one.passed} for one in findings],
             }
         )
