@@ -17,7 +17,8 @@ def check_health() -> dict[str, Any]:
     devices = []
     for device in map(torch.device, kinds):
         dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32)
-        roofs = device_roofs(device)  # before the tests: a kernel that fails may take the device along
+        # Before the tests: a kernel that fails may take the device along.
+        roofs = device_roofs(device)
         findings = [finding for dtype in dtypes for finding in self_test(device, dtype)]
         devices.append(
             {

@@ -85,9 +85,8 @@ def self_test(device: torch.device, dtype: torch.dtype) -> list[Finding]:
             try:
                 expected = check.compute(reference.run)
                 error = relative_error(check.compute(candidate.run), expected)
-            except (
-                Exception
-            ) as problem:  # whatever a broken compiler or driver raises is the finding
+            except Exception as problem:
+                # Whatever a broken compiler or driver raises is the finding.
                 reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
             situation = f"{check.situation}{check.note}"
             findings.append(
