@@ -160,7 +160,7 @@ static void unpack_f32(const Weight *w, const uint8_t *bytes, int64_t chunks, fl
         }
 }
 
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
 /* [pair][PANEL][2] bfloat16 of some chunks; a quad's pairs are channels (0, 2) and (1, 3). */
 static void unpack_bf16(const Weight *w, const uint8_t *bytes, int64_t chunks, uint8_t *halves) {
     fvec base = fset((float)w->base);
@@ -241,7 +241,7 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
 #endif
                 S8(2) S8(1)
             }
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
         } else if (way == INPUT_BF16) {
             switch (count) { FLOATS(6, 1) FLOATS(5, 1) FLOATS(4, 1) FLOATS(3, 1) FLOATS(2, 1) FLOATS(1, 1) }
 #endif
@@ -301,7 +301,7 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     int64_t block = w->step >= 256 ? w->step : 256 / w->step * w->step;
     int64_t block_chunks = block / CHUNK;
     const uint8_t *packed = w->codes + panel * chunks * size;
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
     __m512i sixteen = w->bits == 4 ? sixteen_values(w) : iset(0);
 #endif
     for (int64_t c = 0; c < chunks; c += block_chunks) {
@@ -322,7 +322,7 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
         } else if (way == INPUT_F32) {
             unpack_f32(w, codes_as_bytes(w, run, now, scratch), now, (float *)floats);
             b.weights = floats;
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
         } else {
             if (w->bits == 4) unpack_bf16_4(run, now, sixteen, floats);
             else unpack_bf16(w, codes_as_bytes(w, run, now, scratch), now, floats);
@@ -352,7 +352,7 @@ static void multiply_panels(void *argument) {
 
 /* Whether bfloat16 products are compiled in. */
 int llmopt_has_bf16(void) {
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
     return 1;
 #else
     return 0;

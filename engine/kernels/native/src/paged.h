@@ -63,11 +63,10 @@ INLINE ivec load_words(const uint8_t *vector, int64_t first, int64_t words) {
     return iload(some);
 }
 
-/* A run of vectors as columns, floats [dim][RUN]; without the scales. */
-INLINE void read_columns_of(const int64_t type, const Paged *p, const Places *places, int64_t head,
-                            float *columns) {
+/* A run of vectors of `words` words as columns, floats [dim][RUN]; without the scales. */
+INLINE void read_columns_of(const int64_t type, int64_t words, const Paged *p, const Places *places,
+                            int64_t head, float *columns) {
     const int parts = type == STORED_F32 ? 1 : type == STORED_BF16 ? 2 : 4;
-    int64_t words = p->dim / parts;
     for (int half = 0; half < RUN; half += LANES)
         for (int64_t first = 0; first < words; first += LANES) {
             ivec block[LANES];
@@ -82,17 +81,33 @@ INLINE void read_columns_of(const int64_t type, const Paged *p, const Places *pl
         }
 }
 
-static void read_columns(const Paged *p, const Places *places, int64_t head, float *columns) {
-    switch (p->type) {
-    case STORED_F32: read_columns_of(STORED_F32, p, places, head, columns); break;
-    case STORED_BF16: read_columns_of(STORED_BF16, p, places, head, columns); break;
-    case STORED_S8: read_columns_of(STORED_S8, p, places, head, columns); break;
-    default: read_columns_of(STORED_E4M3, p, places, head, columns); break;
+/* The same; with `pairs`, bfloat16 stay two to a word, [dim / 2][RUN]. */
+static void read_columns(const Paged *p, const Places *places, int64_t head, int pairs, float *columns) {
+    int64_t words = p->dim / word_floats(p);
+    switch (pairs ? STORED_F32 : p->type) { /* a pair is moved as a float is */
+    case STORED_F32: read_columns_of(STORED_F32, words, p, places, head, columns); break;
+    case STORED_BF16: read_columns_of(STORED_BF16, words, p, places, head, columns); break;
+    case STORED_S8: read_columns_of(STORED_S8, words, p, places, head, columns); break;
+    default: read_columns_of(STORED_E4M3, words, p, places, head, columns); break;
     }
 }
 
-/* A run of vectors as rows, floats [RUN][dim]; without the scales. dim is a multiple of 16. */
-static void read_rows(const Paged *p, const Places *places, int64_t head, float *rows) {
+/* Two bfloat16 vectors as one of pairs, the first in the lower halves. */
+INLINE void pair_rows(const uint16_t *first, const uint16_t *second, int64_t dim, float *pairs) {
+    for (int64_t d = 0; d < dim; d += LANES)
+        istore(pairs + d, ior(iwiden_u16(first + d), ISHL(iwiden_u16(second + d), 16)));
+}
+
+/* A run of vectors as rows, floats [RUN][dim], without the scales; with `pairs`, bfloat16 of two neighbours in
+ * every word, [RUN / 2][dim]. dim is a multiple of 16. */
+static void read_rows(const Paged *p, const Places *places, int64_t head, int pairs, float *rows) {
+    if (pairs) {
+        for (int i = 0; i < RUN; i += 2)
+            pair_rows((const uint16_t *)vector_at(p, places->slots[i], head),
+                      (const uint16_t *)vector_at(p, places->slots[i + 1], head), p->dim,
+                      rows + i / 2 * p->dim);
+        return;
+    }
     for (int i = 0; i < RUN; i++) {
         const uint8_t *vector = vector_at(p, places->slots[i], head);
         float *row = rows + i * p->dim;

@@ -91,10 +91,20 @@ static inline int64_t head_of(const Call *c, const Tile *tile, int64_t r) {
     return tile->head * group_of(c) + (tile->first + r) % group_of(c);
 }
 
+/* Whether keys or values are multiplied as they lie, two bfloat16 at a time, by others of the same. */
+static inline int in_pairs(const Call *c, const Paged *p) {
+    return HAS_PAIRS && c->is_bf16 && p->type == STORED_BF16;
+}
+
+/* Floats, scaled; or pairs, which are scaled once they are scores. */
 static void load_queries(const Call *c, const Tile *tile, const void *from, int64_t stride, float *to) {
     int64_t dim = c->keys.dim;
     for (int64_t r = 0; r < tile->rows; r++) {
         int64_t at = token_of(c, tile, r) * stride + head_of(c, tile, r) * dim;
+        if (in_pairs(c, &c->keys)) {
+            memcpy(to + r * dim, (const uint16_t *)from + at, (size_t)dim * 2);
+            continue;
+        }
         for (int64_t d = 0; d < dim; d += LANES) {
             fvec x = c->is_bf16 ? fbits(ISHL(iwiden_u16((const uint16_t *)from + at + d), 16))
                                 : fload((const float *)from + at + d);
@@ -125,33 +135,34 @@ static void find_places(const Call *c, const Tile *tile, int64_t begin, Places *
     }
 }
 
-/* Queries times a run of keys, for a few rows. */
-INLINE void multiply_keys(const int rows, const float *queries, const float *columns, int64_t dim,
-                          float *scores) {
+/* Queries times a run of keys, for a few rows; `depth` elements or pairs of a head. */
+INLINE void multiply_keys(const int rows, const int pairs, const float *queries, int64_t stride,
+                          const float *columns, int64_t depth, float *scores) {
     fvec sums[MAX_ROWS][VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = fset(0.0f);
-    for (int64_t d = 0; d < dim; d++)
+    for (int64_t d = 0; d < depth; d++)
         for (int r = 0; r < rows; r++) {
-            fvec query = fset(queries[r * dim + d]);
+            ivec query = ibroadcast(queries + r * stride + d);
             for (int v = 0; v < VECTORS; v++)
-                sums[r][v] = ffma(query, fload(columns + d * RUN + v * LANES), sums[r][v]);
+                sums[r][v] = multiply_add(sums[r][v], query, iload(columns + d * RUN + v * LANES), pairs);
         }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) fstore(scores + r * SEGMENT + v * LANES, sums[r][v]);
 }
 
-/* Adds a run of values, weighed, to 32 or 16 elements of a few rows. */
-INLINE void multiply_values(const int rows, const int vectors, const float *weights, const float *values,
-                            int64_t dim, float *mixed) {
+/* Adds a run of values, weighed, to 32 or 16 elements of a few rows; `depth` positions or pairs of them. */
+INLINE void multiply_values(const int rows, const int vectors, const int pairs, const float *weights,
+                            int64_t stride, const float *values, int64_t depth, int64_t dim,
+                            float *mixed) {
     fvec sums[MAX_ROWS][VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) sums[r][v] = fload(mixed + r * dim + v * LANES);
-    for (int i = 0; i < RUN; i++)
+    for (int i = 0; i < depth; i++)
         for (int r = 0; r < rows; r++) {
-            fvec weight = fset(weights[r * SEGMENT + i]);
+            ivec weight = ibroadcast(weights + r * stride + i);
             for (int v = 0; v < vectors; v++)
-                sums[r][v] = ffma(weight, fload(values + i * dim + v * LANES), sums[r][v]);
+                sums[r][v] = multiply_add(sums[r][v], weight, iload(values + i * dim + v * LANES), pairs);
         }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) fstore(mixed + r * dim + v * LANES, sums[r][v]);
@@ -170,31 +181,51 @@ INLINE void multiply_values(const int rows, const int vectors, const float *weig
     }
 #endif
 
-static void score_run(const Call *c, int64_t rows, const float *queries, const float *columns,
-                      float *scores) {
-    int64_t dim = c->keys.dim;
+INLINE void score_rows(const int pairs, const Call *c, int64_t rows, const float *queries,
+                       const float *columns, float *scores) {
+    int64_t dim = c->keys.dim, depth = pairs ? dim / 2 : dim;
     for (int64_t r = 0; r < rows; r += MAX_ROWS) {
-#define DO(n) multiply_keys(n, queries + r * dim, columns, dim, scores + r * SEGMENT)
+#define DO(n) multiply_keys(n, pairs, queries + r * dim, dim, columns, depth, scores + r * SEGMENT)
         FOR_ROWS(smaller(rows - r, MAX_ROWS), DO)
 #undef DO
     }
 }
 
-static void mix_run(const Call *c, int64_t rows, const float *weights, const float *values, float *mixed) {
-    int64_t dim = c->values.dim;
+static void score_run(const Call *c, int64_t rows, const float *queries, const float *columns,
+                      float *scores) {
+    if (in_pairs(c, &c->keys)) score_rows(1, c, rows, queries, columns, scores);
+    else score_rows(0, c, rows, queries, columns, scores);
+}
+
+INLINE void mix_rows(const int pairs, const Call *c, int64_t rows, const float *weights, int64_t stride,
+                     const float *values, float *mixed) {
+    int64_t dim = c->values.dim, depth = pairs ? RUN / 2 : RUN;
     for (int64_t r = 0; r < rows; r += MAX_ROWS) {
         int64_t count = smaller(rows - r, MAX_ROWS), d = 0;
+        const float *own = weights + r * stride;
         for (; d + PANEL <= dim; d += PANEL) {
-#define DO(n) multiply_values(n, VECTORS, weights + r * SEGMENT, values + d, dim, mixed + r * dim + d)
+#define DO(n) multiply_values(n, VECTORS, pairs, own, stride, values + d, depth, dim, mixed + r * dim + d)
             FOR_ROWS(count, DO)
 #undef DO
         }
         if (d < dim) {
-#define DO(n) multiply_values(n, VECTORS / 2, weights + r * SEGMENT, values + d, dim, mixed + r * dim + d)
+#define DO(n) multiply_values(n, VECTORS / 2, pairs, own, stride, values + d, depth, dim, mixed + r * dim + d)
             FOR_ROWS(count, DO)
 #undef DO
         }
     }
+}
+
+/* As torch's attention does, weights become bfloat16 where values are. */
+static void mix_run(const Call *c, int64_t rows, const float *weights, const float *values, float *mixed) {
+    if (!in_pairs(c, &c->values)) {
+        mix_rows(0, c, rows, weights, SEGMENT, values, mixed);
+        return;
+    }
+    float pairs[TILE_ROWS * RUN / 2];
+    for (int64_t r = 0; r < rows; r++)
+        store_bf16((uint16_t *)(pairs + r * (RUN / 2)), weights + r * SEGMENT, RUN);
+    mix_rows(1, c, rows, pairs, RUN / 2, values, mixed);
 }
 
 /* Softcap, and minus infinity where a row does not see: a run of scores that begins at `begin`. */
@@ -204,6 +235,7 @@ static void finish_scores(const Call *c, const Tile *tile, int64_t begin, const 
         float *row = scores + r * SEGMENT;
         for (int i = 0; i < RUN; i += LANES) {
             fvec s = fload(row + i);
+            if (in_pairs(c, &c->keys)) s = fmul(s, fset(c->scale));
             if (scales) s = fmul(s, fload(scales + i));
             if (c->softcap > 0.0f) { /* tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|) */
                 fvec x = fdiv(s, fset(c->softcap)), one = fset(1.0f);
@@ -253,7 +285,7 @@ static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s)
             const Part *part = s->parts + (tile->head - tile->heads_begin);
             if (i + 1 < count) fetch(&c->keys, places + i + 1, tile->head, tile->head + 1);
             else fetch(&c->values, places, tile->head, tile->head + 1);
-            read_columns(&c->keys, places + i, tile->head, s->run);
+            read_columns(&c->keys, places + i, tile->head, in_pairs(c, &c->keys), s->run);
             float *scores = part->scores + i * RUN;
             score_run(c, tile->rows, part->queries, s->run, scores);
             if (c->anchored && runs[i] < c->kept) {
@@ -284,7 +316,7 @@ static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s)
                                fmul(fload(weights + r * SEGMENT + k), fload(scales + k)));
             }
             if (i + 1 < count) fetch(&c->values, places + i + 1, tile->head, tile->head + 1);
-            read_rows(&c->values, places + i, tile->head, s->run);
+            read_rows(&c->values, places + i, tile->head, in_pairs(c, &c->values), s->run);
             mix_run(c, tile->rows, weights, s->run, part->segment.mixed);
         }
     }

@@ -25,13 +25,6 @@ INLINE void fetch_ahead(const Block *b, const uint8_t *ahead, int64_t channel) {
     __builtin_prefetch(ahead + channel * b->ahead_rate + 64);
 }
 
-/* Four bytes, in every lane. */
-INLINE ivec ibroadcast(const void *p) {
-    int32_t word;
-    memcpy(&word, p, 4);
-    return iset(word);
-}
-
 INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int has_offsets,
                     const int in_nibbles, const int8_t *x, int64_t stride, const uint8_t *sums,
                     float *acc, const uint8_t *ahead) {
@@ -76,16 +69,9 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int 
         for (int v = 0; v < VECTORS; v++) fstore(acc + r * PANEL + v * LANES, whole[r][v]);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #define FLOAT_ROWS 6
 #define CHAINS 2 /* sums for even and odd channels: one alone would wait for itself */
-INLINE fvec dot2(fvec sum, ivec weights, ivec inputs) {
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
-    return sum;
-}
-#elif defined(__AVX512F__)
-#define FLOAT_ROWS 6
-#define CHAINS 2
 #else
 #define FLOAT_ROWS 2
 #define CHAINS 1
@@ -112,13 +98,7 @@ INLINE void tile_float(const int rows, const Block *b, const int halves, const u
                     ivec word = ibroadcast(x + r * stride + (q + c) * 4);
                     for (int v = 0; v < VECTORS; v++) {
                         fvec *sum = &part[r][v][c];
-#if defined(__AVX512BF16__)
-                        if (halves) {
-                            *sum = dot2(*sum, weights[v], word);
-                            continue;
-                        }
-#endif
-                        *sum = ffma(fbits(weights[v]), fbits(word), *sum);
+                        *sum = multiply_add(*sum, weights[v], word, halves);
                     }
                 }
             }

@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 #include <stdint.h>
+#include <string.h>
 
 #define PANEL 32
 
@@ -238,16 +239,46 @@ static inline fvec table_look(ftable t, ivec codes) {
 
 #endif
 
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
 #define VECTORS (PANEL / LANES)
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Four bytes, in every lane. */
+INLINE ivec ibroadcast(const void *p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    return iset(word);
+}
+
+/* sum + a * b: of floats, or with `pairs` of two bfloat16 in every lane, where HAS_PAIRS. */
+INLINE fvec multiply_add(fvec sum, ivec a, ivec b, const int pairs) {
+#if HAS_PAIRS
+    if (pairs) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+        return sum;
+    }
+#else
+    (void)pairs;
+#endif
+    return ffma(fbits(a), fbits(b), sum);
+}
+
 /* `count` floats, a multiple of LANES, as bfloat16: to the nearest, ties to even. */
 INLINE void store_bf16(uint16_t *to, const float *values, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) {
+#if HAS_PAIRS
+        _mm256_storeu_si256((__m256i *)(to + i), (__m256i)_mm512_cvtneps_pbh(fload(values + i)));
+#else
         ivec bits = ibits(fload(values + i));
         ivec up = iadd(iset(0x7fff), iand(ISHR(bits, 16), iset(1)));
         istore_u16(to + i, ISHR(iadd(bits, up), 16));
+#endif
     }
 }
 
