@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from attention_world import STORED, World
 from llmopt.engine.kernels import paged_attention as pa
+from llmopt.engine.kernels.activations import round_inputs
+from llmopt.engine.kernels.expert_kernels import EXPERTS, ExpertsSituation, LoopedExperts
 from llmopt.engine.kernels.head_norms import HeadNorms
-from llmopt.engine.kernels.layer_kernels import TorchNorm, TorchTurn, torch_silu_gate
+from llmopt.engine.kernels.layer_kernels import (
+    GATE,
+    RowSituation,
+    TorchNorm,
+    TorchTurn,
+    torch_silu_gate,
+)
 from llmopt.engine.kernels.paged_tensor import PagedTensor
 from llmopt.engine.kernels.quantized_linear import prepare_quantized_linear
-from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.scheme import IntScheme
+from llmopt.engine.model.mlp import GatedMlp
+from llmopt.engine.model.projection import Projection
+from llmopt.quant.scheme import Activations, CodebookScheme, FloatScheme, IntScheme, Scheme
+from quantized_world import quantized
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,14 +104,52 @@ def test_turn(stored: torch.dtype) -> None:
         close(got, expected, 3e-2 if stored is torch.float8_e4m3fn else 1e-2)
 
 
+SCHEMES: list[Scheme] = [
+    IntScheme(4, 128, False),
+    IntScheme(4, 32, True),
+    IntScheme(8, -1, True),
+    IntScheme(8, -1, True, Activations("int8")),
+    FloatScheme("channel"),
+    FloatScheme("channel", Activations("fp8")),
+    FloatScheme("block", Activations("fp8", "group128")),
+    CodebookScheme("nf4"),
+]
+
+
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (1000, 4096)], ids=str)
-@pytest.mark.parametrize(
-    "scheme", [IntScheme(4, 128, False), IntScheme(4, 32, True), IntScheme(8, -1, True)], ids=str
-)
-def test_products(scheme: IntScheme, shape: tuple[int, int]) -> None:
-    weight: Any = round_to_nearest(torch.randn(shape), scheme, torch.float16)
-    weight = replace(weight, **{name: part.cuda() for name, part in weight.parts().items()})
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_products(scheme: Scheme, shape: tuple[int, int]) -> None:
+    weight = quantized(torch.randn(shape), scheme, torch.float32).to("cuda")
     linear, floats = prepare_quantized_linear(weight, BF16), weight.dequantize(torch.float32)
     for tokens in (1, 2, 16, 17, 64, 65, 500):
         x = torch.randn(tokens, shape[1], device="cuda").to(BF16)
-        close(linear(x), x.float() @ floats.T)
+        close(linear(x), round_inputs(x.float(), scheme) @ floats.T)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [None, IntScheme(4, 128, False), FloatScheme("block", Activations("fp8", "group128"))],
+    ids=str,
+)
+def test_experts(scheme: Scheme | None) -> None:
+    """64 experts of the size of Qwen3-30B-A3B's, of which a token visits eight."""
+    rows = RowSituation("cuda", BF16, 768)
+
+    def linear(out: int, inputs: int) -> Projection:
+        weight = torch.randn(out, inputs) * inputs**-0.5
+        held = weight.to(BF16) if scheme is None else quantized(weight, scheme, torch.float32)
+        return Projection([held.to("cuda")], None, BF16)
+
+    experts = [
+        GatedMlp(linear(2 * 768, 2048), linear(2048, 768), GATE.select(rows).run())
+        for _ in range(64)
+    ]
+    candidate = EXPERTS.select(ExpertsSituation("cuda", BF16))
+    assert candidate.name == "triton-grouped"
+    kernel = candidate.run(experts, range(64), 64, False)
+    reference = LoopedExperts(experts, range(64), 64, False)
+    for tokens in (1, 7, 100, 2000):
+        x = torch.randn(tokens, 2048, device="cuda").to(BF16)
+        chosen = torch.rand(tokens, 64, device="cuda").topk(8, dim=1)
+        given = (x, chosen.values / 8, chosen.indices)
+        close(kernel(*given), reference(*given), 2e-2)

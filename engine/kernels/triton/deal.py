@@ -17,7 +17,7 @@ MOST_RANKED = 4096
 BLOCK = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _rank(expert_ptr, order_ptr, total, BLOCK: tl.constexpr):
     """Visits in the order of their experts, and of their own. Grid: blocks of visits."""
     own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -32,7 +32,7 @@ def _rank(expert_ptr, order_ptr, total, BLOCK: tl.constexpr):
     tl.store(order_ptr + rank, own.to(tl.int64), mask=own < total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "num_tiles"])
 def _deal(
     expert_ptr,
     tile_ptr,

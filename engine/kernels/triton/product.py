@@ -31,7 +31,7 @@ MULTIPROCESSORS = 132
 """Of a Hopper GPU: as many programs are wanted for many tokens, and four times as many for few."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _product(
     x_ptr,
     x_scale_ptr,

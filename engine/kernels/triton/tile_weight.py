@@ -103,10 +103,13 @@ class TileWeight:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def piece_of(in_features: int, group: int, bits: int) -> int | None:
-    """Inputs of one group (0: all are of one) that are read at a time, as many as fit; None: too few do."""
-    sizes = (128, 64, 32, 16) if bits == 8 else (64, 32, 16)
-    run = PIECES if bits <= 4 else 1
+def piece_of(in_features: int, group: int, bits: int, most: int = 64) -> int | None:
+    """Inputs of one group (0: all are of one) that are read at a time, as many as fit; None: too few do.
+
+    `most`: for what is not 8 bits wide; where values are looked up, more take too many registers.
+    """
+    run, most = PIECES if bits <= 4 else 1, 128 if bits == 8 else most
+    sizes = (size for size in (128, 64, 32, 16) if size <= most)
     return next((n for n in sizes if not group % n and not in_features % (run * n)), None)
 
 
@@ -154,7 +157,7 @@ def tiles_of(weight: QuantizedTensor, elements: Collection[torch.dtype]) -> Tile
         grid = found
     out, inputs = grid.codes.shape
     group = 0 if grid.group in (PER_CHANNEL, inputs) else grid.group
-    piece = piece_of(inputs, group, grid.bits)
+    piece = piece_of(inputs, group, grid.bits, 64 if grid.table is None else 32)
     assert piece is not None
     short = -out % PADDED
 
