@@ -56,6 +56,11 @@ class ExpertsKernel(Protocol):
         """Of all experts: a full batch may visit each."""
         ...
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it does the same operations whatever visits which expert."""
+        ...
+
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
@@ -82,6 +87,8 @@ class LoopedExperts:
     Args:
         numbers: of these experts among `count`.
     """
+
+    is_repeatable = False
 
     def __init__(
         self, experts: Sequence[Expert], numbers: range, count: int, on_inputs: bool

@@ -15,7 +15,7 @@ from ..lora.bank import AdapterBank
 from ..window import Window
 from .angles import StepAngles
 from .attention import Attention, LayerCache, Step, StepInputs
-from .mlp import Block, GatedMlp, PlainMlp
+from .mlp import Block
 from .norm import Norm
 from .projection import LinearSite, Projection
 from .rope import RopeSpec
@@ -169,11 +169,11 @@ class Decoder:
     def is_repeatable(self) -> bool:
         """Whether steps of one shape are the same operations whatever their values.
 
-        So they are where no other process must hear of them, no layer chooses experts by what it reads,
+        So they are where no other process must hear of them, no layer counts visits of experts on the host,
         and attention reads the blocks in use and not the whole table.
         """
-        plain = all(isinstance(layer.mlp, GatedMlp | PlainMlp) for layer in self.weights.layers)
-        return plain and self.mirror is None and reads_in_place(self._attend[False])
+        same = all(layer.mlp.is_repeatable for layer in self.weights.layers)
+        return same and self.mirror is None and reads_in_place(self._attend[False])
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:

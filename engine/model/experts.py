@@ -75,6 +75,11 @@ class MixtureOfExperts:
         return self.router.weight_bytes + self.experts.weight_bytes + shared
 
     @property
+    def is_repeatable(self) -> bool:
+        shared = self.shared is None or self.shared.is_repeatable
+        return self.experts.is_repeatable and shared
+
+    @property
     def rounding(self) -> Rounding | None:
         """The router reads the input as it is."""
         return None

@@ -27,6 +27,11 @@ class Block(Protocol):
         """How its input may be rounded before it comes; None: it may not."""
         ...
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it does the same operations whatever its input's values."""
+        ...
+
     def __call__(self, x: Rows) -> torch.Tensor: ...
 
 
@@ -78,6 +83,10 @@ class GatedMlp:
     combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     @property
+    def is_repeatable(self) -> bool:
+        return True
+
+    @property
     def weight_bytes(self) -> int:
         return self.gate_up.weight_bytes + self.down.weight_bytes
 
@@ -100,6 +109,10 @@ class PlainMlp:
     up: Projection
     down: Projection
     activation: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def is_repeatable(self) -> bool:
+        return True
 
     @property
     def weight_bytes(self) -> int:

@@ -11,6 +11,7 @@ from llmopt.engine.kernels.rounded_rows import RoundedRows
 from llmopt.engine.kernels.triton.runtime import VARIABLE
 from llmopt.engine.model.projection import Projection
 from llmopt.quant.scheme import Activations, FloatScheme, IntScheme
+from model_families import save_model
 from quantized_world import random_model, write_checkpoint
 from triton_world import DEVICE
 
@@ -33,12 +34,30 @@ def test_greedy_tokens(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any])
     assert tokens(**options) == expected
 
 
-def test_rows_that_fill_a_graph_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_fill_a_graph_change_no_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_model(tmp_path, "LlamaConfig", {"num_hidden_layers": 1})
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
-    expected = tokens(enforce_eager=True)
+    expected = tokens(tmp_path, enforce_eager=True)
     monkeypatch.setattr(step_graphs, "CPU_SIZES", (5,))
     monkeypatch.setattr(step_graphs, "CUDA_SIZES", (5,))
-    assert tokens() == expected
+    assert tokens(tmp_path) == expected
+
+
+def test_steps_with_experts_are_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which experts the rows visit changes, what is launched does not."""
+    save_model(tmp_path, "MixtralConfig", {"num_local_experts": 4, "num_hidden_layers": 1})
+    monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+    expected = tokens(tmp_path, enforce_eager=True)
+    monkeypatch.setattr(step_graphs, "CPU_SIZES", (3,))
+    calls: list[int] = []
+    repeat = step_graphs.CalledAgain.repeat
+    monkeypatch.setattr(
+        step_graphs.CalledAgain, "repeat", lambda self: calls.append(1) or repeat(self)
+    )
+    assert tokens(tmp_path) == expected
+    assert calls or DEVICE == "cuda"
 
 
 @pytest.mark.parametrize(

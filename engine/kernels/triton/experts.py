@@ -44,6 +44,8 @@ class GroupedLinear:
 class GroupedExperts:
     """Visits in the order of the experts; each tile of rows meets the weight of its own."""
 
+    is_repeatable = True
+
     def __init__(
         self,
         gate_up: GroupedLinear,
