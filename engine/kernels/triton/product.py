@@ -30,6 +30,9 @@ FEW_TOKENS = 64
 MULTIPROCESSORS = 132
 """Of a Hopper GPU: as many programs are wanted for many tokens, and four times as many for few."""
 
+JOINED = 512
+"""Elements of a program that joins shares."""
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
@@ -157,6 +160,18 @@ def _product(
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["shares", "size"])
+def _join(part_ptr, out_ptr, shares, size, BLOCK: tl.constexpr):
+    """Sums of `[shares, size]`. Grid: blocks of elements."""
+    lanes = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = lanes < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(shares):
+        total += tl.load(part_ptr + lanes, mask=mask, other=0.0)
+        part_ptr += size
+    tl.store(out_ptr + lanes, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Which rows meet which part of a weight, as tokens visit experts.
@@ -202,7 +217,7 @@ def multiply(
     outputs = 2 * OUTPUTS if is_large and not weight.is_packed else OUTPUTS
     num_tiles = weight.part_outputs // outputs
     if count <= FEW_TOKENS:
-        shares = -(-MULTIPROCESSORS * 4 // num_tiles)
+        shares = max(1, 4 * MULTIPROCESSORS // num_tiles)
     else:
         shares = max(1, MULTIPROCESSORS // (num_tiles * row_tiles))
     runs_each = -(-weight.num_runs // min(shares, max(1, weight.num_runs // 2)))
@@ -239,7 +254,16 @@ def multiply(
         **constants(weight),
         num_warps=8 if is_large else 4,
     )
-    return out[0] if shares == 1 else out.sum(dim=0).to(dtype)
+    return out[0] if shares == 1 else _joined(out, dtype)
+
+
+def _joined(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of `parts` [shares, rows, outputs] over the shares."""
+    shares, rows, outputs = parts.shape
+    out = torch.empty(rows, outputs, dtype=dtype, device=parts.device)
+    size = out.numel()
+    _join[(-(-size // JOINED),)](parts, out, shares, size, BLOCK=JOINED, num_warps=4)
+    return out
 
 
 def _stages(x: torch.Tensor, weight: TileWeight, rows: int, outputs: int) -> int:
