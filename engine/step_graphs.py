@@ -17,7 +17,7 @@ import torch
 from .block_pool import NULL_BLOCK
 from .kernels.cuda_graph import CudaGraph
 from .kernels.paged_attention import AttentionBatch, DecodeGroup
-from .kernels.recording import Recording, TensorPool
+from .kernels.recording import NotRecordable, Recording, TensorPool
 from .kernels.triton.runtime import refuses_triton
 from .model.attention import LayerCache, StepInputs
 from .model.open import CausalModel
@@ -98,8 +98,14 @@ class StepGraphs:
         self._fill(inputs, group, rows, size)
         key = size, group.front, inputs.taps
         graph = self._graphs.get(key)
-        result = self._graph(*key).result if graph is None else graph.repeat()
-        return result[:rows]
+        if graph is not None:
+            return graph.repeat()[:rows]
+        try:
+            return self._graph(*key).result[:rows]
+        except NotRecordable:
+            # Some linear looks at its input, as those with outliers do: then no step is like another.
+            self._sizes = ()
+            return self._model.forward(inputs, self._caches)
 
     def _graph(self, size: int, front: int, taps: tuple[int, ...]) -> Graph:
         """Capture the step that lies in the tensors that stay."""

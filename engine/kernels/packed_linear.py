@@ -12,6 +12,7 @@ from ...quant.tensors.vectorwise import VectorwiseTensor
 from .activations import round_inputs
 from .native.grid import Grid
 from .native.linear import InputWay, PackedLinear
+from .rounded_rows import RoundedRows, Rounding, Rows
 
 OPTIONAL_LEVELS = 127.0
 """Codes for the largest input of a token where 8-bit inputs are the user's wish, not the scheme's.
@@ -54,19 +55,28 @@ class Packed8Linear(_Packed):
     """Inputs in 8 bits, a scale for every token, and integer products."""
 
     def __init__(self, weight: QuantizedTensor, grid: Grid, dtype: torch.dtype) -> None:
-        self._threshold, levels, fixed_scale = 0.0, OPTIONAL_LEVELS, 0.0
-        if isinstance(weight, VectorwiseTensor):
-            self._threshold, levels = weight.scheme.threshold, 127.0
-        elif isinstance(weight, IntTensor) and weight.scheme.activations is not None:
+        assert isinstance(weight, IntTensor | GgufTensor)
+        levels, fixed_scale, self._dtype = OPTIONAL_LEVELS, 0.0, dtype
+        if isinstance(weight, IntTensor) and weight.scheme.activations is not None:
             levels = 127.5
             if weight.input_scale is not None:
                 fixed_scale = float(weight.input_scale)
-        else:
-            assert isinstance(weight, IntTensor | GgufTensor)
-        threshold = self._threshold
-        super().__init__(
-            PackedLinear(grid, "int8", levels=levels, fixed_scale=fixed_scale, threshold=threshold)
-        )
+        super().__init__(PackedLinear(grid, "int8", levels=levels, fixed_scale=fixed_scale))
+        if fixed_scale == 0.0:
+            self.rounding = Rounding(Activations("int8"), int8_levels=levels)
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        if isinstance(x, RoundedRows):
+            return self._linear.of_rounded(x, self._dtype)
+        return self._linear(x)
+
+
+class PackedOutlierLinear(_Packed):
+    """LLM.int8(): inputs from a threshold up are multiplied as they are, the others in 8 bits."""
+
+    def __init__(self, weight: VectorwiseTensor, grid: Grid) -> None:
+        self._threshold = weight.scheme.threshold
+        super().__init__(PackedLinear(grid, "int8", levels=127.0, threshold=self._threshold))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self._linear(x)

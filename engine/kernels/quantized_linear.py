@@ -25,13 +25,19 @@ from ...quant.tensors.base import QuantizedTensor
 from ...quant.tensors.codebook import CodebookTensor
 from ...quant.tensors.integer import IntTensor
 from ...quant.tensors.lookup import LookupTensor
+from ...quant.tensors.vectorwise import VectorwiseTensor
 from .activations import round_inputs
 from .dispatch import Candidate, Operation
 from .int8_linear import Int8MatmulLinear, VectorwiseLinear
 from .linear import LinearKernel
 from .native.grid import grid_of, refuses_grid
 from .native.linear import native_linear
-from .packed_linear import Packed8Linear, Packed16Linear, wants_8_bit_inputs
+from .packed_linear import (
+    Packed8Linear,
+    Packed16Linear,
+    PackedOutlierLinear,
+    wants_8_bit_inputs,
+)
 from .triton import table as triton
 from .triton.runtime import refuses_fp8
 from .triton.tile_weight import piece_of, refuses_tiles, scale_group, tiles_of
@@ -288,7 +294,11 @@ def _triton_rounded(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel
 
 def _packed_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     grid = grid_of(weight)
-    return TiledDequantLinear(weight, dtype) if grid is None else Packed8Linear(weight, grid, dtype)
+    if grid is None:
+        return TiledDequantLinear(weight, dtype)
+    if isinstance(weight, VectorwiseTensor):
+        return PackedOutlierLinear(weight, grid)
+    return Packed8Linear(weight, grid, dtype)
 
 
 def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:

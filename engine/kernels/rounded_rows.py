@@ -16,10 +16,16 @@ from ...quant.scheme import Activations
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a linear rounds its input; `input_scale` is float32 [1], where calibration fixed it."""
+    """How a linear rounds its input.
+
+    Attributes:
+        input_scale: float32 [1], where calibration fixed it.
+        int8_levels: codes of int8 that the largest magnitude takes; compressed-tensors says 127.5.
+    """
 
     activations: Activations
     input_scale: torch.Tensor | None = None
+    int8_levels: float = 127.5
 
 
 @dataclass(frozen=True, slots=True)

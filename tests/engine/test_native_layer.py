@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,11 @@ from llmopt.engine.kernels.native.layer import (
 )
 from llmopt.engine.kernels.native.processor import PATHS, VARIABLE, processor_flags
 from llmopt.engine.kernels.paged_tensor import PagedTensor
+from llmopt.engine.kernels.quantized_linear import prepare_quantized_linear
 from llmopt.engine.kernels.rotary import expand_angles
+from llmopt.engine.kernels.rounded_rows import Rounding, TakesRounded
+from llmopt.quant.methods.int_grid import round_to_nearest
+from llmopt.quant.scheme import Activations, IntScheme
 
 HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
 pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")
@@ -54,6 +59,40 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     """bfloat16: a sum in another order may round to the neighbour."""
     bound = 1e-5 if got.dtype is torch.float32 else 1.6e-2
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=bound)
+
+
+@pytest.mark.parametrize("levels", [127.0, 127.5])
+def test_rounded_rows_are_what_a_linear_would_make_of_them(path: str, levels: float) -> None:
+    """The same bits, with a row of zeros, and gates that do not fill a vector."""
+    scheme = IntScheme(8, -1, True, Activations("int8") if levels == 127.5 else None)
+    rounding = Rounding(Activations("int8"), int8_levels=levels)
+
+    @settings(max_examples=25, deadline=None, derandomize=True)
+    @given(st.integers(1, 70), st.integers(1, 19), st.sampled_from(DTYPES), st.booleans())
+    def check(rows: int, sixteens: int, dtype: torch.dtype, adds: bool) -> None:
+        size = 16 * sixteens
+        weight = round_to_nearest(rows_of(40, size, torch.float32), scheme, torch.float32)
+        linear: Any = prepare_quantized_linear(weight, dtype, input_bits=8)
+        assert isinstance(linear, TakesRounded)
+        assert linear.rounding.int8_levels == levels
+        norm = NativeNorm(rows_of(1, size, dtype, 3)[0], 1e-5)
+        x = rows_of(rows, size, dtype, 1)
+        x[rows // 2] = 0.0
+        added = x.flip(0) if adds else None
+        (total, plain), (same, rounded) = norm(x, added), norm.rounded(x, added, rounding)
+        assert torch.equal(total, same)
+        assert torch.equal(linear(rounded), linear(plain))
+        gate = NativeSiluGate()
+        both = gate.rounded(x, plain, rounding)
+        assert torch.equal(linear(both), linear(gate(x, plain)))
+        odd = gate.rounded(x[:, 1:], plain[:, 1:], rounding)
+        values = gate(x[:, 1:], plain[:, 1:]).float()
+        scales = values.abs().amax(1, keepdim=True) / levels
+        scales = scales.where(scales > 0, 1.0)
+        assert torch.equal(odd.scales, scales)
+        assert torch.equal(odd.codes, (values / scales).round().clamp(-128, 127).to(torch.int8))
+
+    check()
 
 
 def test_norms(path: str) -> None:

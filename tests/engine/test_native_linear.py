@@ -15,7 +15,7 @@ from llmopt.engine.kernels.native.grid import grid_of, refuses_grid
 from llmopt.engine.kernels.native.linear import PackedLinear, native_linear
 from llmopt.engine.kernels.native.pack import pack_codes, pack_codes_torch
 from llmopt.engine.kernels.native.processor import PATHS, VARIABLE, processor_flags
-from llmopt.engine.kernels.packed_linear import Packed8Linear
+from llmopt.engine.kernels.packed_linear import PackedOutlierLinear
 from llmopt.engine.kernels.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearSituation,
@@ -38,6 +38,7 @@ from llmopt.quant.scheme import (
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 from llmopt.quant.tensors.integer import IntTensor
+from llmopt.quant.tensors.vectorwise import VectorwiseTensor
 from quantized_world import quantized
 
 INT8 = Activations("int8")
@@ -197,10 +198,10 @@ def test_outliers_are_multiplied_as_floats(path: str) -> None:
     scheme = VectorwiseScheme(3.0)
     weight = weight_of(scheme, 50, 200)
     grid = grid_of(weight)
-    assert grid is not None
+    assert grid is not None and isinstance(weight, VectorwiseTensor)
     x = torch.randn(6, 200, generator=torch.Generator().manual_seed(2))
     x[2, 11], x[4, 150] = 50.0, -3.0
-    got = Packed8Linear(weight, grid, torch.float32)(x)
+    got = PackedOutlierLinear(weight, grid)(x)
     assert split_outliers(x, 3.0)[2].count_nonzero() >= 2
     assert error(got, round_inputs(x, scheme), weight) < 2e-6
 

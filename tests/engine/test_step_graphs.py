@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from llmopt.engine import LLM, SamplingParams, step_graphs
 from llmopt.engine.kernels.native.attention import native_attention
 from llmopt.engine.kernels.recording import NotRecordable, Recording, TensorPool
+from llmopt.quant.scheme import VectorwiseScheme
+from quantized_world import random_model, write_checkpoint
 
 PROMPTS = [[1] + [5 + (7 * i + 3 * j) % 400 for i in range(3 + j)] for j in range(9)]
 RECORDS = native_attention().reason is None
@@ -88,6 +91,20 @@ def test_a_model_whose_steps_differ_is_left_alone() -> None:
     llm = LLM("stories3M", device="cpu", max_model_len=64)
     llm.engine.runner.decoder._attend = (lambda *_: None,) * 2  # pyright: ignore
     assert not llm.engine.runner.decoder.is_repeatable
+
+
+def test_steps_that_look_at_values_are_computed(tmp_path: Path) -> None:
+    """Outliers of LLM.int8() are wherever they are; their model is found out by its first step."""
+    write_checkpoint(tmp_path, random_model(), "bitsandbytes", VectorwiseScheme(1.0))
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+    def tokens(**options: Any) -> list[tuple[int, ...]]:
+        llm = LLM(tmp_path, device="cpu", dtype="float32", **options)
+        found = [tuple(result.token_ids) for result in llm.generate(PROMPTS[:3], params)]
+        assert not llm.engine.runner._graphs._graphs
+        return found
+
+    assert tokens() == tokens(enforce_eager=True)
 
 
 def test_a_recording_reads_new_values_where_the_old_ones_were() -> None:

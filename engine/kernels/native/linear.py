@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from ..rounded_rows import RoundedRows
 from .build import Native, native
 from .grid import Grid
 from .launch import launch
@@ -24,6 +25,7 @@ class CallStruct(ctypes.Structure):
     _fields_ = [
         ("weight", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
@@ -85,20 +87,30 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x [rows, in]` in bfloat16 or float32; the result is in the same."""
+        return self._multiply(x, None, x.dtype)
+
+    def of_rounded(self, x: RoundedRows, dtype: torch.dtype) -> torch.Tensor:
+        """Of rows in int8, with a scale each; the result is in `dtype`."""
+        return self._multiply(x.codes, x.scales, dtype)
+
+    def _multiply(
+        self, x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
         if self._order is not None:
             x = x.index_select(1, self._order)
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
-        y = torch.empty(rows, self._out_features, dtype=x.dtype)
+        y = torch.empty(rows, self._out_features, dtype=dtype)
         call = CallStruct(
             ctypes.addressof(self._weight.struct),
             x.data_ptr(),
+            None if scales is None else scales.data_ptr(),
             y.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             rows,
             x.stride(0),
-            x.dtype is torch.bfloat16,
+            dtype is torch.bfloat16,
             self._way,
             torch.get_num_threads(),
             self._levels,

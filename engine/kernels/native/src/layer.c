@@ -7,24 +7,35 @@
 #include <string.h>
 
 #include "parallel.h"
-#include "vectors.h"
+#include "round.h"
+
+/* Where a row goes in 8 bits; `codes` NULL: it stays as it is. */
+typedef struct {
+    int8_t *codes;         /* [rows][size] */
+    float *scales;         /* [rows] */
+    float levels;          /* codes that the largest magnitude takes */
+} Rounded;
 
 typedef struct {
+    Rounded rounded;
     const void *x;         /* [rows][x_stride] */
     const void *added;     /* [rows][size], added to x first, or NULL */
     void *sum;             /* [rows][size], x + added */
-    void *out;             /* [rows][size] */
+    void *out;             /* [rows][size], where it is not rounded */
     const void *weight;    /* [size], as x */
     int64_t rows, size, x_stride, is_bf16, threads;
     float eps;
     atomic_long next;
+    atomic_int failed;
 } NormCall;
 
 typedef struct {
+    Rounded rounded;
     const void *gate, *up; /* [rows][stride] */
-    void *out;             /* [rows][size] */
+    void *out;             /* as above */
     int64_t rows, size, stride, is_bf16, threads;
     atomic_long next;
+    atomic_int failed;
 } GateCall;
 
 typedef struct {
@@ -34,6 +45,7 @@ typedef struct {
     uint8_t *keys, *values; /* [slots][key_stride] and [value_stride], elements as `heads`; NULL: nowhere */
     int64_t rows, stride, queries, kv_heads, dim, width, key_stride, value_stride, is_bf16, threads;
     atomic_long next;
+    atomic_int failed;
 } TurnCall;
 
 INLINE fvec load(const void *p, int64_t at, const int is_bf16) {
@@ -55,7 +67,22 @@ INLINE void store(void *p, int64_t at, fvec v, const int is_bf16) {
 /* What reading back would give. */
 INLINE fvec as_stored(fvec v, const int is_bf16) { return is_bf16 ? fbits(ISHL(rounded(v), 16)) : v; }
 
-INLINE void norm_row(const NormCall *c, int64_t row, const int is_bf16) {
+/* Codes of a row of `size` floats, zeros behind them up to whole vectors. */
+static void round_row(const Rounded *to, int64_t row, int64_t size, const float *values, fvec largest) {
+    float scale = scale_of(largest, to->levels);
+    int8_t *codes = to->codes + row * size;
+    to->scales[row] = scale;
+    for (int64_t i = 0; i < size; i += LANES) {
+        int8_t some[LANES];
+        istore_s8(some, round_to(fload(values + i), fset(scale)));
+        memcpy(codes + i, some, (size_t)(size - i < LANES ? size - i : LANES));
+    }
+}
+
+/* Room for a row of floats, of this thread. */
+static float *row_room(int64_t size) { return (float *)workspace(1, (size + LANES) * 4); }
+
+INLINE void norm_row(const NormCall *c, int64_t row, const int is_bf16, float *values) {
     const void *x = c->x;
     int64_t from = row * c->x_stride, to = row * c->size;
     fvec squares = fset(0.0f);
@@ -69,10 +96,19 @@ INLINE void norm_row(const NormCall *c, int64_t row, const int is_bf16) {
     }
     if (c->added) x = c->sum, from = to;
     fvec factor = fset(1.0f / sqrtf(fsum_lanes(squares) / (float)c->size + c->eps));
+    fvec largest = fset(0.0f);
     for (int64_t i = 0; i < c->size; i += LANES) {
         fvec v = as_stored(fmul(load(x, from + i, is_bf16), factor), is_bf16);
-        store(c->out, to + i, fmul(v, load(c->weight, i, is_bf16)), is_bf16);
+        v = fmul(v, load(c->weight, i, is_bf16));
+        if (!values) {
+            store(c->out, to + i, v, is_bf16);
+            continue;
+        }
+        v = as_stored(v, is_bf16);
+        fstore(values + i, v);
+        largest = fmax_(largest, fabs_(v));
     }
+    if (values) round_row(&c->rounded, row, c->size, values, largest);
 }
 
 /* x / (1 + e^-x), with e^-|x| on both sides of zero. */
@@ -81,7 +117,8 @@ INLINE fvec silu(fvec x) {
     return fdiv(fadd(fmax_(x, none), fmul(fmin_(x, none), e)), fadd(fset(1.0f), e));
 }
 
-INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16) {
+INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16, float *values) {
+    fvec largest = fset(0.0f);
     const int64_t width = is_bf16 ? 2 : 4;
     const uint8_t *gate = (const uint8_t *)c->gate + row * c->stride * width;
     const uint8_t *up = (const uint8_t *)c->up + row * c->stride * width;
@@ -97,12 +134,21 @@ INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16) {
             from = last[0], other = last[1], to = last[2];
         }
         fvec opened = as_stored(silu(load(from, 0, is_bf16)), is_bf16);
-        store(to, 0, fmul(opened, load(other, 0, is_bf16)), is_bf16);
+        fvec v = fmul(opened, load(other, 0, is_bf16));
+        if (values) {
+            v = as_stored(v, is_bf16);
+            fstore(values + i, v);
+            largest = fmax_(largest, fabs_(v));
+            continue;
+        }
+        store(to, 0, v, is_bf16);
         if (to == last[2]) memcpy(out + i * width, last[2], left);
     }
+    if (values) round_row(&c->rounded, row, c->size, values, largest);
 }
 
-INLINE void turn_row(const TurnCall *c, int64_t row, const int is_bf16) {
+INLINE void turn_row(const TurnCall *c, int64_t row, const int is_bf16, float *values) {
+    (void)values;
     int64_t half = c->width / 2, angle = row * c->width, begin = row * c->stride;
     for (int64_t head = 0; head < c->queries + c->kv_heads; head++) {
         int64_t at = begin + head * c->dim;
@@ -121,33 +167,36 @@ INLINE void turn_row(const TurnCall *c, int64_t row, const int is_bf16) {
     memcpy(c->values + c->slots[row] * c->value_stride * width, first + bytes, (size_t)bytes);
 }
 
-#define ROWS_OF(Type, function, one_row) \
+/* A thread's share of the rows; `codes` says whether they are rounded, which takes room for one. */
+#define ROWS_OF(Type, function, one_row, codes, size) \
     static void function(void *argument) { \
         Type *c = argument; \
+        float *values = NULL; \
+        if ((codes) && !(values = row_room(size))) { \
+            atomic_store(&c->failed, 1); \
+            return; \
+        } \
         for (;;) { \
             int64_t row = atomic_fetch_add(&c->next, 1); \
             if (row >= c->rows) return; \
-            if (c->is_bf16) one_row(c, row, 1); \
-            else one_row(c, row, 0); \
+            if (c->is_bf16) one_row(c, row, 1, values); \
+            else one_row(c, row, 0, values); \
         } \
     }
 
-ROWS_OF(NormCall, norm_rows, norm_row)
-ROWS_OF(GateCall, gate_rows, gate_row)
-ROWS_OF(TurnCall, turn_rows, turn_row)
+ROWS_OF(NormCall, norm_rows, norm_row, c->rounded.codes, c->size)
+ROWS_OF(GateCall, gate_rows, gate_row, c->rounded.codes, c->size)
+ROWS_OF(TurnCall, turn_rows, turn_row, NULL, 0)
 
-int llmopt_norm(NormCall *c) {
-    atomic_store(&c->next, 0);
-    run_parallel(norm_rows, c, c->threads);
-    return 0;
-}
-int llmopt_gate(GateCall *c) {
-    atomic_store(&c->next, 0);
-    run_parallel(gate_rows, c, c->threads);
-    return 0;
-}
-int llmopt_turn(TurnCall *c) {
-    atomic_store(&c->next, 0);
-    run_parallel(turn_rows, c, c->threads);
-    return 0;
-}
+/* Each returns 0, or 1 where there is no memory. */
+#define CALL_OF(Type, name, function) \
+    int name(Type *c) { \
+        atomic_store(&c->next, 0); \
+        atomic_store(&c->failed, 0); \
+        run_parallel(function, c, c->threads); \
+        return atomic_load(&c->failed); \
+    }
+
+CALL_OF(NormCall, llmopt_norm, norm_rows)
+CALL_OF(GateCall, llmopt_gate, gate_rows)
+CALL_OF(TurnCall, llmopt_turn, turn_rows)

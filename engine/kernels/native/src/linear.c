@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "parallel.h"
+#include "round.h"
 #include "tile.h"
 
 #define AHEAD 512 /* input channels; their codes are fetched so long before they are needed */
@@ -20,7 +21,8 @@ enum { INPUT_S8 = 0, INPUT_BF16 = 1, INPUT_F32 = 2 };
 
 typedef struct {
     const Weight *weight;
-    const void *x;         /* [rows][x_stride], bfloat16 or float32 */
+    const void *x;         /* [rows][x_stride], bfloat16 or float32; or codes of rows that were rounded */
+    const float *scales;   /* [rows], of such codes; else NULL */
     void *y;               /* [rows][out_features], as x */
     const float *bias;     /* [out_features] or NULL */
     int64_t rows, x_stride;
@@ -70,7 +72,22 @@ INLINE void keep_sum(Job *job, int64_t at, int32_t sum) {
     else ((int32_t *)job->sums)[at] = -(int32_t)job->weight->base * sum;
 }
 
-/* One row in 8 bits: round(x / scale) to even, in -128..127. */
+/* One row that was rounded before: its codes and their sums. */
+static void prepare_codes(Job *job, int64_t row) {
+    const Weight *w = job->weight;
+    int8_t *codes = (int8_t *)(job->values + row * job->stride);
+    memcpy(codes, (const int8_t *)job->call->x + row * job->call->x_stride, (size_t)w->in_features);
+    memset(codes + w->in_features, 0, (size_t)(num_chunks(w) * CHUNK - w->in_features));
+    job->scales[row] = job->call->scales[row];
+    for (int64_t s = 0, k = 0; s < num_steps(w); s++) {
+        int64_t end = k + w->step < num_chunks(w) * CHUNK ? k + w->step : num_chunks(w) * CHUNK;
+        ivec sum = iset(0);
+        for (; k < end; k += LANES) sum = iadd(sum, iwiden_s8(codes + k));
+        keep_sum(job, row * num_steps(w) + s, isum_lanes(sum));
+    }
+}
+
+/* One row, in 8 bits. */
 static void prepare_s8(Job *job, int64_t row) {
     const Weight *w = job->weight;
     const Call *call = job->call;
@@ -87,8 +104,7 @@ static void prepare_s8(Job *job, int64_t row) {
                 largest = fmax_(largest, fabs_(v));
             }
         }
-        scale = fmax_lane(largest) / call->levels;
-        if (!(scale > 0.0f)) scale = 1.0f;
+        scale = scale_of(largest, call->levels);
     }
     job->scales[row] = scale;
     int8_t *codes = (int8_t *)(job->values + row * job->stride);
@@ -100,8 +116,7 @@ static void prepare_s8(Job *job, int64_t row) {
         for (int i = 0; i < CHUNK; i += LANES) {
             fvec v = fload(values + i);
             if (call->threshold > 0.0f) v = fzero_unless_below(v, bound);
-            v = fmin_(fmax_(fdiv(v, fset(scale)), fset(-128.0f)), fset(127.0f));
-            ivec code = ftoi(v);
+            ivec code = round_to(v, fset(scale));
             istore_s8(codes + k + i, code);
             sum = iadd(sum, code);
             if ((left -= LANES) == 0) {
@@ -141,7 +156,8 @@ static void prepare_rows(void *argument) {
     for (;;) {
         int64_t row = atomic_fetch_add(&job->next, 1);
         if (row >= job->call->rows) return;
-        if (job->call->way == INPUT_S8) prepare_s8(job, row);
+        if (job->call->scales) prepare_codes(job, row);
+        else if (job->call->way == INPUT_S8) prepare_s8(job, row);
         else prepare_float(job, row);
     }
 }
