@@ -55,8 +55,12 @@ INLINE fvec load(const void *p, int64_t at, const int is_bf16) {
 
 /* To the nearest bfloat16, ties to even. */
 INLINE ivec rounded(fvec v) {
+#if HAS_PAIRS
+    return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v));
+#else
     ivec bits = ibits(v);
     return ISHR(iadd(bits, iadd(iset(0x7fff), iand(ISHR(bits, 16), iset(1)))), 16);
+#endif
 }
 
 INLINE void store(void *p, int64_t at, fvec v, const int is_bf16) {
@@ -67,15 +71,18 @@ INLINE void store(void *p, int64_t at, fvec v, const int is_bf16) {
 /* What reading back would give. */
 INLINE fvec as_stored(fvec v, const int is_bf16) { return is_bf16 ? fbits(ISHL(rounded(v), 16)) : v; }
 
-/* Codes of a row of `size` floats, zeros behind them up to whole vectors. */
+/* Codes of a row of `size` floats, in memory of whole vectors. */
 static void round_row(const Rounded *to, int64_t row, int64_t size, const float *values, fvec largest) {
     float scale = scale_of(largest, to->levels);
     int8_t *codes = to->codes + row * size;
     to->scales[row] = scale;
-    for (int64_t i = 0; i < size; i += LANES) {
-        int8_t some[LANES];
-        istore_s8(some, round_to(fload(values + i), fset(scale)));
-        memcpy(codes + i, some, (size_t)(size - i < LANES ? size - i : LANES));
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        istore_s8(codes + i, round_to(fload(values + i), fset(scale)));
+    if (i < size) {
+        int8_t last[LANES];
+        istore_s8(last, round_to(fload(values + i), fset(scale)));
+        memcpy(codes + i, last, (size_t)(size - i));
     }
 }
 
