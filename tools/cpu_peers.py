@@ -1,6 +1,7 @@
 """This engine beside what else a CPU user can install, on random Llamas, in turns in one run.
 
     python tools/cpu_peers.py --models DIR --environments DIR --install --output cpu-peers-1.1B.json
+    python tools/cpu_peers.py --show cpu-peers-1.1B.json
 
 Makes the checkpoints that are missing in `--models` (minutes, the first time), loads every engine in a
 process of its own (`tools/peers`; a package's interpreter is `DIR/NAME/bin/python`), and then takes turns: a
@@ -345,8 +346,9 @@ def write(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--models", type=Path, required=True, help="folder of the checkpoints")
-    parser.add_argument("--environments", type=Path, required=True)
+    parser.add_argument("--models", type=Path, help="folder of the checkpoints")
+    parser.add_argument("--environments", type=Path)
+    parser.add_argument("--show", type=Path, help="print the tables of such a JSON file, and nothing else")
     parser.add_argument("--install", action="store_true")
     parser.add_argument("--shape", default="1.1B", choices=SHAPES)
     parser.add_argument("--rows", help="names, separated by commas; default: all")
@@ -356,6 +358,11 @@ def main() -> None:
     parser.add_argument("--pause", action="store_true", help="wait for Enter before measuring")
     parser.add_argument("--output", type=Path, help="JSON file")
     given = parser.parse_args()
+    if given.show:
+        print(show(json.loads(given.show.read_text(encoding="utf-8"))))
+        return
+    if given.models is None or given.environments is None:
+        parser.error("a measurement needs --models and --environments")
     if given.install:
         install(given.environments)
     cases = given.cases.split(",")
