@@ -348,7 +348,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--models", type=Path, help="folder of the checkpoints")
     parser.add_argument("--environments", type=Path)
-    parser.add_argument("--show", type=Path, help="print the tables of such a JSON file, and nothing else")
+    parser.add_argument(
+        "--show", type=Path, help="print the tables of such a JSON file, and nothing else"
+    )
     parser.add_argument("--install", action="store_true")
     parser.add_argument("--shape", default="1.1B", choices=SHAPES)
     parser.add_argument("--rows", help="names, separated by commas; default: all")
