@@ -195,9 +195,8 @@ class Engine:
             )
         sizes = () if config.enforce_eager else graph_sizes(self.device, max_num_seqs)
         self.runner = open_runner(cache, proposer, sizes)
-        if self.device.type == "cuda":
-            with saying_what_fits("the graphs of its steps", self.device):
-                self.runner.capture_graphs()
+        with saying_what_fits("the graphs of its steps", self.device):
+            self.runner.capture_graphs()
         parts = [model, *(() if self.workers is None else self.workers.loaded)]
         self.memory = EngineMemory(
             weight_bytes=sum(part.bytes_held for part in parts),

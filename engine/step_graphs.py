@@ -29,10 +29,7 @@ CUDA_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 
 
 class Graph(Protocol):
-    """A captured call; `result` is what it gave last."""
-
-    @property
-    def result(self) -> torch.Tensor: ...
+    """A captured call."""
 
     def repeat(self) -> torch.Tensor:
         """The result, which the next repetition overwrites."""
@@ -40,7 +37,7 @@ class Graph(Protocol):
 
 
 Capture = Callable[[Callable[[], torch.Tensor]], Graph]
-"""Runs a call and makes a graph of it."""
+"""Makes a graph of a call, which it may run."""
 
 
 class StepGraphs:
@@ -83,8 +80,12 @@ class StepGraphs:
     @torch.inference_mode()
     def capture_all(self, taps: tuple[int, ...] = ()) -> None:
         """Capture every size now, the largest first: the others find room in what it took."""
-        for size in reversed(self._sizes):
-            self._graph(size, 0, taps)
+        try:
+            for size in reversed(self._sizes):
+                self._graph(size, 0, taps)
+        except NotRecordable:
+            # Some linear looks at its input, as those with outliers do: then no step is like another.
+            self._sizes = ()
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """What the model's `forward` gives; a result from a graph lasts until the next step."""
@@ -97,15 +98,8 @@ class StepGraphs:
             return self._model.forward(inputs, self._caches)
         self._fill(inputs, group, rows, size)
         key = size, group.front, inputs.taps
-        graph = self._graphs.get(key)
-        if graph is not None:
-            return graph.repeat()[:rows]
-        try:
-            return self._graph(*key).result[:rows]
-        except NotRecordable:
-            # Some linear looks at its input, as those with outliers do: then no step is like another.
-            self._sizes = ()
-            return self._model.forward(inputs, self._caches)
+        graph = self._graphs.get(key) or self._graph(*key)
+        return graph.repeat()[:rows]
 
     def _graph(self, size: int, front: int, taps: tuple[int, ...]) -> Graph:
         """Capture the step that lies in the tensors that stay."""
@@ -157,11 +151,9 @@ class CalledAgain:
 
     def __init__(self, call: Callable[[], torch.Tensor]) -> None:
         self._call = call
-        self.result = call()
 
     def repeat(self) -> torch.Tensor:
-        self.result = self._call()
-        return self.result
+        return self._call()
 
 
 def graph_sizes(device: torch.device, most_rows: int) -> tuple[int, ...]:

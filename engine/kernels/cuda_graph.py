@@ -20,10 +20,9 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may go on with CUDA meanwhile.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.result = call()
-        self.repeat()
+            self._result = call()
 
     def repeat(self) -> torch.Tensor:
         """The result, which the next replay in the pool overwrites."""
         self._graph.replay()
-        return self.result
+        return self._result

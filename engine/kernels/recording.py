@@ -1,9 +1,10 @@
 """A function of tensors on a CPU, written down once and repeated: what a CUDA graph is on a GPU.
 
-While the function runs for the first time, every operation of torch and every launch of a C kernel is
-written down in order. To repeat it, the C kernels are launched from C, and torch's operations are called
-again with the same tensors; no Python of the model runs. So a repetition reads its arguments where they lay
-the first time, and its result lies where it lay: the caller puts new values into the old tensors.
+While the function runs, every operation of torch and every launch of a C kernel is written down in order.
+The kernels are not launched, so what it computes then means nothing. To repeat it, the kernels are launched
+from C, and torch's operations are called again with the same tensors; no Python of the model runs. A
+repetition reads its arguments where they lay the first time, and its result lies where it lay: the caller
+puts new values into the old tensors.
 
 What the function decides by looking at values is decided once. Operations that look are refused; Python that
 looks past torch (`Tensor.tolist`) is not seen, and must not be recorded.
@@ -12,7 +13,7 @@ looks past torch (`Tensor.tolist`) is not seen, and must not be recorded.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Any
 
@@ -42,27 +43,28 @@ class TensorPool:
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
+        self._free: list[np.ndarray[Any, Any]] = []  # the smallest first
         self.num_bytes = 0
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An uninitialised dense tensor of this shape and dtype."""
+        """An uninitialised dense tensor of this shape and dtype, in the smallest memory that holds it."""
         size = tensor.numel() * tensor.itemsize
         if size == 0:
             return tensor
-        free = self._free[size]
-        if not free:
+        place = bisect_left(self._free, size, key=len)
+        if place < len(self._free):
+            memory = self._free.pop(place)
+        else:
+            memory = torch.empty(size, dtype=torch.uint8).numpy()
             self.num_bytes += size
-            free.append(torch.empty(size, dtype=torch.uint8).numpy())
-        memory = free.pop()
         # The storage of the tensor, which its views share, holds this array and nothing else does.
-        lent = memory[:]
-        weakref.finalize(lent, free.append, memory).atexit = False
+        lent = memory[:size]
+        weakref.finalize(lent, insort, self._free, memory, key=len).atexit = False
         return torch.from_numpy(lent).view(tensor.dtype).view(tensor.shape)
 
 
 class Recording:
-    """`call`, which has run once while it was written down; `repeat` runs it again.
+    """`call`, written down; `repeat` runs it.
 
     Raises:
         NotRecordable: it looks at values.
@@ -73,14 +75,14 @@ class Recording:
         self._launches: list[Launch] = []
         self._call = call  # what it holds, C kernels point at
         with listening(self._launches.append), _Watch(self._saw, pool):
-            self.result = call()
+            self._result = call()
         self._close_launches()
 
     def repeat(self) -> torch.Tensor:
         """The result, which the next repetition overwrites."""
         for part in self._parts:
             part()
-        return self.result
+        return self._result
 
     def _close_launches(self) -> None:
         if self._launches:

@@ -22,15 +22,19 @@ _listener = _Listener()
 
 
 def launch(function: Any, call: ctypes.Structure) -> int:
-    """Call a C function; 0 says that it succeeded. What `call` points at must outlive a recording of it."""
+    """Call a C function, or while somebody listens only tell of it; 0 says that it succeeded.
+
+    What `call` points at must outlive a recording of it.
+    """
     if _listener.hear is not None:
         _listener.hear((function, call))
+        return 0
     return function(ctypes.byref(call))
 
 
 @contextmanager
 def listening(hear: Callable[[Launch], None]) -> Iterator[None]:
-    """Tell `hear` of every launch of this thread while the block lasts."""
+    """Tell `hear` of every launch of this thread, instead of making it, while the block lasts."""
     before, _listener.hear = _listener.hear, hear
     try:
         yield
