@@ -86,6 +86,10 @@ class StepGraphs:
         except NotRecordable:
             # Some linear looks at its input, as those with outliers do: then no step is like another.
             self._sizes = ()
+        # What was computed on the way may mean nothing; what pads a table is read, if only to count for 0.
+        for cache in self._caches:
+            for part in cache.parts:
+                part[NULL_BLOCK].zero_()
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """What the model's `forward` gives; a result from a graph lasts until the next step."""

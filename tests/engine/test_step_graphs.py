@@ -84,6 +84,19 @@ def test_what_was_captured_before_the_first_request(monkeypatch: pytest.MonkeyPa
     assert llm.engine.runner._graphs._graphs == captured
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
+def test_the_null_block_holds_numbers_once_all_is_captured(kv_cache_dtype: str) -> None:
+    """Tables are padded with it, and zero times what is no number is none."""
+    llm = LLM("stories3M", device="cpu", max_model_len=64, kv_cache_dtype=kv_cache_dtype)
+    graphs = llm.engine.runner._graphs
+    for cache in llm.engine.runner.cache.layers:
+        for part in cache.parts:
+            part[0].fill_(127 if part.dtype is torch.uint8 else float("nan"))
+    graphs.capture_all()
+    parts = [part for cache in llm.engine.runner.cache.layers for part in cache.parts]
+    assert not any(part[0].any() for part in parts)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_number_of_rows_has_a_size(device: str) -> None:
     for most in (1, 3, 16, 30):
