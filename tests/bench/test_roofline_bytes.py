@@ -100,7 +100,8 @@ def test_counted_bytes_are_those_of_the_tensors_read(
     kind: str, quantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = quantized if kind == "quantized" else MODELS / "stories3M"
-    engine = load_engine(BenchOptions(num_threads=1), folder)
+    # Steps that are repeated run below Python, where nobody can watch.
+    engine = load_engine(BenchOptions(num_threads=1, enforce_eager=True), folder)
     engine.add_request("one", [1, 20, 30], SamplingParams(max_tokens=8, ignore_eos=True))
     engine.step()  # the prompt
     with TensorsRead() as seen:
