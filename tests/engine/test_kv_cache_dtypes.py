@@ -9,6 +9,7 @@ import torch
 from llmopt.engine.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels import paged_attention as pa
+from llmopt.engine.kernels.native.processor import PATHS, VARIABLE, processor_flags
 from llmopt.engine.kernels.paged_tensor import PagedTensor, quantize
 from llmopt.engine.kv_cache import KvCache
 from llmopt.engine.model.spec import KvLayout
@@ -136,13 +137,35 @@ def test_a_fork_copies_codes_and_scales(prompts, kv):
     assert run(engine(kv, block_size=16), [prompt], n=3) == [alone] * 3
 
 
-def test_a_cache_wider_than_the_arithmetic_changes_nothing(prompts, monkeypatch):
-    # Where bfloat16 is multiplied as it lies, weights of values are rounded to it, as in torch's attention.
-    monkeypatch.setenv("LLMOPT_NATIVE", "off")
+HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
+
+
+@pytest.mark.parametrize("path", ["off", *(name for name in HERE if name != "avx512vnni")])
+def test_a_cache_wider_than_the_arithmetic_changes_nothing(prompts, monkeypatch, path):
+    monkeypatch.setenv(VARIABLE, path)
     options = {"dtype": "bfloat16"}
     expected = run(engine("auto", **options), prompts[:6])
     assert run(engine("float32", **options), prompts[:6]) == expected
     assert run(engine("bfloat16", **options), prompts[:6]) == expected
+
+
+def test_products_of_bfloat16_as_it_lies_change_little(prompts):
+    """There weights of values become bfloat16, as in torch's attention; beside a wider cache they do not."""
+
+    def scored(kv: str) -> torch.Tensor:
+        built = engine(kv, dtype="bfloat16")
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        for index, prompt in enumerate(prompts[:6]):
+            built.add_request(str(index), prompt, params)
+        found = []
+        while built.has_unfinished():
+            found += [out.prompt_logprobs for out in built.step() if out.prompt_logprobs]
+        return torch.tensor([one.logprob for scores in found for one in scores if one])
+
+    wide, own = scored("float32"), scored("auto")
+    assert len(own) > 300
+    assert (wide - own).abs().mean() < 0.01
+    assert (wide - own).abs().max() < 0.2
 
 
 @pytest.mark.parametrize("kv", NARROW)
