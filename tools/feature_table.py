@@ -1,14 +1,14 @@
 """Write the table of what goes with what into the README: `python tools/feature_table.py [--check]`.
 
-It is made from `engine/compatibility.py`, which also refuses at start what the table says does not go. With
-`--check` nothing is written, and a table that is not the present one ends with exit code 1.
+It is made from `engine/config/compatibility.py`, which also refuses at start what the table says does not
+go. With `--check` nothing is written, and a table that is not the present one ends with exit code 1.
 """
 
 from __future__ import annotations
 
 from itertools import count
 
-from llmopt.engine.compatibility import ALTERNATIVES, FEATURES, REFUSALS, refusal_line
+from llmopt.engine.config.compatibility import ALTERNATIVES, FEATURES, REFUSALS, refusal_line
 from readme_part import put_part
 
 
