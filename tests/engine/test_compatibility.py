@@ -19,7 +19,6 @@ from llmopt.engine.config.compatibility import (
     ALTERNATIVES,
     FEATURES,
     REFUSALS,
-    asked_for,
     refusal_line,
     refuse,
 )
@@ -207,9 +206,8 @@ def test_every_feature_meets_a_divided_model():
 def test_what_a_config_asks_for_is_what_turns_a_feature_on():
     for name, options in ENGINE.items():
         of_guesses = {"ngram"} if name == "rejection" else set()
-        assert asked_for(EngineConfig(**options)) == {name, *of_guesses}
-    assert asked_for(EngineConfig()) == frozenset()
-    assert {n for n, f in FEATURES.items() if f.is_asked_for is not None} == set(ENGINE)
+        assert EngineConfig(**options).features == {name, *of_guesses}
+    assert EngineConfig().features == frozenset()
     assert set(FEATURES) == {*ENGINE, *CHECKPOINT, *REQUEST}
 
 

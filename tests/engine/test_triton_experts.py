@@ -9,7 +9,8 @@ import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.kernels.elementwise.layer_kernels import RowSituation
-from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation, LoopedExperts
+from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation
+from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.layers.mlp import CLAMPED_SWIGLU, GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import (

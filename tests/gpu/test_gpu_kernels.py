@@ -19,7 +19,8 @@ from llmopt.engine.kernels.elementwise.layer_kernels import (
     torch_silu_gate,
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
-from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation, LoopedExperts
+from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation
+from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, CodebookScheme, FloatScheme, IntScheme, Scheme

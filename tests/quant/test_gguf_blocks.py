@@ -229,7 +229,7 @@ def test_widths_that_a_type_does_not_fit():
 
 
 def test_rounding_takes_its_importance_from_the_inputs():
-    from llmopt.quant.methods.base import InputStatistics
+    from llmopt.quant.grids.input_statistics import InputStatistics
 
     weight = sample()[8:]
     spread = torch.logspace(-2, 1, weight.shape[1])
@@ -237,23 +237,18 @@ def test_rounding_takes_its_importance_from_the_inputs():
     statistics.add(
         torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(0)) * spread
     )
-
-    class Problem:
-        prefix = "model.layers.0"
-        weights = {"q": weight}  # noqa: RUF012
-
-        def __init__(self, seen: dict[str, InputStatistics]):
-            self.statistics = seen
-
-    problem: Any = Problem({"q": statistics})
     scheme = GgufScheme("Q4_K")
-    seen = round_to_blocks(problem, "q", weight, scheme)
+
+    def rounded(of: torch.Tensor, seen: InputStatistics | None) -> GgufTensor:
+        return round_to_blocks(of, scheme, original=weight, statistics=seen, name="q")
+
+    seen = rounded(weight, statistics)
     importance = statistics.gram.diagonal() / 64
     assert torch.equal(seen.data, quantize_blocks(weight, "Q4_K", importance))
-    blind = round_to_blocks(Problem({}), "q", weight, scheme)  # pyright: ignore[reportArgumentType]
+    blind = rounded(weight, None)
     assert torch.equal(blind.data, quantize_blocks(weight, "Q4_K"))
     # Scaled columns see inputs that are divided: powers of two leave the importance of each product alone.
     scales = 2.0 ** torch.arange(weight.shape[1]).remainder(3)
-    scaled = round_to_blocks(problem, "q", weight * scales, scheme)
+    scaled = rounded(weight * scales, statistics)
     expected = quantize_blocks(weight * scales, "Q4_K", importance / scales.square())
     assert torch.equal(scaled.data, expected)

@@ -14,7 +14,7 @@ from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
-from llmopt.quant.pipeline.session import prepare
+from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.plan.loaders import ENGINE_TYPES, Stored, loaders, loads_in, stored
 from llmopt.quant.plan.plan import QuantizeRequest, make_plan
 from llmopt.quant.request.selection import split_fusions
