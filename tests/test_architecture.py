@@ -10,8 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import structure
-from structure import DATA, FLOORS, ROOT
+
+from tools import structure
+from tools.structure import DATA, FLOORS, ROOT
 
 TORCH_FREE = (
     "engine.scheduling",

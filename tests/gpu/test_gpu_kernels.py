@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_world import STORED, World
 from llmopt.engine.kernels.activations.activations import round_inputs
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
@@ -24,7 +23,9 @@ from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, CodebookScheme, FloatScheme, IntScheme, Scheme
-from quantized_world import quantized
+
+from ..support.attention_world import STORED, World
+from ..support.quantized_world import quantized
 
 pytestmark = [
     pytest.mark.gpu,
