@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,100 +118,150 @@ def freeze_workload(options: BenchOptions, path: Path) -> Workload:
     return workload
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A data set that was asked for by name, for a tokenizer and a context length."""
+
+    name: str
+    path: Path | None
+    options: BenchOptions
+    tokenizer: Tokenizer
+    max_model_len: int
+
+    @property
+    def shuffle(self) -> bool:
+        return not self.options.disable_shuffle
+
+
 def requests_of(
     name: str, path: Path | None, options: BenchOptions, tokenizer: Tokenizer, max_model_len: int
 ) -> Workload:
     """The requests of one kind of data set; only the timed kinds have arrival times."""
-    count, seed, shuffle = options.num_prompts, options.seed, not options.disable_shuffle
-    if name == "random":
-        return random_workload(
-            tokenizer,
-            num_prompts=count,
-            max_model_len=max_model_len,
-            input_len=options.random_input_len,
-            output_len=options.random_output_len or options.output_len,
-            prefix_len=options.random_prefix_len,
-            range_ratio=options.random_range_ratio,
-            seed=seed,
-        )
-    if name == "prefix_repetition":
-        return prefix_repetition_workload(
-            tokenizer,
-            num_prompts=count,
-            max_model_len=max_model_len,
-            prefix_len=options.prefix_repetition_prefix_len,
-            suffix_len=options.prefix_repetition_suffix_len,
-            output_len=options.prefix_repetition_output_len or options.output_len,
-            num_prefixes=options.prefix_repetition_num_prefixes,
-            seed=seed,
-            shuffle=shuffle,
-        )
-    if name == "sonnet":
-        return sonnet_workload(
-            tokenizer,
-            num_prompts=count,
-            max_model_len=max_model_len,
-            input_len=options.sonnet_input_len,
-            output_len=options.sonnet_output_len or options.output_len,
-            prefix_len=options.sonnet_prefix_len,
-            seed=seed,
-        )
-    if name in TRACES:
-        return trace_workload(
-            tokenizer,
-            name,
-            num_prompts=count,
-            max_model_len=max_model_len,
-            path=path,
-            start_seconds=options.trace_start,
-            speed=options.trace_speed,
-            lengths=options.trace_lengths,
-            seed=seed,
-        )
-    if name == "hf":
-        rows = hub_rows(
-            str(path),
-            subset=options.hf_subset,
-            split=options.hf_split,
-            seed=seed,
-            shuffle=shuffle,
-        )
-        return hub_workload(
-            tokenizer,
-            rows,
-            source=f"hub data set {path}",
-            num_prompts=count,
-            max_model_len=max_model_len,
-            output_len=options.output_len,
-        )
-    oversample = not options.no_oversample
-    if name == "frozen":
-        assert path is not None
-        return read_frozen(path, tokenizer, max_model_len=max_model_len)
-    if name == "custom":
-        assert path is not None
-        return custom_workload(
-            tokenizer,
-            path,
-            num_prompts=count,
-            max_model_len=max_model_len,
-            output_len=options.output_len,
-            seed=seed,
-            shuffle=shuffle,
-            oversample=oversample,
-        )
+    return _BUILDERS[name](_Request(name, path, options, tokenizer, max_model_len))
+
+
+def _random(asked: _Request) -> Workload:
+    options = asked.options
+    return random_workload(
+        asked.tokenizer,
+        num_prompts=options.num_prompts,
+        max_model_len=asked.max_model_len,
+        input_len=options.random_input_len,
+        output_len=options.random_output_len or options.output_len,
+        prefix_len=options.random_prefix_len,
+        range_ratio=options.random_range_ratio,
+        seed=options.seed,
+    )
+
+
+def _prefix_repetition(asked: _Request) -> Workload:
+    options = asked.options
+    return prefix_repetition_workload(
+        asked.tokenizer,
+        num_prompts=options.num_prompts,
+        max_model_len=asked.max_model_len,
+        prefix_len=options.prefix_repetition_prefix_len,
+        suffix_len=options.prefix_repetition_suffix_len,
+        output_len=options.prefix_repetition_output_len or options.output_len,
+        num_prefixes=options.prefix_repetition_num_prefixes,
+        seed=options.seed,
+        shuffle=asked.shuffle,
+    )
+
+
+def _sonnet(asked: _Request) -> Workload:
+    options = asked.options
+    return sonnet_workload(
+        asked.tokenizer,
+        num_prompts=options.num_prompts,
+        max_model_len=asked.max_model_len,
+        input_len=options.sonnet_input_len,
+        output_len=options.sonnet_output_len or options.output_len,
+        prefix_len=options.sonnet_prefix_len,
+        seed=options.seed,
+    )
+
+
+def _trace(asked: _Request) -> Workload:
+    options = asked.options
+    return trace_workload(
+        asked.tokenizer,
+        asked.name,
+        num_prompts=options.num_prompts,
+        max_model_len=asked.max_model_len,
+        path=asked.path,
+        start_seconds=options.trace_start,
+        speed=options.trace_speed,
+        lengths=options.trace_lengths,
+        seed=options.seed,
+    )
+
+
+def _hub(asked: _Request) -> Workload:
+    options = asked.options
+    rows = hub_rows(
+        str(asked.path),
+        subset=options.hf_subset,
+        split=options.hf_split,
+        seed=options.seed,
+        shuffle=asked.shuffle,
+    )
+    return hub_workload(
+        asked.tokenizer,
+        rows,
+        source=f"hub data set {asked.path}",
+        num_prompts=options.num_prompts,
+        max_model_len=asked.max_model_len,
+        output_len=options.output_len,
+    )
+
+
+def _frozen(asked: _Request) -> Workload:
+    assert asked.path is not None
+    return read_frozen(asked.path, asked.tokenizer, max_model_len=asked.max_model_len)
+
+
+def _custom(asked: _Request) -> Workload:
+    assert asked.path is not None
+    options = asked.options
+    return custom_workload(
+        asked.tokenizer,
+        asked.path,
+        num_prompts=options.num_prompts,
+        max_model_len=asked.max_model_len,
+        output_len=options.output_len,
+        seed=options.seed,
+        shuffle=asked.shuffle,
+        oversample=not options.no_oversample,
+    )
+
+
+def _sharegpt(asked: _Request) -> Workload:
+    options, path = asked.options, asked.path
     if path is not None and str(path) == HUB and not path.exists():
         path = download_sharegpt()
     return sharegpt_workload(
-        tokenizer,
-        num_prompts=count,
-        max_model_len=max_model_len,
+        asked.tokenizer,
+        num_prompts=options.num_prompts,
+        max_model_len=asked.max_model_len,
         path=path,
-        seed=seed,
+        seed=options.seed,
         output_len=options.output_len,
-        shuffle=shuffle,
-        oversample=oversample,
+        shuffle=asked.shuffle,
+        oversample=not options.no_oversample,
     )
+
+
+_BUILDERS: Mapping[str, Callable[[_Request], Workload]] = {
+    "sharegpt": _sharegpt,
+    "custom": _custom,
+    "random": _random,
+    "prefix_repetition": _prefix_repetition,
+    "sonnet": _sonnet,
+    "hf": _hub,
+    **dict.fromkeys(TRACES, _trace),
+    "frozen": _frozen,
+}
 
 
 def settled(options: BenchOptions, workload: Workload) -> BenchOptions:

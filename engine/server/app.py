@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..engine import Engine
-from .endpoints.generation import Service
+from .endpoints.operations import operations_router
 from .endpoints.routes import model_router, open_service
 from .loop.loop import EngineLoop
-from .metrics.exposition import Exposition
 from .middleware.guard import Guard
 from .page.page import page_router
-from .protocol.errors import Unavailable, install
+from .protocol.errors import install
 from .protocol.server_options import ServerOptions
-from .text.text import PLAIN_TEMPLATE, Tokenization
+from .text.text import Tokenization
 
 
 def create_app(
@@ -73,40 +69,7 @@ def create_app(
         )
     app.include_router(model_router(service, engine))
     app.include_router(page_router(loop))
-    cards = _model_cards(engine, service)
-    exposition = Exposition(engine, loop, model_name)
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """200 while the engine serves, 503 after it has failed."""
-        if loop.unavailable is not None:
-            raise Unavailable(loop.unavailable)
-        return {"status": "ok"}
-
-    @app.get("/ready")
-    async def ready() -> dict[str, str]:
-        """200 once the engine is warm and while it serves, 503 before and after."""
-        if not loop.is_ready:
-            raise Unavailable(loop.unavailable or "the engine is warming up")
-        return {"status": "ready"}
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/version")
-    async def show_version() -> dict[str, str]:
-        return {"version": app.version}
-
-    @app.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [*cards.values()]}
-
-    @app.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return cards[name]
-
+    app.include_router(operations_router(engine, loop, service))
     return app
 
 
@@ -117,25 +80,3 @@ def describe_template(text: Tokenization) -> str:
         "model": "the model's own",
         "plain": "plain, because the model has none",
     }[text.template_source]
-
-
-def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
-    """The model and, with it as their parent, its adapters, by name."""
-    source = service.text.template_source
-    model = {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "llmopt",
-        "parent": None,
-        "root": engine.folder.name,
-        "max_model_len": engine.max_model_len,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "chat_template": {"source": source}
-        | ({"template": PLAIN_TEMPLATE} if source == "plain" else {}),
-    }
-    adapters = {
-        name: {**model, "id": name, "parent": service.model_name, "root": folder.name}
-        for name, folder in engine.config.loras.items()
-    }
-    return {service.model_name: model, **adapters}
