@@ -1,7 +1,7 @@
-"""What goes with what: the features of the engine, and the pairs of them that refuse each other.
+"""Feature compatibility: the features of the engine, and the pairs of them that are refused.
 
-The refusals at start and the table in the README are made from these lists, so they cannot differ. A feature
-is of the engine (an option turns it on), of the checkpoint, or of a request.
+The refusals at start-up and the matrix in docs/compatibility.md are made from these lists, so they cannot
+differ. A feature is of the engine (an option turns it on), of the checkpoint, or of a request.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FEATURES: Mapping[str, Feature] = {
     "policy": Feature(
         "a scheduling policy", "`--scheduling-policy`", lambda c: c.scheduling_policy != "fcfs"
     ),
-    "overlap": Feature("the overlapped loop", "`--overlapped-loop`", lambda c: c.overlapped_loop),
-    "eager": Feature("no step graphs", "`--enforce-eager`", lambda c: c.enforce_eager),
+    "overlap": Feature("async scheduling", "`--overlapped-loop`", lambda c: c.overlapped_loop),
+    "eager": Feature("eager steps", "`--enforce-eager`", lambda c: c.enforce_eager),
     "swap": Feature("a swap space", "`--swap-space`", lambda c: c.swap_space_bytes > 0),
     "kv-fp8": Feature(
         "a KV cache in fp8", "`--kv-cache-dtype fp8`", lambda c: c.kv_cache_dtype == "fp8"
@@ -72,16 +72,16 @@ FEATURES: Mapping[str, Feature] = {
         lambda c: c.speculation is not None and c.speculation.method == "eagle",
     ),
     "rejection": Feature(
-        "rejection of guesses",
+        "rejection sampling",
         "`--speculative-acceptance rejection`",
         lambda c: c.speculation is not None and c.speculation.acceptance == "rejection",
     ),
     "streams": Feature(
-        "streams without end", "`--window`, `--attention-sinks`", lambda c: c.window is not None
+        "attention sinks", "`--window`, `--attention-sinks`", lambda c: c.window is not None
     ),
     "lora": Feature("LoRA adapters", "`--lora`", lambda c: bool(c.loras)),
     "tensor-parallel": Feature(
-        "tensor parallel",
+        "tensor parallelism",
         "`--tensor-parallel-size`",
         lambda c: c.tensor_parallel_size > 1,
     ),
@@ -113,7 +113,7 @@ REFUSALS: Mapping[frozenset[str], str] = {
     **{
         frozenset(
             {heads, "rejection"}
-        ): "a tree of the likeliest tokens holds no draws; use coupled"
+        ): "a tree of top-k tokens has no draft distribution to sample from; use coupled"
         for heads in ("medusa", "eagle")
     },
     **{
