@@ -29,8 +29,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..bench.gate_run import Judged, VerdictWanted
-    from ..bench.options import BenchOptions
+    from ..bench.options.options import BenchOptions
+    from ..bench.session.gate_run import Judged, VerdictWanted
 
 LOAD, ENGINE, METRICS, QUALITY, OUTPUT = w.LOAD, "Engine", "Metrics", "Quality", "Output"
 
@@ -263,12 +263,12 @@ def bench(
 ) -> None:
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
     given = dict(locals())
-    from ..bench.gate_run import OPTION_NAMES, VerdictWanted, run_judged
-    from ..bench.options import BenchOptions, checked
-    from ..bench.served import served
-    from ..engine.lora.settings import parse_adapters
-    from ..engine.planner.units import parse_bytes
-    from ..quant.errors import BadInput
+    from ..bench.options.options import BenchOptions, checked
+    from ..bench.server.served import served
+    from ..bench.session.gate_run import OPTION_NAMES, VerdictWanted, run_judged
+    from ..engine.base.units import parse_bytes
+    from ..engine.config.adapters import parse_adapters
+    from ..quant.base.errors import BadInput
     from .output import TerminalProgress
 
     if check_client and base_url is None and serve is None:
@@ -334,7 +334,7 @@ def bench(
 
 def _judge(judged: Judged, wanted: VerdictWanted, folder: Path, as_json: bool) -> None:
     """The verdict, its files and its exit code."""
-    from ..bench.gate_run import write_verdict
+    from ..bench.session.gate_run import write_verdict
     from .compare import print_comparison
     from .output import result_console
 
@@ -352,9 +352,9 @@ def _report(
     judged: Judged, options: BenchOptions, result_dir: Path, as_json: bool, with_csv: bool
 ) -> Path:
     """Write the run, and its base where it was measured beside it; print the run."""
-    from ..bench.console_table import console_table
-    from ..bench.run_folder import stamped
-    from ..bench.session import write_run
+    from ..bench.files.run_folder import stamped
+    from ..bench.report.console_table import console_table
+    from ..bench.session.session import write_run
     from .output import emit_json, people, result_console
 
     run = judged.run
@@ -374,7 +374,7 @@ def _report(
     )
     out.print(_summary(run.result), markup=False)
     if against := run.result["llmopt"].get("plan"):
-        from ..bench.plan_residuals import residual_table
+        from ..bench.report.plan_residuals import residual_table
 
         out.print(residual_table(against))
         for difference in against["differs"]:
@@ -390,7 +390,7 @@ def _report(
 
 def _summary(result: dict[str, Any]) -> str:
     """Quality, memory and precision of the run in a few lines."""
-    from ..bench.text import number, percent, size
+    from ..bench.page.text import number, percent, size
 
     ours = result["llmopt"]
     lines = []
@@ -401,7 +401,7 @@ def _summary(result: dict[str, Any]) -> str:
         lines.append(line)
     memory = ours["memory"]
     if client := ours.get("client"):
-        from ..bench.client_words import certificate
+        from ..bench.report.client_words import certificate
 
         lines.append(certificate(client))
     else:
@@ -427,7 +427,7 @@ def _summary(result: dict[str, Any]) -> str:
 def _print_client_errors(client_workers: int | None, burden_ms: float, as_json: bool) -> None:
     """The load client against a server of known latency, at each number of streams."""
     from ..bench.client.certify import check_client
-    from ..bench.client_words import check_table
+    from ..bench.report.client_words import check_table
     from .output import TerminalProgress, emit_json, result_console
 
     progress = TerminalProgress()
@@ -441,7 +441,7 @@ def _print_client_errors(client_workers: int | None, burden_ms: float, as_json: 
 
 
 def _pairs(words: list[str] | tuple[str, ...], option: str) -> dict[str, str]:
-    from ..quant.errors import BadInput
+    from ..quant.base.errors import BadInput
 
     found = {}
     for word in words:

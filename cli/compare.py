@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.compare import Comparison, RunData
+    from ..bench.gate.compare import Comparison, RunData
 
 
 def compare(
@@ -56,9 +56,9 @@ def compare(
     ] = False,
 ) -> None:
     """Judge a run against another: exit 0 pass, 1 regression, 3 no verdict."""
-    from ..bench.compare import QualityGate, RunData, parse_share
-    from ..bench.compare import compare as judge
-    from ..bench.gate import parse_gate
+    from ..bench.gate.compare import QualityGate, RunData, parse_share
+    from ..bench.gate.compare import compare as judge
+    from ..bench.gate.gate import parse_gate
     from .output import emit_json, result_console
 
     quality = QualityGate(
@@ -88,12 +88,12 @@ def write_files(
     benchmark_json: Path | None,
 ) -> None:
     """The files of a verdict that were asked for."""
-    from ..bench.gate_outputs import write_benchmark_json, write_junit
-    from ..bench.run_folder import write_whole
+    from ..bench.files.run_folder import write_whole
+    from ..bench.gate.outputs import write_benchmark_json, write_junit
 
     if html is not None or markdown is not None:
-        from ..bench.comparison_page import comparison_page
-        from ..bench.page import to_html, to_markdown
+        from ..bench.page.page import to_html, to_markdown
+        from ..bench.report.comparison_page import comparison_page
 
         if html is not None:
             write_whole(html, to_html(comparison_page(before, after, comparison)))
@@ -111,8 +111,8 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    from ..bench.comparison_page import check_rows, memory_rows, quality_rows
-    from ..bench.text import number, percent
+    from ..bench.page.text import number, percent
+    from ..bench.report.comparison_page import check_rows, memory_rows, quality_rows
 
     title = f"{comparison.new} against {comparison.base}"
     # The page has the intervals too; a terminal of 80 columns has room for these.

@@ -34,7 +34,7 @@ def convert(
     """Write a quantized checkpoint in another format, with the same numbers wherever the grids allow it."""
     from dataclasses import asdict
 
-    from ..quant.convert import convert as run
+    from ..quant.convert.convert import convert as run
     from ..quant.open import open_checkpoint
     from .output import TerminalProgress, emit_json, result_console
 

@@ -80,10 +80,10 @@ def deploy(
     """Write Kubernetes manifests and a compose file for a server that a plan is made for."""
     import re
 
-    from ..engine.planner.ask import Ask, plan_for
-    from ..engine.server.deploy_files import deploy_files
-    from ..engine.server.deployment import Choices, deployment_for
-    from ..quant.durable import write_durably
+    from ..engine.deploy.deploy_files import deploy_files
+    from ..engine.deploy.deployment import Choices, deployment_for
+    from ..engine.planner.plan.ask import Ask, plan_for
+    from ..quant.base.durable import write_durably
     from .output import emit_json, people, result_console
 
     short = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")

@@ -22,8 +22,8 @@ def doctor(
 ) -> None:
     """Show versions, processor, memory, CUDA devices, the kernel chosen for each operation, and whether
     the kernels are right. Ends with 1 where one is not."""
-    from ..bench.health import check_health
-    from ..engine.machine import examine
+    from ..bench.machine.health import check_health
+    from ..engine.doctor.machine import examine
     from .output import emit_json, result_console
 
     findings = examine()
@@ -42,7 +42,7 @@ def _show(findings: dict[str, Any], console: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    from ..engine.planner.units import format_gib
+    from ..engine.base.units import format_gib
 
     versions, cpu, memory = findings["versions"], findings["cpu"], findings["memory"]
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

@@ -61,9 +61,9 @@ def freeze(
     Run it with `llmopt bench --dataset FILE`. The results name the hash.
     """
     given = {key: value for key, value in locals().items() if value is not None}
-    from ..bench.datasets import freeze_workload
-    from ..bench.options import BenchOptions, checked
-    from ..quant.errors import BadInput
+    from ..bench.options.options import BenchOptions, checked
+    from ..bench.workloads.datasets import freeze_workload
+    from ..quant.base.errors import BadInput
     from .output import emit_json, people, result_console
 
     if model is not None and model_option is not None and model != model_option:

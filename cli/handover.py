@@ -44,7 +44,7 @@ def asked(context: typer.Context) -> dict[str, Any]:
 
 def refuse_handover_options(given: Mapping[str, Any]) -> None:
     """Raises `BadInput` where our engine is asked for what only another has."""
-    from ..quant.errors import BadInput
+    from ..quant.base.errors import BadInput
 
     for name in ("pipeline_parallel_size", "ray", "print_command"):
         if name in given:
@@ -61,8 +61,8 @@ def hand_over(name: str, given: Mapping[str, Any]) -> None:
     import shlex
     from pathlib import Path
 
-    from ..engine.server.vllm_command import find_vllm, vllm_command
-    from ..quant.models import bundled_models, resolve_model
+    from ..engine.deploy.vllm_command import find_vllm, vllm_command
+    from ..quant.model.models import bundled_models, resolve_model
     from .output import people
 
     options = {key: value for key, value in given.items() if key not in _OF_THE_HANDOVER}

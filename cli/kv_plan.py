@@ -169,10 +169,10 @@ def kv_plan(
     ] = False,
 ) -> None:
     """Plan memory, speed and price of serving a model, from its config alone. No GPU and no network."""
-    from ..engine.planner.ask import Ask, plan_for
-    from ..engine.planner.plan_json import plan_as_dict
-    from ..quant.durable import write_durably
-    from ..quant.errors import BadInput
+    from ..engine.planner.plan.ask import Ask, plan_for
+    from ..engine.planner.plan.plan_json import plan_as_dict
+    from ..quant.base.durable import write_durably
+    from ..quant.base.errors import BadInput
     from .output import emit_json, people, result_console
     from .plan_tables import show_engines, show_explanation, show_plan
 
@@ -228,7 +228,7 @@ def kv_plan(
         write_durably(out, (json.dumps(answer, indent=2) + "\n").encode())
         people.print(f"plan: {out}", markup=False, soft_wrap=True)
     if html is not None:
-        from ..bench.plan_page import plan_page
+        from ..bench.report.plan_page import plan_page
 
         write_durably(html, plan_page(plan).encode())
         people.print(f"page: {html}", markup=False, soft_wrap=True)

@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
     """Run `call`; turn what it raises into a line on stderr and an exit code."""
-    from ..quant.errors import BadInput, Failure
+    from ..quant.base.errors import BadInput, Failure
 
     try:
         code = call()

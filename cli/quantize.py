@@ -10,7 +10,7 @@ import typer
 from .options import ModelArgument, ModelOption
 
 if TYPE_CHECKING:
-    from ..quant.plan import QuantizeRequest
+    from ..quant.plan.plan import QuantizeRequest
 
 GRID, METHOD, DATA, RUN = "Grid", "Method", "Calibration data", "Run"
 
@@ -240,11 +240,11 @@ def quantize(
     ] = False,
 ) -> None:
     """Quantize a model's weights; an interrupted run goes on where it stopped."""
-    from ..engine.planner.units import parse_bytes
-    from ..quant.errors import BadInput
+    from ..engine.base.units import parse_bytes
+    from ..quant.base.errors import BadInput
     from ..quant.methods.base import MethodOptions
-    from ..quant.models import resolve_model
-    from ..quant.plan import QuantizeRequest
+    from ..quant.model.models import resolve_model
+    from ..quant.plan.plan import QuantizeRequest
     from ..recipes import DEFAULT_MODEL
 
     if model is not None and model_option is not None and model != model_option:
@@ -307,8 +307,8 @@ def _default_output(label: str, method: str, bits: int | None, kind: str | None)
 
 
 def _dry_run(request: QuantizeRequest, as_json: bool) -> None:
-    from ..quant.pipeline import prepare
-    from ..quant.preflight import preflight
+    from ..quant.pipeline.pipeline import prepare
+    from ..quant.pipeline.preflight import preflight
     from .output import TerminalProgress, emit_json, people, result_console
     from .quantize_tables import show_preflight
 
@@ -325,8 +325,8 @@ def _dry_run(request: QuantizeRequest, as_json: bool) -> None:
 def _run(request: QuantizeRequest, as_json: bool) -> None:
     import time
 
-    from ..quant.journal import work_folder
-    from ..quant.pipeline import quantize as run
+    from ..quant.manifest.journal import work_folder
+    from ..quant.pipeline.pipeline import quantize as run
     from .output import TerminalProgress, emit_json, people, result_console
     from .quantize_tables import show_result
 

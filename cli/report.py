@@ -20,10 +20,10 @@ def report(
     ] = None,
 ) -> None:
     """Join runs into one page: speed, quality and size beside each other, and the Pareto front."""
-    from ..bench.page import to_html, to_markdown
-    from ..bench.report_joined import joined_page
-    from ..bench.run_data import RunData
-    from ..bench.run_folder import write_whole
+    from ..bench.files.run_folder import write_whole
+    from ..bench.page.page import to_html, to_markdown
+    from ..bench.record.run_data import RunData
+    from ..bench.report.joined import joined_page
     from .output import result_console
 
     page = joined_page([RunData.read(path) for path in runs])

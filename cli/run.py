@@ -12,9 +12,9 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..bench.recipe import Recipe
-    from ..bench.stages import Stages
-    from ..quant.progress import Progress
+    from ..bench.recipes.recipe import Recipe
+    from ..bench.recipes.stages import Stages
+    from ..quant.base.progress import Progress
 
 
 def run(
@@ -37,7 +37,7 @@ def run(
     ] = False,
 ) -> None:
     """Carry out a recipe: bench, quantize, verify, bench again, compare, report."""
-    from ..bench.recipe import steps_of
+    from ..bench.recipes.recipe import steps_of
 
     stages, steps = _wanted(recipe, resume)
     if dry_run:
@@ -49,8 +49,8 @@ def run(
             result_console(as_json).print(f"{number}. {line}", markup=False, soft_wrap=True)
         return
 
-    from ..bench.run_folder import stamped
-    from ..bench.stages import Stages
+    from ..bench.files.run_folder import stamped
+    from ..bench.recipes.stages import Stages
     from .output import TerminalProgress, emit_json, people, result_console
 
     stages = stages or Stages.begin(stamped(result_dir, steps.name), steps)
@@ -80,9 +80,9 @@ def run(
 
 def _wanted(recipe: str | None, resume: Path | None) -> tuple[Stages | None, Recipe]:
     """(the journal to go on with, the recipe)."""
-    from ..bench.recipe import read_recipe
-    from ..bench.stages import Stages
-    from ..quant.errors import BadInput
+    from ..bench.recipes.recipe import read_recipe
+    from ..bench.recipes.stages import Stages
+    from ..quant.base.errors import BadInput
 
     if recipe is not None and resume is None:
         return None, read_recipe(recipe)
@@ -104,8 +104,8 @@ class _Done:
 def _carry_out(stages: Stages, progress: Progress) -> _Done:
     if stages.recipe.capacity is not None:
         return _capacity(stages, progress)
-    from ..bench.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
-    from ..bench.workflow import run_recipe
+    from ..bench.report.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
+    from ..bench.workflow.workflow import run_recipe
 
     run = run_recipe(stages, progress)
     # The report has all columns; a terminal of 80 has room for these.
@@ -120,8 +120,8 @@ def _carry_out(stages: Stages, progress: Progress) -> _Done:
 
 
 def _capacity(stages: Stages, progress: Progress) -> _Done:
-    from ..bench.capacity import run_capacity
-    from ..bench.capacity_page import capacity_table, capacity_verdict, write_capacity_report
+    from ..bench.report.capacity_page import capacity_table, capacity_verdict, write_capacity_report
+    from ..bench.workflow.capacity import run_capacity
 
     run = run_capacity(stages, progress)
     write_capacity_report(run)

@@ -111,14 +111,14 @@ def serve_local(
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
     from pathlib import Path
 
-    from ..engine.config import EngineConfig
-    from ..engine.lora.settings import parse_adapters
-    from ..engine.planner.units import parse_bytes
+    from ..engine.base.units import parse_bytes
+    from ..engine.config.adapters import parse_adapters
+    from ..engine.config.config import EngineConfig
     from ..engine.server.launch import base_url, bind, bound_kernel_caches, is_loopback
-    from ..engine.server.server_options import ServerOptions
-    from ..engine.server.tool_calls import tool_format
-    from ..quant.errors import BadInput
-    from ..quant.models import resolve_model
+    from ..engine.server.protocol.server_options import ServerOptions
+    from ..engine.server.text.tool_calls import tool_format
+    from ..quant.base.errors import BadInput
+    from ..quant.model.models import resolve_model
     from ..recipes import DEFAULT_MODEL
     from .output import people
 
@@ -215,7 +215,7 @@ def serve_local(
 def _read_template(path: str) -> str:
     from pathlib import Path
 
-    from ..quant.errors import BadInput
+    from ..quant.base.errors import BadInput
 
     try:
         return Path(path).read_text(encoding="utf-8")

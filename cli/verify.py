@@ -19,7 +19,7 @@ def verify(
     """Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was computed."""
     from dataclasses import asdict
 
-    from ..quant.verify import verify as run
+    from ..quant.convert.verify import verify as run
     from .output import TerminalProgress, emit_json, result_console
 
     report = run(folder, TerminalProgress())

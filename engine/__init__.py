@@ -10,16 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .base.sampling_params import SamplingParams
     from .beam_search import BeamSearchParams
     from .llm import LLM
-    from .sampling_params import SamplingParams
 
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams"]
 
 _HOME = {
     "LLM": ".llm",
     "BeamSearchParams": ".beam_search",
-    "SamplingParams": ".sampling_params",
+    "SamplingParams": ".base.sampling_params",
 }
 
 

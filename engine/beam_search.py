@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..quant.errors import BadInput
-from .detokenizer import IncrementalDetokenizer
+from ..quant.base.errors import BadInput
+from .base.sampling_params import MAX_LOGPROBS, SamplingParams
 from .engine import Engine
-from .sampling_params import MAX_LOGPROBS, SamplingParams
+from .text.detokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True, slots=True)

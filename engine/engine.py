@@ -11,16 +11,13 @@ from pathlib import Path
 
 import torch
 
-from ..quant.errors import BadInput
-from ..quant.models import load_tokenizer, resolve_model
+from ..quant.base.errors import BadInput
+from ..quant.model.models import load_tokenizer, resolve_model
 from ..quant.open import open_checkpoint
-from .answers import Answers
-from .best_of import BestOf
-from .block_pool import BlockPool
-from .config import EngineConfig
-from .device import choose_device, choose_dtype
-from .end_tokens import end_token_ids
-from .kv_cache import (
+from .base.device import choose_device, choose_dtype
+from .base.end_tokens import end_token_ids
+from .base.sampling_params import SamplingParams
+from .cache.kv_cache import (
     KvCache,
     choose_num_blocks,
     choose_num_host_blocks,
@@ -28,35 +25,38 @@ from .kv_cache import (
     stored_dtype,
     stored_name,
 )
-from .lora.settings import adapter_salt
-from .memory_profile import (
+from .config.adapters import adapter_salt
+from .config.config import EngineConfig
+from .execution.memory_profile import (
     TRIAL_BLOCKS,
     find_room,
     memory_of,
     run_largest_step,
     saying_what_fits,
 )
-from .model_runner import ModelRunner
-from .outputs import EngineStats, RequestOutput
-from .parallel.workers import num_threads, open_parts
-from .planner.cache_size import (
+from .execution.model_runner import ModelRunner
+from .execution.scoring import in_chunks
+from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
+from .execution.step_loop import SerialLoop, StepUnderWay, open_loop
+from .execution.step_trace import StepRecorder
+from .planner.memory.cache_size import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     CacheRoom,
 )
-from .prefix_cache import PrefixCache
-from .request import Request, RequestTimes
-from .sampling_params import SamplingParams
-from .scheduler import Scheduler
-from .scheduler_config import SchedulerConfig
-from .scoring import in_chunks
+from .scheduling.block_pool import BlockPool
+from .scheduling.outputs import EngineStats, RequestOutput
+from .scheduling.prefix_cache import PrefixCache
+from .scheduling.request import Request, RequestTimes
+from .scheduling.scheduler import Scheduler
+from .scheduling.scheduler_config import SchedulerConfig
+from .scheduling.swap_space import SwapSpace
 from .speculation.open import draft_length, open_draft, open_proposer
 from .speculation.proposer import Proposer
-from .step_graphs import StepGraphs, capture_on, graph_sizes
-from .step_loop import SerialLoop, StepUnderWay, open_loop
-from .step_trace import StepRecorder
-from .swap_space import SwapSpace
+from .tensor_parallel.workers import num_threads, open_parts
+from .text.answers import Answers
+from .text.best_of import BestOf
 
 
 @dataclass(frozen=True, slots=True)

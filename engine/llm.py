@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..quant.errors import BadInput
+from ..quant.base.errors import BadInput
+from .base.sampling_params import SamplingParams
 from .beam_search import BeamSearchParams, BeamSearchResult, beam_search
-from .config import EngineConfig
+from .config.config import EngineConfig
 from .engine import Engine
-from .outputs import Completion, GenerationResult, RequestOutput
-from .sampling_params import SamplingParams
+from .scheduling.outputs import Completion, GenerationResult, RequestOutput
 
 Prompt = str | Sequence[int]
 

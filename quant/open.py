@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .checkpoint import Checkpoint, gguf_file_of
 from .gguf.checkpoint import GgufCheckpoint
+from .model.checkpoint import Checkpoint, gguf_file_of
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmopt.engine.kernels.native.build import FLAGS_VARIABLE
-from llmopt.engine.kernels.native.processor import PATHS, processor_flags
+from llmopt.engine.kernels.common.build import FLAGS_VARIABLE
+from llmopt.engine.kernels.common.processor import PATHS, processor_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"

@@ -13,8 +13,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from llmopt.bench.quality import Passage, distance, log_probabilities, nll_nats, read_passage
-from llmopt.engine.config import EngineConfig
+from llmopt.bench.quality.quality import (
+    Passage,
+    distance,
+    log_probabilities,
+    nll_nats,
+    read_passage,
+)
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 
 

@@ -18,18 +18,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from llmopt.engine.host import cpu_model, usable_cores
-from llmopt.engine.kernels.int8_linear import Int8MatmulLinear
-from llmopt.engine.kernels.linear import LinearKernel, OneDnnLinear, TorchLinear
-from llmopt.engine.kernels.native.linear import native_linear
-from llmopt.engine.kernels.native.roofs import Roofs
-from llmopt.engine.kernels.quantized_linear import (
+from llmopt.engine.base.host import cpu_model, usable_cores
+from llmopt.engine.kernels.common.roofs import Roofs
+from llmopt.engine.kernels.linear.int8_linear import Int8MatmulLinear
+from llmopt.engine.kernels.linear.linear import LinearKernel, OneDnnLinear, TorchLinear
+from llmopt.engine.kernels.linear.native_linear import native_linear
+from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     Int4PackLinear,
     Int8PackLinear,
     QuantizedLinearSituation,
 )
-from llmopt.quant.scheme import Activations, IntScheme
+from llmopt.quant.base.scheme import Activations, IntScheme
 from llmopt.quant.tensors.integer import IntTensor
 
 SHAPES = {  # the linears of a layer: (out, in)

@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmopt.engine.host import cpu_model, usable_cores
-from llmopt.engine.kernels.native.roofs import Roofs
+from llmopt.engine.base.host import cpu_model, usable_cores
+from llmopt.engine.kernels.common.roofs import Roofs
 from quantizer_speed import SHAPES, make_model
 
 SCRIPTS = Path(__file__).resolve().parent / "peers"

@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.host import cpu_model, usable_cores
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.host import cpu_model, usable_cores
-from llmopt.engine.kernels.native.linear import native_linear
-from llmopt.engine.kernels.native.roofs import Roofs
-from llmopt.engine.model.mlp import GatedMlp
-from llmopt.engine.model.norm import Norm
-from llmopt.engine.model.projection import Projection
-from llmopt.engine.sampling_params import SamplingParams
+from llmopt.engine.kernels.common.roofs import Roofs
+from llmopt.engine.kernels.linear.native_linear import native_linear
+from llmopt.engine.model.layers.mlp import GatedMlp
+from llmopt.engine.model.layers.norm import Norm
+from llmopt.engine.model.layers.projection import Projection
 
 BATCHES = {"alone": 1, "batch 8": 8, "batch 16": 16}
 PREFILL, PREFILL_TOKENS = "prefill 512", 512

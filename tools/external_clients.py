@@ -22,9 +22,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from llmopt.bench.datasets import build_workload
-from llmopt.bench.options import BenchOptions
-from llmopt.quant.models import load_tokenizer
+from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.workloads.datasets import build_workload
+from llmopt.quant.model.models import load_tokenizer
 from llmopt.recipes import DEFAULT_MODEL, MODELS
 
 PROMPTS, OUTPUT_LEN, CONCURRENCY = 48, 64, 4

@@ -1,7 +1,7 @@
 """Write the compatibility matrix into docs/compatibility.md: `python tools/feature_table.py [--check]`.
 
-It is made from `engine/compatibility.py`, which also refuses at start what the table says does not go. With
-`--check` nothing is written, and a table that is not the present one ends with exit code 1.
+It is made from `engine/config/compatibility.py`, which also refuses at start what the table says does not
+go. With `--check` nothing is written, and a table that is not the present one ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import count
 
 from document_part import put_part
-from llmopt.engine.compatibility import ALTERNATIVES, FEATURES, REFUSALS, refusal_line
+from llmopt.engine.config.compatibility import ALTERNATIVES, FEATURES, REFUSALS, refusal_line
 
 
 def table() -> str:

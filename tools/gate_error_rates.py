@@ -11,9 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from llmopt.bench.gate_judge import FALSE_ALARMS
-from llmopt.bench.gate_rates import SLOWDOWN, error_rates, read_starts
-from llmopt.bench.page import markdown_table
+from llmopt.bench.gate.judge import FALSE_ALARMS
+from llmopt.bench.gate.rates import SLOWDOWN, error_rates, read_starts
+from llmopt.bench.page.page import markdown_table
 
 HEADER = ("recording", "machine", "passes", "new run", "pairs", "regression", "no verdict", "pass")
 

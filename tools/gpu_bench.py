@@ -108,8 +108,8 @@ def measure(name: str, home: Path, small: bool, interpret: bool) -> None:
     import torch
     from gpu_figures.sections import SECTIONS, World
     from gpu_figures.shapes import FULL, SMALL
-    from llmopt.bench.environment import describe
-    from llmopt.engine.kernels.table import table
+    from llmopt.bench.machine.environment import describe
+    from llmopt.engine.doctor.kernel_table import table
 
     has_gpu = torch.cuda.is_available() and not interpret
     if not has_gpu and not small:

@@ -47,11 +47,11 @@ def resident_bytes() -> int:
 def measure(folder: Path, threads: int) -> dict[str, Any]:
     """One round of one checkpoint."""
     import torch
-    from llmopt.engine.config import EngineConfig
+    from llmopt.engine.base.sampling_params import SamplingParams
+    from llmopt.engine.config.config import EngineConfig
     from llmopt.engine.engine import Engine
-    from llmopt.engine.parallel.workers import open_parts
-    from llmopt.engine.sampling_params import SamplingParams
-    from llmopt.quant.models import load_tokenizer
+    from llmopt.engine.tensor_parallel.workers import open_parts
+    from llmopt.quant.model.models import load_tokenizer
     from llmopt.quant.open import open_checkpoint
 
     files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf"))

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from llmopt.bench.environment import machine_name
-from llmopt.bench.workload import WorkloadItem
-from llmopt.engine.config import EngineConfig
+from llmopt.bench.machine.environment import machine_name
+from llmopt.bench.workloads.workload import WorkloadItem
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from static_batching import continuous, one_pass
 

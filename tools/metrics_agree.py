@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
-from llmopt.bench.environment import machine_name
+from llmopt.bench.machine.environment import machine_name
 from prometheus_client.parser import text_string_to_metric_families
 
 LLMOPT = [sys.executable, "-m", "llmopt.cli.main"]

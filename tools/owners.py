@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant.models import resolve_model
-from llmopt.quant.pipeline import quantize
-from llmopt.quant.request import QuantizeRequest
+from llmopt.quant.model.models import resolve_model
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.request.request import QuantizeRequest
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "tests" / "owners"
 TORCH = "torch==2.13.0"

@@ -21,17 +21,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.bench.quality import EVALUATION_TEXT, FORMULAS, log_probabilities, read_passage, score
-from llmopt.engine.config import EngineConfig
+from llmopt.bench.quality.quality import (
+    EVALUATION_TEXT,
+    FORMULAS,
+    log_probabilities,
+    read_passage,
+    score,
+)
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.read import module_scheme, quantized_modules, read_quantized
 from llmopt.quant.methods.base import SchemeOptions
 from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.models import resolve_model
-from llmopt.quant.pipeline import quantize
-from llmopt.quant.read import module_scheme, quantized_modules, read_quantized
-from llmopt.quant.request import QuantizeRequest
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.models import resolve_model
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.request.request import QuantizeRequest
 
 WIDTHS = (2, 3, 4, 8)
 SHARED_GRID = ("rtn", "hqq", "awq", "gptq")

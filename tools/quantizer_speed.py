@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 import transformers
-from llmopt.quant.calibration import load_calibration
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.models import resolve_model
-from llmopt.quant.read import quantized_modules, read_quantized
+from llmopt.quant.calibration.calibration import load_calibration
+from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.models import resolve_model
 
 SCRIPTS = Path(__file__).resolve().parent / "quantizers"
 # llm-compressor measures a whole layer at once; GPTQModel goes through it linear by linear, as llmopt does

@@ -4,7 +4,7 @@
 
 Every start loads the model anew and makes as many passes as `llmopt bench` does. The table has a row a
 request: start, pass, the pass's duration and the share of the machine that others kept busy meanwhile,
-and the request's latencies. `llmopt.bench.gate_rates` reads it.
+and the request's latencies. `llmopt.bench.gate.rates` reads it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from llmopt.bench.options import BenchOptions
-from llmopt.bench.result import requests_table
-from llmopt.bench.session import BenchSession
-from llmopt.quant.progress import Silent
+from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.record.result import requests_table
+from llmopt.bench.session.session import BenchSession
+from llmopt.quant.base.progress import Silent
 
 COLUMNS = ("request_id", "output_len", "ttft_ms", "tpot_ms", "e2el_ms")
 

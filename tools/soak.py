@@ -29,8 +29,8 @@ from typing import Any
 
 import aiohttp
 import torch
-from llmopt.bench.environment import machine_name
-from llmopt.quant.checkpoint import Checkpoint
+from llmopt.bench.machine.environment import machine_name
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file

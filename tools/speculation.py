@@ -21,9 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmopt.bench.quality import EVALUATION_TEXT
+from llmopt.bench.quality.quality import EVALUATION_TEXT
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.speculation.options import SpeculationConfig
+from llmopt.engine.config.speculation import SpeculationConfig
 
 PROMPT_TOKENS = 48
 

@@ -25,14 +25,14 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from llmopt.bench.environment import machine_name
-from llmopt.bench.sharegpt import sharegpt_workload
-from llmopt.bench.step_trace import unfilled_share
-from llmopt.bench.workload import Workload, WorkloadItem
-from llmopt.engine.config import EngineConfig
+from llmopt.bench.machine.environment import machine_name
+from llmopt.bench.metrics.step_trace import unfilled_share
+from llmopt.bench.workloads.sharegpt import sharegpt_workload
+from llmopt.bench.workloads.workload import Workload, WorkloadItem
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.engine.step_trace import StepRecorder, StepTrace
+from llmopt.engine.execution.step_trace import StepRecorder, StepTrace
 
 Pass = Callable[[Engine, Sequence[WorkloadItem]], None]
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-from llmopt.bench.environment import machine_name
-from llmopt.engine.config import EngineConfig
+from llmopt.bench.machine.environment import machine_name
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.grammar import GrammarCompiler
-from llmopt.engine.sampling_params import SamplingParams
+from llmopt.engine.sampling.grammar import GrammarCompiler
 from llmopt.recipes import DEFAULT_MODEL
 
 DEPTHS = 10

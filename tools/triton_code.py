@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from llmopt.engine.kernels import paged_attention as pa
-from llmopt.engine.kernels.head_norms import HeadNorms
-from llmopt.engine.kernels.paged_tensor import PagedTensor
-from llmopt.engine.kernels.rounded_rows import Rounding
-from llmopt.engine.kernels.triton.tile_weight import stack_tiles, tiles_of, tiles_of_floats
-from llmopt.quant.gguf.blocks import quantize_blocks
-from llmopt.quant.methods.codebook_grid import round_to_codebook
-from llmopt.quant.methods.float_grid import round_to_fp8
-from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.scheme import Activations, CodebookScheme, FloatScheme, GgufScheme, IntScheme
+from llmopt.engine.kernels.activations.rounded_rows import Rounding
+from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
+from llmopt.engine.kernels.linear.triton_tile_weight import stack_tiles, tiles_of, tiles_of_floats
+from llmopt.quant.base.scheme import Activations, CodebookScheme, FloatScheme, GgufScheme, IntScheme
+from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.grids.codebook_grid import round_to_codebook
+from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 
@@ -105,7 +105,7 @@ def attention(
     **rule: Any,
 ) -> None:
     """Launch it for a step of six sequences that bring one token and one that brings 64."""
-    from llmopt.engine.kernels.triton.attention import attend_triton
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
     in_keys = dims[0] > dims[1]
     keys = PagedTensor.zeros(20, 16, kv_heads, dims[0], CPU, stored)
@@ -122,9 +122,9 @@ def attention(
 
 def rows() -> None:
     """Launch norm, gates, and rotation with the cache write for every stored type."""
-    from llmopt.engine.kernels.triton.gate import TritonGate
-    from llmopt.engine.kernels.triton.norm import TritonNorm
-    from llmopt.engine.kernels.triton.turn import TritonTurn
+    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
+    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
+    from llmopt.engine.kernels.elementwise.triton_turn import TritonTurn
 
     x, wide = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 14336, dtype=BF16)
     TritonNorm(x[0], 1e-5)(x, x)
@@ -144,7 +144,7 @@ def rows() -> None:
 
 def sampling() -> None:
     """Launch what turns scores of a large vocabulary into tokens."""
-    from llmopt.engine.kernels.triton import sampling as kernels
+    from llmopt.engine.kernels.sampling import triton_sampling as kernels
 
     scores, rows = torch.zeros(4, 128256), torch.arange(4)
     floats, integers = torch.ones(4, 3), torch.ones(4, 3, dtype=torch.int64)
@@ -158,7 +158,7 @@ def sampling() -> None:
 
 def products(weight: QuantizedTensor, kind: Literal["floats", "rounded"] = "floats") -> None:
     """Launch products of one token, few, many, and too many, with inputs in floats or in 8 bits."""
-    from llmopt.engine.kernels.triton.linear import FloatInputLinear, RoundedInputLinear
+    from llmopt.engine.kernels.linear.triton_linear import FloatInputLinear, RoundedInputLinear
 
     rounded = kind == "rounded"
     elements = [torch.float8_e4m3fn, torch.int8] if rounded else [torch.float8_e4m3fn]
@@ -186,8 +186,8 @@ def blocks(kind: str) -> QuantizedTensor:
 
 def experts() -> None:
     """Launch the products of experts for few visits each, and for many."""
-    from llmopt.engine.kernels.triton.deal import deal
-    from llmopt.engine.kernels.triton.product import multiply
+    from llmopt.engine.kernels.linear.triton_product import multiply
+    from llmopt.engine.kernels.moe.triton_deal import deal
 
     floats = tiles_of_floats(torch.zeros(256, 2048, dtype=BF16))
     packed = tiles_of(integers(4, 128, False), [])

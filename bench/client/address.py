@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...quant.errors import BadInput
+from ...quant.base.errors import BadInput
 from .job import Endpoint
 
 CHAT, COMPLETIONS, TRANSFORMERS = "openai-chat", "openai", "transformers"

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...quant.progress import Progress
-from ..environment import describe
+from ...quant.base.progress import Progress
+from ..machine.environment import describe
 from .fleet import Fleet, FleetPass, default_workers
 from .job import Endpoint, Shot
 from .known_server import known_server

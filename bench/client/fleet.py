@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...quant.progress import Progress, Silent
-from ..machine_load import process_seconds
+from ...quant.base.progress import Progress, Silent
+from ..machine.machine_load import process_seconds
 from .job import Endpoint, Exchange, Job, Report, Shot
 
 PIPE_BYTES = 1 << 16  # what a pipe holds on Linux

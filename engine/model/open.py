@@ -9,19 +9,19 @@ from typing import Protocol
 
 import torch
 
-from ...quant.checkpoint import Checkpoint
-from ...quant.errors import BadInput
-from ..compatibility import refuse
-from ..host import give_back_freed_memory
-from ..lora.bank import AdapterBank
-from ..parallel.shard import Shard
-from ..window import Window
-from .attention import LayerCache, StepInputs
-from .decoder import Decoder
-from .families import model_spec
-from .loader import load_weights
-from .spec import KvLayout, NotCovered
-from .streaming import ENDLESS, streaming_spec
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import Checkpoint
+from ..base.host import give_back_freed_memory
+from ..config.compatibility import refuse
+from ..scheduling.window import Window
+from .decoder.decoder import Decoder
+from .decoder.families import model_spec
+from .decoder.loader import load_weights
+from .layers.attention import LayerCache, StepInputs
+from .lora.bank import AdapterBank
+from .parallel.shard import Shard
+from .spec.spec import KvLayout, NotCovered
+from .spec.streaming import ENDLESS, streaming_spec
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def open_model(
     try:
         spec = model_spec(checkpoint.config)
     except NotCovered as reason:
-        from .adapter import TransformersModel
+        from .adapter.adapter import TransformersModel
 
         asked = {"lora": loras, "tensor-parallel": shard, "streams": stream}
         refuse({"transformers", *(name for name in asked if asked[name])}, str(reason))

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from ..kernels.triton import sampling as kernels
-from ..logits import packed_mask
-from ..transfer import to_device
+from ..base.logits import packed_mask
+from ..base.transfer import to_device
+from ..kernels.sampling import triton_sampling as kernels
 from .counts import TokenCounts
 from .row import SamplingRow
 from .rowwise import adjust, allowed

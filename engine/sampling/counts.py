@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..step_plan import Prefix
-from ..transfer import to_device
+from ..base.transfer import to_device
+from ..scheduling.step_plan import Prefix
 from .row import SamplingRow
 
 IN_PROMPT, IN_OUTPUT = 1, 2

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from ..kernels.dispatch import Candidate, Operation
-from ..kernels.triton.table import refuses
+from ..kernels.common.dispatch import Candidate, Operation
+from ..kernels.common.runtime import refuses_rows
 from .row import SamplingRow
 from .rowwise import RowwiseSampling
 
@@ -67,7 +67,7 @@ def _batched() -> SamplingKernel:
 SAMPLING: Operation[SamplingSituation, Callable[[], SamplingKernel]] = Operation(
     "sampling",
     [
-        Candidate("triton-batched", lambda s: refuses(s.device, torch.float32), _batched),
+        Candidate("triton-batched", lambda s: refuses_rows(s.device, torch.float32), _batched),
         Candidate("torch-rows", lambda _: None, RowwiseSampling),
     ],
 )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..outputs import TokenLogprobs
-from ..transfer import HostCopy, packed, to_device
+from ..base.transfer import HostCopy, packed, to_device
+from ..scheduling.outputs import TokenLogprobs
 from .row import SamplingRow
 
 _ROWS = 64

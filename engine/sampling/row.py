@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..sampling_params import SamplingParams
+from ..base.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

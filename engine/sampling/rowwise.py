@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...quant.errors import BadInput
-from ..logits import LogitsProcessor, dense_mask
-from ..sampling_params import SamplingParams
+from ...quant.base.errors import BadInput
+from ..base.logits import LogitsProcessor, dense_mask
+from ..base.sampling_params import SamplingParams
 from .noise import exponential_noise
 from .row import SamplingRow
 

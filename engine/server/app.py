@@ -13,15 +13,15 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..engine import Engine
-from .errors import Unavailable, install
-from .exposition import Exposition
-from .generation import Service
-from .guard import Guard
-from .loop import EngineLoop
-from .page import page_router
-from .routes import model_router, open_service
-from .server_options import ServerOptions
-from .text import PLAIN_TEMPLATE, Tokenization
+from .endpoints.generation import Service
+from .endpoints.routes import model_router, open_service
+from .loop.loop import EngineLoop
+from .metrics.exposition import Exposition
+from .middleware.guard import Guard
+from .page.page import page_router
+from .protocol.errors import Unavailable, install
+from .protocol.server_options import ServerOptions
+from .text.text import PLAIN_TEMPLATE, Tokenization
 
 
 def create_app(

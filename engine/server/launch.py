@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
 
-from ...quant.errors import BadInput, Failure
+from ...quant.base.errors import BadInput, Failure
 
 LONGEST_REQUEST_HEAD = 1 << 20
 """Bytes of address and headers that are read at all; `ServerOptions` says how many are accepted."""

@@ -8,13 +8,13 @@ from itertools import accumulate
 
 import torch
 
-from ..kv_cache import KvCache
+from ..cache.kv_cache import KvCache
+from ..cache.step_inputs import Run, step_inputs
 from ..model.open import CausalModel
-from ..sampler import Sampler
-from ..step_inputs import Run, step_inputs
-from ..step_plan import ScheduledRow
+from ..sampling.sampler import Sampler
+from ..scheduling.step_plan import ScheduledRow
+from ..scheduling.tree import Tree
 from .proposer import DrawOf, Guesses, Seen
-from .tree import Tree
 from .verify import DRAFT_STREAM
 
 

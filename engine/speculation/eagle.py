@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..kv_cache import KvCache
-from ..sampler import Sampler
-from ..step_inputs import Run, step_inputs
-from ..step_plan import ScheduledRow
+from ..cache.kv_cache import KvCache
+from ..cache.step_inputs import Run, step_inputs
+from ..sampling.sampler import Sampler
+from ..scheduling.step_plan import ScheduledRow
+from ..scheduling.tree import Tree
 from .eagle_head import EagleHead
 from .growth import Growth, grow
 from .proposer import DrawOf, Guesses, Seen
-from .tree import Tree
 
 
 @dataclass(slots=True)

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ..kernels.attention_kernels import attention_kernels
-from ..model.angles import StepAngles
-from ..model.attention import HeadAttention, LayerCache, Step, StepInputs
-from ..model.decoder import Decoder
-from ..model.mlp import Block
-from ..model.norm import Norm
-from ..model.projection import Projection
-from ..model.rope import RopeSpec
-from ..model.spec import KvLayout, ModelSpec
+from ..kernels.attention.attention_kernels import attention_kernels
+from ..model.decoder.decoder import Decoder
+from ..model.layers.angles import StepAngles
+from ..model.layers.attention import HeadAttention, LayerCache, Step, StepInputs
+from ..model.layers.mlp import Block
+from ..model.layers.norm import Norm
+from ..model.layers.projection import Projection
+from ..model.spec.rope import RopeSpec
+from ..model.spec.spec import KvLayout, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

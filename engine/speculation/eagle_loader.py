@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from ...quant.errors import BadInput
-from ..model.attention import HeadAttention, Rotation
-from ..model.decoder import Decoder
-from ..model.families import model_spec
-from ..model.loader import LayerLoader
-from ..model.norm import Norm
-from ..model.projection import Projection
-from ..model.reader import CheckpointReader
-from ..model.spec import ModelSpec
+from ...quant.base.errors import BadInput
+from ..model.decoder.decoder import Decoder
+from ..model.decoder.families import model_spec
+from ..model.decoder.loader import LayerLoader
+from ..model.decoder.reader import CheckpointReader
+from ..model.layers.attention import HeadAttention, Rotation
+from ..model.layers.norm import Norm
+from ..model.layers.projection import Projection
+from ..model.spec.spec import ModelSpec
 from .eagle_head import EagleHead, EagleWeights, Joined, OwnScores, SideBySide
 from .heads_checkpoint import HeadsCheckpoint
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..sampler import Sampler
-from ..step_plan import ScheduledRow
+from ..sampling.sampler import Sampler
+from ..scheduling.step_plan import ScheduledRow
+from ..scheduling.tree import Tree
 from .proposer import DrawOf, Guesses
-from .tree import Tree
 
 
 class Growth:

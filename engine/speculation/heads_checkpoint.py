@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ...quant.checkpoint import SINGLE_NAME, Checkpoint, read_json
-from ...quant.errors import BadInput
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import SINGLE_NAME, Checkpoint, read_json
 
 FILES = (SINGLE_NAME, "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
 """Where published heads lie; the first that is there counts."""

@@ -10,13 +10,13 @@ from itertools import count
 import torch
 from torch.nn import functional
 
-from ...quant.errors import BadInput
-from ..kv_cache import KvCache
-from ..model.projection import Projection
-from ..model.reader import CheckpointReader
-from ..model.spec import KvLayout
-from ..sampler import Sampler
-from ..step_plan import ScheduledRow
+from ...quant.base.errors import BadInput
+from ..cache.kv_cache import KvCache
+from ..model.decoder.reader import CheckpointReader
+from ..model.layers.projection import Projection
+from ..model.spec.spec import KvLayout
+from ..sampling.sampler import Sampler
+from ..scheduling.step_plan import ScheduledRow
 from .growth import Growth, grow
 from .heads_checkpoint import HeadsCheckpoint
 from .proposer import DrawOf, Guesses, Seen

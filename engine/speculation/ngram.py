@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..kv_cache import KvCache
-from ..step_plan import ScheduledRow
+from ..cache.kv_cache import KvCache
+from ..scheduling.step_plan import ScheduledRow
+from ..scheduling.tree import Tree
 from .proposer import DrawOf, Guesses, Seen
-from .tree import Tree
 
 
 class NgramProposer:

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from ...quant.errors import BadInput
-from ...quant.models import load_tokenizer, resolve_model
+from ...quant.base.errors import BadInput
+from ...quant.model.models import load_tokenizer, resolve_model
 from ...quant.open import open_checkpoint
-from ..compatibility import refuse
-from ..kv_cache import KvCache
-from ..model.decoder import Decoder
+from ..cache.kv_cache import KvCache
+from ..config.compatibility import refuse
+from ..config.speculation import SpeculationConfig
+from ..model.decoder.decoder import Decoder
 from ..model.open import CausalModel, open_model
-from .draft_length import DraftLength
+from ..scheduling.draft_length import DraftLength
 from .draft_model import DraftModel
 from .eagle import EagleProposer
 from .eagle_head import EagleHead
@@ -22,7 +23,6 @@ from .eagle_loader import load_eagle
 from .heads_checkpoint import HeadsCheckpoint
 from .medusa import MedusaHeads, MedusaProposer, load_medusa
 from .ngram import NgramProposer
-from .options import SpeculationConfig
 from .proposer import Proposer
 
 _CHECKING_COST = 0.05  # of one more token in a step whose time goes to reading weights

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from ..kv_cache import KvCache
+from ..cache.kv_cache import KvCache
 from ..sampling.row import SamplingRow
-from ..step_plan import ScheduledRow
-from .tree import Tree
+from ..scheduling.step_plan import ScheduledRow
+from ..scheduling.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..sampler import Sampler
+from ..sampling.sampler import Sampler
 from .proposer import Guesses
 
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import BadInput
-from ..scheme import IntScheme, Scheme
+from ..base.errors import BadInput
+from ..base.scheme import IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
 
 Config = Mapping[str, Any]

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import BadInput
-from ..scheme import CodebookScheme, Scheme, VectorwiseScheme
+from ..base.errors import BadInput
+from ..base.scheme import CodebookScheme, Scheme, VectorwiseScheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.codebook import NESTED_BLOCK, CodebookTensor, codebook
 from ..tensors.vectorwise import VectorwiseTensor

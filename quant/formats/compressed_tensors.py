@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..errors import BadInput
-from ..scheme import FloatScheme, IntScheme, Scheme
+from ..base.errors import BadInput
+from ..base.scheme import FloatScheme, IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import Fp8Tensor
 from ..tensors.integer import IntTensor

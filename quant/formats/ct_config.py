@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import BadInput
-from ..scheme import PER_CHANNEL, SUPPORTED_BITS, Activations, FloatScheme, IntScheme
+from ..base.errors import BadInput
+from ..base.scheme import PER_CHANNEL, SUPPORTED_BITS, Activations, FloatScheme, IntScheme
 from .base import Config, matches
 
 PACKED, INT8, FLOAT = "pack-quantized", "int-quantized", "float-quantized"

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import BadInput
-from ..scheme import FloatScheme, IntScheme
+from ..base.errors import BadInput
+from ..base.scheme import FloatScheme, IntScheme
 from ..tensors.fp8 import Fp8Tensor
 from ..tensors.integer import IntTensor
 from .base import (

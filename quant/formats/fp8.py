@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..errors import BadInput
-from ..scheme import Activations, FloatScheme, Scheme
+from ..base.errors import BadInput
+from ..base.scheme import Activations, FloatScheme, Scheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import Fp8Tensor
 from .base import (

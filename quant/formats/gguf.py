@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..errors import BadInput
-from ..gguf.integer import block_type_of, int_to_gguf
-from ..scheme import GgufScheme, Scheme
+from ..base.errors import BadInput
+from ..base.scheme import GgufScheme, Scheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.gguf import GgufTensor
 from ..tensors.integer import IntTensor
 from .base import Config, TensorSource
+from .gguf_integer import block_type_of, int_to_gguf
 
 BLOCKS_SUFFIX = ".gguf_blocks"
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from ..errors import BadInput
-from ..scheme import PER_CHANNEL, IntScheme, Scheme
+from ..base.errors import BadInput
+from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import (

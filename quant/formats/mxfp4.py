@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import BadInput
-from ..scheme import CodebookScheme
+from ..base.errors import BadInput
+from ..base.scheme import CodebookScheme
 from ..tensors.codebook import CodebookTensor
 from .base import TensorSource, expect_dtype, expect_shape
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import BadInput
+from ..base.errors import BadInput
 from .awq import AwqFormat
 from .base import WeightFormat
 from .bitsandbytes import BitsAndBytesFormat

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from ..errors import BadInput
-from ..scheme import LookupScheme, Scheme
+from ..base.errors import BadInput
+from ..base.scheme import LookupScheme, Scheme
 from ..tensors.base import QuantizedTensor
 from ..tensors.lookup import LookupTensor
 from .base import (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import BadInput
+from ..base.errors import BadInput
 from .container import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..checkpoint import Checkpoint
-from ..errors import BadInput
+from ..base.errors import BadInput
+from ..base.scheme import GGUF_BLOCKS, Scheme
 from ..formats.gguf import BLOCKS_SUFFIX
-from ..scheme import GGUF_BLOCKS, Scheme
+from ..formats.gguf_integer import block_type_of
+from ..ggml.blocks import quantize_blocks
+from ..model.checkpoint import Checkpoint
 from .architecture import ROPE_FACTORS, architecture_keys, permuted_heads, rope_factors
-from .blocks import quantize_blocks
 from .container import TensorToWrite, write_gguf
-from .integer import block_type_of
 from .mix import GGUF_TYPES, embedding_type, output_type
 from .names import to_gguf, to_interleaved
 from .tokenizer import tokenizer_keys

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import Checkpoint, read_json
-from ..errors import BadInput
+from ..base.errors import BadInput
+from ..base.scheme import GGUF_BLOCKS
 from ..formats.gguf import BLOCKS_SUFFIX
-from ..scheme import GGUF_BLOCKS
+from ..ggml.blocks import dequantize_blocks
+from ..model.checkpoint import Checkpoint, read_json
 from .architecture import ROPE_FACTORS, config_of, permuted_heads
-from .blocks import dequantize_blocks
 from .container import GgufFile, TensorInfo
 from .names import from_gguf, to_halves
 

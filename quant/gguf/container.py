@@ -21,9 +21,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..durable import TEMPORARY_SUFFIX, flush_folder, no_space_or
-from ..errors import BadInput
-from ..scheme import GGUF_BLOCKS
+from ..base.durable import TEMPORARY_SUFFIX, flush_folder, no_space_or
+from ..base.errors import BadInput
+from ..base.scheme import GGUF_BLOCKS
 
 MAGIC = b"GGUF"
 VERSION = 3

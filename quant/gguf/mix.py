@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..errors import BadInput
-from ..scheme import GGUF_BLOCKS, GgufScheme
+from ..base.errors import BadInput
+from ..base.scheme import GGUF_BLOCKS, GgufScheme
 
 # The type that most weights of a mix have, and llama.cpp's number for `general.file_type`.
 GGUF_TYPES = {

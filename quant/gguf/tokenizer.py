@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import read_json
-from ..errors import BadInput
+from ..base.errors import BadInput
+from ..model.checkpoint import read_json
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 

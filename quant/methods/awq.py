@@ -19,16 +19,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import BadInput
-from ..families import Fold
-from ..scheme import IntScheme, Scheme
+from ..base.errors import BadInput
+from ..base.scheme import IntScheme, Scheme
+from ..grids.input_statistics import relative
+from ..model.families import Fold
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .awq_clip import clip_groups
 from .awq_scales import run_length, scale_candidates
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .folding import can_fold, fold_into_norm, row_scales
-from .input_statistics import relative
 from .options import refuse_options
 from .rounding import round_weight
 

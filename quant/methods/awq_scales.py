@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..scheme import CodebookScheme, GgufScheme, IntScheme, Scheme
+from ..base.scheme import CodebookScheme, GgufScheme, IntScheme, Scheme
 
 GRID = 20
 _ROWS = 256  # small enough to stay in a core's cache

@@ -8,11 +8,11 @@ from typing import Literal, Protocol
 
 import torch
 
-from ..errors import BadInput
-from ..families import Family
-from ..scheme import Scheme
+from ..base.errors import BadInput
+from ..base.scheme import Scheme
+from ..grids.input_statistics import InputStatistics, relative
+from ..model.families import Family
 from ..tensors.base import QuantizedTensor
-from .input_statistics import InputStatistics, relative
 
 
 @dataclass(frozen=True, slots=True)

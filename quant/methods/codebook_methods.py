@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..errors import BadInput
-from ..scheme import CODEBOOK_BLOCKS, CodebookScheme, Scheme
+from ..base.errors import BadInput
+from ..base.scheme import CODEBOOK_BLOCKS, CodebookScheme, Scheme
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .options import choose_bits, refuse_options
 from .rounding import round_layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..families import Fold
+from ..model.families import Fold
 from .base import LayerProblem
 
 

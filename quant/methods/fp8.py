@@ -6,8 +6,8 @@ DeepSeek-V3 (arXiv:2412.19437).
 
 from __future__ import annotations
 
-from ..errors import BadInput
-from ..scheme import Activations, FloatScheme, Scheme
+from ..base.errors import BadInput
+from ..base.scheme import Activations, FloatScheme, Scheme
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .options import choose_bits, refuse_options
 from .rounding import round_layer

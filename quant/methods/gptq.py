@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import torch
 
-from ..families import Family
-from ..scheme import PER_CHANNEL, IntScheme, Scheme
+from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ..grids.int_grid import group_ranges, search_ranges
+from ..model.families import Family
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .gptq_feedback import Feedback, feedback, rounding_order
 from .gptq_solve import solve
-from .int_grid import group_ranges, search_ranges
 from .options import refuse_options
 from .rounding import round_weight
 

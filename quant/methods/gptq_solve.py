@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..scheme import IntScheme
+from ..base.scheme import IntScheme
 from ..tensors.integer import IntTensor
 from .gptq_feedback import Feedback
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import torch
 
-from ..scheme import IntScheme, Scheme
+from ..base.scheme import IntScheme, Scheme
+from ..grids.int_grid import round_to_nearest
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, SchemeOptions
-from .int_grid import round_to_nearest
 from .options import choose_bits, refuse_options
 from .rounding import module_name, require_finite, round_weight
 

@@ -7,8 +7,8 @@ it in 16 bits.
 
 from __future__ import annotations
 
-from ..errors import BadInput
-from ..scheme import PER_CHANNEL, IntScheme, Scheme, VectorwiseScheme
+from ..base.errors import BadInput
+from ..base.scheme import PER_CHANNEL, IntScheme, Scheme, VectorwiseScheme
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .options import choose_bits, refuse_options
 from .rounding import round_layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from ..errors import BadInput
+from ..base.errors import BadInput
 from .base import MethodOptions, SchemeOptions
 
 _KNOBS = {  # of `MethodOptions`: the one method that reads it, and how it is given

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import BadInput
-from ..scheme import (
+from ..base.errors import BadInput
+from ..base.scheme import (
     CodebookScheme,
     FloatScheme,
     IntScheme,
@@ -15,15 +15,15 @@ from ..scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from ..grids.block_grid import round_to_blocks
+from ..grids.codebook_grid import round_to_codebook
+from ..grids.float_grid import round_to_fp8
+from ..grids.int_grid import round_to_nearest
+from ..grids.lookup_grid import round_to_uniform_tables
+from ..grids.vectorwise_grid import round_to_rows
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import E4M3_MAX
 from .base import LayerProblem, LayerResult
-from .block_grid import round_to_blocks
-from .codebook_grid import round_to_codebook
-from .float_grid import round_to_fp8
-from .int_grid import round_to_nearest
-from .lookup_grid import round_to_uniform_tables
-from .vectorwise_grid import round_to_rows
 
 
 def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> QuantizedTensor:

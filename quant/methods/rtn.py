@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..scheme import IntScheme, Scheme
+from ..base.scheme import IntScheme, Scheme
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .options import refuse_options
 from .rounding import round_layer

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import BadInput
-from ..families import Fold
-from ..scheme import PER_CHANNEL, Activations, IntScheme, Scheme
+from ..base.errors import BadInput
+from ..base.scheme import PER_CHANNEL, Activations, IntScheme, Scheme
+from ..model.families import Fold
 from ..tensors.base import QuantizedTensor
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions, relative
 from .folding import can_fold, fold_into_norm

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import torch
 
-from ..scheme import LookupScheme, Scheme
+from ..base.scheme import LookupScheme, Scheme
+from ..grids.lookup_grid import assign, largest_weights, uniform_tables
+from ..grids.lookup_kmeans import fit_tables, sort_rows
 from ..tensors.base import QuantizedTensor
 from ..tensors.lookup import LookupTensor
 from .base import InputStatistics, LayerProblem, LayerResult, SchemeOptions
-from .lookup_grid import assign, largest_weights, uniform_tables
-from .lookup_kmeans import fit_tables, sort_rows
 from .options import choose_bits, refuse_options
 from .rounding import module_name, require_finite
 

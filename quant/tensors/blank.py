@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..scheme import (
+from ..base.scheme import (
     CodebookScheme,
     FloatScheme,
     GgufScheme,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..gguf.blocks import dequantize_blocks
-from ..scheme import GgufScheme
+from ..base.scheme import GgufScheme
+from ..ggml.blocks import dequantize_blocks
 from .base import QuantizedTensor
 
 

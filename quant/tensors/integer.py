@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..scheme import IntScheme
+from ..base.scheme import IntScheme
 from .base import QuantizedTensor
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..scheme import LookupScheme
+from ..base.scheme import LookupScheme
 from .base import QuantizedTensor
 
 _ROWS = 256  # that many at a time, because 64-bit indices take twice the memory of the weights

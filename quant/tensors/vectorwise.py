@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..scheme import VectorwiseScheme
+from ..base.scheme import VectorwiseScheme
 from .base import QuantizedTensor
 
 

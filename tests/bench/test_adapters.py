@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.bench.inprocess import InProcessTarget, WithAdapter
-from llmopt.bench.options import BenchOptions, checked
-from llmopt.bench.workload import WorkloadItem
-from llmopt.quant.errors import BadInput
+from llmopt.bench.load.inprocess import InProcessTarget, WithAdapter
+from llmopt.bench.options.options import BenchOptions, checked
+from llmopt.bench.workloads.workload import WorkloadItem
+from llmopt.quant.base.errors import BadInput
 
 
 class NotingEngine:

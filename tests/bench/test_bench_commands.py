@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import typer
-from llmopt.bench.inprocess import InProcessTarget
-from llmopt.bench.target import Chunk
+from llmopt.bench.load.inprocess import InProcessTarget
+from llmopt.bench.load.target import Chunk
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded

@@ -18,7 +18,7 @@ from llmopt.bench.client.certify import (
 from llmopt.bench.client.fleet import Fleet, FleetPass, default_workers
 from llmopt.bench.client.job import Exchange
 from llmopt.bench.client.known_server import known_server
-from llmopt.bench.environment import without_secrets
+from llmopt.bench.machine.environment import without_secrets
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded

@@ -18,7 +18,7 @@ from llmopt.bench.client.answer import (
     refusal,
 )
 from llmopt.bench.client.http1 import NotHttp, Response
-from llmopt.bench.trace import RequestTrace
+from llmopt.bench.metrics.trace import RequestTrace
 
 
 def event(

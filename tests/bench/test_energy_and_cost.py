@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench.cost import cost_part
-from llmopt.bench.energy import EnergyMeter, Reading, read_rapl
-from llmopt.bench.machine_load import CpuTimes, machine_busy_seconds, other_load
-from llmopt.bench.machine_state import cpu_clocks, governors, machine_state, temperatures
-from llmopt.bench.nvml import CLOCK_SM, Nvml
+from llmopt.bench.machine.energy import EnergyMeter, Reading, read_rapl
+from llmopt.bench.machine.machine_load import CpuTimes, machine_busy_seconds, other_load
+from llmopt.bench.machine.machine_state import cpu_clocks, governors, machine_state, temperatures
+from llmopt.bench.machine.nvml import CLOCK_SM, Nvml
+from llmopt.bench.metrics.cost import cost_part
 
 
 def powercap(root: Path, **joules: float) -> Path:

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 import typer
-from llmopt.bench.eval_scoring import (
+from llmopt.bench.options.options import BenchOptions, checked
+from llmopt.bench.quality.eval_scoring import (
     EngineScorer,
     Window,
     clipped,
     generation_params,
     rolling_windows,
 )
-from llmopt.bench.eval_tasks import metric_rows, prepare_tasks, task_tables
-from llmopt.bench.options import BenchOptions, checked
-from llmopt.bench.sweep import Rig
+from llmopt.bench.quality.eval_tasks import metric_rows, prepare_tasks, task_tables
+from llmopt.bench.session.sweep import Rig
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM
 
@@ -282,7 +282,7 @@ def test_metrics_equal_those_of_lm_evals_own_model(
 ) -> None:
     pytest.importorskip("lm_eval")
     pytest.importorskip("lm_eval.models.huggingface")
-    from llmopt.bench.eval_tasks import engine_model
+    from llmopt.bench.quality.eval_tasks import engine_model
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     evaluate = import_module("lm_eval.evaluator").simple_evaluate

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from llmopt.bench.compare import Comparison, RunData, compare
-from llmopt.bench.comparison_page import deltas_table
-from llmopt.bench.gate import COUNTED, MEASURED, Outcome, parse_gate, speed_limits
-from llmopt.bench.gate_judge import crowding
-from llmopt.bench.gate_outputs import benchmark_entries, junit
-from llmopt.bench.page import markdown_table
-from llmopt.quant.errors import BadInput
+from llmopt.bench.gate.compare import Comparison, RunData, compare
+from llmopt.bench.gate.gate import COUNTED, MEASURED, Outcome, parse_gate, speed_limits
+from llmopt.bench.gate.judge import crowding
+from llmopt.bench.gate.outputs import benchmark_entries, junit
+from llmopt.bench.page.page import markdown_table
+from llmopt.bench.report.comparison_page import deltas_table
+from llmopt.quant.base.errors import BadInput
 
 
 def run_of(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from llmopt.bench.gate_judge import other_load
-from llmopt.bench.gate_rates import RunData, error_rates, read_starts, slowed
+from llmopt.bench.gate.judge import other_load
+from llmopt.bench.gate.rates import RunData, error_rates, read_starts, slowed
 
 RECORDED = Path(__file__).parents[2] / "bench" / "results" / "cpu"
 NAMES = ("identical-runs", "identical-runs-quiet", "identical-runs-held-out")

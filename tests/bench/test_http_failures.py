@@ -20,7 +20,7 @@ from llmopt.bench.client.fleet import Fleet
 from llmopt.bench.client.job import Endpoint, Shot
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 
 EVENT = b'data: {"choices":[{"index":0,"text":" x","finish_reason":%s}],"usage":{"completion_tokens":%d}}\n\n'
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from llmopt.bench import load
-from llmopt.bench.inprocess import InProcessTarget
-from llmopt.bench.load import Load, drive
-from llmopt.bench.target import Chunk
-from llmopt.bench.trace import StepRecord
-from llmopt.bench.workload import Workload, WorkloadItem, numbered
-from llmopt.quant.errors import BadInput
+from llmopt.bench.load import load
+from llmopt.bench.load.inprocess import InProcessTarget
+from llmopt.bench.load.load import Load, drive
+from llmopt.bench.load.target import Chunk
+from llmopt.bench.metrics.trace import StepRecord
+from llmopt.bench.workloads.workload import Workload, WorkloadItem, numbered
+from llmopt.quant.base.errors import BadInput
 
 STEP = 0.010
 

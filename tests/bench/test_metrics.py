@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from llmopt.bench.metrics import (
+from llmopt.bench.metrics.metrics import (
     aggregate,
     exact_peaks,
     parse_goodput,
@@ -15,8 +15,8 @@ from llmopt.bench.metrics import (
     samples,
     summary,
 )
-from llmopt.bench.trace import LoadPass, RequestTrace
-from llmopt.quant.errors import BadInput
+from llmopt.bench.metrics.trace import LoadPass, RequestTrace
+from llmopt.quant.base.errors import BadInput
 
 SELECTED = ("ttft", "tpot", "itl", "e2el")
 

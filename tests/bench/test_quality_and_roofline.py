@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.bench.ceilings import Ceilings, measure_ceilings
-from llmopt.bench.environment import checkpoint_hash, peak_memory_bytes
-from llmopt.bench.quality import Passage, distance, log_probabilities, read_passage, score
-from llmopt.bench.roofline import decode_point, explain, name_bound, prefill_point, roofline_part
-from llmopt.bench.trace import StepRecord
-from llmopt.engine.planner.shapes import ModelShape
-from llmopt.quant.errors import BadInput
+from llmopt.bench.machine.ceilings import Ceilings, measure_ceilings
+from llmopt.bench.machine.environment import checkpoint_hash, peak_memory_bytes
+from llmopt.bench.machine.roofline import (
+    decode_point,
+    explain,
+    name_bound,
+    prefill_point,
+    roofline_part,
+)
+from llmopt.bench.metrics.trace import StepRecord
+from llmopt.bench.quality.quality import Passage, distance, log_probabilities, read_passage, score
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.base.errors import BadInput
 
 PASSAGE = Passage(((0, 1, 2), (3, 3)), "text", "p")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from llmopt.bench.recipe import read_recipe, steps_of
-from llmopt.bench.recipe_lines import line_of
+from llmopt.bench.recipes.recipe import read_recipe, steps_of
+from llmopt.bench.recipes.recipe_lines import line_of
 from llmopt.cli.main import run_guarded
 from llmopt.cli.run import run
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import ROOT
 
 GOOD = """# a comment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from llmopt.bench import workflow
+from llmopt.bench.workflow import workflow
 from llmopt.cli.main import run_guarded
 from llmopt.cli.run import run
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench import result as record
-from llmopt.bench.compare import Outcome, QualityGate, RunData, compare, parse_share
-from llmopt.bench.comparison_page import comparison_page
-from llmopt.bench.console_table import console_table
-from llmopt.bench.options import BenchOptions
-from llmopt.bench.page import Page, Section, Table, Verdict, to_html, to_markdown
-from llmopt.bench.plan_residuals import plan_section
-from llmopt.bench.report import formulas, write_report
-from llmopt.bench.run_folder import stamped, whole_folder, write_whole
-from llmopt.bench.trace import LoadPass, RequestTrace
-from llmopt.quant.errors import BadInput
+from llmopt.bench.files.run_folder import stamped, whole_folder, write_whole
+from llmopt.bench.gate.compare import Outcome, QualityGate, RunData, compare, parse_share
+from llmopt.bench.metrics.trace import LoadPass, RequestTrace
+from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.page.page import Page, Section, Table, Verdict, to_html, to_markdown
+from llmopt.bench.record import result as record
+from llmopt.bench.report.comparison_page import comparison_page
+from llmopt.bench.report.console_table import console_table
+from llmopt.bench.report.plan_residuals import plan_section
+from llmopt.bench.report.report import formulas, write_report
+from llmopt.quant.base.errors import BadInput
 
 VLLM_KEYS = [
     "date",

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.bench.options import BenchOptions
-from llmopt.bench.session import load_engine
-from llmopt.engine.kernels.native.linear import PackedLinear
-from llmopt.engine.planner.roofline import decode_step_bytes
-from llmopt.engine.planner.shapes import ModelShape
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.pipeline import quantize
-from llmopt.quant.plan import QuantizeRequest
+from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.session.session import load_engine
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.kernels.linear.native_linear import PackedLinear
+from llmopt.engine.planner.device.roofline import decode_step_bytes
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.plan.plan import QuantizeRequest
 from llmopt.recipes import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

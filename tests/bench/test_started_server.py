@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from llmopt.bench.options import BenchOptions
-from llmopt.bench.served import served
-from llmopt.bench.server_presets import PRESETS, preset
-from llmopt.bench.session import run_bench
-from llmopt.quant.errors import BadInput
+from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.server.presets import PRESETS, preset
+from llmopt.bench.server.served import served
+from llmopt.bench.session.session import run_bench
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
 SMALL = {"num_prompts": 4, "num_runs": 1, "output_len": 6, "max_concurrency": 2}

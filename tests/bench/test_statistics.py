@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.compare import Outcome, RunData, compare
-from llmopt.bench.gate_judge import paired_error
-from llmopt.bench.statistics import (
+from llmopt.bench.gate.compare import Outcome, RunData, compare
+from llmopt.bench.gate.judge import paired_error
+from llmopt.bench.metrics.statistics import (
     ASSUMED_RUN_CV,
     bootstrap_interval,
     effect_of_level,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.bench.steady import steady_state, window_of
-from llmopt.bench.trace import LoadPass, RequestTrace
+from llmopt.bench.metrics.steady import steady_state, window_of
+from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 
 
 def request(sent: float, *chunks: float, ok: bool = True) -> RequestTrace:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llmopt.bench.options import BenchOptions
-from llmopt.bench.session import BenchSession
-from llmopt.bench.step_split import PARTS, reason_in_words, split_sentence, split_table
+from llmopt.bench.load.step_split import PARTS, reason_in_words, split_sentence, split_table
+from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.session.session import BenchSession
 
 OPTIONS = BenchOptions(
     num_prompts=4, num_runs=1, output_len=6, quality=False, num_threads=1, max_concurrency=4

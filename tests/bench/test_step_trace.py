@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from llmopt.bench.step_trace import (
+from llmopt.bench.metrics.step_trace import (
     _rate,
     in_pass,
     step_trace_part,
@@ -16,8 +16,8 @@ from llmopt.bench.step_trace import (
     steps_svg,
     write_steps,
 )
-from llmopt.bench.trace import LoadPass, StepRecord
-from llmopt.engine.step_trace import StepTrace
+from llmopt.bench.metrics.trace import LoadPass, StepRecord
+from llmopt.engine.execution.step_trace import StepTrace
 
 
 def step(start: float, prefill: int = 0, decode: int = 2, blocks: int = 5, **other) -> StepTrace:

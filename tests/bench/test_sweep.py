@@ -7,21 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench import sweep as sweeps
-from llmopt.bench.options import BenchOptions
-from llmopt.bench.slo import PRECISION, Found, highest_count, highest_rate
-from llmopt.bench.sweep import (
-    Rig,
-    double_until_flat,
-    find_knee,
-    good_share,
-    sweep_loads,
-)
-from llmopt.bench.sweep_loads import parse_loads
-from llmopt.bench.sweep_page import sweep_page
-from llmopt.bench.trace import LoadPass, RequestTrace
+from llmopt.bench.metrics.trace import LoadPass, RequestTrace
+from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.options.sweep_loads import parse_loads
+from llmopt.bench.report.sweep_page import sweep_page
+from llmopt.bench.session import sweep as sweeps
+from llmopt.bench.session.slo import PRECISION, Found, highest_count, highest_rate
+from llmopt.bench.session.sweep import Rig, double_until_flat, find_knee, good_share, sweep_loads
 from llmopt.cli.main import main
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 
 FAST = ["--num-prompts", "8", "--output-len", "6", "--num-threads", "1"]
 

@@ -13,14 +13,14 @@ from xml.etree import ElementTree
 import pyarrow.parquet as pq
 import pytest
 import typer
-from llmopt.bench.compare import RunData
-from llmopt.bench.report_joined import joined_page, shared_quality
-from llmopt.bench.report_pareto import Candidate, front
+from llmopt.bench.gate.compare import RunData
+from llmopt.bench.report.joined import joined_page, shared_quality
+from llmopt.bench.report.pareto import Candidate, front
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
 from llmopt.cli.report import report
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 
 FAST = ["--num-prompts", "12", "--output-len", "8", "--num-threads", "1", "--num-runs", "3"]
 

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from llmopt.bench.datasets import build_workload, freeze_workload, locate_dataset
-from llmopt.bench.freeze import read_frozen, write_frozen
-from llmopt.bench.options import BenchOptions
-from llmopt.bench.session import BenchSession
-from llmopt.bench.workload import Workload, numbered
+from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.session.session import BenchSession
+from llmopt.bench.workloads.datasets import build_workload, freeze_workload, locate_dataset
+from llmopt.bench.workloads.freeze import read_frozen, write_frozen
+from llmopt.bench.workloads.workload import Workload, numbered
 from llmopt.cli.main import main
-from llmopt.quant.errors import BadInput
-from llmopt.quant.models import load_tokenizer
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.model.models import load_tokenizer
 from llmopt.recipes import MODELS
 
 TOKENIZER = load_tokenizer(MODELS / "stories3M")

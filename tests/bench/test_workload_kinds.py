@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmopt.bench.arrivals import ramp_offsets
-from llmopt.bench.datasets import build_workload, locate_dataset
-from llmopt.bench.hub import hub_rows, hub_workload
-from llmopt.bench.options import BenchOptions, checked
-from llmopt.bench.prefix import prefix_repetition_workload
-from llmopt.bench.sonnet import sonnet_workload
-from llmopt.bench.workload import fit_lengths
-from llmopt.quant.errors import BadInput
-from llmopt.quant.models import load_tokenizer
+from llmopt.bench.options.options import BenchOptions, checked
+from llmopt.bench.workloads.arrivals import ramp_offsets
+from llmopt.bench.workloads.datasets import build_workload, locate_dataset
+from llmopt.bench.workloads.hub import hub_rows, hub_workload
+from llmopt.bench.workloads.prefix import prefix_repetition_workload
+from llmopt.bench.workloads.sonnet import sonnet_workload
+from llmopt.bench.workloads.workload import fit_lengths
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.model.models import load_tokenizer
 from llmopt.recipes import MODELS
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmopt.bench.arrivals import arrival_offsets
-from llmopt.bench.custom import custom_workload
-from llmopt.bench.datasets import build_workload, locate_dataset, warmup_workload
-from llmopt.bench.options import BenchOptions, checked
-from llmopt.bench.random_workload import length_range, random_workload
-from llmopt.bench.sharegpt import drop_reason, sharegpt_workload
-from llmopt.bench.workload import Workload, numbered
-from llmopt.quant.errors import BadInput
+from llmopt.bench.options.options import BenchOptions, checked
+from llmopt.bench.workloads.arrivals import arrival_offsets
+from llmopt.bench.workloads.custom import custom_workload
+from llmopt.bench.workloads.datasets import build_workload, locate_dataset, warmup_workload
+from llmopt.bench.workloads.random_workload import length_range, random_workload
+from llmopt.bench.workloads.sharegpt import drop_reason, sharegpt_workload
+from llmopt.bench.workloads.workload import Workload, numbered
+from llmopt.quant.base.errors import BadInput
 
 
 class Words:

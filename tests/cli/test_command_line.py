@@ -7,7 +7,7 @@ import errno
 import pytest
 import typer
 from llmopt.cli.main import COMMANDS, main, run_guarded
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:

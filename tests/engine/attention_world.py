@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from llmopt.engine.kernels import paged_attention as pa
-from llmopt.engine.kernels.paged_tensor import PagedTensor
+from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 
 STORED = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 

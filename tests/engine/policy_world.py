@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmopt.engine.block_pool import BlockPool
-from llmopt.engine.prefix_cache import PrefixCache
-from llmopt.engine.request import Request, RequestTimes, Token
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.engine.scheduler import Scheduler, SchedulerConfig
-from llmopt.engine.speculation.draft_length import DraftLength
-from llmopt.engine.speculation.tree import Tree
-from llmopt.engine.step_plan import Copies, ScheduledRow, StepPlan
-from llmopt.engine.swap_space import SwapSpace
-from llmopt.engine.window import Window
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.scheduling.block_pool import BlockPool
+from llmopt.engine.scheduling.draft_length import DraftLength
+from llmopt.engine.scheduling.prefix_cache import PrefixCache
+from llmopt.engine.scheduling.request import Request, RequestTimes, Token
+from llmopt.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from llmopt.engine.scheduling.step_plan import Copies, ScheduledRow, StepPlan
+from llmopt.engine.scheduling.swap_space import SwapSpace
+from llmopt.engine.scheduling.tree import Tree
+from llmopt.engine.scheduling.window import Window
 
 EOS = 0
 VOCAB = 7

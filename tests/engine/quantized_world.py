@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import transformers
+from llmopt.quant.base.scheme import CodebookScheme, FloatScheme, IntScheme, LookupScheme
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.methods.codebook_grid import round_to_codebook
-from llmopt.quant.methods.float_grid import round_to_fp8
-from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.methods.lookup_grid import round_to_uniform_tables
-from llmopt.quant.methods.vectorwise_grid import round_to_rows
-from llmopt.quant.scheme import CodebookScheme, FloatScheme, IntScheme, LookupScheme
+from llmopt.quant.grids.codebook_grid import round_to_codebook
+from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.grids.lookup_grid import round_to_uniform_tables
+from llmopt.quant.grids.vectorwise_grid import round_to_rows
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.recipes import MODELS
 from safetensors.torch import save_file

@@ -8,7 +8,7 @@ import pytest
 import torch
 from llmopt.engine import LLM, BeamSearchParams, SamplingParams
 from llmopt.engine.beam_search import BeamSearch
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

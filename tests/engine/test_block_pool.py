@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.block_pool import BlockPool
+from llmopt.engine.scheduling.block_pool import BlockPool
 
 
 def test_blocks_come_in_order_and_never_the_null_block():

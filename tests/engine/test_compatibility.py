@@ -15,7 +15,7 @@ import pytest
 import torch
 from heads_world import write_eagle, write_medusa
 from llmopt.engine import LLM, BeamSearchParams, SamplingParams
-from llmopt.engine.compatibility import (
+from llmopt.engine.config.compatibility import (
     ALTERNATIVES,
     FEATURES,
     REFUSALS,
@@ -23,10 +23,10 @@ from llmopt.engine.compatibility import (
     refusal_line,
     refuse,
 )
-from llmopt.engine.config import EngineConfig
-from llmopt.engine.speculation.options import SpeculationConfig
-from llmopt.quant.errors import BadInput
-from llmopt.quant.scheme import IntScheme
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import IntScheme
 from llmopt.recipes import MODELS
 from lora_world import write_adapter
 from model_families import save_model

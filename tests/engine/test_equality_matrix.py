@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.engine.speculation.options import SpeculationConfig
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from gguf_support import STORIES, TEXT, random_model, write_model
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant import models
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.model import models
 from llmopt.quant.open import open_checkpoint
-from llmopt.quant.read import quantized_modules, read_quantized
 from transformers import AutoModelForCausalLM
 
 TOKENS = torch.randint(3, 500, (1, 90), generator=torch.Generator().manual_seed(0))

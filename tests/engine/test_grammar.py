@@ -12,7 +12,9 @@ import jsonschema
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.grammar import (
+from llmopt.engine.base.logits import dense_mask
+from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.sampling.grammar import (
     GrammarCompiler,
     GrammarMask,
     choice,
@@ -20,9 +22,7 @@ from llmopt.engine.grammar import (
     json_object,
     regex,
 )
-from llmopt.engine.logits import dense_mask
-from llmopt.engine.speculation.options import SpeculationConfig
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -13,19 +13,19 @@ from heads_world import write_medusa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.kernels import paged_attention as pa
-from llmopt.engine.kernels.paged_tensor import PagedTensor
-from llmopt.engine.kv_cache import KvCache, stored_dtype
+from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
+from llmopt.engine.cache.step_inputs import Run, step_inputs
+from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.model.open import open_model
-from llmopt.engine.sampler import Sampler
 from llmopt.engine.sampling.row import SamplingRow
+from llmopt.engine.sampling.sampler import Sampler
+from llmopt.engine.scheduling.step_plan import ScheduledRow
+from llmopt.engine.scheduling.tree import Tree
+from llmopt.engine.scheduling.window import Window
 from llmopt.engine.speculation.growth import Growth
-from llmopt.engine.speculation.options import SpeculationConfig
 from llmopt.engine.speculation.proposer import DrawOf, Guesses, Seen
-from llmopt.engine.speculation.tree import Tree
-from llmopt.engine.step_inputs import Run, step_inputs
-from llmopt.engine.step_plan import ScheduledRow
-from llmopt.engine.window import Window
 from llmopt.quant.open import open_checkpoint
 from model_families import FAMILIES, save_model
 

@@ -15,11 +15,11 @@ import torch
 from heads_world import write_eagle, write_eagle3, write_medusa
 from llmopt.cli.main import main
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.speculation.draft_length import DraftLength
-from llmopt.engine.speculation.options import SpeculationConfig
+from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.scheduling.draft_length import DraftLength
+from llmopt.engine.scheduling.step_plan import ScheduledRow
 from llmopt.engine.speculation.proposer import DrawOf, Guesses
-from llmopt.engine.step_plan import ScheduledRow
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file
 from torch import nn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.host import usable_cores
+from llmopt.engine.base.host import usable_cores
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.engine.kernels import paged_attention as pa
-from llmopt.engine.kernels.dispatch import Candidate, NoKernel, Operation
-from llmopt.engine.kernels.linear import LINEAR, LinearSituation, TorchLinear
-from llmopt.engine.kernels.paged_tensor import PagedTensor
-from llmopt.engine.kernels.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
-from llmopt.engine.kernels.table import table
-from llmopt.engine.model.projection import Projection
-from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.scheme import IntScheme
+from llmopt.engine.doctor.kernel_table import table
+from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.common.dispatch import Candidate, NoKernel, Operation
+from llmopt.engine.kernels.linear.linear import LINEAR, LinearSituation, TorchLinear
+from llmopt.engine.kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
+from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.grids.int_grid import round_to_nearest
 
 
 def attention_case(heads, kv_heads, head_dim, block_size, lengths, news, seed=0):

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.block_pool import NULL_BLOCK
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.engine.speculation.options import SpeculationConfig
+from llmopt.engine.scheduling.block_pool import NULL_BLOCK
 from llmopt.recipes import MODELS
 
 STORY = [1, 403, 407, 261, 378, 432, 266, 358, 365, 436, 448, 402, 426, 403, 407, 261]

@@ -6,9 +6,9 @@ A test's name begins with the project and the number of its issue.
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.prefix_cache import hash_block
-from llmopt.engine.request import RequestStatus
-from llmopt.quant.errors import BadInput
+from llmopt.engine.scheduling.prefix_cache import hash_block
+from llmopt.engine.scheduling.request import RequestStatus
+from llmopt.quant.base.errors import BadInput
 from policy_world import Loop, World, foretell
 
 LOOPS: tuple[Loop, ...] = ("serial", "early", "late")

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.cache.kv_cache import KvCache
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.kernels import paged_attention as pa
-from llmopt.engine.kernels.native.processor import PATHS, VARIABLE, processor_flags
-from llmopt.engine.kernels.paged_tensor import PagedTensor, quantize
-from llmopt.engine.kv_cache import KvCache
-from llmopt.engine.model.spec import KvLayout
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.engine.step_plan import BlockCopies
-from llmopt.quant.errors import BadInput
+from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor, quantize
+from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
+from llmopt.engine.model.spec.spec import KvLayout
+from llmopt.engine.scheduling.step_plan import BlockCopies
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from model_families import ADAPTED, FAMILIES, save_model
 from test_kernels import RULES, attention_case

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.logits import REMEMBERED_STATES, AutomatonMask, dense_mask
-from llmopt.engine.sampler import Sampler
+from llmopt.engine.base.logits import REMEMBERED_STATES, AutomatonMask, dense_mask
+from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.sampling.row import SamplingRow
-from llmopt.engine.speculation.options import SpeculationConfig
-from llmopt.quant.errors import BadInput
+from llmopt.engine.sampling.sampler import Sampler
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.adapters import parse_adapters
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.lora.settings import parse_adapters
-from llmopt.quant.errors import BadInput
-from llmopt.quant.scheme import IntScheme
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import IntScheme
 from llmopt.recipes import MODELS
 from lora_world import ATTENTION, LINEARS, merge, write_adapter
 from model_families import FAMILIES, VOCAB, save_model

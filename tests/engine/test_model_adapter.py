@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.model.adapter import TransformersModel
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
+from llmopt.engine.model.adapter.adapter import TransformersModel
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.model.checkpoint import Checkpoint
 from model_families import ADAPTED, SHAPE, VOCAB, save_model
 
 

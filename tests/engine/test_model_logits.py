@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.model.families import model_spec
-from llmopt.engine.model.rope import RopeSpec, rope_frequencies
-from llmopt.engine.model.spec import ModelSpec
-from llmopt.engine.planner.shapes import ModelShape
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
+from llmopt.engine.model.decoder.families import model_spec
+from llmopt.engine.model.spec.rope import RopeSpec, rope_frequencies
+from llmopt.engine.model.spec.spec import ModelSpec
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
 from model_families import ADAPTED, FAMILIES, LLAMA3_ROPE, SHAPE, VOCAB, save_model
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration

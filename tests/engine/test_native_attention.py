@@ -9,10 +9,10 @@ import torch
 from attention_world import STORED, World, rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.engine.kernels import paged_attention as pa
-from llmopt.engine.kernels.attention_kernels import PAGED_ATTENTION, AttentionSituation
-from llmopt.engine.kernels.native.attention import attend_native, native_attention
-from llmopt.engine.kernels.native.processor import PATHS, VARIABLE, processor_flags
+from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from llmopt.engine.kernels.attention.native_attention import attend_native, native_attention
+from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
 
 HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
 pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")

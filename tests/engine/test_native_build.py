@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from llmopt.engine.kernels.native import build, processor
-from llmopt.quant.errors import BadInput
+from llmopt.engine.kernels.common import build, processor
+from llmopt.quant.base.errors import BadInput
 
 SOURCE = "int llmopt_answer(void) { return 42; }\n"
 
@@ -86,7 +86,7 @@ def test_the_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_doctor_says_which_path_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmopt.engine.machine import examine
+    from llmopt.engine.doctor.machine import examine
 
     monkeypatch.setenv(processor.VARIABLE, "off")
     native = examine()["native"]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.kernels.native.processor import PATHS, VARIABLE, processor_flags
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.quant.errors import BadInput
-from llmopt.quant.scheme import Activations, IntScheme
+from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import Activations, IntScheme
 from quantized_world import random_model, write_checkpoint
 
 HERE = ["off", *(path.name for path in PATHS if path.needs <= processor_flags())]

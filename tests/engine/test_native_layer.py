@@ -9,7 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.engine.kernels.layer_kernels import (
+from llmopt.engine.kernels.activations.rounded_rows import Rounding, TakesRounded
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
+from llmopt.engine.kernels.elementwise.layer_kernels import (
     GATE,
     NORM,
     TURN,
@@ -18,19 +21,16 @@ from llmopt.engine.kernels.layer_kernels import (
     TorchTurn,
     torch_silu_gate,
 )
-from llmopt.engine.kernels.native.layer import (
+from llmopt.engine.kernels.elementwise.native_layer import (
     NativeNorm,
     NativeSiluGate,
     NativeTurn,
     native_layer,
 )
-from llmopt.engine.kernels.native.processor import PATHS, VARIABLE, processor_flags
-from llmopt.engine.kernels.paged_tensor import PagedTensor
-from llmopt.engine.kernels.quantized_linear import prepare_quantized_linear
-from llmopt.engine.kernels.rotary import expand_angles
-from llmopt.engine.kernels.rounded_rows import Rounding, TakesRounded
-from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.scheme import Activations, IntScheme
+from llmopt.engine.kernels.elementwise.rotary import expand_angles
+from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
+from llmopt.quant.base.scheme import Activations, IntScheme
+from llmopt.quant.grids.int_grid import round_to_nearest
 
 HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
 pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")

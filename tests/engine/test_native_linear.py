@@ -9,22 +9,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.engine.kernels.activations import round_activations, round_inputs, split_outliers
-from llmopt.engine.kernels.native.build import Native
-from llmopt.engine.kernels.native.grid import grid_of, refuses_grid
-from llmopt.engine.kernels.native.linear import PackedLinear, native_linear
-from llmopt.engine.kernels.native.pack import pack_codes, pack_codes_torch
-from llmopt.engine.kernels.native.processor import PATHS, VARIABLE, processor_flags
-from llmopt.engine.kernels.packed_linear import PackedOutlierLinear
-from llmopt.engine.kernels.quantized_linear import (
+from llmopt.engine.kernels.activations.activations import (
+    round_activations,
+    round_inputs,
+    split_outliers,
+)
+from llmopt.engine.kernels.common.build import Native
+from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
+from llmopt.engine.kernels.linear.grid import grid_of, refuses_grid
+from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_linear
+from llmopt.engine.kernels.linear.native_pack import pack_codes, pack_codes_torch
+from llmopt.engine.kernels.linear.packed_linear import PackedOutlierLinear
+from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearSituation,
     TiledDequantLinear,
     prepare_quantized_linear,
 )
-from llmopt.engine.model.projection import Projection
-from llmopt.quant.gguf.blocks import quantize_blocks
-from llmopt.quant.scheme import (
+from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.scheme import (
     GGUF_BLOCKS,
     Activations,
     CodebookScheme,
@@ -35,6 +38,7 @@ from llmopt.quant.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.gguf import GgufTensor
 from llmopt.quant.tensors.integer import IntTensor

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.model_runner import ModelRunner
-from llmopt.engine.speculation.options import SpeculationConfig
-from llmopt.engine.step_loop import AheadLoop, SerialLoop, ThreadedLoop
-from llmopt.engine.step_plan import StepPlan
-from llmopt.engine.step_trace import StepRecorder
+from llmopt.engine.execution.model_runner import ModelRunner
+from llmopt.engine.execution.step_loop import AheadLoop, SerialLoop, ThreadedLoop
+from llmopt.engine.execution.step_trace import StepRecorder
+from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.recipes import MODELS
 
 PROMPT = [1, 403, 407, 261, 378]

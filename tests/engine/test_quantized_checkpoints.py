@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.planner.shapes import ModelShape
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.pipeline import quantize
-from llmopt.quant.plan import QuantizeRequest
-from llmopt.quant.read import quantized_modules, read_quantized
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.plan.plan import QuantizeRequest
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.formats.mxfp4 import read_mxfp4
-from llmopt.quant.pipeline import quantize
-from llmopt.quant.plan import QuantizeRequest
-from llmopt.quant.read import quantized_modules, read_quantized
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.plan.plan import QuantizeRequest
 from model_families import FAMILIES, save_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM

@@ -12,12 +12,12 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.kernels.activations import round_activations, round_inputs
-from llmopt.engine.kernels.quantized_linear import prepare_quantized_linear
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.quant.scheme import (
+from llmopt.engine.kernels.activations.activations import round_activations, round_inputs
+from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
+from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,

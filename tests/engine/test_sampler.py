@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from llmopt.engine.sampler import Sampler
+from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.sampling.logprobs import token_logprobs
 from llmopt.engine.sampling.noise import exponential_noise
 from llmopt.engine.sampling.row import SamplingRow
 from llmopt.engine.sampling.rowwise import filter_mask, penalize
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.quant.errors import BadInput
+from llmopt.engine.sampling.sampler import Sampler
+from llmopt.quant.base.errors import BadInput
 
 
 def row(history=(1,), num_prompt_tokens=1, seed=0, barred=(), **params) -> SamplingRow:

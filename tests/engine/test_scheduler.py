@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.prefix_cache import CachedBlock, hash_block
-from llmopt.engine.scheduling_policy import POLICIES, TOKENS_PER_PLACE
-from llmopt.quant.errors import BadInput
+from llmopt.engine.scheduling.prefix_cache import CachedBlock, hash_block
+from llmopt.engine.scheduling.scheduling_policy import POLICIES, TOKENS_PER_PLACE
+from llmopt.quant.base.errors import BadInput
 from policy_world import World, foretell
 
 

@@ -14,8 +14,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from llmopt.engine.scheduling_policy import POLICIES
-from llmopt.quant.errors import BadInput
+from llmopt.engine.scheduling.scheduling_policy import POLICIES
+from llmopt.quant.base.errors import BadInput
 from policy_world import World, foretell
 
 # 300 make more than 3,000 steps; 2,000 make more than 20,000.

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kv_cache import KvCache
-from llmopt.engine.lora.bank import rows_by_adapter
+from llmopt.engine.cache.kv_cache import KvCache
+from llmopt.engine.cache.step_inputs import Run, step_inputs
+from llmopt.engine.model.lora.bank import rows_by_adapter
 from llmopt.engine.model.open import CausalModel, open_model
-from llmopt.engine.parallel.channel import Channel
-from llmopt.engine.parallel.cut import take
-from llmopt.engine.parallel.shard import Shard
-from llmopt.engine.step_inputs import Run, step_inputs
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
-from llmopt.quant.scheme import (
+from llmopt.engine.model.parallel.cut import take
+from llmopt.engine.model.parallel.shard import Shard
+from llmopt.engine.tensor_parallel.channel import Channel
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
@@ -29,6 +28,7 @@ from llmopt.quant.scheme import (
     LookupScheme,
     VectorwiseScheme,
 )
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.tensors.gguf import GgufTensor
 from lora_world import LINEARS, write_adapter
 from model_families import ADAPTED, FAMILIES, VOCAB, save_model

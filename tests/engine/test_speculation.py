@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.sampler import Sampler
+from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.sampling.row import SamplingRow
-from llmopt.engine.speculation.draft_length import Acceptance, DraftLength
-from llmopt.engine.speculation.options import SpeculationConfig
+from llmopt.engine.sampling.sampler import Sampler
+from llmopt.engine.scheduling.draft_length import Acceptance, DraftLength
+from llmopt.engine.scheduling.tree import Tree
 from llmopt.engine.speculation.proposer import Guesses
-from llmopt.engine.speculation.tree import Tree
 from llmopt.engine.speculation.verify import DRAFT_STREAM, Chain, accepted_tokens
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 
 NGRAM = SpeculationConfig("ngram", num_tokens=6, ngram_min=1)
 DRAFT = SpeculationConfig("draft", "stories260K", num_tokens=5)

@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from llmopt.engine import LLM, SamplingParams, step_graphs
-from llmopt.engine.kernels.native.attention import native_attention
-from llmopt.engine.kernels.recording import NotRecordable, Recording, TensorPool
-from llmopt.quant.scheme import VectorwiseScheme
+from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.execution import step_graphs
+from llmopt.engine.kernels.attention.native_attention import native_attention
+from llmopt.engine.kernels.graphs.recording import NotRecordable, Recording, TensorPool
+from llmopt.quant.base.scheme import VectorwiseScheme
 from quantized_world import random_model, write_checkpoint
 
 PROMPTS = [[1] + [5 + (7 * i + 3 * j) % 400 for i in range(3 + j)] for j in range(9)]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from llmopt.cli.main import main
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.llm import LLM
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from model_families import ADAPTED, FAMILIES, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.block_pool import NULL_BLOCK
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.kv_cache import KvCache, stored_dtype
-from llmopt.engine.model.spec import KvLayout
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.engine.speculation.options import SpeculationConfig
-from llmopt.engine.step_plan import BlockCopies, StepPlan
-from llmopt.quant.errors import BadInput
+from llmopt.engine.model.spec.spec import KvLayout
+from llmopt.engine.scheduling.block_pool import NULL_BLOCK
+from llmopt.engine.scheduling.step_plan import BlockCopies, StepPlan
+from llmopt.quant.base.errors import BadInput
 from policy_world import World, foretell
 
 PROMPTS = {"a": [1] * 9, "b": [2] * 9, "c": [3] * 9}

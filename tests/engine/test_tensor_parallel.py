@@ -15,10 +15,10 @@ import pytest
 import torch
 from llmopt.cli.main import run_guarded
 from llmopt.engine import SamplingParams
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.speculation.options import SpeculationConfig
-from llmopt.quant.errors import BadInput, Failure
+from llmopt.quant.base.errors import BadInput, Failure
 from llmopt.recipes import DATA, MODELS
 from lora_world import write_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,9 +129,9 @@ def test_a_lost_worker_is_one_line_and_leaves_no_process(prompts, capsys):
 
 DRIVER = """
 import time, torch
-from llmopt.engine.config import EngineConfig
-from llmopt.engine.parallel.workers import open_parts
-from llmopt.quant.checkpoint import Checkpoint
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.tensor_parallel.workers import open_parts
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
 config = EngineConfig(tensor_parallel_size=2, num_threads=1)
 parts = open_parts(config, Checkpoint(MODELS / "stories260K"), torch.device("cpu"), torch.float32)

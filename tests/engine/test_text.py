@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llmopt.engine.detokenizer import IncrementalDetokenizer, text_decoder
-from llmopt.engine.stop import StopStrings
+from llmopt.engine.scheduling.stop import StopStrings
+from llmopt.engine.text.detokenizer import IncrementalDetokenizer, text_decoder
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from attention_world import STORED, World
-from llmopt.engine.kernels import paged_attention as pa
-from llmopt.engine.kernels.attention_kernels import PAGED_ATTENTION, AttentionSituation
-from llmopt.engine.kernels.triton.runtime import VARIABLE
+from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from llmopt.engine.kernels.common.runtime import VARIABLE
 from triton_world import DEVICE
 
 SINKS = torch.linspace(-3, 3, 4, device=DEVICE)
@@ -35,7 +35,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[int], list[int]]] = [
 
 
 def check(world: World, rule: pa.AttentionRule, bound: float = 2e-5) -> None:
-    from llmopt.engine.kernels.triton.attention import attend_triton
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
     got, expected = world.attend(attend_triton, rule), world.attend(pa.attend_reference, rule)
     torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
@@ -63,7 +63,7 @@ def test_values_in_the_front_of_the_keys(dims: tuple[int, int]) -> None:
 
 def test_what_a_table_leaves_out_was_not_seen() -> None:
     """First tokens stay in sight; the blocks between them and the window are not in the table."""
-    from llmopt.engine.kernels.triton.attention import attend_triton
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
     shape: Any = {"heads": 4, "kv_heads": 2, "block_size": 4, "device": DEVICE}
     world = World([50, 30, 33], [1, 1, 9], **shape)
@@ -92,7 +92,7 @@ def test_what_a_table_leaves_out_was_not_seen() -> None:
 
 def test_a_row_depends_on_its_own_past_alone() -> None:
     """Bit for bit: alone or beside others."""
-    from llmopt.engine.kernels.triton.attention import attend_triton
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
     lengths, news = [300, 20, 70], [1, 20, 3]
     world = World(lengths, news, heads=2, kv_heads=1, device=DEVICE)
@@ -106,7 +106,7 @@ def test_a_row_depends_on_its_own_past_alone() -> None:
 @pytest.mark.parametrize("given", [{}, {"sinks": SINKS}, {"window": 300, "kept": 3}], ids=str)
 def test_the_grid_changes_no_bit(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     """One program for all parts of a sequence, or one for each, and more programs than parts."""
-    from llmopt.engine.kernels.triton import attention
+    from llmopt.engine.kernels.attention import triton_attention as attention
 
     world = World([700, 20, 300], [1, 1, 2], heads=4, kv_heads=2, device=DEVICE)
     rule, found = pa.AttentionRule(0.2, **given), []
@@ -120,7 +120,7 @@ def test_the_grid_changes_no_bit(monkeypatch: pytest.MonkeyPatch, given: dict[st
 
 
 def test_heads_of_a_wider_tensor_are_read_where_they_lie() -> None:
-    from llmopt.engine.kernels.triton.attention import attend_triton
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
     world = World([20, 7], [1, 7], heads=4, kv_heads=2, device=DEVICE)
     wide = torch.randn(8, 9, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -151,7 +151,7 @@ def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_triton_that_was_imported_too_early_is_refused() -> None:
     script = (
-        "import triton; from llmopt.engine.kernels.triton.runtime import refuses_triton;"
+        "import triton; from llmopt.engine.kernels.common.runtime import refuses_triton;"
         "print(refuses_triton('cpu'))"
     )
     environment = {**os.environ, VARIABLE: "interpret"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.engine.kernels.triton import border
-from llmopt.engine.kernels.triton.border import TOKENS, UNMEASURED, last_faster, most_tokens
+from llmopt.engine.kernels.linear import triton_border as border
+from llmopt.engine.kernels.linear.triton_border import TOKENS, UNMEASURED, last_faster, most_tokens
 
 
 def test_the_border_is_the_last_before_the_first_that_is_slower() -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.engine import LLM, SamplingParams, step_graphs
-from llmopt.engine.kernels.rounded_rows import RoundedRows
-from llmopt.engine.kernels.triton.runtime import VARIABLE
-from llmopt.engine.model.projection import Projection
-from llmopt.quant.scheme import Activations, FloatScheme, IntScheme
+from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.execution import step_graphs
+from llmopt.engine.kernels.activations.rounded_rows import RoundedRows
+from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.scheme import Activations, FloatScheme, IntScheme
 from model_families import save_model
 from quantized_world import random_model, write_checkpoint
 from triton_world import DEVICE

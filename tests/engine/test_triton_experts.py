@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.kernels.expert_kernels import EXPERTS, ExpertsSituation, LoopedExperts
-from llmopt.engine.kernels.layer_kernels import RowSituation
-from llmopt.engine.kernels.triton.runtime import VARIABLE
-from llmopt.engine.model.mlp import CLAMPED_SWIGLU, GatedMlp, gating
-from llmopt.engine.model.projection import Projection
-from llmopt.quant.scheme import (
+from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.elementwise.layer_kernels import RowSituation
+from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation, LoopedExperts
+from llmopt.engine.model.layers.mlp import CLAMPED_SWIGLU, GatedMlp, gating
+from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
@@ -101,7 +101,7 @@ def test_experts_of_different_kinds_are_run_one_by_one() -> None:
 @pytest.mark.parametrize("total", [1, 16, 40, 333, 5000])
 @pytest.mark.parametrize("spread", ["even", "one", "first and last"])
 def test_every_visit_is_in_a_tile_of_its_expert(total: int, spread: str) -> None:
-    from llmopt.engine.kernels.triton.deal import MOST_RANKED, deal
+    from llmopt.engine.kernels.moe.triton_deal import MOST_RANKED, deal
 
     assert MOST_RANKED < 5000
     g, count = torch.Generator().manual_seed(total), 7

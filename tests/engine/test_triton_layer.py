@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.head_norms import HeadNorms
-from llmopt.engine.kernels.layer_kernels import (
+from llmopt.engine.kernels.activations.rounded_rows import RoundedRows, Rounding
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
+from llmopt.engine.kernels.elementwise.layer_kernels import (
     GATE,
     GELU_GATE,
     NORM,
@@ -17,10 +19,8 @@ from llmopt.engine.kernels.layer_kernels import (
     TorchTurn,
     torch_silu_gate,
 )
-from llmopt.engine.kernels.paged_tensor import PagedTensor
-from llmopt.engine.kernels.rotary import expand_angles
-from llmopt.engine.kernels.rounded_rows import RoundedRows, Rounding
-from llmopt.quant.scheme import Activations
+from llmopt.engine.kernels.elementwise.rotary import expand_angles
+from llmopt.quant.base.scheme import Activations
 from torch.nn import functional
 from triton_world import DEVICE
 
@@ -45,7 +45,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("size", [1, 64, 65, 1000, 1024])
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_norm(rows: int, size: int, dtype: torch.dtype) -> None:
-    from llmopt.engine.kernels.triton.norm import TritonNorm
+    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
 
     weight = random(size, seed=1, dtype=dtype)
     wide = random(rows, size + 3, seed=2, dtype=dtype)
@@ -59,7 +59,7 @@ def test_norm(rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 172, 1024, 1500])
 def test_gates(size: int, dtype: torch.dtype) -> None:
-    from llmopt.engine.kernels.triton.gate import TritonGate
+    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
 
     both = random(3, 2 * size, dtype=dtype) * 4
     gate, up = both.split(size, dim=1)
@@ -71,7 +71,7 @@ def test_gates(size: int, dtype: torch.dtype) -> None:
 
 
 def test_gates_far_from_zero_are_no_nan() -> None:
-    from llmopt.engine.kernels.triton.gate import TritonGate
+    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
 
     gate = torch.tensor([[-300.0, -90.0, 0.0, 90.0, 300.0]], device=DEVICE)
     expected = torch.tensor([[0.0, 0.0, 0.0, 90.0, 300.0]], device=DEVICE)
@@ -93,9 +93,9 @@ def test_norms_and_gates_round_what_they_write(
     size: int, activations: Activations, dtype: torch.dtype
 ) -> None:
     """To the bit as it is rounded where it comes in floats."""
-    from llmopt.engine.kernels.triton.gate import TritonGate
-    from llmopt.engine.kernels.triton.norm import TritonNorm
-    from llmopt.engine.kernels.triton.round_rows import round_rows
+    from llmopt.engine.kernels.activations.triton_round_rows import round_rows
+    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
+    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
 
     fixed = None if activations.dynamic else torch.tensor([0.02], device=DEVICE)
     rounding = Rounding(activations, fixed)
@@ -130,7 +130,7 @@ TURNS: list[tuple[dict[str, Any], torch.dtype]] = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "stored"), TURNS)
 def test_turn(shape: dict[str, Any], stored: torch.dtype, dtype: torch.dtype) -> None:
-    from llmopt.engine.kernels.triton.turn import TritonTurn
+    from llmopt.engine.kernels.elementwise.triton_turn import TritonTurn
 
     given = {"heads": 4, "kv_heads": 2, "dim": 32, "width": None, "normed": False, **shape}
     heads, kv_heads, dim = given["heads"], given["kv_heads"], given["dim"]
@@ -163,7 +163,7 @@ def test_turn(shape: dict[str, Any], stored: torch.dtype, dtype: torch.dtype) ->
 
 def test_values_are_stored_bit_for_bit() -> None:
     """They are only copied, so no rounding may differ: halves go to even codes, as with torch."""
-    from llmopt.engine.kernels.triton.turn import TritonTurn
+    from llmopt.engine.kernels.elementwise.triton_turn import TritonTurn
 
     codes = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 3.49], device=DEVICE)
     stacked = codes.view(1, 1, 8).repeat(3, 3, 1)

@@ -6,17 +6,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from llmopt.engine.kernels.activations import round_activations, round_inputs
-from llmopt.engine.kernels.quantized_linear import (
+from llmopt.engine.kernels.activations.activations import round_activations, round_inputs
+from llmopt.engine.kernels.activations.rounded_rows import Rounding
+from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearSituation,
     prepare_quantized_linear,
 )
-from llmopt.engine.kernels.rounded_rows import Rounding
-from llmopt.engine.kernels.triton.runtime import VARIABLE
-from llmopt.engine.model.projection import Projection
-from llmopt.quant.gguf.blocks import quantize_blocks
-from llmopt.quant.scheme import (
+from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
@@ -26,6 +25,7 @@ from llmopt.quant.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.fp8 import Fp8Tensor
 from llmopt.quant.tensors.gguf import GgufTensor
@@ -112,8 +112,8 @@ def test_a_token_depends_on_no_neighbour() -> None:
 
 
 def test_every_e4m3_code_is_read_from_its_bits() -> None:
-    from llmopt.engine.kernels.triton.tile_values import dequantize
-    from llmopt.engine.kernels.triton.tile_weight import tiles_of
+    from llmopt.engine.kernels.linear.triton_tile_values import dequantize
+    from llmopt.engine.kernels.linear.triton_tile_weight import tiles_of
 
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
     finite = torch.where(codes.float().isnan(), 0.0, codes.float()).to(codes.dtype)
@@ -162,7 +162,7 @@ def test_rounded_inputs(case: tuple[Scheme, int, int]) -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("size", [1, 80, 320, 1000])
 def test_rows_are_rounded_to_the_bit(size: int, kind: Any, granularity: str) -> None:
-    from llmopt.engine.kernels.triton.round_rows import round_rows
+    from llmopt.engine.kernels.activations.triton_round_rows import round_rows
 
     dynamic, shared_by = granularity != "static", cast(Any, granularity)
     fixed = None if dynamic else torch.tensor([0.013], device=DEVICE)

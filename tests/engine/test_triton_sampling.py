@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.kernels.triton.runtime import VARIABLE
+from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.execution.step_loop import AheadLoop
+from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.sampling.counts import TokenCounts
 from llmopt.engine.sampling.kernels import SAMPLING, SamplingKernel, SamplingSituation
 from llmopt.engine.sampling.row import SamplingRow
 from llmopt.engine.sampling.rowwise import RowwiseSampling, filter_mask
-from llmopt.engine.speculation.options import SpeculationConfig
-from llmopt.engine.step_loop import AheadLoop
-from llmopt.engine.step_plan import Prefix
+from llmopt.engine.scheduling.step_plan import Prefix
 from model_families import save_model
 from triton_world import DEVICE
 
@@ -66,7 +66,7 @@ def test_what_stays_of_a_row(
     vocab: int, steps: float | None, barred: float, filters: list[Any], seed: int
 ) -> None:
     """The very tokens that a stable sort leaves, ties and all; where rounding decides, either."""
-    from llmopt.engine.kernels.triton.sampling import thresholds
+    from llmopt.engine.kernels.sampling.triton_sampling import thresholds
 
     logits = scores(len(filters), vocab, seed)
     if steps is not None:
@@ -97,7 +97,7 @@ def test_what_stays_of_a_row(
 
 def test_the_noise_is_philox() -> None:
     """Against the published algorithm in whole numbers."""
-    from llmopt.engine.kernels.triton.sampling import exponential
+    from llmopt.engine.kernels.sampling.triton_sampling import exponential
 
     keys = [(5, 9), (-(2**62) + 3, 70000), (5, 10)]
     got = exponential(torch.tensor(keys, device=ON), 50, 2).cpu()
@@ -183,7 +183,7 @@ def test_draws_follow_the_distribution(
     batched: SamplingKernel, filters: tuple[float, float, float, int]
 ) -> None:
     """Chi-squared over 200 draws at different positions; 29.6 is the 99.9 % point for ten degrees."""
-    from llmopt.engine.kernels.triton import sampling as kernels
+    from llmopt.engine.kernels.sampling import triton_sampling as kernels
 
     logits, count = scores(1, 11, seed=4) / 4, 200
     floats = torch.tensor([filters[:3]], device=ON)

@@ -17,7 +17,7 @@ from gpu_figures.figure import Figure, compared, markdown
 from gpu_figures.sections import SECTIONS, World
 from gpu_figures.shapes import SMALL
 from gpu_figures.theirs import Theirs
-from llmopt.bench.ceilings import copy_bandwidth
+from llmopt.bench.machine.ceilings import copy_bandwidth
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.doctor.kernel_table import SCHEMES
 from llmopt.engine.engine import Engine
-from llmopt.engine.kernels.activations import round_inputs
-from llmopt.engine.kernels.table import SCHEMES
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.engine.speculation.options import SpeculationConfig
-from llmopt.quant.errors import BadInput
+from llmopt.engine.kernels.activations.activations import round_inputs
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import GgufScheme, Scheme
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.scheme import GgufScheme, Scheme
 from llmopt.recipes import MODELS
 from quantized_world import random_model, write_checkpoint
 from transformers import AutoModelForCausalLM

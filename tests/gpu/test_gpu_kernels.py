@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 import torch
 from attention_world import STORED, World
-from llmopt.engine.kernels import paged_attention as pa
-from llmopt.engine.kernels.activations import round_inputs
-from llmopt.engine.kernels.expert_kernels import EXPERTS, ExpertsSituation, LoopedExperts
-from llmopt.engine.kernels.head_norms import HeadNorms
-from llmopt.engine.kernels.layer_kernels import (
+from llmopt.engine.kernels.activations.activations import round_inputs
+from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
+from llmopt.engine.kernels.elementwise.layer_kernels import (
     GATE,
     RowSituation,
     TorchNorm,
     TorchTurn,
     torch_silu_gate,
 )
-from llmopt.engine.kernels.paged_tensor import PagedTensor
-from llmopt.engine.kernels.quantized_linear import prepare_quantized_linear
-from llmopt.engine.model.mlp import GatedMlp
-from llmopt.engine.model.projection import Projection
-from llmopt.quant.scheme import Activations, CodebookScheme, FloatScheme, IntScheme, Scheme
+from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
+from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation, LoopedExperts
+from llmopt.engine.model.layers.mlp import GatedMlp
+from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.scheme import Activations, CodebookScheme, FloatScheme, IntScheme, Scheme
 from quantized_world import quantized
 
 pytestmark = [
@@ -44,7 +44,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, most: float = 1e-2) -> None
     [(32, 8, (128, 128)), (16, 8, (128, 128)), (8, 1, (256, 256)), (16, 1, (576, 512))],
 )
 def test_attention(heads: int, kv_heads: int, dims: tuple[int, int], stored: torch.dtype) -> None:
-    from llmopt.engine.kernels.triton.attention import attend_triton
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
     shape: Any = {"heads": heads, "kv_heads": kv_heads, "dims": dims, "block_size": 16}
     shape |= {"stored": stored, "dtype": BF16, "device": "cuda", "in_keys": dims[0] != dims[1]}
@@ -55,7 +55,7 @@ def test_attention(heads: int, kv_heads: int, dims: tuple[int, int], stored: tor
 
 def test_a_cache_beyond_32_bit_offsets() -> None:
     """More than 2**31 elements in one tensor; the sequence lies at its end."""
-    from llmopt.engine.kernels.triton.attention import attend_triton
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
     free, _ = torch.cuda.mem_get_info()
     blocks = 2**31 // (16 * 8 * 128) + 64
@@ -73,8 +73,8 @@ def test_a_cache_beyond_32_bit_offsets() -> None:
 
 
 def test_rows() -> None:
-    from llmopt.engine.kernels.triton.gate import TritonGate
-    from llmopt.engine.kernels.triton.norm import TritonNorm
+    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
+    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
 
     x, weight = torch.randn(4097, 4096, device="cuda").to(BF16), torch.randn(4096, device="cuda")
     ours, theirs = TritonNorm(weight.to(BF16), 1e-5), TorchNorm(weight.to(BF16), 1e-5)
@@ -86,7 +86,7 @@ def test_rows() -> None:
 
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_turn(stored: torch.dtype) -> None:
-    from llmopt.engine.kernels.triton.turn import TritonTurn
+    from llmopt.engine.kernels.elementwise.triton_turn import TritonTurn
 
     stacked = torch.randn(3000, 48, 128, device="cuda").to(BF16)
     angle = torch.rand(3000, 1, 64, device="cuda") * 6

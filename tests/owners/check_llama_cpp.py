@@ -122,7 +122,7 @@ def as_floats(path: Path) -> Path:
 def our_answer(path: Path) -> dict[str, Any]:
     """Token ids of the prompt, logits after each, and a greedy continuation from this engine."""
     from llmopt.engine import LLM, SamplingParams
-    from llmopt.engine.config import EngineConfig
+    from llmopt.engine.config.config import EngineConfig
     from llmopt.engine.engine import Engine
 
     engine = Engine(EngineConfig(model=path, dtype="float32", device="cpu"))

@@ -91,7 +91,7 @@ def test_wheel_holds_what_ships(wheel: Path) -> None:
     assert "llmopt/recipes/models/stories3M/LICENSE" in names
     assert "llmopt/recipes/data/sharegpt_stand_in.json" in names
     assert "llmopt/engine/planner/models.json" in names
-    assert "llmopt/engine/kernels/native/src/linear.c" in names
+    assert "llmopt/engine/kernels/linear/linear.c" in names
     assert not [name for name in names if "/tests/" in name or name.endswith(".pyc")]
 
 

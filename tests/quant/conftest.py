@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.pipeline import QuantizeResult, quantize
-from llmopt.quant.plan import QuantizeRequest
+from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
+from llmopt.quant.plan.plan import QuantizeRequest
 from quant_support import LENGTH, SAMPLES, STORIES, llmopt_command, llmopt_environment
 
 

@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
-from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.methods.codebook_grid import round_to_codebook
-from llmopt.quant.methods.float_grid import round_to_fp8
-from llmopt.quant.methods.vectorwise_grid import round_to_rows
-from llmopt.quant.scheme import (
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
@@ -23,6 +18,11 @@ from llmopt.quant.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.grids.codebook_grid import round_to_codebook
+from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.integer import IntTensor
 from llmopt.quant.tensors.lookup import LookupTensor

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.quant.checkpoint import Checkpoint
 from llmopt.quant.formats.gguf import GgufFormat
+from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.gguf.assemble import assemble, gguf_name
-from llmopt.quant.gguf.blocks import quantize_blocks
 from llmopt.quant.gguf.mix import mix
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.tensors.gguf import GgufTensor
 from llmopt.recipes import MODELS
 from safetensors.torch import save_file

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from llmopt.quant.families import Family, family_of
+from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, MethodOptions
-from llmopt.quant.scheme import Scheme
+from llmopt.quant.model.families import Family, family_of
 
 LLAMA = family_of({"model_type": "llama"})
 HIDDEN, FFN = 64, 128

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from llmopt.quant.families import family_of
+from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.methods import awq
 from llmopt.quant.methods.awq import Awq
 from llmopt.quant.methods.awq_clip import Clipped, clip_groups
 from llmopt.quant.methods.awq_scales import scale_candidates
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult
 from llmopt.quant.methods.folding import fold_into_norm
-from llmopt.quant.methods.int_grid import round_to_nearest
 from llmopt.quant.methods.rtn import RoundToNearest
-from llmopt.quant.scheme import IntScheme
+from llmopt.quant.model.families import family_of
 
 FAMILY = family_of({"model_type": "llama"})
 HIDDEN, FFN = 64, 96

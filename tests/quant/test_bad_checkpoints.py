@@ -11,12 +11,12 @@ import pytest
 import torch
 from format_support import HELD, MODULE, make, stored, write_checkpoint
 from llmopt.cli.main import run_guarded
-from llmopt.quant.checkpoint import INDEX_NAME, SINGLE_NAME
-from llmopt.quant.convert import convert
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import CodebookScheme, FloatScheme, Scheme, VectorwiseScheme
+from llmopt.quant.convert.convert import convert
+from llmopt.quant.convert.verify import verify
+from llmopt.quant.model.checkpoint import INDEX_NAME, SINGLE_NAME
 from llmopt.quant.open import open_checkpoint
-from llmopt.quant.scheme import CodebookScheme, FloatScheme, Scheme, VectorwiseScheme
-from llmopt.quant.verify import verify
 from safetensors.torch import load_file, save_file
 
 # A format's scheme, its numbers beside the codes, and the codes.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.calibration import load_calibration
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.calibration.calibration import load_calibration
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer
 

@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from format_support import MODULE, make, write_checkpoint
-from llmopt.quant.checkpoint import Checkpoint, read_json
-from llmopt.quant.conversion import Conversion
-from llmopt.quant.convert import convert
-from llmopt.quant.errors import BadInput
-from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.manifest import MANIFEST_NAME
-from llmopt.quant.open import open_checkpoint
-from llmopt.quant.read import read_quantized
-from llmopt.quant.scheme import (
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
@@ -26,9 +19,16 @@ from llmopt.quant.scheme import (
     LookupScheme,
     Scheme,
 )
+from llmopt.quant.convert.convert import convert
+from llmopt.quant.convert.read import read_quantized
+from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.manifest.conversion import Conversion
+from llmopt.quant.manifest.manifest import MANIFEST_NAME
+from llmopt.quant.model.checkpoint import Checkpoint, read_json
+from llmopt.quant.open import open_checkpoint
 from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.quant.tensors.integer import IntTensor
-from llmopt.quant.verify import PROVEN, verify
 from quant_support import QUICK
 
 SYM, ASYM = IntScheme(4, 32, True), IntScheme(4, 32, False)
@@ -177,7 +177,7 @@ def test_a_damaged_source_is_refused(quantized: Callable[..., Conversion], tmp_p
 def test_large_results_are_written_in_shards(
     quantized: Callable[..., Conversion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmopt.quant.convert.SHARD_BYTES", 300_000)
+    monkeypatch.setattr("llmopt.quant.convert.convert.SHARD_BYTES", 300_000)
     source = Checkpoint(quantized(method="rtn", **QUICK).output)
     (tmp_path / "result.partial").mkdir()  # an unfinished `quantize`
     convert(source, "gptq", tmp_path / "result")

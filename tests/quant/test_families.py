@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from family_models import MAPPED, OTHERS, save_model, token_ids
-from llmopt.quant.architecture import Architecture, architecture_of
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
-from llmopt.quant.families import Family, Fold, family_of
+from llmopt.quant.base.errors import BadInput
 from llmopt.quant.methods.base import LayerProblem
 from llmopt.quant.methods.folding import can_fold, fold_into_norm, row_scales
+from llmopt.quant.model.architecture import Architecture, architecture_of
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.families import Family, Fold, family_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from family_models import MAPPED, make_model, save_model, token_ids
-from llmopt.quant.architecture import architecture_of
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
-from llmopt.quant.pipeline import QuantizeResult, quantize
-from llmopt.quant.plan import QuantizeRequest
-from llmopt.quant.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.model.architecture import architecture_of
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
+from llmopt.quant.plan.plan import QuantizeRequest
 from quant_support import STORIES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM

@@ -12,15 +12,8 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
 from format_support import CASES, HELD, MODULE, Tensors, assert_same, case_id, make, stored
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
-from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.methods.codebook_grid import round_to_codebook
-from llmopt.quant.methods.float_grid import round_to_fp8
-from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.methods.vectorwise_grid import round_to_rows
-from llmopt.quant.read import quantized_modules, read_quantized
-from llmopt.quant.scheme import (
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
@@ -28,6 +21,13 @@ from llmopt.quant.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.grids.codebook_grid import round_to_codebook
+from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.tensors.base import QuantizedTensor
 from safetensors.torch import load_file, save_file
 

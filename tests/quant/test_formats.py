@@ -20,14 +20,8 @@ from format_support import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.quant.errors import BadInput
-from llmopt.quant.formats.base import pack_words, unpack_words
-from llmopt.quant.formats.registry import FORMATS, format_of
-from llmopt.quant.manifest import tensor_bytes
-from llmopt.quant.raw.container import read_headers
-from llmopt.quant.raw.readers import READERS
-from llmopt.quant.read import quantized_modules, read_quantized, tensor_names
-from llmopt.quant.scheme import (
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
@@ -36,8 +30,14 @@ from llmopt.quant.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.convert.verify import UNPROVEN, verify
+from llmopt.quant.formats.base import pack_words, unpack_words
+from llmopt.quant.formats.registry import FORMATS, format_of
+from llmopt.quant.manifest.manifest import tensor_bytes
+from llmopt.quant.raw.container import read_headers
+from llmopt.quant.raw.readers import READERS
 from llmopt.quant.tensors.integer import IntTensor
-from llmopt.quant.verify import UNPROVEN, verify
 
 AWQ, CT, GPTQ = FORMATS["awq"], FORMATS["compressed-tensors"], FORMATS["gptq"]
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.quant.errors import BadInput
-from llmopt.quant.gguf.blocks import dequantize_blocks, quantize_blocks
-from llmopt.quant.gguf.integer import block_type_of, gguf_to_int, int_to_gguf
-from llmopt.quant.gguf.k_blocks import pack_affine
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import GGUF_BLOCKS, GgufScheme, IntScheme
+from llmopt.quant.formats.gguf_integer import block_type_of, gguf_to_int, int_to_gguf
+from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
+from llmopt.quant.ggml.k_blocks import pack_affine
 from llmopt.quant.gguf.mix import GGUF_TYPES, mix, mix_notes, output_type
-from llmopt.quant.methods.block_grid import round_to_blocks
-from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.scheme import GGUF_BLOCKS, GgufScheme, IntScheme
+from llmopt.quant.grids.block_grid import round_to_blocks
+from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.tensors.gguf import GgufTensor
 
 SIMPLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")

@@ -22,20 +22,20 @@ from gguf_support import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import GgufScheme, IntScheme
+from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.formats.gguf import GgufFormat
+from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.gguf.architecture import architecture_keys, config_of, rope_factors
 from llmopt.quant.gguf.assemble import assemble, check_source
-from llmopt.quant.gguf.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, write_gguf
 from llmopt.quant.gguf.names import from_gguf, to_gguf, to_halves, to_interleaved
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
-from llmopt.quant.models import resolve_model
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.models import resolve_model
 from llmopt.quant.open import open_checkpoint
-from llmopt.quant.read import quantized_modules, read_quantized, tensor_names
-from llmopt.quant.scheme import GgufScheme, IntScheme
 from transformers import AutoModelForCausalLM
 
 
@@ -320,7 +320,7 @@ def test_tokenizers(tmp_path):
 
 
 def test_integer_codes_become_blocks(tmp_path):
-    from llmopt.quant.methods.int_grid import round_to_nearest
+    from llmopt.quant.grids.int_grid import round_to_nearest
     from safetensors.torch import save_file
 
     source, scheme = Checkpoint(STORIES), IntScheme(4, 64, True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.methods.codebook_grid import dynamic_map, round_to_codebook
-from llmopt.quant.methods.vectorwise_grid import round_to_rows
-from llmopt.quant.scheme import CodebookScheme, VectorwiseScheme
+from llmopt.quant.base.scheme import CodebookScheme, VectorwiseScheme
+from llmopt.quant.grids.codebook_grid import dynamic_map, round_to_codebook
+from llmopt.quant.grids.vectorwise_grid import round_to_rows
 from llmopt.quant.tensors.codebook import codebook
 from make_bitsandbytes_golden import GOLDEN, golden_weight
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.quant.errors import BadInput
-from llmopt.quant.families import Family, family_of
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import FloatScheme, IntScheme, Scheme
+from llmopt.quant.grids.int_grid import group_ranges, round_to_nearest, search_ranges
 from llmopt.quant.methods import gptq
 from llmopt.quant.methods.base import (
     InputStatistics,
@@ -18,9 +19,8 @@ from llmopt.quant.methods.base import (
     SchemeOptions,
 )
 from llmopt.quant.methods.gptq import Gptq
-from llmopt.quant.methods.int_grid import group_ranges, round_to_nearest, search_ranges
 from llmopt.quant.methods.rtn import RoundToNearest
-from llmopt.quant.scheme import FloatScheme, IntScheme, Scheme
+from llmopt.quant.model.families import Family, family_of
 from llmopt.quant.tensors.integer import IntTensor
 
 LLAMA = family_of({"model_type": "llama"})

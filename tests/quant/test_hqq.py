@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_problems import heavy_weight, llama_layer, one_linear
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.methods.hqq import Hqq, fit_grid
-from llmopt.quant.methods.int_grid import round_to_nearest
 from llmopt.quant.methods.rtn import RoundToNearest
-from llmopt.quant.scheme import IntScheme
 from llmopt.quant.tensors.integer import IntTensor
 
 

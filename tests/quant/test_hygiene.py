@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 from llmopt.cli.main import main
-from llmopt.quant.errors import BadInput
-from llmopt.quant.hygiene import (
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.calibration.hygiene import (
     SHARED_WORDS,
     length_histogram,
     refuse_overlap,
     without_duplicates,
 )
-from llmopt.quant.pipeline import quantize
-from llmopt.quant.request import QuantizeRequest
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.request.request import QuantizeRequest
 from llmopt.recipes import DATA
 from quant_support import STORIES
 

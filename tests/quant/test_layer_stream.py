@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from family_models import HIDDEN, MAPPED, OTHERS, make_model, save_model, token_ids
-from llmopt.quant.architecture import architecture_of
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
-from llmopt.quant.experts import SplitExperts
-from llmopt.quant.layer_stream import LayerStream, compute_dtype
+from llmopt.quant.base.errors import BadInput
 from llmopt.quant.methods.base import InputStatistics
+from llmopt.quant.model.architecture import architecture_of
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.experts import SplitExperts
+from llmopt.quant.stream.layer_stream import LayerStream, compute_dtype
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llmopt.quant.errors import BadInput
-from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.methods.base import SchemeOptions
-from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.scheme import (
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
@@ -18,6 +15,9 @@ from llmopt.quant.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.methods.base import SchemeOptions
+from llmopt.quant.methods.registry import METHODS
 
 CHOICES: list[tuple[str, dict[str, Any], Scheme]] = [
     ("rtn", {}, IntScheme(4, 128, True)),

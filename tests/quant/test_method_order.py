@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from llmopt.quant.families import Family, Fold
+from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.methods.base import (
     InputStatistics,
     LayerProblem,
     MethodOptions,
 )
 from llmopt.quant.methods.registry import METHODS
-from llmopt.quant.scheme import IntScheme
+from llmopt.quant.model.families import Family, Fold
 
 OUT, IN, TOKENS = 192, 256, 2048
 FAMILY = Family((("proj",),), (Fold("norm", ("proj",)),), frozenset())

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.quant import pipeline
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.pipeline import quantize
-from llmopt.quant.read import quantized_modules, read_quantized
-from llmopt.quant.request import QuantizeRequest
-from llmopt.quant.verify import PROVEN, verify
+from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline import pipeline
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.request.request import QuantizeRequest
 from quant_support import STORIES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM

@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from llmopt.quant import durable, journal, pipeline, session
-from llmopt.quant.architecture import architecture_of
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
-from llmopt.quant.journal import work_folder
-from llmopt.quant.layer_stream import LayerStream
-from llmopt.quant.manifest import MANIFEST_NAME
-from llmopt.quant.pipeline import QuantizeResult, quantize
-from llmopt.quant.plan import QuantizeRequest
-from llmopt.quant.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.base import durable
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.manifest import journal
+from llmopt.quant.manifest.journal import work_folder
+from llmopt.quant.manifest.manifest import MANIFEST_NAME
+from llmopt.quant.model.architecture import architecture_of
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline import pipeline, session
+from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
+from llmopt.quant.plan.plan import QuantizeRequest
+from llmopt.quant.stream.layer_stream import LayerStream
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -95,7 +97,7 @@ def test_asymmetric_compressed_tensors_load_with_dequantize(quantized: Quantized
 
 def test_quantized_model_stays_close_to_the_original(quantized: Quantized) -> None:
     """The folded scales cancel: the whole AWQ model errs like its roundings, not like a broken fold."""
-    from llmopt.quant.calibration import load_calibration
+    from llmopt.quant.calibration.calibration import load_calibration
     from llmopt.recipes import DATA
     from transformers import AutoTokenizer
 

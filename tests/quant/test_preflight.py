@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.engine.model.families import SUPPORTED_MODEL_TYPES
-from llmopt.quant.errors import BadInput
-from llmopt.quant.loaders import ENGINE_TYPES, Stored, loaders, loads_in, stored
+from llmopt.engine.model.decoder.families import SUPPORTED_MODEL_TYPES
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.methods.base import MethodOptions
-from llmopt.quant.pipeline import quantize
-from llmopt.quant.plan import QuantizeRequest, make_plan
-from llmopt.quant.preflight import preflight
-from llmopt.quant.scheme import IntScheme
-from llmopt.quant.selection import split_fusions
-from llmopt.quant.session import prepare
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.pipeline.preflight import preflight
+from llmopt.quant.pipeline.session import prepare
+from llmopt.quant.plan.loaders import ENGINE_TYPES, Stored, loaders, loads_in, stored
+from llmopt.quant.plan.plan import QuantizeRequest, make_plan
+from llmopt.quant.request.selection import split_fusions
 from quant_support import STORIES
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from llmopt.cli.main import main
-from llmopt.quant.errors import BadInput
-from llmopt.quant.pipeline import QuantizeResult, quantize
-from llmopt.quant.plan import QuantizeRequest, make_plan
-from llmopt.quant.verify import PROVEN, verify
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
+from llmopt.quant.plan.plan import QuantizeRequest, make_plan
 from quant_support import LENGTH, SAMPLES, STORIES, TINY, llmopt_command, llmopt_environment
 from safetensors.torch import load_file, save_file
 

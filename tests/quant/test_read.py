@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import pack_to_int32
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
-from llmopt.quant.read import quantized_modules, read_quantized, tensor_names
-from llmopt.quant.verify import UNPROVEN, verify
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.convert.verify import UNPROVEN, verify
+from llmopt.quant.model.checkpoint import Checkpoint
 from quant_support import STORIES
 from safetensors.torch import save_file
 

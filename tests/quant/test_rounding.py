@@ -10,13 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_problems import heavy_weight, one_linear, statistics_of
-from llmopt.quant.errors import BadInput
-from llmopt.quant.methods.codebook_grid import nearest, round_to_codebook
-from llmopt.quant.methods.float_grid import round_to_fp8
-from llmopt.quant.methods.lookup_grid import largest_weights, round_to_uniform_tables
-from llmopt.quant.methods.rounding import input_scale, round_layer, round_weight
-from llmopt.quant.methods.vectorwise_grid import round_to_rows
-from llmopt.quant.scheme import (
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
@@ -26,6 +21,11 @@ from llmopt.quant.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from llmopt.quant.grids.codebook_grid import nearest, round_to_codebook
+from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.grids.lookup_grid import largest_weights, round_to_uniform_tables
+from llmopt.quant.grids.vectorwise_grid import round_to_rows
+from llmopt.quant.methods.rounding import input_scale, round_layer, round_weight
 from llmopt.quant.tensors.codebook import codebook
 from llmopt.quant.tensors.fp8 import Fp8Tensor
 from llmopt.quant.tensors.integer import IntTensor

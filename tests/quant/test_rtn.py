@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.quant.errors import BadInput
-from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.scheme import IntScheme
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.grids.int_grid import round_to_nearest
 
 SCHEMES = st.builds(
     IntScheme, st.sampled_from([4, 8]), st.sampled_from([8, 16, 32, -1]), st.booleans()

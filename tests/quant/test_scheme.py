@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.errors import BadInput
-from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.scheme import (
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import (
     GGUF_BLOCKS,
     Activations,
     CodebookScheme,
@@ -20,6 +19,7 @@ from llmopt.quant.scheme import (
     read_scheme,
     scheme_record,
 )
+from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.tensors.integer import IntTensor
 
 # A scheme of each kind, its label, and its bits per weight in a [128, 256] linear, counted by hand.

@@ -8,9 +8,9 @@ import pytest
 import torch
 from family_models import make_model, token_ids
 from layer_problems import LLAMA, NORMS, correlated_inputs, llama_layer, statistics_of
-from llmopt.engine.kernels.activations import round_activations
-from llmopt.quant.errors import BadInput
-from llmopt.quant.families import Family, Fold
+from llmopt.engine.kernels.activations.activations import round_activations
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import Activations, IntScheme
 from llmopt.quant.methods.base import (
     InputStatistics,
     LayerProblem,
@@ -20,7 +20,7 @@ from llmopt.quant.methods.base import (
 )
 from llmopt.quant.methods.rounding import round_layer
 from llmopt.quant.methods.smoothquant import SmoothQuant, input_noise
-from llmopt.quant.scheme import Activations, IntScheme
+from llmopt.quant.model.families import Family, Fold
 from torch import nn
 
 SCHEME = SmoothQuant().scheme(SchemeOptions())

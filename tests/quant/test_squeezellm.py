@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_problems import correlated_inputs, heavy_weight, llama_layer, one_linear, statistics_of
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import LookupScheme
+from llmopt.quant.grids.lookup_kmeans import fit_tables, sort_rows
 from llmopt.quant.methods.base import InputStatistics
-from llmopt.quant.methods.lookup_kmeans import fit_tables, sort_rows
 from llmopt.quant.methods.squeezellm import SqueezeLlm, fit_lookup, input_sensitivity
-from llmopt.quant.scheme import LookupScheme
 
 
 def cost(values: torch.Tensor, importance: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -12,15 +12,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from llmopt.quant import durable, pipeline
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
-from llmopt.quant.kv_scales import LARGEST
-from llmopt.quant.layer_stream import LayerStream
-from llmopt.quant.pipeline import QuantizeResult, quantize
-from llmopt.quant.plan import QuantizeRequest
-from llmopt.quant.sensitivity import Choice, spend
-from llmopt.quant.verify import PROVEN, verify
+from llmopt.quant.base import durable
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline import pipeline
+from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
+from llmopt.quant.pipeline.sensitivity import Choice, spend
+from llmopt.quant.plan.plan import QuantizeRequest
+from llmopt.quant.stream.kv_scales import LARGEST
+from llmopt.quant.stream.layer_stream import LayerStream
 from quant_support import LENGTH, STORIES
 from transformers import AutoModelForCausalLM
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from llmopt.quant.checkpoint import Checkpoint
-from llmopt.quant.errors import BadInput
-from llmopt.quant.manifest import MANIFEST_NAME, tensor_bytes
-from llmopt.quant.pipeline import QuantizeResult
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.convert.verify import PROVEN, UNPROVEN, verify
+from llmopt.quant.manifest.manifest import MANIFEST_NAME, tensor_bytes
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline.pipeline import QuantizeResult
 from llmopt.quant.raw.container import read_headers
 from llmopt.quant.raw.gguf import read_gguf_headers
 from llmopt.quant.raw.readers import READERS
-from llmopt.quant.read import quantized_modules, read_quantized
-from llmopt.quant.verify import PROVEN, UNPROVEN, verify
 from llmopt.recipes import MODELS
 from quant_support import QUICK
 from safetensors.torch import load_file, save_file

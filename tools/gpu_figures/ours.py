@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.sampling_params import SamplingParams
 
 PROFILED_STEPS = 8
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.bench.ceilings import copy_bandwidth, matmul_flops
-from llmopt.engine.planner.roofline import decode_step_bytes, prefill_flops
-from llmopt.engine.planner.shapes import ModelShape
-from llmopt.quant.scheme import FloatScheme, IntScheme
+from llmopt.bench.machine.ceilings import copy_bandwidth, matmul_flops
+from llmopt.engine.planner.device.roofline import decode_step_bytes, prefill_flops
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.base.scheme import FloatScheme, IntScheme
 
 from .figure import OURS, PLAIN, Figure, figure
 from .ours import Ours, prompts_of

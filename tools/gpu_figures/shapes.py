@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.model.catalog import find_model
+from llmopt.quant.base.scheme import Activations, FloatScheme, IntScheme
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.methods.float_grid import round_to_fp8
-from llmopt.quant.methods.int_grid import round_to_nearest
-from llmopt.quant.scheme import Activations, FloatScheme, IntScheme
+from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.grids.int_grid import round_to_nearest
 from safetensors.torch import load_file, save_file
 
 FORMAT = "compressed-tensors"

@@ -6,9 +6,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.sampling_params import SamplingParams
 from worker import Run, serve
 
 

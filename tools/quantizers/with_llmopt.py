@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import transformers
 from llmopt.quant.methods.base import MethodOptions
-from llmopt.quant.pipeline import quantize
-from llmopt.quant.request import QuantizeRequest
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.request.request import QuantizeRequest
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
-from llmopt.engine.planner.families import FAMILIES
-from llmopt.engine.planner.shapes import ModelShape
+from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
+from llmopt.engine.planner.model.families import FAMILIES
+from llmopt.engine.planner.model.shapes import ModelShape
 from transformers import AutoConfig, AutoModelForCausalLM
 
 COMMON = {

@@ -6,11 +6,11 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from llmopt.engine.planner.catalog import find_model, model_names
-from llmopt.engine.planner.engine_rules import RULES, CacheKnobs, engine_rule
-from llmopt.engine.planner.kv_dtypes import KV_DTYPES, kv_dtype
-from llmopt.engine.planner.shapes import ModelShape
-from llmopt.quant.errors import BadInput
+from llmopt.engine.planner.model.catalog import find_model, model_names
+from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs, engine_rule
+from llmopt.engine.planner.model.kv_dtypes import KV_DTYPES, kv_dtype
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.base.errors import BadInput
 
 GIB = 2**30
 K128 = 131072

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llmopt.engine.planner.catalog import find_model
-from llmopt.engine.planner.devices import find_device
-from llmopt.engine.planner.money import Prices, cost_of
-from llmopt.engine.planner.plan import make_plan
-from llmopt.engine.planner.setup import Setup, Workload
-from llmopt.engine.planner.speculation import Speculation
-from llmopt.engine.planner.weights import BF16
-from llmopt.quant.errors import BadInput
+from llmopt.engine.planner.device.devices import find_device
+from llmopt.engine.planner.device.money import Prices, cost_of
+from llmopt.engine.planner.model.catalog import find_model
+from llmopt.engine.planner.model.weights import BF16
+from llmopt.engine.planner.plan.plan import make_plan
+from llmopt.engine.planner.plan.setup import Setup, Workload
+from llmopt.engine.planner.plan.speculation import Speculation
+from llmopt.quant.base.errors import BadInput
 
 
 def cost(**changes: Any) -> Any:

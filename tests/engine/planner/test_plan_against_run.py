@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 import torch
 from llmopt.cli.main import main
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.model_runner import ModelRunner
-from llmopt.engine.planner.ask import Ask, plan_for
-from llmopt.engine.planner.cache_size import CacheRequest, CacheRoom, num_blocks_for, size_cache
-from llmopt.engine.planner.catalog import find_model
-from llmopt.engine.planner.host import host_dtype
-from llmopt.engine.planner.plan_json import plan_as_dict
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.engine.step_plan import StepPlan
-from llmopt.quant.errors import BadInput
+from llmopt.engine.execution.model_runner import ModelRunner
+from llmopt.engine.planner.device.host import host_dtype
+from llmopt.engine.planner.memory.cache_size import (
+    CacheRequest,
+    CacheRoom,
+    num_blocks_for,
+    size_cache,
+)
+from llmopt.engine.planner.model.catalog import find_model
+from llmopt.engine.planner.plan.ask import Ask, plan_for
+from llmopt.engine.planner.plan.plan_json import plan_as_dict
+from llmopt.engine.scheduling.step_plan import StepPlan
+from llmopt.quant.base.errors import BadInput
 
 DTYPES = {
     torch.bfloat16: "bf16",

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.planner.catalog import find_model
-from llmopt.engine.planner.checkpoint_file import checkpoint_file_bytes
-from llmopt.engine.planner.headers import stored_weight_bytes
-from llmopt.engine.planner.weights import FORMATS, recipe_for, weight_bytes
-from llmopt.quant.checkpoint import INDEX_NAME
-from llmopt.quant.errors import BadInput
+from llmopt.engine.planner.model.catalog import find_model
+from llmopt.engine.planner.model.checkpoint_file import checkpoint_file_bytes
+from llmopt.engine.planner.model.headers import stored_weight_bytes
+from llmopt.engine.planner.model.weights import FORMATS, recipe_for, weight_bytes
+from llmopt.quant.base.errors import BadInput
 from llmopt.quant.formats.registry import FORMATS as PROJECT_FORMATS
-from llmopt.quant.pipeline import quantize
-from llmopt.quant.plan import QuantizeRequest
+from llmopt.quant.model.checkpoint import INDEX_NAME
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.plan.plan import QuantizeRequest
 from llmopt.recipes import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 

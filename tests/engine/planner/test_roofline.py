@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.planner.catalog import find_model
-from llmopt.engine.planner.roofline import (
+from llmopt.engine.planner.device.roofline import (
     attainable_flops,
     decode_step_bytes,
     decode_step_flops,
@@ -12,7 +11,8 @@ from llmopt.engine.planner.roofline import (
     ridge,
     streamed_weight_bytes,
 )
-from llmopt.engine.planner.shapes import Experts, ModelShape
+from llmopt.engine.planner.model.catalog import find_model
+from llmopt.engine.planner.model.shapes import Experts, ModelShape
 
 TINY = ModelShape(
     model_type="llama",

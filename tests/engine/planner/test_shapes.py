@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.planner.catalog import find_model, model_names
-from llmopt.engine.planner.shapes import ModelShape
-from llmopt.quant.errors import BadInput
+from llmopt.engine.planner.model.catalog import find_model, model_names
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.base.errors import BadInput
 
 GIB = 2**30
 
@@ -168,7 +168,7 @@ def test_falcon_7b_has_one_kv_head_whatever_it_says() -> None:
 
 
 def test_bundled_checkpoint_is_counted_exactly() -> None:
-    from llmopt.quant.checkpoint import Checkpoint
+    from llmopt.quant.model.checkpoint import Checkpoint
     from llmopt.recipes import MODELS
 
     checkpoint = Checkpoint(MODELS / "stories3M")

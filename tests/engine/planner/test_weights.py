@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.planner.catalog import find_model
-from llmopt.engine.planner.shapes import ModelShape
-from llmopt.engine.planner.weights import (
+from llmopt.engine.planner.model.catalog import find_model
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.engine.planner.model.weights import (
     BF16,
     GROUP_SIZES,
     RECIPES,
@@ -14,7 +14,7 @@ from llmopt.engine.planner.weights import (
     weight_bytes,
     weight_bytes_per_rank,
 )
-from llmopt.quant.errors import BadInput
+from llmopt.quant.base.errors import BadInput
 
 
 def shape(name: str) -> ModelShape:
@@ -58,7 +58,7 @@ def test_fp8_in_square_blocks() -> None:
 
 
 def test_group_sizes_are_those_of_quantize() -> None:
-    from llmopt.quant.plan import DEFAULT_GROUP_SIZES
+    from llmopt.quant.plan.plan import DEFAULT_GROUP_SIZES
 
     assert GROUP_SIZES == DEFAULT_GROUP_SIZES
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from live_server import RunningServer, make_engine, running
 from llmopt.engine import LLM
-from llmopt.engine.server.server_options import ServerOptions
+from llmopt.engine.server.protocol.server_options import ServerOptions
 
 
 @pytest.fixture(scope="session")

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import uvicorn
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.outputs import EngineStats, RequestOutput
+from llmopt.engine.scheduling.outputs import EngineStats, RequestOutput
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import bind
-from llmopt.engine.server.loop import EngineLoop
-from llmopt.engine.server.server_options import ServerOptions
+from llmopt.engine.server.loop.loop import EngineLoop
+from llmopt.engine.server.protocol.server_options import ServerOptions
 
 T = TypeVar("T")
 

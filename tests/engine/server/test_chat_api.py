@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from live_server import RunningServer, events
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.server.chat_protocol import ChatRequest
-from llmopt.engine.server.text import Tokenization
-from llmopt.quant.errors import BadInput
+from llmopt.engine.server.protocol.chat_protocol import ChatRequest
+from llmopt.engine.server.text.text import Tokenization
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
 MESSAGES: Any = [

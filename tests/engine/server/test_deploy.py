@@ -11,13 +11,13 @@ import kubernetes_validate
 import pytest
 import yaml
 from llmopt.cli.main import main
-from llmopt.engine.planner.ask import Ask, plan_for
-from llmopt.engine.server.compose import dashboard
-from llmopt.engine.server.deploy_files import deploy_files
-from llmopt.engine.server.deployment import Choices, Deployment, deployment_for
-from llmopt.engine.server.kubernetes import QUEUE_METRIC
-from llmopt.engine.server.vllm_command import VLLM_VERSION
-from llmopt.quant.errors import BadInput
+from llmopt.engine.deploy.compose import dashboard
+from llmopt.engine.deploy.deploy_files import deploy_files
+from llmopt.engine.deploy.deployment import Choices, Deployment, deployment_for
+from llmopt.engine.deploy.kubernetes import QUEUE_METRIC
+from llmopt.engine.deploy.vllm_command import VLLM_VERSION
+from llmopt.engine.planner.plan.ask import Ask, plan_for
+from llmopt.quant.base.errors import BadInput
 
 KUBERNETES = ("1.31", "1.37")
 OPTIONS = Path(__file__).with_name(f"vllm-{VLLM_VERSION}-options.txt").read_text().split()

@@ -14,7 +14,7 @@ import torch
 from live_server import RunningServer, running, slow_steps
 from llmopt.cli.main import main
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.recipes import MODELS
 from lora_world import write_adapter

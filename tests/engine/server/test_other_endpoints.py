@@ -15,8 +15,8 @@ import pytest
 import torch
 from live_server import RunningServer, make_engine, running, slow_steps
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.pooling import read_pooling
-from llmopt.quant.errors import BadInput
+from llmopt.engine.text.pooling import read_pooling
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from openai.types import CreateEmbeddingResponse
 from openai.types.responses import Response, ResponseStreamEvent

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from live_server import RunningServer, make_engine, running, slow_steps
-from llmopt.engine.server.server_options import ServerOptions
-from llmopt.quant.errors import BadInput
+from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.quant.base.errors import BadInput
 
 LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 1}
 KEYS = ("sesame", "rosebud")

@@ -98,11 +98,11 @@ def test_it_says_where_it_is_and_ends_on_ctrl_c() -> None:
 
 SLOW_SERVER = """
 import time
-from llmopt.engine.config import EngineConfig
+from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import base_url, bind, serve
-from llmopt.engine.server.server_options import ServerOptions
+from llmopt.engine.server.protocol.server_options import ServerOptions
 
 engine = Engine(EngineConfig(model="stories260K", num_threads=1))
 step = engine.step

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from live_server import RunningServer, make_engine, running
-from llmopt.engine.server import exposition
-from llmopt.engine.speculation.options import SpeculationConfig
+from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.server.metrics import exposition
 from prometheus_client.parser import text_string_to_metric_families
 
 Samples = dict[str, float]

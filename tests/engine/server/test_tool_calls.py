@@ -11,9 +11,9 @@ import openai
 import pytest
 from live_server import RunningServer, events, make_engine, running
 from llmopt.cli.main import main
-from llmopt.engine.grammar import GrammarCompiler, choice
-from llmopt.engine.sampling_params import SamplingParams
-from llmopt.engine.server.tool_calls import (
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.sampling.grammar import GrammarCompiler, choice
+from llmopt.engine.server.text.tool_calls import (
     FORCED,
     FORMATS,
     HERMES,

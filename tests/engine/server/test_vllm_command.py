@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from llmopt.cli.main import main
-from llmopt.engine.server.vllm_command import VLLM_VERSION, vllm_command
-from llmopt.quant.errors import BadInput
+from llmopt.engine.deploy.vllm_command import VLLM_VERSION, vllm_command
+from llmopt.quant.base.errors import BadInput
 
 OPTIONS = Path(__file__).with_name(f"vllm-{VLLM_VERSION}-options.txt").read_text().split()
 

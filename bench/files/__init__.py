@@ -1,0 +1,1 @@
+"""Run folders: whole or not there, also under Ctrl-C."""

@@ -1,0 +1,1 @@
+"""Comparing runs: limits, the verdict, its outputs and its error rates."""

@@ -1,0 +1,223 @@
+"""Limits that a run must keep against a base: what they may name, how they are written, what they mean.
+
+    p99_ttft_ms<=+10% output_throughput>=-5% kl<=0.02 weight_bytes<=+0%
+
+With a percent sign a limit is on the change from the base; a plain number bounds the new run itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ..metrics.metrics import METRICS
+
+STATISTICS = ("mean", "median", "std", "p50", "p90", "p95", "p99")
+RATES = {
+    "output_throughput": ("Output throughput", "tokens/s"),
+    "total_token_throughput": ("Total token throughput", "tokens/s"),
+    "request_throughput": ("Request throughput", "requests/s"),
+    "duration": ("Duration of a pass", "s"),
+}
+SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
+WORD = re.compile(r"([A-Za-z_][\w.]*)\s*(<=|>=)\s*([+-]?[\d.]+(?:[eE][+-]?\d+)?)(%?)")
+EXAMPLE = '"p99_ttft_ms<=+10% output_throughput>=-5% kl<=0.02"'
+
+
+class Outcome(StrEnum):
+    """The three answers, and the exit code of each."""
+
+    PASS = "pass"
+    REGRESSION = "regression"
+    NO_VERDICT = "no verdict"
+
+    @property
+    def exit_code(self) -> int:
+        return {Outcome.PASS: 0, Outcome.REGRESSION: 1, Outcome.NO_VERDICT: 3}[self]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A quantity that varies from pass to pass; `column` holds it by request where requests have it."""
+
+    key: str
+    label: str
+    unit: str
+    column: str | None = None
+    statistic: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A quantity that is the same whenever it is looked at: bytes, counts, quality on fixed tokens."""
+
+    key: str
+    label: str
+    unit: str
+    read: Callable[[Mapping[str, Any]], float | None]
+
+
+Quantity = Measured | Counted
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One limit.
+
+    Attributes:
+        at_most: whether `bound` is the highest allowed, else the lowest.
+        bound: 0.10 for `+10%` if `relative`, else in the quantity's own unit.
+    """
+
+    quantity: Quantity
+    at_most: bool
+    bound: float
+    relative: bool
+
+    @property
+    def text(self) -> str:
+        """As it would be written."""
+        value = f"{self.bound * 100:+.3g} %" if self.relative else f"{self.bound:.6g}"
+        return f"{'≤' if self.at_most else '≥'} {value}"
+
+
+def _memory(key: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda result: result["llmopt"]["memory"][key]
+
+
+def _quality(key: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda result: (result["llmopt"]["quality"] or {}).get(key)
+
+
+def _share_failed(result: Mapping[str, Any]) -> float | None:
+    total = result["failed"] + result["completed"]
+    return result["failed"] / total if total else None
+
+
+def _mean_length(result: Mapping[str, Any]) -> float | None:
+    return result["total_output_tokens"] / result["completed"] if result["completed"] else None
+
+
+COUNTED = {
+    one.key: one
+    for one in (
+        Counted("weight_bytes", "Weights held", "bytes", _memory("weight_bytes")),
+        Counted("checkpoint_bytes", "Checkpoint on disk", "bytes", _memory("checkpoint_bytes")),
+        Counted("kv_cache_bytes", "KV cache", "bytes", _memory("kv_cache_bytes")),
+        Counted("peak_resident_bytes", "Peak resident", "bytes", _memory("peak_resident_bytes")),
+        Counted("perplexity", "Perplexity", "", _quality("perplexity")),
+        Counted("kl", "KL from the reference", "nats", _quality("kl_nats")),
+        Counted("top1", "Top-1 agreement", "share", _quality("top1_agreement")),
+        Counted("error_rate", "Failed requests", "share", _share_failed),
+        Counted("failed", "Failed requests", "requests", lambda result: result["failed"]),
+        Counted("completed", "Completed requests", "requests", lambda result: result["completed"]),
+        Counted("mean_output_len", "Mean output length", "tokens", _mean_length),
+        Counted(
+            "preemptions",
+            "Preemptions",
+            "sequences",
+            lambda result: result["llmopt"]["preemptions"],
+        ),
+    )
+}
+ALIASES = {
+    "kl_nats": "kl",
+    "kl_divergence": "kl",
+    "top1_agreement": "top1",
+    "ppl": "perplexity",
+    "peak_bytes": "peak_resident_bytes",
+}
+
+
+def measured() -> dict[str, Measured]:
+    """Every quantity with a value in each pass, by its key in the result."""
+    found = {key: Measured(key, label, unit) for key, (label, unit) in RATES.items()}
+    for metric, name in SHORT.items():
+        for statistic in STATISTICS:
+            key = f"{statistic}_{metric}_ms"
+            # Gaps are pooled over requests, so a request has no single one.
+            column = None if metric == "itl" or statistic == "std" else f"{metric}_ms"
+            label = f"{statistic.capitalize()} {name}"
+            found[key] = Measured(key, label, "ms", column, statistic)
+    return found
+
+
+MEASURED = measured()
+
+
+def quantity(name: str) -> Quantity:
+    """The quantity of that name.
+
+    Raises:
+        BadInput: there is none; names that are near.
+    """
+    name = ALIASES.get(name, name)
+    if found := MEASURED.get(name) or COUNTED.get(name):
+        return found
+    known = [*MEASURED, *COUNTED, *ALIASES]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(COUNTED)},"
+    metrics = ", ".join(metric for metric in METRICS if metric in SHORT)
+    raise BadInput(
+        f"gate: nothing is called {name!r}: {hint} Latencies are "
+        f"{{{','.join(STATISTICS)}}}_{{{metrics}}}_ms, such as p99_ttft_ms"
+    )
+
+
+def parse_gate(text: str) -> tuple[Limit, ...]:
+    """The limits of a gate, separated by spaces or commas.
+
+    Raises:
+        BadInput: a word that is no limit, an unknown name, the same limit twice, or none at all.
+    """
+    found: list[Limit] = []
+    rest = text.strip(" ,")
+    while rest:
+        match = WORD.match(rest)
+        if match is None or rest[match.end() :][:1] not in ("", " ", ",", "\t", "\n"):
+            raise BadInput(f"gate: cannot read {rest.split()[0]!r}: write limits such as {EXAMPLE}")
+        name, sign, value, percent = match.groups()
+        found.append(_limit(name, sign, value, bool(percent)))
+        rest = rest[match.end() :].lstrip(" ,\t\n")
+    if not found:
+        raise BadInput(f"gate: no limit given: write limits such as {EXAMPLE}")
+    seen = [(one.quantity.key, one.at_most, one.relative) for one in found]
+    if len(set(seen)) < len(seen):
+        twice = next(key for key, *_ in seen if [s[0] for s in seen].count(key) > 1)
+        raise BadInput(f"gate: {twice} has the same kind of limit twice")
+    return tuple(found)
+
+
+def _limit(name: str, sign: str, value: str, percent: bool) -> Limit:
+    what = quantity(name)
+    try:
+        bound = float(value)
+    except ValueError as error:
+        raise BadInput(f"gate: {value!r} in the limit of {name} is no number") from error
+    if not math.isfinite(bound):
+        raise BadInput(f"gate: {value!r} in the limit of {name} is no finite number")
+    if not percent:
+        if isinstance(what, Measured) and bound <= 0:
+            raise BadInput(
+                f"gate: {name}{sign}{value} is a bound on the value itself: write {value}% for a change"
+            )
+        return Limit(what, sign == "<=", bound, relative=False)
+    if bound <= -100:
+        raise BadInput(f"gate: a change of {value}% of {name} leaves nothing")
+    return Limit(what, sign == "<=", bound / 100, relative=True)
+
+
+def speed_limits(threshold: float) -> tuple[Limit, ...]:
+    """The gate when none is written: four speeds, none of them `threshold` worse.
+
+    Medians, because one stall of a shared machine must not carry a mean.
+    """
+    slower = Limit(MEASURED["output_throughput"], False, 1 / (1 + threshold) - 1, relative=True)
+    latencies = (f"median_{metric}_ms" for metric in ("ttft", "tpot", "e2el"))
+    return slower, *(Limit(MEASURED[key], True, threshold, relative=True) for key in latencies)

@@ -1,0 +1,106 @@
+"""A verdict in the formats that build servers and dashboards read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from ..files.run_folder import write_whole
+from ..record.result import to_json
+from .compare import Comparison, RunData
+from .gate import MEASURED, Outcome
+from .judge import Check, Delta
+
+# Characters that XML 1.0 cannot hold, even escaped.
+FORBIDDEN = {code: None for code in range(32) if code not in (9, 10, 13)}
+DASHBOARD = {
+    "smaller": ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "median_e2el_ms"),
+    "bigger": ("output_throughput", "request_throughput"),
+}
+
+
+def junit(comparison: Comparison) -> str:
+    """JUnit XML: a test case per limit, and one for the verdict. A regression is a failure, no verdict
+    an error."""
+    rows: list[Delta | Check] = [*comparison.deltas, *comparison.checks]
+    cases = [(f"{row.label} {row.limit}", row.outcome, row.reason) for row in rows]
+    cases.append(("verdict", comparison.outcome, "; ".join(comparison.reasons)))
+    suite = ElementTree.Element(
+        "testsuite",
+        name=clean(f"llmopt compare: {comparison.new} against {comparison.base}"),
+        tests=str(len(cases)),
+        failures=str(sum(outcome is Outcome.REGRESSION for _, outcome, _ in cases)),
+        errors=str(sum(outcome is Outcome.NO_VERDICT for _, outcome, _ in cases)),
+    )
+    for name, outcome, reason in cases:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname="llmopt.compare", name=clean(name), time="0"
+        )
+        if outcome is Outcome.PASS:
+            ElementTree.SubElement(case, "system-out").text = clean(reason)
+        else:
+            kind = "failure" if outcome is Outcome.REGRESSION else "error"
+            found = ElementTree.SubElement(case, kind, message=clean(reason), type=outcome.value)
+            found.text = clean(reason)
+    suites = ElementTree.Element("testsuites")
+    suites.append(suite)
+    ElementTree.indent(suites)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(
+        suites, encoding="unicode"
+    )
+
+
+def clean(text: str) -> str:
+    return text.translate(FORBIDDEN)
+
+
+def benchmark_entries(
+    data: RunData, comparison: Comparison | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """{`smaller` or `bigger`: entries} in the list form of github-action-benchmark's
+    customSmallerIsBetter and customBiggerIsBetter; `range` is the spread over the passes."""
+    extra = f"{comparison.outcome.value}: {'; '.join(comparison.reasons)}" if comparison else ""
+    found: dict[str, list[dict[str, Any]]] = {"smaller": [], "bigger": []}
+    for kind, keys in DASHBOARD.items():
+        for key in keys:
+            values = data.values(key)
+            if not values:
+                continue
+            mean = sum(values) / len(values)
+            half = (max(values) - min(values)) / 2
+            found[kind].append(
+                {
+                    "name": f"{data.name}: {MEASURED[key].label}",
+                    "unit": MEASURED[key].unit,
+                    "value": mean,
+                    "range": f"± {half:.4g}",
+                    "extra": extra,
+                }
+            )
+    ours = data.result["llmopt"]
+    for key, label in (("weight_bytes", "Weights held"), ("peak_resident_bytes", "Peak resident")):
+        if (value := ours["memory"][key]) is not None:
+            entry = {"name": f"{data.name}: {label}", "unit": "bytes", "value": value}
+            found["smaller"].append({**entry, "extra": extra})
+    quality = ours["quality"] or {}
+    for key, label, unit in (
+        ("perplexity", "Perplexity", "per token"),
+        ("kl_nats", "KL from the reference", "nats"),
+    ):
+        if (value := quality.get(key)) is not None:
+            entry = {"name": f"{data.name}: {label}", "unit": unit, "value": value}
+            found["smaller"].append({**entry, "extra": extra})
+    return found
+
+
+def write_junit(path: Path, comparison: Comparison) -> None:
+    write_whole(path, junit(comparison))
+
+
+def write_benchmark_json(path: Path, data: RunData, comparison: Comparison | None) -> None:
+    """The entries of which smaller is better into `path`, the others beside it: a list can only be one
+    of the two."""
+    entries = benchmark_entries(data, comparison)
+    write_whole(path, to_json(entries["smaller"]))
+    write_whole(path.with_name(f"{path.stem}.bigger{path.suffix}"), to_json(entries["bigger"]))

@@ -1,0 +1,149 @@
+"""How often the gate is wrong, by trying it on recorded runs: every start of the same model against every
+other, as they were, and with one of the two made slower afterwards.
+
+The recordings come from `tools/record_gate_runs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .compare import RunData, compare
+from .gate import Outcome
+from .judge import BUSY, other_load
+
+LATENCIES = ("ttft_ms", "tpot_ms", "e2el_ms")
+SLOWDOWN = 1.15
+STATISTICS = ("median", "mean", "p90", "p95", "p99")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the gate said of `pairs` pairs of runs, as shares."""
+
+    kind: str
+    factor: float
+    pairs: int
+    regression: float
+    no_verdict: float
+    passed: float
+
+
+def read_starts(path: Path) -> list[RunData]:
+    """The recorded starts, each as a run of its own."""
+    import pyarrow.parquet as pq
+
+    starts: dict[int, list[dict[str, Any]]] = {}
+    for row in pq.read_table(path).to_pylist():
+        starts.setdefault(row["start"], []).append(row)
+    return [as_run(number, rows) for number, rows in starts.items()]
+
+
+def as_run(number: int, rows: Sequence[dict[str, Any]], factor: float = 1.0) -> RunData:
+    """A start's rows as a result with its table of requests, all times made `factor` times as long."""
+    rows = [
+        {**row, **{column: row[column] * factor for column in LATENCIES if row[column] is not None}}
+        for row in rows
+    ]
+    runs = []
+    for name in dict.fromkeys(row["pass"] for row in rows):
+        of_pass = [row for row in rows if row["pass"] == name]
+        tokens = sum(row["output_len"] for row in of_pass)
+        one = {
+            "output_throughput": tokens / (of_pass[0]["duration_s"] * factor),
+            "other_load": of_pass[0]["other_load"],
+        }
+        for column in LATENCIES:
+            values = [row[column] for row in of_pass if row[column] is not None]
+            for statistic in STATISTICS:
+                reduce = {"median": np.median, "mean": np.mean}.get(statistic)
+                found = reduce(values) if reduce else np.percentile(values, int(statistic[1:]))
+                one[f"{statistic}_{column}"] = float(found)
+        runs.append(one)
+    identity = {
+        "workload_sha256": "recorded",
+        "load": {},
+        "target": "in-process",
+        "engine": {},
+        "device": "cpu",
+        "machine": "recorded",
+        "model": "stories3M",
+        "quantization": None,
+        "dtype": "bfloat16",
+    }
+    ours = {
+        "run_id": f"{number} at {factor}",
+        "arms": None,
+        "name": f"start {number}",
+        "interrupted": False,
+        "slowdown": factor,
+        "identity": identity,
+        "runs": runs,
+        "quality": None,
+        "memory": {},
+    }
+    result = {
+        "failed": 0,
+        "completed": len(rows),
+        "total_output_tokens": sum(row["output_len"] for row in rows),
+        "llmopt": ours,
+    }
+    return RunData(result, {key: [row[key] for row in rows] for key in rows[0]})
+
+
+def slowed(data: RunData, factor: float) -> RunData:
+    """The same start, with every time `factor` times as long."""
+    return as_run(*rows_of(data), factor)
+
+
+def rows_of(data: RunData) -> tuple[int, list[dict[str, Any]]]:
+    """(number of the start, its rows), what `as_run` takes."""
+    table = data.requests or {}
+    rows = [{key: table[key][row] for key in table} for row in range(len(table["request_id"]))]
+    return int(table["start"][0]), rows
+
+
+def passes_of(data: RunData, count: int) -> RunData:
+    """The first `count` passes of a start."""
+    number, rows = rows_of(data)
+    return as_run(number, [row for row in rows if row["pass"] < count])
+
+
+def error_rates(
+    starts: Sequence[RunData],
+    *,
+    factor: float,
+    threshold: float = 0.05,
+    passes: int | None = None,
+) -> list[Rates]:
+    """The gate's answers over all ordered pairs of different starts, the second `factor` times slower:
+    of all pairs, of those on an idle machine, and of those that others disturbed. `passes` keeps only
+    the first so many of each start."""
+    if passes is not None:
+        starts = [passes_of(one, passes) for one in starts]
+    new = [slowed(one, factor) for one in starts]
+    answers: dict[str, list[Outcome]] = {"all": [], "idle": [], "disturbed": []}
+    for i, j in permutations(range(len(starts)), 2):
+        outcome = compare(starts[i], new[j], threshold=threshold).outcome
+        busy = max(other_load(starts[i]), other_load(starts[j])) > BUSY
+        answers["all"].append(outcome)
+        answers["disturbed" if busy else "idle"].append(outcome)
+    return [
+        Rates(
+            kind,
+            factor,
+            len(found),
+            *(
+                found.count(outcome) / len(found)
+                for outcome in (Outcome.REGRESSION, Outcome.NO_VERDICT, Outcome.PASS)
+            ),
+        )
+        for kind, found in answers.items()
+        if found
+    ]

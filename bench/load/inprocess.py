@@ -1,0 +1,168 @@
+"""The engine of this process as a target: no transport, one loop, one clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ...engine.base.sampling_params import SamplingParams
+from ...quant.base.errors import BadInput
+from ..metrics.trace import StepRecord
+from ..workloads.workload import WorkloadItem
+from .target import Chunk
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...engine.engine import Engine
+    from ...engine.scheduling.outputs import RequestOutput
+
+# Long enough to cost no time, short enough that a stop is answered at once.
+LONGEST_NAP_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class WithAdapter:
+    """An engine as a scorer of prompts that are computed by one of its adapters, or by none."""
+
+    engine: Engine
+    lora: str | None
+
+    def prompt_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return self.engine.prompt_logits(token_ids, self.lora)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request between its sending and its end."""
+
+    prompt_len: int
+    num_tokens: int = 0
+
+
+class InProcessTarget:
+    """Drives `Engine.add_request` and `Engine.step`; a chunk's time is when its step returned.
+
+    Args:
+        engine: anything with the engine's `add_request`, `step`, `abort`, `has_unfinished`
+            and `stats`.
+        ignore_eos: pin every output to its exact length, so that two checkpoints do equal work.
+        temperature: 0 is greedy.
+        slowdown: a step is made to last this many times as long, by waiting after it. For proving
+            that a comparison notices; the result records it.
+        loras: adapters that the requests of a pass take in turn.
+    """
+
+    name = "in-process"
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        ignore_eos: bool = True,
+        temperature: float = 0.0,
+        seed: int = 0,
+        slowdown: float = 1.0,
+        loras: Sequence[str] = (),
+    ):
+        self._engine = engine
+        self._ignore_eos = ignore_eos
+        self._slowdown = slowdown
+        self._loras = loras
+        self._params = SamplingParams(
+            temperature=temperature, ignore_eos=ignore_eos, seed=seed if temperature > 0 else None
+        )
+        self._flights: dict[str, _Flight] = {}
+        self._refused: list[Chunk] = []
+        self._steps: list[StepRecord] = []
+
+    def send(self, item: WorkloadItem) -> None:
+        params = replace(
+            self._params,
+            max_tokens=item.output_len,
+            min_tokens=item.output_len if self._ignore_eos else 0,
+        )
+        try:
+            self._engine.add_request(
+                item.request_id, item.prompt_token_ids, params, lora=self._lora_of(item)
+            )
+        except BadInput as refusal:
+            now = time.perf_counter()
+            self._refused.append(Chunk(item.request_id, now, 0, finished=True, error=str(refusal)))
+            return
+        self._flights[item.request_id] = _Flight(len(item.prompt_token_ids))
+
+    def receive(self, until: float | None) -> list[Chunk]:
+        if self._refused:
+            refused, self._refused = self._refused, []
+            return refused
+        if not self._engine.has_unfinished():
+            if until is not None:
+                time.sleep(max(0.0, min(until - time.perf_counter(), LONGEST_NAP_SECONDS)))
+            return []
+        start = time.perf_counter()
+        computed = self._engine.stats.num_computed_tokens
+        outputs = self._engine.step()
+        end = time.perf_counter()
+        computed = self._engine.stats.num_computed_tokens - computed
+        if self._slowdown > 1.0:
+            # Spinning, not sleeping: a sleeping core wakes up slow and would slow the next step too.
+            until = start + (end - start) * self._slowdown
+            while (end := time.perf_counter()) < until:
+                pass
+        self._note_step(start, end, outputs, computed)
+        return [self._chunk(output, end) for output in outputs]
+
+    def cancel(self) -> None:
+        for request_id in list(self._flights):
+            self._engine.abort(request_id)
+        self._flights.clear()
+
+    def take_steps(self, origin: float) -> list[StepRecord]:
+        steps, self._steps = self._steps, []
+        return [replace(step, start=step.start - origin, end=step.end - origin) for step in steps]
+
+    def _lora_of(self, item: WorkloadItem) -> str | None:
+        """By its place in the workload, so that every pass does the same."""
+        if not self._loras:
+            return None
+        return self._loras[int(item.request_id.rpartition("-")[2]) % len(self._loras)]
+
+    def _note_step(
+        self, start: float, end: float, outputs: list[RequestOutput], computed_tokens: int
+    ) -> None:
+        flights = self._flights
+        in_step = {output.request_id for output in outputs}
+        decode_only = bool(in_step) and all(
+            flight.num_tokens > 0 and name in in_step for name, flight in flights.items()
+        )
+        self._steps.append(
+            StepRecord(
+                start,
+                end,
+                num_sequences=len(in_step),
+                num_first=sum(flights[name].num_tokens == 0 for name in in_step),
+                new_tokens=sum(len(output.new_token_ids) for output in outputs),
+                decode_only=decode_only,
+                context_tokens=sum(flights[n].prompt_len + flights[n].num_tokens for n in in_step),
+                computed_tokens=computed_tokens,
+            )
+        )
+
+    def _chunk(self, output: RequestOutput, now: float) -> Chunk:
+        flight = self._flights[output.request_id]
+        flight.num_tokens += len(output.new_token_ids)
+        finished = output.finish_reason is not None
+        if finished:
+            del self._flights[output.request_id]
+        return Chunk(
+            output.request_id,
+            now,
+            len(output.new_token_ids),
+            output.new_text,
+            finished,
+            "the engine aborted it" if output.finish_reason == "abort" else "",
+            output.num_cached_tokens,
+        )

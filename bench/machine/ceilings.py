@@ -1,0 +1,115 @@
+"""What this machine can do at best, measured now: bytes a second and multiplications a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...engine.kernels.common.roofs import NoRoofs, Roofs
+
+FAR_BYTES = 256 << 20
+COPIED_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+SECONDS_EACH = 0.15
+MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured roofs of one device.
+
+    Attributes:
+        far_bandwidth: bytes/s of reading a buffer too large for any cache.
+        near_bandwidth: bytes/s of reading, again and again, as many bytes as the model has.
+        near_bytes: how many those are.
+        peak_flops: FLOP/s of a large matrix product, by dtype.
+    """
+
+    far_bandwidth: float
+    near_bandwidth: float
+    near_bytes: int
+    peak_flops: dict[str, float]
+
+    @property
+    def bandwidth(self) -> float:
+        """The roof for this model: its weights may live in a cache, and then the cache is the roof."""
+        return max(self.far_bandwidth, self.near_bandwidth)
+
+    @property
+    def flops(self) -> float:
+        return max(self.peak_flops.values())
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, model_bytes: int) -> Ceilings:
+    """Well under two seconds of reading and multiplying, with the threads that torch has now."""
+    near_bytes = max(model_bytes, 1 << 16)
+    sides = {torch.float32, dtype}
+    return Ceilings(
+        far_bandwidth=read_bandwidth(device, FAR_BYTES),
+        near_bandwidth=read_bandwidth(device, min(near_bytes, FAR_BYTES)),
+        near_bytes=near_bytes,
+        peak_flops={str(d).removeprefix("torch."): matmul_flops(device, d) for d in sides},
+    )
+
+
+def device_roofs(device: torch.device) -> dict[str, float]:
+    """What `llmopt doctor` measures of a device, by name: a copy and a matrix product through torch; of a
+    CPU with C kernels also what a plain loop reads, and its 8-bit operations in registers."""
+    found = {
+        "copy_bytes_per_second": copy_bandwidth(device),
+        "bfloat16_flops": matmul_flops(device, torch.bfloat16),
+    }
+    if device.type != "cpu":
+        return found
+    try:
+        roofs = Roofs(torch.get_num_threads())
+    except NoRoofs:
+        return found
+    for _ in range(5):
+        roofs.measure()
+    return found | {
+        "read_bytes_per_second": max(roofs.bytes),
+        "int8_operations_per_second": max(roofs.operations),
+    }
+
+
+def read_bandwidth(device: torch.device, num_bytes: int) -> float:
+    """Bytes a second at which a sum over float32 values reads them."""
+    values = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    return num_bytes / best_seconds(lambda: values.sum(), device)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written ones together, at which a large buffer is copied."""
+    num_bytes = COPIED_BYTES.get(device.type, FAR_BYTES)
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / best_seconds(lambda: target.copy_(source), device)
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP a second of a square matrix product; a multiply and an add are two."""
+    side = MATRIX_SIDE.get(device.type, 1024)
+    left = torch.randn(side, side, device=device).to(dtype)
+    right = torch.randn(side, side, device=device).to(dtype)
+    return 2 * side**3 / best_seconds(lambda: left @ right, device)
+
+
+def best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of the repetitions that fit in `SECONDS_EACH`, after one that does not count."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    once()
+    best, spent = once(), 0.0
+    while spent < SECONDS_EACH:
+        seconds = once()
+        best, spent = min(best, seconds), spent + seconds
+    return best

@@ -1,0 +1,31 @@
+"""Whether a machine's kernels are right, and what its devices can do: `llmopt doctor --self-test`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ...engine.doctor.self_test import self_test
+from .ceilings import device_roofs
+
+
+def check_health() -> dict[str, Any]:
+    """Every device with its tests and measured roofs, as plain JSON values; `passed` is of all tests."""
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    devices = []
+    for device in map(torch.device, kinds):
+        dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32)
+        # Before the tests: a kernel that fails may take the device along.
+        roofs = device_roofs(device)
+        findings = [finding for dtype in dtypes for finding in self_test(device, dtype)]
+        devices.append(
+            {
+                "device": device.type,
+                "roofs": roofs,
+                "tests": [asdict(one) | {"passed": one.passed} for one in findings],
+            }
+        )
+    tests = [test for device in devices for test in device["tests"]]
+    return {"passed": all(test["passed"] for test in tests), "devices": devices}

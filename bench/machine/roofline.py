@@ -1,0 +1,175 @@
+"""Where a run stands under the roofs of its machine, and what therefore limits it, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...engine.planner.device.roofline import (
+    attainable_flops,
+    decode_step_bytes,
+    decode_step_flops,
+    prefill_flops,
+    ridge,
+    streamed_weight_bytes,
+)
+from ...engine.planner.model.shapes import ModelShape
+from ..metrics.trace import StepRecord
+from .ceilings import Ceilings
+
+FORMULAS = {
+    "bytes_per_step": "weights streamed once + KV cache of every running sequence (model bytes, not "
+    "counters)",
+    "mbu": "model bytes of the decode steps / their time / measured bandwidth",
+    "mfu": "model FLOP / time / measured matrix-product peak; a multiply and an add are two",
+    "intensity": "model FLOP / model bytes",
+    "of_roof": "achieved FLOP/s / min(peak, intensity · bandwidth)",
+}
+# Below this share of both roofs neither memory nor arithmetic can be what the time goes to.
+OVERHEAD_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePoint:
+    """One phase of a run as a point of the roofline; rates are per second of its steps."""
+
+    phase: str
+    num_steps: int
+    seconds: float
+    bytes_per_step: float
+    flops_per_step: float
+    intensity: float
+    achieved_flops: float
+    achieved_bandwidth: float
+    mbu: float
+    mfu: float
+    of_roof: float
+    bound: str
+
+
+def decode_point(
+    steps: Sequence[StepRecord],
+    shape: ModelShape,
+    ceilings: Ceilings,
+    *,
+    weight_bytes: float,
+    kv_bytes_per_element: float,
+    unquantized_bytes: float,
+) -> PhasePoint | None:
+    """The steps in which every running sequence got its next token; None if there were none."""
+    chosen = [step for step in steps if step.decode_only]
+    moved = computed = 0.0
+    for step in chosen:
+        batch, context = step.num_sequences, step.context_tokens / step.num_sequences
+        moved += decode_step_bytes(
+            shape, batch, context, weight_bytes, kv_bytes_per_element, unquantized_bytes
+        )
+        computed += decode_step_flops(shape, batch, context)
+    return _point("decode", chosen, moved, computed, ceilings)
+
+
+def prefill_point(
+    steps: Sequence[StepRecord],
+    shape: ModelShape,
+    ceilings: Ceilings,
+    *,
+    weight_bytes: float,
+    kv_bytes_per_element: float,
+    unquantized_bytes: float,
+) -> PhasePoint | None:
+    """All other steps that computed something; sequences that decode beside a prompt count with it."""
+    chosen = [step for step in steps if not step.decode_only and step.computed_tokens]
+    moved = computed = 0.0
+    for step in chosen:
+        tokens = step.computed_tokens
+        prompts = max(1, step.num_first)
+        moved += streamed_weight_bytes(shape, weight_bytes, tokens, unquantized_bytes)
+        moved += tokens * shape.kv_bytes_per_token(kv_bytes_per_element)
+        computed += prompts * prefill_flops(shape, max(1, tokens // prompts))
+    return _point("prefill", chosen, moved, computed, ceilings)
+
+
+def _point(
+    phase: str, steps: Sequence[StepRecord], moved: float, computed: float, ceilings: Ceilings
+) -> PhasePoint | None:
+    seconds = sum(step.seconds for step in steps)
+    if not steps or seconds <= 0:
+        return None
+    intensity = computed / moved
+    achieved = computed / seconds
+    mbu = moved / seconds / ceilings.bandwidth
+    mfu = achieved / ceilings.flops
+    return PhasePoint(
+        phase=phase,
+        num_steps=len(steps),
+        seconds=seconds,
+        bytes_per_step=moved / len(steps),
+        flops_per_step=computed / len(steps),
+        intensity=intensity,
+        achieved_flops=achieved,
+        achieved_bandwidth=moved / seconds,
+        mbu=mbu,
+        mfu=mfu,
+        of_roof=achieved / attainable_flops(intensity, ceilings.flops, ceilings.bandwidth),
+        bound=name_bound(intensity, mbu, mfu, ceilings),
+    )
+
+
+def name_bound(intensity: float, mbu: float, mfu: float, ceilings: Ceilings) -> str:
+    """`memory`, `compute`, or `overhead` where the run is far below both roofs."""
+    if max(mbu, mfu) < OVERHEAD_SHARE:
+        return "overhead"
+    return "memory" if intensity < ridge(ceilings.flops, ceilings.bandwidth) else "compute"
+
+
+def explain(point: PhasePoint) -> str:
+    """One sentence for the report: what limits this phase, and what smaller weights can do for it."""
+    share = f"{point.mbu:.1%} of the measured bandwidth and {point.mfu:.1%} of the measured peak"
+    if point.bound == "overhead":
+        return (
+            f"{point.phase.capitalize()} uses {share}: neither memory nor arithmetic limits it, the "
+            "time goes to launching operations and to Python between them. A difference in speed "
+            "between formats comes from what their kernels cost to launch, not from the bytes saved."
+        )
+    if point.bound == "memory":
+        return (
+            f"{point.phase.capitalize()} uses {share}: it is limited by reading weights and cache, "
+            "so a smaller format can make it faster."
+        )
+    return (
+        f"{point.phase.capitalize()} uses {share}: it is limited by arithmetic, so a format that "
+        "only shrinks the weights cannot make it faster."
+    )
+
+
+def roofline_part(
+    steps: Sequence[StepRecord],
+    shape: ModelShape,
+    ceilings: Ceilings,
+    *,
+    weight_bytes: float,
+    kv_bytes_per_element: float,
+    unquantized_bytes: float,
+) -> dict[str, Any]:
+    """`llmopt.roofline` of a result: the measured roofs, and a point per phase with its sentence."""
+    points = [
+        measure(
+            steps,
+            shape,
+            ceilings,
+            weight_bytes=weight_bytes,
+            kv_bytes_per_element=kv_bytes_per_element,
+            unquantized_bytes=unquantized_bytes,
+        )
+        for measure in (prefill_point, decode_point)
+    ]
+    decode = points[1]
+    generated = sum(step.num_sequences for step in steps if step.decode_only)
+    return {
+        "ceilings": {**asdict(ceilings), "bandwidth": ceilings.bandwidth, "flops": ceilings.flops},
+        "points": [{**asdict(p), "explanation": explain(p)} for p in points if p is not None],
+        "bytes_per_decoded_token": (
+            decode.bytes_per_step * decode.num_steps / generated if decode else None
+        ),
+    }

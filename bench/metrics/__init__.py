@@ -1,0 +1,1 @@
+"""From traces to metrics: TTFT, TPOT, ITL, their statistics, steady state, step traces, cost."""

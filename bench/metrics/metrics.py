@@ -1,0 +1,202 @@
+"""From traces to the numbers that people quote, with the definitions of `vllm bench serve`.
+
+Pure functions. Per-request times are seconds, aggregates are milliseconds, as in vLLM. Failed requests
+are counted and enter nothing else. What was not measured is None, never 0 and never NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...quant.base.errors import BadInput
+from .trace import LoadPass, RequestTrace
+
+METRICS = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+    "client_queue_time": "Client Queue Time",
+    "e2el_including_client_queue": "End-to-end Latency incl. Client Queue",
+}
+FORMULAS = {
+    "ttft": "first chunk − sent, per request; `sent` is after the concurrency limit let it go",
+    "tpot": "(e2el − ttft) / (output tokens − 1), per request with at least two tokens; each request "
+    "weighs the same",
+    "itl": "gap between consecutive chunks, all gaps of all requests pooled; a chunk may hold "
+    "several tokens",
+    "e2el": "last chunk − sent, per request",
+    "client_queue_time": "sent − scheduled, per request",
+    "e2el_including_client_queue": "last chunk − scheduled, per request",
+    "token_gap": "the gap before a chunk divided over its tokens: one value per token",
+    "ttft_from_schedule": "first chunk − scheduled, per request",
+    "duration": "start of the pass to the last completion, ramp and drain included; passes are summed",
+    "request_throughput": "completed requests / duration",
+    "output_throughput": "generated tokens of completed requests / duration",
+    "total_token_throughput": "(prompt + generated tokens of completed requests) / duration",
+    "request_goodput": "completed requests that meet every limit / duration",
+    "max_output_tokens_per_s": "most chunks in one whole second since the first send, as vLLM counts",
+    "max_concurrent_requests": "most requests alive within one whole second, as vLLM counts",
+    "percentiles": "linear interpolation between order statistics (numpy); std divides by n",
+}
+SLO_METRICS = ("ttft", "tpot", "e2el")
+
+
+def samples(traces: Iterable[RequestTrace]) -> dict[str, np.ndarray]:
+    """Every metric's values in milliseconds over the successful requests, in request order."""
+    done = [trace for trace in traces if trace.success]
+    values: dict[str, list[float]] = {
+        "ttft": [t.ttft for t in done],
+        "tpot": [t.tpot for t in done if t.tpot is not None],
+        "itl": [gap for t in done for gap in t.itls],
+        "e2el": [t.e2el for t in done],
+        "client_queue_time": [t.queued for t in done],
+        "e2el_including_client_queue": [t.e2el + t.queued for t in done],
+        "token_gap": [gap for t in done for gap in t.token_gaps],
+        "ttft_from_schedule": [t.ttft + t.queued for t in done],
+    }
+    return {name: np.asarray(seconds) * 1000 for name, seconds in values.items()}
+
+
+def summary(values_ms: np.ndarray, percentiles: Sequence[float]) -> dict[str, float | None]:
+    """`mean`, `median`, `std` and `p{P}` of a sample; all None when it is empty."""
+    if len(values_ms) == 0:
+        return dict.fromkeys(["mean", "median", "std", *map(percentile_word, percentiles)])
+    found: dict[str, float | None] = {
+        "mean": float(np.mean(values_ms)),
+        "median": float(np.median(values_ms)),
+        "std": float(np.std(values_ms)),
+    }
+    for percentile in percentiles:
+        found[percentile_word(percentile)] = float(np.percentile(values_ms, percentile))
+    return found
+
+
+def percentile_word(percentile: float) -> str:
+    """vLLM's word for a percentile: `p99`, `p99.9`."""
+    return f"p{int(percentile) if percentile == int(percentile) else percentile}"
+
+
+def vllm_keys(summary_of: Mapping[str, float | None], metric: str) -> dict[str, float | None]:
+    """`mean_ttft_ms` and its siblings."""
+    return {f"{statistic}_{metric}_ms": value for statistic, value in summary_of.items()}
+
+
+def aggregate(
+    passes: Sequence[LoadPass],
+    *,
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
+    goodput_ms: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The aggregate keys of `vllm bench serve`, over one pass or several.
+
+    Several passes are pooled: durations and counts are summed, latencies form one sample, and peaks
+    are the largest of any pass.
+    """
+    traces = [trace for one in passes for trace in one.traces]
+    done = [trace for trace in traces if trace.success]
+    duration = sum(one.duration for one in passes)
+    prompt_tokens = sum(trace.prompt_len for trace in done)
+    output_tokens = sum(trace.output_len for trace in done)
+    peaks = [peaks_by_second(one.traces) for one in passes]
+
+    def per_second(count: float) -> float | None:
+        return count / duration if duration > 0 else None
+
+    found: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(traces) - len(done),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": per_second(len(done)),
+        "request_goodput": per_second(count_good(done, goodput_ms)) if goodput_ms else None,
+        "output_throughput": per_second(output_tokens),
+        "total_token_throughput": per_second(prompt_tokens + output_tokens),
+        "max_output_tokens_per_s": max((float(peak[0]) for peak in peaks), default=0.0),
+        "max_concurrent_requests": max((peak[1] for peak in peaks), default=0),
+        "rtfx": 0.0,
+    }
+    sampled = samples(traces)
+    for metric in metrics:
+        found |= vllm_keys(summary(sampled[metric], percentiles), metric)
+    return found
+
+
+def count_good(done: Iterable[RequestTrace], limits_ms: Mapping[str, float]) -> int:
+    """How many requests meet every limit. A request with one token has a TPOT of 0 here, as in vLLM."""
+
+    def is_good(trace: RequestTrace) -> bool:
+        seen = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2el": trace.e2el}
+        return all(seen[metric] * 1000 <= limit for metric, limit in limits_ms.items())
+
+    return sum(map(is_good, done))
+
+
+def parse_goodput(words: Iterable[str]) -> dict[str, float]:
+    """`["ttft:200", "tpot:50"]`, or one text with both, as {metric: milliseconds}.
+
+    Raises:
+        BadInput: a word that is not `metric:milliseconds` with a metric of `SLO_METRICS`.
+    """
+    limits: dict[str, float] = {}
+    for word in " ".join(words).replace(",", " ").split():
+        metric, _, value = word.partition(":")
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = math.nan
+        if metric not in SLO_METRICS or not limit >= 0:
+            raise BadInput(
+                f"--goodput {word!r}: write metric:milliseconds with a metric of "
+                f"{', '.join(SLO_METRICS)}, such as ttft:200"
+            )
+        limits[metric] = limit
+    return limits
+
+
+def peaks_by_second(traces: Iterable[RequestTrace]) -> tuple[int, int]:
+    """vLLM's peaks: (most chunks in a second, most requests alive in a second), seconds from the
+    first send. It counts chunks, and counts a request in every second that it touches."""
+    done = [trace for trace in traces if trace.success]
+    if not done:
+        return 0, 0
+    first = min(trace.sent for trace in done)
+    last = max(trace.sent + trace.e2el for trace in done)
+    chunks = np.zeros(math.ceil(last - first) + 1, dtype=int)
+    alive = np.zeros_like(chunks)
+    for trace in done:
+        for time in trace.chunk_times:
+            chunks[int(time - first)] += 1
+        alive[int(trace.sent - first) : int(trace.sent + trace.e2el - first) + 1] += 1
+    return int(chunks.max()), int(alive.max())
+
+
+def exact_peaks(traces: Iterable[RequestTrace]) -> dict[str, float]:
+    """What the peaks are when tokens and moments are counted: the most tokens in any window of one
+    second, and the most requests in flight at one moment."""
+    done = [trace for trace in traces if trace.success]
+    tokens = sorted(
+        (time, count)
+        for trace in done
+        for time, count in zip(trace.chunk_times, trace.chunk_tokens, strict=True)
+    )
+    best = running = first = 0
+    for time, count in tokens:
+        running += count
+        while tokens[first][0] <= time - 1.0:
+            running -= tokens[first][1]
+            first += 1
+        best = max(best, running)
+    # At equal times an end comes before a start: a slot that is freed may be taken at once.
+    events = sorted([(t.sent, 1) for t in done] + [(t.chunk_times[-1], -1) for t in done])
+    alive = most = 0
+    for _, change in events:
+        alive += change
+        most = max(most, alive)
+    return {"output_tokens_in_one_second": best, "requests_in_flight": most}

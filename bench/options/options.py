@@ -1,0 +1,222 @@
+"""Everything that a benchmark can be told, validated in one place for the command line and recipes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ...engine.config.speculation import SpeculationConfig
+from ...quant.base.errors import BadInput
+from ..metrics.metrics import METRICS, parse_goodput
+
+DEFAULT_CONCURRENCY = 8
+Model = TypeVar("Model", bound=BaseModel)
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class BenchOptions(BaseModel):
+    """Options of one benchmark. Names are those of `vllm bench serve` where it has them.
+
+    With neither `request_rate` nor `max_concurrency` the load is a closed loop of 8 users. With a rate
+    and no limit it is an open loop; a rate of infinity then sends everything at once. A ramp-up is an
+    open loop too, and so is a data set that brings its own arrival times.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    dataset: str = "sharegpt"
+    dataset_path: Path | None = None
+    num_prompts: PositiveInt = 48
+    output_len: PositiveInt | None = None
+    random_input_len: PositiveInt | None = None
+    random_output_len: PositiveInt | None = None
+    random_prefix_len: Annotated[int, Field(ge=0)] = 0
+    random_range_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    prefix_repetition_prefix_len: Annotated[int, Field(ge=0)] | None = None
+    prefix_repetition_suffix_len: PositiveInt | None = None
+    prefix_repetition_num_prefixes: PositiveInt = 10
+    prefix_repetition_output_len: PositiveInt | None = None
+    sonnet_input_len: PositiveInt | None = None
+    sonnet_output_len: PositiveInt | None = None
+    sonnet_prefix_len: Annotated[int, Field(ge=0)] | None = None
+    hf_subset: str | None = None
+    hf_split: str = "train"
+    trace_start: Annotated[float, Field(ge=0)] = 0.0
+    trace_speed: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    trace_lengths: Literal["clip", "scale"] | None = None
+    disable_shuffle: bool = False
+    no_oversample: bool = False
+
+    request_rate: Annotated[float, Field(gt=0)] | None = None
+    burstiness: Annotated[float, Field(gt=0)] = 1.0
+    ramp_up_strategy: Literal["linear", "exponential"] | None = None
+    ramp_up_start_rps: PositiveRate | None = None
+    ramp_up_end_rps: PositiveRate | None = None
+    max_concurrency: PositiveInt | None = None
+    num_warmups: Annotated[int, Field(ge=0)] | None = None
+    num_runs: PositiveInt = 5
+    seed: int = 0
+    ignore_eos: bool = True
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    slowdown: Annotated[float, Field(ge=1)] = 1.0
+    slowdown_where: Literal["step", "sampler"] = "step"
+
+    dtype: str = "auto"
+    device: str = "auto"
+    kv_cache_dtype: Literal["auto", "bfloat16", "float32", "fp8", "int8"] = "auto"
+    num_threads: PositiveInt | None = None
+    cpu_activations: Literal[8, 16] = 16
+    tensor_parallel_size: PositiveInt = 1
+    window: PositiveInt | None = None
+    attention_sinks: Annotated[int, Field(ge=0)] = 0
+    lora: dict[str, Path] = {}
+    speculation: SpeculationConfig | None = None
+    max_model_len: PositiveInt | None = None
+    max_num_seqs: PositiveInt | None = None
+    max_num_batched_tokens: PositiveInt | None = None
+    scheduling_policy: Literal["fcfs", "priority", "shortest-prefill"] = "fcfs"
+    overlapped_loop: bool = False
+    enforce_eager: bool = False
+    block_size: PositiveInt | None = None
+    kv_cache_memory_bytes: PositiveInt | None = None
+    swap_space_bytes: Annotated[int, Field(ge=0)] = 0
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    enable_prefix_caching: bool = True
+
+    serve: str | None = None
+    serve_args: str | None = None
+    serve_program: Path | None = None
+    serve_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    # What is known of a server that was started for this run; not for people to set.
+    started_server: dict[str, Any] | None = None
+    base_url: str | None = None
+    backend: str = "openai"
+    endpoint: str | None = None
+    tokenizer: str | None = None
+    api_key: str | None = Field(default=None, repr=False)
+    header: dict[str, str] = {}
+    extra_body: dict[str, Any] = {}
+    insecure: bool = False
+    request_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    client_workers: PositiveInt | None = None
+    check_client: bool = True
+    client_burden_ms: Annotated[float, Field(ge=0, le=1000)] = 0.0
+
+    percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
+    metric_percentiles: tuple[Annotated[float, Field(ge=0, le=100)], ...] = (99.0,)
+    goodput: tuple[str, ...] = ()
+
+    quality: bool = True
+    quality_tokens: Annotated[int, Field(ge=2)] = 4096
+    quality_text: Path | None = None
+    reference: str | None = None
+    tasks: tuple[str, ...] = ()
+    tasks_limit: PositiveInt | None = None
+
+    plan: Path | None = None
+    gpu_hour_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+    label: str | None = None
+    name: str | None = None
+    metadata: dict[str, str] = {}
+    save_detailed: bool = False
+
+    @field_validator("percentile_metrics", "metric_percentiles", "tasks", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("percentile_metrics")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in METRICS:
+                raise ValueError(f"{name!r} is none of {', '.join(METRICS)}")
+        return names
+
+    @field_validator("goodput")
+    @classmethod
+    def _limits(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        parse_goodput(words)
+        return words
+
+    @model_validator(mode="after")
+    def _whole_ramp(self) -> Self:
+        ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
+        if None in ramp and ramp != (None, None, None):
+            raise ValueError(
+                "a ramp needs --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
+            )
+        if self.ramp_up_strategy is not None and self.request_rate is not None:
+            raise ValueError("give --request-rate or a ramp-up, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_in_process(self) -> Self:
+        if self.tasks and (self.base_url is not None or self.serve is not None):
+            raise ValueError("--tasks needs the model's logits: leave --base-url and --serve away")
+        if self.tasks_limit is not None and not self.tasks:
+            raise ValueError("--tasks-limit limits --tasks: name some")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_in_process(self) -> Self:
+        if self.lora and (self.base_url is not None or self.serve is not None):
+            raise ValueError(
+                "--lora loads adapters into this process: leave --base-url away, or give --lora to the "
+                "server with --serve-args"
+            )
+        if self.speculation and (self.base_url is not None or self.serve is not None):
+            raise ValueError(
+                "--speculative is for the model in this process: leave --base-url away, or give it to "
+                "the server"
+            )
+        if self.lora and self.tasks:
+            raise ValueError("--tasks scores the model without adapters: leave --lora away")
+        if len(self.lora) > 1 and self.quality:
+            raise ValueError("quality is scored of one adapter: give one --lora, or --no-quality")
+        return self
+
+    @property
+    def rate(self) -> float:
+        """Requests a second; infinity when none was asked for."""
+        return math.inf if self.request_rate is None else self.request_rate
+
+    @property
+    def concurrency(self) -> int | None:
+        """Most requests in flight, or None for no limit."""
+        unpaced = self.request_rate is None and self.ramp_up_strategy is None
+        if self.max_concurrency is None and unpaced:
+            return DEFAULT_CONCURRENCY
+        return self.max_concurrency
+
+    @property
+    def warmups(self) -> int:
+        """Requests before the clock starts; by default one round of the measured concurrency."""
+        if self.num_warmups is not None:
+            return self.num_warmups
+        return min(self.concurrency or DEFAULT_CONCURRENCY, self.num_prompts)
+
+
+def checked(model: type[Model], values: dict[str, Any], where: str) -> Model:
+    """`model` built from `values`.
+
+    Raises:
+        BadInput: naming `where`, the key and what is wrong with it; an unknown key is such a wrong.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise BadInput(f"{where}: unknown key {key!r}") from error
+        reason = first["msg"].removeprefix("Value error, ")
+        if not key:  # of several options together
+            raise BadInput(f"{where}: {reason}") from error
+        raise BadInput(f"{where}: {key}: {reason} (given: {first.get('input')!r})") from error

@@ -1,0 +1,133 @@
+"""A report as data: verdict, numbers, sections. One structure, written as HTML and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import jinja2
+
+Tone = Literal["good", "bad", "unsure", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer: a few words, and the sentence behind them."""
+
+    tone: Tone
+    headline: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One key number."""
+
+    label: str
+    value: str
+    unit: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells are text; the first column names the row, the others are set as numbers.
+
+    `tones` colours rows: {row index: tone}.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    tones: dict[int, Tone] = field(default_factory=dict)
+    is_prose: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """An SVG with the name of its file and what it shows. Two that are `half` stand side by side."""
+
+    name: str
+    svg: str
+    caption: str = ""
+    half: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading with paragraphs, figures and tables, in that order, or the tables before the figures."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+    folded: bool = False
+    tables_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A whole report."""
+
+    title: str
+    subtitle: str
+    verdict: Verdict
+    cards: Sequence[Card]
+    sections: Sequence[Section]
+    warnings: Sequence[str] = ()
+
+    def without_figures(self) -> Page:
+        """The same page for a file that stands alone without figure files."""
+        return replace(self, sections=[replace(one, figures=()) for one in self.sections])
+
+
+@cache
+def _template() -> jinja2.Template:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("llmopt.bench.page", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("report.html.jinja")
+
+
+def to_html(page: Page) -> str:
+    """One self-contained file: style and figures inside, nothing fetched."""
+    return _template().render(page=page)
+
+
+def to_markdown(page: Page) -> str:
+    """The same words and tables; figures are links to the SVG files beside it."""
+    lines = [f"# {page.title}", "", page.subtitle, ""]
+    lines += [f"**{page.verdict.headline}** {page.verdict.sentence}", ""]
+    lines += [f"> Note: {warning}" for warning in page.warnings]
+    if page.cards:
+        cards = [[c.label, f"{c.value} {c.unit}".strip(), c.note] for c in page.cards]
+        lines += ["", *markdown_table(("", "value", ""), cards)]
+    for section in page.sections:
+        lines += ["", f"## {section.title}"]
+        for paragraph in section.paragraphs:
+            lines += ["", paragraph]
+        for figure in section.figures:
+            lines += ["", f"![{figure.caption or figure.name}]({figure.name}.svg)"]
+        for table in section.tables:
+            lines += ["", *([table.caption, ""] if table.caption else [])]
+            lines += markdown_table(table.header, table.rows)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; bars in cells are escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rule = "|" + "|".join([" --- ", *[" ---: "] * (len(header) - 1)]) + "|"
+    return [line(header), rule, *map(line, rows)]

@@ -1,0 +1,1 @@
+"""Perplexity, KL divergence, tasks of lm-eval, layer errors."""

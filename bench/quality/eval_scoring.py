@@ -1,0 +1,231 @@
+"""What lm-eval asks of a model, over the engine: log-likelihoods of continuations and texts, generation.
+
+Tokens are split, cut and windowed as lm-eval's own `hf` model does it, so that its numbers come out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from ...engine.base.sampling_params import SamplingParams
+    from ...engine.engine import Engine
+    from ...engine.scheduling.outputs import TokenLogprobs
+
+# Requests that wait in the engine at once: enough for every batch, few enough to be looked through.
+QUEUED = 256
+DEFAULT_NEW_TOKENS = 256
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Window(NamedTuple):
+    """Tokens that the model reads, and those that its last `len(targets)` positions must predict."""
+
+    inputs: list[int]
+    targets: list[int]
+
+
+def clipped(context: Sequence[int], continuation: Sequence[int], max_inputs: int) -> Window:
+    """The continuation after as much of the context's end as `max_inputs` tokens hold.
+
+    Raises:
+        BadInput: a part is empty, or the continuation alone does not fit.
+    """
+    if not context or not continuation:
+        raise BadInput("a task gives a context or a continuation without any token")
+    if len(continuation) > max_inputs:
+        raise BadInput(
+            f"a continuation of {len(continuation)} tokens exceeds the {max_inputs} that fit"
+        )
+    whole = [*context, *continuation]
+    return Window(whole[-(max_inputs + 1) :][:-1], list(continuation))
+
+
+def rolling_windows(tokens: Sequence[int], prefix: int, max_inputs: int) -> Iterator[Window]:
+    """Windows over a text that predict each token once, the first one after `prefix`.
+
+    Each holds `max_inputs` tokens where the text has them; the last one reaches back for context.
+    """
+    whole = [prefix, *tokens]  # tokens[i] is predicted by whole[: i + 1]
+    for begin in range(0, len(tokens), max_inputs):
+        end = min(begin + max_inputs, len(tokens))
+        yield Window(whole[max(0, end - max_inputs) : end], whole[begin + 1 : end + 1])
+
+
+def summed(scored: Iterable[TokenLogprobs | None]) -> tuple[float, bool]:
+    """(sum of log-probabilities in nats, whether each token is the likeliest) of a continuation."""
+    kept = [one for one in scored if one is not None]
+    return math.fsum(one.logprob for one in kept), all(one.rank == 1 for one in kept)
+
+
+def generation_params(wanted: Mapping[str, Any], seed: int) -> SamplingParams:
+    """A task's `generation_kwargs` as sampling parameters: greedy unless it samples.
+
+    Raises:
+        BadInput: a key that the engine has no counterpart for.
+    """
+    from ...engine.base.sampling_params import SamplingParams
+
+    given = dict(wanted)
+    lengths = [given.pop(name, None) for name in LENGTHS]
+    until = given.pop("until", None) or []
+    temperature = float(given.pop("temperature", 0.0))
+    do_sample = given.pop("do_sample", None)
+    if do_sample and temperature == 0.0 and "temperature" not in wanted:
+        temperature = 1.0
+    if given.pop("num_beams", 1) != 1:
+        raise BadInput("a task asks for beam search (num_beams), which the engine does not do")
+    chosen = {name: given.pop(name) for name in SAMPLING if name in given}
+    if given:
+        raise BadInput(
+            f"a task has the generation_kwargs {', '.join(given)}: unknown to the engine"
+        )
+    return SamplingParams(
+        max_tokens=int(next((n for n in lengths if n is not None), DEFAULT_NEW_TOKENS)),
+        temperature=0.0 if do_sample is False else temperature,
+        stop=tuple(one for one in ([until] if isinstance(until, str) else until) if one),
+        seed=seed,
+        **chosen,
+    )
+
+
+class EngineScorer:
+    """An idle engine as lm-eval sees a model. Many requests are in the engine at a time."""
+
+    def __init__(self, engine: Engine, progress: Progress | None = None, seed: int = 0) -> None:
+        self._engine = engine
+        self._progress = progress or Silent()
+        self._seed = seed
+        slots = engine.stats.kv_blocks_total * engine.scheduler.config.block_size
+        self.max_inputs = min(engine.max_model_len, slots)
+
+    @property
+    def prefix_token(self) -> int:
+        """What an empty context is replaced by: the token that begins a text, else one that ends it."""
+        tokenizer = self._engine.tokenizer
+        found = tokenizer.bos_token_id
+        return tokenizer.eos_token_id if found is None else found
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text with the tokenizer's special ones, the first not twice."""
+        tokenizer = self._engine.tokenizer
+        begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        return list(tokenizer.encode(text, add_special_tokens=not begins))
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of both, split where the context's own tokens end; its spaces go to the continuation."""
+        if not context:
+            tokens = list(self._engine.tokenizer.encode(continuation, add_special_tokens=False))
+            if tokens[:1] == [self.prefix_token]:
+                return tokens[:1], tokens[1:]
+            return [self.prefix_token], tokens
+        kept = context.rstrip()
+        continuation = context[len(kept) :] + continuation
+        begin = self.encode(kept)
+        return begin, self.encode(kept + continuation)[len(begin) :]
+
+    def loglikelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Of each (context, continuation): log-probability in nats, and whether greedy decoding gives it."""
+        return self._score(
+            [clipped(*self.encode_pair(*pair), self.max_inputs) for pair in pairs],
+            "continuations of the tasks",
+        )
+
+    def rolling_loglikelihoods(self, texts: Sequence[str]) -> list[float]:
+        """Log-probability of each whole text in nats, in windows where it exceeds the context."""
+        windows = [
+            list(rolling_windows(self.encode(text), self.prefix_token, self.max_inputs))
+            for text in texts
+        ]
+        scores = iter(self._score([one for each in windows for one in each], "texts of the tasks"))
+        return [math.fsum(next(scores)[0] for _ in each) for each in windows]
+
+    def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """What follows each context until a stop, the stop left out.
+
+        A context that leaves no room for the new tokens loses its beginning.
+
+        Raises:
+            BadInput: the new tokens alone exceed the context length.
+        """
+        prompts = []
+        longest = self._engine.scheduler.longest_sequence
+        for number, (context, wanted) in enumerate(requests):
+            params = generation_params(wanted, self._seed + number)
+            room = longest - (params.max_tokens or 0)
+            if room < 1:
+                raise BadInput(
+                    f"a task generates up to {params.max_tokens} tokens; {longest} fit, prompt included"
+                )
+            prompts.append((self.encode(context)[-room:], params))
+        answers = self._complete(prompts, "generations of the tasks")
+        return [
+            self.decode(tokens, params.stop)
+            for (tokens, _), (_, params) in zip(answers, prompts, strict=True)
+        ]
+
+    def decode(self, tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
+        """New tokens as text up to a stop, decoded alone as lm-eval does: a first space may go."""
+        text = self._engine.tokenizer.decode(tokens, skip_special_tokens=True)
+        for stop in stops:
+            text = text.split(stop)[0]
+        return text
+
+    def _score(self, windows: Sequence[Window], what: str) -> list[tuple[float, bool]]:
+        from ...engine.base.sampling_params import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        # A request holds the last target and one token more than a window reads.
+        longest = self._engine.scheduler.longest_sequence
+        short = [one for one in windows if len(one.inputs) + 2 <= longest]
+        prompts = [([*one.inputs, one.targets[-1]], params) for one in short]
+        answers = iter(self._complete(prompts, what))
+        found = []
+        for window in windows:
+            if len(window.inputs) + 2 <= longest:
+                scored = next(answers)[1][-len(window.targets) :]
+            else:
+                scored = self._score_full(window)
+            found.append(summed(scored))
+        return found
+
+    def _score_full(self, window: Window) -> list[TokenLogprobs]:
+        """A window that fills the context: nothing could be generated behind it."""
+        from ...engine.sampling.logprobs import logprobs_of
+
+        logits = self._engine.prompt_logits(window.inputs)[-len(window.targets) :]
+        return logprobs_of(logits, window.targets, 0)
+
+    def _complete(
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], what: str
+    ) -> list[tuple[list[int], tuple[TokenLogprobs | None, ...]]]:
+        """New tokens and prompt log-probabilities of each prompt, all of them batched by the engine."""
+        written: list[list[int]] = [[] for _ in prompts]
+        scores: list[tuple[TokenLogprobs | None, ...]] = [()] * len(prompts)
+        left, active = deque(enumerate(prompts)), set[str]()
+        self._progress.start(what, len(prompts), "requests")
+        try:
+            while left or active:
+                while left and len(active) < QUEUED:
+                    number, (tokens, params) = left.popleft()
+                    self._engine.add_request(str(number), tokens, params)
+                    active.add(str(number))
+                for piece in self._engine.step():
+                    written[int(piece.request_id)].extend(piece.new_token_ids)
+                    if piece.prompt_logprobs is not None:
+                        scores[int(piece.request_id)] = piece.prompt_logprobs
+                    if piece.finish_reason is not None:
+                        active.remove(piece.request_id)
+                        self._progress.advance()
+        finally:
+            for request_id in active:
+                self._engine.abort(request_id)
+            self._progress.finish()
+        return list(zip(written, scores, strict=True))

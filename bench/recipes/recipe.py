@@ -1,0 +1,198 @@
+"""Workflows as YAML: what a recipe may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ...quant.base.errors import BadInput
+from ...recipes import DEFAULT_MODEL, ROOT
+from ..gate.compare import QualityGate, parse_share
+from ..options.options import BenchOptions, checked
+from ..options.sweep_loads import parse_loads
+from .recipe_lines import line_of
+
+BASE_NAME = "original"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class QuantizeStep(_Strict):
+    """Options of `llmopt quantize`, by the same names."""
+
+    method: str = "awq"
+    bits: int = 4
+    group_size: int | None = None
+    symmetric: bool | None = None
+    format: str | None = None
+    calibration: str | None = None
+    num_samples: Annotated[int, Field(ge=1)] = 64
+    seq_len: Annotated[int, Field(ge=1)] | None = None
+    ignore: tuple[str, ...] = ()
+    seed: int = 0
+
+
+class Variant(_Strict):
+    """A checkpoint to make and to measure against the original."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    quantize: QuantizeStep = QuantizeStep()
+
+    @field_validator("name")
+    @classmethod
+    def _not_base(cls, name: str) -> str:
+        if name in (BASE_NAME, "checkpoints"):
+            raise ValueError(f"{name!r} is taken")
+        return name
+
+
+class CompareStep(_Strict):
+    """How the variants are judged. Without `gate` the verdicts inform and the exit code is 0."""
+
+    gate: bool = True
+    threshold: str | float = "5%"
+    max_ppl_increase: str | float | None = None
+    max_kl: float | None = None
+    min_top1: str | float | None = None
+
+    @property
+    def share(self) -> float:
+        return parse_share(str(self.threshold))
+
+    @property
+    def quality_gate(self) -> QualityGate:
+        def share(value: str | float | None) -> float | None:
+            return None if value is None else parse_share(str(value))
+
+        return QualityGate(share(self.max_ppl_increase), self.max_kl, share(self.min_top1))
+
+
+class CapacityStep(_Strict):
+    """How many users one model serves here: a sweep, beside what the planner says of this machine.
+
+    Attributes:
+        loads: numbers of users such as `1,2,4,8`, or `auto`.
+        context: tokens that a sequence may grow to; by default the model's own limit.
+    """
+
+    loads: str = "auto"
+    context: Annotated[int, Field(ge=2)] | None = None
+
+    @field_validator("loads")
+    @classmethod
+    def _known(cls, text: str) -> str:
+        parse_loads(text, "concurrency")
+        return text
+
+
+class Recipe(_Strict):
+    """Quantize a model in one or several ways, verify each, bench them beside it, compare, report; or
+    find the `capacity` of one model.
+
+    `interleave` loads all of them at once and lets their passes take turns, so that a machine that
+    changes its mind meanwhile hits all alike; without it they run one after another. `num_threads`
+    are the CPU threads of every step.
+    """
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str = ""
+    model: str | None = None
+    interleave: bool = False
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    bench: BenchOptions = BenchOptions()
+    variants: tuple[Variant, ...] = ()
+    capacity: CapacityStep | None = None
+    compare: CompareStep = CompareStep()
+
+    @field_validator("bench")
+    @classmethod
+    def _own_keys(cls, options: BenchOptions) -> BenchOptions:
+        for key in ("model", "name", "reference", "num_threads", "base_url", "serve"):
+            if key in options.model_fields_set:
+                raise ValueError(f"{key!r} is set by the recipe itself")
+        return options
+
+    @field_validator("variants")
+    @classmethod
+    def _distinct(cls, variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+        names = [variant.name for variant in variants]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two variants have the same name among {', '.join(names)}")
+        return variants
+
+    @model_validator(mode="after")
+    def _one_purpose(self) -> Self:
+        if bool(self.variants) == (self.capacity is not None):
+            raise ValueError("give variants to compare, or a capacity to find")
+        return self
+
+
+def read_recipe(name: str) -> Recipe:
+    """A recipe from a YAML file, or the bundled one of that name.
+
+    Raises:
+        BadInput: no such recipe, YAML that does not parse (with the line), an unknown key or a value
+            that does not fit (naming the key, the file and the line).
+    """
+    import yaml
+
+    path = Path(name).expanduser()
+    if not path.is_file():
+        bundled = {file.stem: file for file in ROOT.glob("*.yaml")}
+        if name not in bundled:
+            raise BadInput(
+                f"no recipe {name!r}: give a YAML file, or a bundled recipe ({', '.join(bundled)})"
+            )
+        path = bundled[name]
+    try:
+        text = path.read_text(encoding="utf-8")
+        values, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise BadInput(f"{path}{line}: not YAML: {error.problem}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise BadInput(f"{path}: a recipe is a YAML mapping, not {type(values).__name__}")
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        place = f"{path}, line {line_of(root, error.errors()[0]['loc'])}"
+        return checked(Recipe, values, place)  # says the same in one line
+    try:
+        _ = recipe.compare.share, recipe.compare.quality_gate
+    except BadInput as error:
+        raise BadInput(f"{path}, line {line_of(root, ['compare'])}: compare: {error}") from error
+    return recipe
+
+
+def steps_of(recipe: Recipe) -> list[str]:
+    """What carrying out the recipe would do, a line a step, in order. Nothing is loaded."""
+    model = recipe.model or DEFAULT_MODEL
+    if recipe.capacity is not None:
+        return [
+            f"bench {model} with 1 user: the roofs of this machine and the shares of them that it reaches",
+            f"plan {model} with those roofs",
+            f"bench {model} with {recipe.capacity.loads} users: {recipe.bench.dataset}, "
+            f"{recipe.bench.num_prompts} prompts at each load",
+            "write report.html: the plan beside the measured knee",
+        ]
+    found = []
+    for one in recipe.variants:
+        step = one.quantize
+        found.append(f"quantize {model} to checkpoints/{one.name}: {step.method}, {step.bits} bits")
+        found.append(f"verify checkpoints/{one.name}")
+    names = ", ".join([BASE_NAME, *(one.name for one in recipe.variants)])
+    order = "in turns" if recipe.interleave else "one after another"
+    bench = recipe.bench
+    found.append(
+        f"bench {names} {order}: {bench.dataset}, {bench.num_prompts} prompts, {bench.num_runs} passes"
+    )
+    for one in recipe.variants:
+        found.append(f"compare {one.name} with {BASE_NAME}, threshold {recipe.compare.threshold}")
+    verdicts = "decide" if recipe.compare.gate else "do not decide"
+    return [*found, f"write report.html; the verdicts {verdicts} the exit code"]

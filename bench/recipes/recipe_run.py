@@ -1,0 +1,66 @@
+"""What a carried-out recipe left: the original's run, every variant's, and the exit code of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...quant.convert.verify import VerifyReport
+from ..gate.compare import Comparison, Outcome, RunData
+from .recipe import BASE_NAME, Recipe, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class VariantRun:
+    """What became of one variant; `manifest` is its checkpoint's."""
+
+    variant: Variant
+    manifest: Mapping[str, Any]
+    verified: VerifyReport
+    data: RunData
+    comparison: Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeRun:
+    """A finished recipe: the original's run, and every variant's."""
+
+    recipe: Recipe
+    folder: Path
+    base: RunData
+    variants: tuple[VariantRun, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 for a checkpoint that failed its verification; then, if the recipe gates, the worst
+        verdict: regression before no verdict before pass."""
+        if not all(one.verified.ok for one in self.variants):
+            return 1
+        if not self.recipe.compare.gate:
+            return 0
+        outcomes = {one.comparison.outcome for one in self.variants}
+        worst = [o for o in (Outcome.REGRESSION, Outcome.NO_VERDICT) if o in outcomes]
+        return worst[0].exit_code if worst else 0
+
+    def record(self) -> dict[str, Any]:
+        """The recipe's own `result.json`."""
+        return {
+            "recipe": self.recipe.model_dump(mode="json"),
+            "exit_code": self.exit_code,
+            "base": BASE_NAME,
+            "variants": {
+                one.variant.name: {
+                    "verified": {**asdict(one.verified), "folder": None, "ok": one.verified.ok},
+                    "comparison": one.comparison.as_dict(),
+                }
+                for one in self.variants
+            },
+        }
+
+
+def all_results(run: RecipeRun) -> dict[str, dict[str, Any]]:
+    """{name: result} of the original and every variant, in order."""
+    named: Sequence[RunData] = [run.base, *(one.data for one in run.variants)]
+    return {data.name: data.result for data in named}

@@ -1,0 +1,69 @@
+"""Which stages of a recipe are finished: on disk after each of them, so that a stopped run can go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import read_json
+from ..files.run_folder import write_whole
+from .recipe import Recipe
+
+JOURNAL_NAME = "journal.json"
+
+
+class Stages:
+    """The journal of a recipe's folder: the recipe itself, and the names of what is finished."""
+
+    def __init__(self, folder: Path, recipe: Recipe, done: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.recipe = recipe
+        self._done = list(done)
+
+    @classmethod
+    def begin(cls, folder: Path, recipe: Recipe) -> Stages:
+        """A new folder with nothing finished."""
+        folder.mkdir(parents=True)
+        stages = cls(folder, recipe)
+        stages._write()
+        return stages
+
+    @classmethod
+    def resume(cls, folder: Path) -> Stages:
+        """The journal in a folder that an earlier run left.
+
+        Raises:
+            BadInput: there is none, or it is damaged.
+        """
+        path = folder / JOURNAL_NAME
+        if not path.is_file():
+            raise BadInput(f"{folder} holds no {JOURNAL_NAME}: give the folder of a `llmopt run`")
+        found = read_json(path)
+        try:
+            return cls(folder, Recipe.model_validate(found["recipe"]), tuple(found["done"]))
+        except (KeyError, TypeError, ValidationError) as error:
+            raise BadInput(f"{path} is damaged: run the recipe anew") from error
+
+    def is_done(self, name: str) -> bool:
+        return name in self._done
+
+    def finish(self, name: str) -> None:
+        """Note that a stage's outputs are whole."""
+        self._done.append(name)
+        self._write()
+
+    def clear(self, name: str) -> Path:
+        """The place for the outputs of a stage that is not finished, without what was left there."""
+        target = self.folder / name
+        shutil.rmtree(target, ignore_errors=True)
+        return target
+
+    def _write(self) -> None:
+        # What the recipe did not say stays unsaid: some defaults depend on what was set.
+        recipe = self.recipe.model_dump(mode="json", exclude_unset=True)
+        found = {"schema": 1, "recipe": recipe, "done": self._done}
+        write_whole(self.folder / JOURNAL_NAME, json.dumps(found, indent=2) + "\n")

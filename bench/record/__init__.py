@@ -1,0 +1,1 @@
+"""The record of a run, `result.json`: its schema, identity and reading."""

@@ -1,0 +1,96 @@
+"""What a run measured and how, as its record says it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...quant.open import open_checkpoint
+from ..load.inprocess import InProcessTarget
+from ..machine.environment import checkpoint_hash, machine_name
+from ..options.options import BenchOptions
+from ..workloads.datasets import arrival_words
+from ..workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from ...engine.engine import Engine
+    from ...engine.scheduling.outputs import EngineStats
+
+
+def identity(
+    options: BenchOptions, engine: Engine, model: Path, workload: Workload
+) -> dict[str, Any]:
+    """What was measured and how: the part that decides whether two results may be compared."""
+    quantization = open_checkpoint(model).quantization_config
+    return {
+        "model": options.model or model.name,
+        "model_hash": checkpoint_hash(model),
+        "quantization": quantization.get("quant_method") if quantization else None,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "target": InProcessTarget.name,
+        "workload": workload.name,
+        "workload_sha256": workload.sha256,
+        "load": load_words(options, workload),
+        "engine": {
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "block_size": options.block_size,
+            "enable_prefix_caching": options.enable_prefix_caching,
+            "num_threads": options.num_threads,
+            **_unusual(options),
+        },
+        "device": str(engine.device),
+        "machine": machine_name(str(engine.device)),
+    }
+
+
+def load_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
+    """What is sent, when, and how tokens are chosen."""
+    return {
+        "num_prompts": options.num_prompts,
+        "request_rate": options.rate if options.request_rate else "inf",
+        "burstiness": options.burstiness,
+        **arrival_words(options, workload),
+        "max_concurrency": options.concurrency,
+        "ignore_eos": options.ignore_eos,
+        "temperature": options.temperature,
+        "seed": options.seed,
+    }
+
+
+def _unusual(options: BenchOptions) -> dict[str, Any]:
+    """Engine options that are not what they always were; without them older results stay comparable."""
+    later = (
+        "cpu_activations",
+        "tensor_parallel_size",
+        "scheduling_policy",
+        "overlapped_loop",
+        "enforce_eager",
+        "swap_space_bytes",
+        "kv_cache_dtype",
+        "window",
+        "attention_sinks",
+    )
+    usual = {name: BenchOptions.model_fields[name].default for name in later}
+    found = {
+        name: getattr(options, name) for name in later if getattr(options, name) != usual[name]
+    }
+    if options.lora:
+        found["lora"] = list(options.lora)
+    if options.speculation is not None:
+        found["speculation"] = asdict(options.speculation)
+    return found
+
+
+def speculation_part(options: BenchOptions, stats: EngineStats) -> dict[str, Any] | None:
+    """What speculation brought; None where there was none."""
+    if options.speculation is None:
+        return None
+    return {
+        "method": options.speculation.method,
+        "num_guesses": stats.num_guesses,
+        "num_accepted": stats.num_accepted_guesses,
+        "acceptance": stats.num_accepted_guesses / max(1, stats.num_guesses),
+    }

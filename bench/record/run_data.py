@@ -1,0 +1,61 @@
+"""A result with its table of requests: what a comparison and a report read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from .result import REQUESTS_NAME, BenchRun, read_result, requests_table
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """A result and, where it is there, its table of requests by column."""
+
+    result: dict[str, Any]
+    requests: dict[str, list[Any]] | None = None
+
+    @classmethod
+    def of_run(cls, run: BenchRun) -> RunData:
+        return cls(run.result, requests_table(run.passes))
+
+    @classmethod
+    def read(cls, path: Path) -> RunData:
+        """A run folder, or a `result.json`; the requests are taken from beside it.
+
+        Raises:
+            BadInput: no such result, or a damaged file.
+        """
+        result = read_result(path)
+        table = (path if path.is_dir() else path.parent) / REQUESTS_NAME
+        if not table.is_file():
+            return cls(result)
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return cls(result, pq.read_table(table).to_pydict())
+        except (pa.ArrowInvalid, OSError) as error:
+            raise BadInput(f"{table} is damaged: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return self.result["llmopt"]["name"]
+
+    def values(self, key: str) -> list[float]:
+        """A metric's value in each pass, without passes that have none."""
+        found = [run.get(key) for run in self.result["llmopt"]["runs"]]
+        return [value for value in found if value]
+
+    def by_request(self, column: str) -> dict[str, list[float]]:
+        """A column's values by request id, in the order of the passes."""
+        found: dict[str, list[float]] = {}
+        if self.requests:
+            for request, value in zip(
+                self.requests["request_id"], self.requests[column], strict=True
+            ):
+                if value is not None:
+                    found.setdefault(request, []).append(value)
+        return found

@@ -1,0 +1,1 @@
+"""Reports: a page for each kind of result, with its plots and tables."""

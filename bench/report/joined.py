@@ -1,0 +1,191 @@
+"""Several runs on one page: a row each, and who is on the front of quality against size and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ..gate.compare import incomparable
+from ..page.page import Figure, Page, Section, Table, Tone, Verdict
+from ..page.text import number, percent, size
+from ..quality.layer_errors import layer_sections
+from ..record.run_data import RunData
+from .comparison_page import bars_svg, latency_samples
+from .money import money_sections
+from .pareto import Candidate, front, pareto_svg
+from .plots import distributions_svg, roofline_svg
+from .report import (
+    CAPTIONS,
+    environment_table,
+    formula_table,
+    identity_table,
+    load_words,
+    quality_and_memory,
+    roofline_table,
+    warnings,
+)
+
+HEADER = ("run", "weights", "perplexity", "KL nats", "top-1", "tokens/s", "TTFT", "TPOT", "front")
+
+
+def joined_page(runs: Sequence[RunData]) -> Page:
+    """The page of two or more runs; quality that was not scored alike, and loads that differ, are said
+    to be so above everything.
+
+    Raises:
+        BadInput: fewer than two runs.
+    """
+    if len(runs) < 2:
+        raise BadInput("a joined report needs two runs or more: a single run has its report.html")
+    named = unique_names(runs)
+    results = {name: run.result for name, run in named.items()}
+    candidates = {name: candidate(result) for name, result in results.items()}
+    quality_name = shared_quality(candidates)
+    best = front(candidates, quality_name)
+    rows = [row(name, result, name in best) for name, result in results.items()]
+    tones: dict[int, Tone] = {n: "good" for n, name in enumerate(results) if name in best}
+    figures = []
+    if quality_name is not None:
+        figures = [
+            Figure("pareto-size", pareto_svg(candidates, quality_name, "size"), half=True),
+            Figure("pareto-speed", pareto_svg(candidates, quality_name, "speed"), half=True),
+        ]
+    roofs = {name: result["llmopt"]["roofline"] for name, result in results.items()}
+    plotted_roofs = {name: roof for name, roof in roofs.items() if roof and roof["points"]}
+    latencies = {name: latency_samples(run) for name, run in named.items() if run.requests}
+    first = next(iter(results.values()))
+    return Page(
+        title=f"{len(runs)} runs: {', '.join(results)}",
+        subtitle=f"{first['llmopt']['identity']['workload']} · "
+        f"{load_words(first['llmopt']['identity']['load'])} · "
+        f"{first['llmopt']['identity']['machine']}",
+        verdict=joined_verdict(results, best, quality_name),
+        cards=(),
+        sections=[
+            Section(
+                "All runs", (), figures, (Table(HEADER, rows, tones=tones),), tables_first=True
+            ),
+            Section(
+                "Latency",
+                (),
+                [Figure("distributions", distributions_svg(latencies), CAPTIONS["distributions"])]
+                if latencies
+                else (),
+            ),
+            Section("Side by side", (), (Figure("side-by-side", bars_svg(results)),)),
+            Section(
+                "Roofline",
+                (),
+                [Figure("roofline", roofline_svg(plotted_roofs), CAPTIONS["roofline"])]
+                if plotted_roofs
+                else (),
+                (roofline_table(roofs),),
+            ),
+            Section("Quality and memory", (), (), quality_and_memory(results)),
+            *layer_sections(results),
+            *money_sections(results),
+            Section("How each number is made", (), (), (formula_table(),), folded=True),
+            *(
+                Section(f"What was run: {name}", (), (), (identity_table(result),), folded=True)
+                for name, result in results.items()
+            ),
+            Section(
+                "Environment of the last run",
+                (),
+                (),
+                (environment_table(list(results.values())[-1]["llmopt"]["environment"]),),
+                folded=True,
+            ),
+        ],
+        warnings=differences(results),
+    )
+
+
+def unique_names(runs: Sequence[RunData]) -> dict[str, RunData]:
+    """{name: run}; a name that comes again gets a number."""
+    found: dict[str, RunData] = {}
+    for run in runs:
+        name, count = run.name, 1
+        while name in found:
+            count += 1
+            name = f"{run.name} ({count})"
+        found[name] = run
+    return found
+
+
+def candidate(result: Mapping[str, Any]) -> Candidate:
+    """What the front is decided on."""
+    ours = result["llmopt"]
+    scored = ours["quality"] or {}
+    return Candidate(
+        ours["memory"]["weight_bytes"],
+        result["output_throughput"],
+        scored.get("perplexity"),
+        scored.get("kl_nats"),
+        scored.get("token_sha256"),
+    )
+
+
+def shared_quality(candidates: Mapping[str, Candidate]) -> str | None:
+    """`kl` where all but one have it (the one is the reference), `perplexity` where all have that on the
+    same tokens, None where quality cannot be put side by side."""
+    every = list(candidates.values())
+    if len({one.tokens for one in every}) > 1 or any(one.perplexity is None for one in every):
+        return None
+    if len(every) > 1 and sum(one.kl is None for one in every) <= 1:
+        return "kl"
+    return "perplexity"
+
+
+def row(name: str, result: Mapping[str, Any], is_best: bool) -> list[str]:
+    """A run's row of the table that decides."""
+    ours = result["llmopt"]
+    scored = ours["quality"] or {}
+    return [
+        name,
+        size(ours["memory"]["weight_bytes"]),
+        number(scored.get("perplexity"), 3),
+        number(scored.get("kl_nats"), 4),
+        percent(scored.get("top1_agreement")),
+        number(result["output_throughput"], 0),
+        f"{number(ours['metrics']['ttft']['median'], 1)} ms",
+        f"{number(ours['metrics']['tpot']['median'], 2)} ms",
+        "yes" if is_best else "no",
+    ]
+
+
+def joined_verdict(
+    results: Mapping[str, Mapping[str, Any]], best: Sequence[str], quality_name: str | None
+) -> Verdict:
+    """Who is worth choosing among, in a sentence."""
+    fastest = max(results, key=lambda name: results[name]["output_throughput"] or 0.0)
+    held = {name: result["llmopt"]["memory"]["weight_bytes"] for name, result in results.items()}
+    known = {name: value for name, value in held.items() if value is not None}
+    said = [f"Fastest: {fastest}"]
+    if known:
+        said.append(f"smallest: {min(known, key=lambda name: known[name])}")
+    if quality_name is None:
+        headline = "No quality was scored alike in all of them"
+        return Verdict("unsure", headline + ".", "; ".join(said) + ".")
+    behind = [name for name in results if name not in best]
+    headline = f"Worth choosing among: {', '.join(best)}"
+    if behind:
+        said.append(
+            f"{', '.join(behind)}: another is at least as small, as fast and as close to the original"
+        )
+    return Verdict("plain", headline + ".", "; ".join(said) + ".")
+
+
+def differences(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What stands in the way of comparing these runs, and what to know about each."""
+    names = list(results)
+    found = []
+    for name in names[1:]:
+        for reason in incomparable(results[names[0]], results[name]):
+            found.append(f"Not comparable in speed: {name} and {names[0]}: {reason}.")
+    for name, result in results.items():
+        if result["llmopt"]["interrupted"]:
+            found.append(f"{name} was interrupted.")
+    notes = [warning for result in results.values() for warning in warnings(result)]
+    return [*found, *dict.fromkeys(notes)]

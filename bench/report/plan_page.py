@@ -1,0 +1,232 @@
+"""A plan as a page: memory by component, context against concurrency, and the roofline of both phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...engine.base.units import format_gib, format_tokens
+from ...engine.planner.device.roofline import attainable_flops
+from ...engine.planner.device.speed import StepTime
+from ...engine.planner.plan.explain import explain
+from ...engine.planner.plan.plan import DevicePlan, Plan
+from ..page.page import Card, Figure, Page, Section, Table, Tone, Verdict, to_html
+from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, title, to_svg
+
+GIB = 2**30
+MOST_CURVES = 6
+COMPONENTS = ("weights", "working memory", "KV in use", "KV room")
+
+
+def plan_page(plan: Plan) -> str:
+    """The page as one self-contained HTML text."""
+    return to_html(_page(plan))
+
+
+def _page(plan: Plan) -> Page:
+    work, first = plan.workload, plan.devices[0]
+    figures = [
+        Figure("memory", _memory_svg(plan.devices), "Memory of one GPU, of what a process sees."),
+        Figure(
+            "sequences",
+            _sequences_svg(plan),
+            "How many sequences fit at once, by their length; the cross is what was asked for.",
+        ),
+    ]
+    timed = [device for device in plan.devices if device.decode and device.prefill]
+    if timed:
+        figures.append(
+            Figure(
+                "roofline",
+                _roofline_svg(timed[0]),
+                f"{timed[0].gpu}: the data sheet's roofs, and what each phase is expected to reach.",
+            )
+        )
+    return Page(
+        title=f"Serving {plan.model.name}",
+        subtitle=f"{work.sequences} x {format_tokens(work.context)} tokens, weights {plan.recipe.label}, "
+        f"KV cache {work.kv_dtype}, {plan.setup.engine}",
+        verdict=_verdict(plan, first),
+        cards=_cards(plan, first),
+        sections=[
+            Section("Where the memory goes", figures=figures[:1], tables=[_devices_table(plan)]),
+            Section("How many, how long", figures=figures[1:2], tables=[_changes_table(first)]),
+            *([Section("How fast", figures=figures[2:])] if timed else []),
+            Section("Formulas", tables=[_formulas_table(plan)], folded=True),
+        ],
+        warnings=plan.warnings,
+    )
+
+
+def _verdict(plan: Plan, first: DevicePlan) -> Verdict:
+    count = first.deployment.gpus
+    where = f"{count} x {first.gpu}"
+    limit = first.binding_constraint.replace("_", " ")
+    more = first.relaxations[0] if first.relaxations else None
+    hint = f" {more.change} would bring {more.gained_sequences} more." if more else ""
+    if first.fits:
+        return Verdict(
+            "good",
+            f"Fits on {where}.",
+            f"{first.max_concurrent_sequences} sequences of {plan.workload.context:,} tokens at once; "
+            f"the limit is {limit}.{hint}",
+        )
+    return Verdict("bad", f"Does not fit on {where}.", f"The limit is {limit}.{hint}")
+
+
+def _cards(plan: Plan, first: DevicePlan) -> list[Card]:
+    shape = plan.model.shape
+    cards = [
+        Card("Parameters", f"{shape.num_parameters / 1e9:,.4g}", "billion"),
+        Card("Weights", format_gib(plan.weight_bytes), note=plan.recipe.label),
+        Card("KV of a GPU", format_gib(first.kv_bytes), note=plan.workload.kv_dtype),
+    ]
+    if first.prefill and first.decode:
+        cards += [
+            Card("TTFT", f"{1e3 * first.prefill.seconds:,.4g}", "ms", first.prefill.bound),
+            Card("TPOT", f"{1e3 * first.decode.seconds:,.4g}", "ms", first.decode.bound),
+        ]
+    if first.cost:
+        cards.append(Card("Per million output", f"${first.cost.output_per_million:,.3g}"))
+    return cards
+
+
+def _devices_table(plan: Plan) -> Table:
+    rows, tones = [], {}
+    for index, device in enumerate(plan.devices):
+        tone: Tone = "good" if device.fits else "bad"
+        tones[index] = tone
+        speed = device.tokens_per_second
+        rows.append(
+            [
+                device.gpu,
+                f"{device.deployment.tp} x {device.deployment.pp}",
+                format_gib(device.device.memory_bytes),
+                format_gib(device.weight_bytes),
+                format_gib(device.kv_budget_bytes),
+                str(device.max_concurrent_sequences),
+                f"{device.max_context:,}",
+                "-" if speed is None else f"{speed:,.1f}",
+            ]
+        )
+    header = (
+        *("GPU", "tp x pp", "memory", "weights", "KV room"),
+        *("sequences", "longest context", "tokens/s"),
+    )
+    return Table(header, rows, "Bytes are those of one GPU.", tones)
+
+
+def _changes_table(first: DevicePlan) -> Table:
+    rows = [
+        [change.change, str(change.max_concurrent_sequences), f"+{change.gained_sequences}"]
+        for change in first.relaxations
+    ]
+    return Table(
+        ("change", "sequences", "gain"), rows, f"What would bring sequences on {first.gpu}."
+    )
+
+
+def _formulas_table(plan: Plan) -> Table:
+    rows = [[one.name, one.formula, one.numbers, one.result] for one in explain(plan)]
+    return Table(("quantity", "formula", "with numbers", "result"), rows, is_prose=True)
+
+
+def _memory_svg(devices: Sequence[DevicePlan]) -> str:
+    figure, (axis,) = canvas(width=9, height=0.9 + 0.42 * len(devices))
+    names = [f"{device.deployment.gpus} x {device.gpu}" for device in devices]
+    places = range(len(devices))
+    left = [0.0] * len(devices)
+    parts = zip(*(_components(device) for device in devices), strict=True)
+    for name, sizes, colour in zip(COMPONENTS, parts, (*SERIES[:3], GRID), strict=True):
+        axis.barh(places, sizes, left=left, color=colour, label=name, height=0.6)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    for place, device in zip(places, devices, strict=True):
+        total = device.device.memory_bytes / GIB
+        axis.plot([total, total], [place - 0.38, place + 0.38], color=INK, linewidth=1.6)
+    axis.set_yticks(list(places), names)
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.set_xlabel("GiB")
+    figure.legend(
+        *axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
+    )
+    return to_svg(figure, "Memory by component: " + ", ".join(names))
+
+
+def _components(device: DevicePlan) -> tuple[float, ...]:
+    used = min(device.kv_bytes, device.kv_budget_bytes)
+    work = device.activation_bytes + device.overhead_bytes
+    sizes = (device.weight_bytes, work, used, device.kv_budget_bytes - used)
+    return tuple(size / GIB for size in sizes)
+
+
+def _sequences_svg(plan: Plan) -> str:
+    figure, (axis,) = canvas(width=9, height=3.4)
+    limit = max(plan.model.shape.max_context, plan.workload.context)
+    contexts = [limit // 2**power for power in range(10, -1, -1) if limit // 2**power >= 1]
+    for device, colour in zip(plan.devices[:MOST_CURVES], SERIES, strict=False):
+        fitting = [
+            device.deployment.max_sequences(device.device.memory_bytes, device.reserve, context)
+            for context in contexts
+        ]
+        points = [(c, n) for c, n in zip(contexts, fitting, strict=True) if n > 0]
+        if points:
+            name = f"{device.deployment.gpus} x {device.gpu}"
+            axis.plot(
+                *zip(*points, strict=True), color=colour, marker="o", markersize=3, label=name
+            )
+    axis.plot([plan.workload.context], [plan.workload.sequences], "x", color=INK, markersize=9)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_xticks(contexts, [format_tokens(context) for context in contexts], fontsize=8)
+    axis.set_xlabel("tokens of each sequence")
+    axis.set_ylabel("sequences at once")
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(frameon=False, fontsize=8.5)
+    return to_svg(figure, "Context against concurrency")
+
+
+def _roofline_svg(device: DevicePlan) -> str:
+    figure, (axis,) = canvas(width=9, height=3.6)
+    hardware, recipe = device.device, device.deployment.recipe
+    peak = hardware.peak_flops(recipe.bits, recipe.name)
+    assert hardware.bandwidth and peak and device.decode and device.prefill
+    points = {
+        "decode": (device.decode, BASE),
+        "prefill": (device.prefill, NEW),
+    }
+    places = {
+        name: (_intensity(time, device), _achieved(time, device), colour)
+        for name, (time, colour) in points.items()
+    }
+    ridge = peak / hardware.bandwidth
+    low = min(ridge, *(x for x, _, _ in places.values())) / 4
+    high = max(ridge, *(x for x, _, _ in places.values())) * 4
+    roof = [low, ridge, high]
+    axis.plot(roof, [attainable_flops(x, peak, hardware.bandwidth) for x in roof], color=INK)
+    for name, (x, y, colour) in places.items():
+        axis.plot([x], [y], "o", color=colour, markersize=8, label=name)
+        bound = attainable_flops(x, peak, hardware.bandwidth)
+        axis.plot([x, x], [y, bound], ":", color=colour)
+    axis.annotate(
+        f"ridge {ridge:.0f} FLOP/B",
+        (ridge, peak),
+        xytext=(6, -14),
+        textcoords="offset points",
+        fontsize=8.5,
+        color=MUTED,
+    )
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("FLOP per byte (model bytes)")
+    axis.set_ylabel("FLOP/s of one GPU")
+    axis.legend(frameon=False, loc="lower right")
+    title(axis, f"{device.gpu}, {recipe.label}")
+    return to_svg(figure, f"Roofline of {device.gpu}: prefill and decode")
+
+
+def _intensity(time: StepTime, device: DevicePlan) -> float:
+    return time.flops / device.deployment.tp / time.num_bytes
+
+
+def _achieved(time: StepTime, device: DevicePlan) -> float:
+    return time.flops / device.deployment.gpus / time.seconds

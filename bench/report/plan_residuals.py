@@ -1,0 +1,149 @@
+"""A run beside its plan: predicted and measured weights, KV tokens, TTFT and TPOT, with the residual."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from ...engine.planner.model.catalog import find_model
+from ...engine.planner.model.kv_dtypes import OF_ENGINE
+from ...engine.planner.plan.replay import WrittenPlan, read_plan
+from ..metrics.trace import LoadPass
+from ..page.page import Section, Table
+
+if TYPE_CHECKING:
+    from rich.table import Table as ConsoleTable
+
+    from ...engine.engine import Engine
+
+
+def plan_for_folder(path: Path, folder: Path) -> WrittenPlan:
+    """The plan in a file, checked against the model in a folder.
+
+    Raises:
+        BadInput: it is no plan, or one for another model.
+    """
+    return read_plan(path, find_model(str(folder)))
+
+
+def residuals(
+    plan: WrittenPlan, engine: Engine, passes: Sequence[LoadPass], metrics: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`llmopt.plan` of a result: a row per quantity, and what the run did otherwise than planned.
+
+    `metrics` are the distributions of the run, in milliseconds. Times are predicted again for its mean
+    prompt and for the mean batch and context of its decode steps, so that a residual is about the model
+    of the machine and not about another load. A first token that waited for other prompts shows as a
+    residual: the prediction is for an idle engine.
+    """
+    traces = [trace for one in passes for trace in one.traces if trace.success]
+    steps = [step for one in passes for step in one.steps if step.decode_only]
+    times = None
+    prompt = batch = context = 0
+    if traces and steps:
+        prompt = max(1, round(fmean(trace.prompt_len for trace in traces)))
+        batch = max(1, round(fmean(step.num_sequences for step in steps)))
+        context = round(fmean(step.context_tokens / step.num_sequences for step in steps))
+        times = plan.times(prompt, context, batch)
+    ttft, tpot = times or (None, None)
+    config, held = engine.scheduler.config, engine.memory.weight_bytes
+    layouts = "" if held == plan.weight_bytes else "kernels keep layouts of their own"
+    tokens = engine.stats.kv_blocks_total * config.block_size
+    load = f"a prompt of {prompt} tokens"
+    step = f"{batch} sequences of {context} tokens"
+    return {
+        "file": str(plan.path),
+        "rows": [
+            _row("weights in the checkpoint", "bytes", plan.weight_bytes, plan.model.stored_bytes),
+            _row("weights in memory", "bytes", plan.weight_bytes, held, layouts),
+            _row("KV cache", "tokens", plan.kv_tokens, tokens),
+            _row("TTFT", "ms", _milliseconds(ttft), metrics["ttft"].get("median"), load),
+            _row("TPOT", "ms", _milliseconds(tpot), metrics["tpot"].get("median"), step),
+        ],
+        "differs": _differences(plan, engine),
+    }
+
+
+def residual_table(part: Mapping[str, Any]) -> ConsoleTable:
+    """The rows for a terminal."""
+    from rich import box
+    from rich.table import Table as ConsoleTable
+
+    table = ConsoleTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("against the plan", no_wrap=True)
+    for name in ("predicted", "measured", "residual"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("for")
+    for row in part["rows"]:
+        share = row["residual"]
+        table.add_row(
+            f"{row['quantity']}, {row['unit']}",
+            _number(row["predicted"]),
+            _number(row["measured"]),
+            "-" if share is None else f"{share:+.1%}",
+            row["load"],
+        )
+    return table
+
+
+def plan_section(part: Mapping[str, Any]) -> Section:
+    """The rows for a page."""
+    rows = []
+    for row in part["rows"]:
+        share = row["residual"]
+        values = (_number(row["predicted"]), _number(row["measured"]))
+        residual = "" if share is None else f"{share * 100:+.1f} %"
+        rows.append([f"{row['quantity']}, {row['unit']}", *values, residual, row["load"]])
+    words = [
+        "What `llmopt kv-plan` had predicted beside what was measured. A residual is how far the measurement "
+        "lies above the prediction; times are predicted again for the mean load of this run.",
+        *(f"Not as planned: {difference}." for difference in part["differs"]),
+    ]
+    header = ["against the plan", "predicted", "measured", "residual", "for"]
+    return Section("Against the plan", words, (), (Table(header, rows),))
+
+
+def _row(
+    quantity: str, unit: str, predicted: float | None, measured: float | None, load: str = ""
+) -> dict[str, Any]:
+    """`residual` is how far the measurement lies above the prediction, as a share of it."""
+    share = None
+    if predicted and measured is not None:
+        share = measured / predicted - 1
+    return {
+        "quantity": quantity,
+        "unit": unit,
+        "predicted": predicted,
+        "measured": measured,
+        "residual": share,
+        "load": load,
+    }
+
+
+def _differences(plan: WrittenPlan, engine: Engine) -> list[str]:
+    """Settings of the run that the plan had otherwise, each with what to do about it."""
+    values, config = plan.values, engine.scheduler.config
+    stored = engine.config.kv_cache_dtype
+    dtype = OF_ENGINE[str(engine.dtype).removeprefix("torch.") if stored == "auto" else stored]
+    pairs = (
+        ("tokens of a block", values["block_size"], config.block_size, "--block-size"),
+        ("tokens of a sequence", values["context"], config.max_model_len, "--max-model-len"),
+        ("type of the KV cache", values["kv_dtype"], dtype, "--kv-cache-dtype"),
+    )
+    return [
+        f"{what}: {planned} in the plan, {found} here ({option})"
+        for what, planned, found, option in pairs
+        if planned != found
+    ]
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

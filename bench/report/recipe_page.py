@@ -1,0 +1,271 @@
+"""The one report of a recipe: every checkpoint beside the original in speed, quality and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..load.step_split import reason_in_words, split_table
+from ..page.page import Figure, Page, Section, Table, Verdict
+from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
+from ..page.text import number, percent, size
+from ..quality.layer_errors import layer_sections
+from ..recipes.recipe_run import RecipeRun, VariantRun, all_results
+from .comparison_page import (
+    RULES,
+    TONES,
+    bars_svg,
+    deltas_table,
+    latency_samples,
+    slowdown_bounds,
+)
+from .plots import distributions_svg, roofline_svg
+from .report import (
+    CAPTIONS,
+    environment_table,
+    formula_table,
+    identity_table,
+    quality_and_memory,
+    roofline_table,
+    subtitle,
+    warnings,
+    write_page,
+)
+
+HEADER = (
+    "model",
+    "weights",
+    "perplexity",
+    "KL nats",
+    "top-1",
+    "tokens/s",
+    "TTFT",
+    "TPOT",
+    "speed",
+)
+ERROR_FORMULA = (
+    "|X(W − W′)ᵀ|² / |XWᵀ|², mean over the quantized linears on the calibration tokens; X are the "
+    "inputs of the layer, W its weight, W′ the quantized one"
+)
+
+
+def verdict_rows(run: RecipeRun) -> list[list[str]]:
+    """The final table: one row a checkpoint, quality, memory and speed beside each other."""
+    comparisons = {one.variant.name: one.comparison for one in run.variants}
+    rows = []
+    for name, result in all_results(run).items():
+        ours = result["llmopt"]
+        scored = ours["quality"] or {}
+        comparison = comparisons.get(name)
+        rows.append(
+            [
+                name,
+                size(ours["memory"]["weight_bytes"]),
+                number(scored.get("perplexity"), 3),
+                "" if comparison is None else number(scored.get("kl_nats"), 4),
+                "" if comparison is None else percent(scored.get("top1_agreement")),
+                number(result["output_throughput"], 0),
+                f"{number(ours['metrics']['ttft']['median'], 1)} ms",
+                f"{number(ours['metrics']['tpot']['median'], 2)} ms",
+                "reference" if comparison is None else comparison.outcome.value,
+            ]
+        )
+    return rows
+
+
+def recipe_verdict(run: RecipeRun) -> Verdict:
+    """The best variant by quality, in one sentence, and whether everything was proven."""
+    broken = [one.variant.name for one in run.variants if not one.verified.ok]
+    if broken:
+        return Verdict(
+            "bad",
+            f"{', '.join(broken)} failed verification.",
+            "The files do not hold what was computed: do not use them.",
+        )
+    best = min(run.variants, key=quality_key)
+    base = run.base.result["llmopt"]
+    ours = best.data.result["llmopt"]
+    ratio = ours["memory"]["weight_bytes"] / base["memory"]["weight_bytes"]
+    headline = f"{best.variant.name} keeps {percent(ratio, 0)} of the weight bytes"
+    scored = ours["quality"]
+    if scored and base["quality"]:
+        change = scored["perplexity"] / base["quality"]["perplexity"] - 1
+        headline += f" at {percent(change, 1, signed=True)} perplexity"
+    speed = best.data.result["output_throughput"] / run.base.result["output_throughput"] - 1
+    sentence = (
+        f"It agrees with the original on the likeliest next token at "
+        f"{percent(scored['top1_agreement']) if scored else 'an unknown share'} of the positions. "
+        f"Throughput changes by {percent(speed, 0, signed=True)} ({best.comparison.outcome.value}). "
+        f"Every checkpoint was read back and is {best.verified.status.partition(':')[0]}."
+    )
+    gated = run.recipe.compare.gate
+    tone = TONES[best.comparison.outcome] if gated else "plain"
+    return Verdict(tone, headline + ".", sentence)
+
+
+def quality_key(one: VariantRun) -> float:
+    """Smaller is better: the distance from the original, or the layer error where it is unknown."""
+    scored = one.data.result["llmopt"]["quality"]
+    if scored and scored["kl_nats"] is not None:
+        return scored["kl_nats"]
+    return one.manifest["summary"]["error"]
+
+
+def gate_sentence(run: RecipeRun) -> str:
+    """What the speed verdicts are for, and why they need not be good news."""
+    if run.recipe.compare.gate:
+        return "The verdicts gate: a regression makes the command fail."
+    decode = decode_explanation(run.base.result)
+    best = min(run.variants, key=quality_key)
+    if reason := reason_in_words(run.base.result, best.data.result):
+        decode = f"{decode} {best.variant.name}: {reason}"
+    return (
+        "The comparison informs and does not gate: smaller weights make a model faster only where "
+        f"reading weights is what limits it. {decode}"
+    ).strip()
+
+
+def decode_explanation(result: Mapping[str, Any]) -> str:
+    """What limits decoding in a run, in the words of its roofline."""
+    roofline = result["llmopt"]["roofline"]
+    points = roofline["points"] if roofline else []
+    return next((p["explanation"] for p in points if p["phase"] == "decode"), "")
+
+
+def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
+    """Slowdown of each variant with its 90 % interval, one panel per metric."""
+    keys = {d.key: d.label for one in variants for d in one.comparison.deltas}
+    figure, axes = canvas(
+        max(len(keys), 1), width=11, height=1.3 + 0.45 * len(variants), sharey=True
+    )
+    for axis, (key, label) in zip(axes, keys.items(), strict=False):
+        for row, one in enumerate(variants):
+            colour = SERIES[(row + 1) % len(SERIES)]
+            for delta in (d for d in one.comparison.deltas if d.key == key):
+                low, high = slowdown_bounds(delta)
+                axis.plot(
+                    [low * 100, high * 100], [row, row], color=colour, linewidth=3, alpha=0.45
+                )
+                axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
+        axis.axvline(0, color=INK, linewidth=1)
+        axis.axvline(threshold * 100, color=BAD, linewidth=1, linestyle="--")
+        axis.set_yticks(range(len(variants)), [one.variant.name for one in variants])
+        axis.set_ylim(len(variants) - 0.5, -0.5)
+        axis.grid(visible=False, axis="y")
+        axis.set_xlabel("% slower")
+        title(axis, label)
+    return to_svg(figure, "Change of speed of every variant against the original")
+
+
+def quantization_table(variants: Sequence[VariantRun]) -> Table:
+    """How each checkpoint was made, its layer error, and the proof."""
+    rows = []
+    for one in variants:
+        manifest = one.manifest
+        summary = manifest["summary"]
+        rows.append(
+            [
+                one.variant.name,
+                f"{manifest['method']}, {manifest['scheme']}",
+                manifest["format"],
+                number(summary["bits_per_weight"], 2),
+                f"{summary['error']:.5f}",
+                f"{summary['rtn_error']:.5f}",
+                one.verified.status.partition(":")[0],
+            ]
+        )
+    header = ["variant", "how", "format", "bits/weight", "layer error", "of RTN", "verified"]
+    return Table(header, rows, caption=f"Layer error: {ERROR_FORMULA}.")
+
+
+def summary_table(run: RecipeRun) -> Table:
+    """`verdict_rows`, with what became of the original's weights and perplexity."""
+    base = run.base.result["llmopt"]
+    rows = verdict_rows(run)
+    for row, result in zip(rows[1:], list(all_results(run).values())[1:], strict=True):
+        ours = result["llmopt"]
+        ratio = ours["memory"]["weight_bytes"] / base["memory"]["weight_bytes"]
+        row[1] += f" ({percent(ratio, 0)})"
+        if ours["quality"] and base["quality"]:
+            change = ours["quality"]["perplexity"] / base["quality"]["perplexity"] - 1
+            row[2] += f" ({percent(change, 2, signed=True)})"
+    return Table(HEADER, rows, caption="In brackets: against the original.")
+
+
+def recipe_page(run: RecipeRun) -> Page:
+    """The joint page."""
+    results = all_results(run)
+    figures = recipe_figures(run)
+    roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
+    notes = [note for result in results.values() for note in warnings(result)]
+    per_variant = [
+        deltas_table(
+            one.comparison.deltas, f"{one.variant.name}: {'; '.join(one.comparison.reasons)}."
+        )
+        for one in run.variants
+    ]
+    return Page(
+        title=f"{run.recipe.name}: {run.base.result['model_id']} and its quantized checkpoints",
+        subtitle=subtitle(run.base.result),
+        verdict=recipe_verdict(run),
+        cards=(),
+        sections=[
+            Section("Side by side", (), figures[:1], [summary_table(run)], tables_first=True),
+            Section("Verdict", (gate_sentence(run),)),
+            Section("Quantization", (), (), (quantization_table(run.variants),)),
+            *layer_sections(results),
+            Section("Speed against the original", (), figures[1:3], per_variant),
+            Section(
+                "Roofline",
+                [e for e in (decode_explanation(r) for r in results.values()) if e][:1],
+                figures[3:],
+                (roofline_table(roofs), *([split] if (split := split_table(results)) else ())),
+            ),
+            Section("Quality and memory", (), (), quality_and_memory(results)),
+            Section("What was run", (), (), (identity_table(run.base.result),)),
+            Section(
+                "How the verdicts are made",
+                (),
+                (),
+                (Table(["", ""], [[k, v] for k, v in RULES.items()], is_prose=True),),
+            ),
+            Section("How each number is made", (), (), (formula_table(),)),
+            Section(
+                "Environment",
+                (),
+                (),
+                (environment_table(run.base.result["llmopt"]["environment"]),),
+                folded=True,
+            ),
+        ],
+        warnings=list(dict.fromkeys(notes)),
+    )
+
+
+def recipe_figures(run: RecipeRun) -> list[Figure]:
+    """Side by side, changes, distributions and, where there is one, the roofline."""
+    results = all_results(run)
+    data = [run.base, *(one.data for one in run.variants)]
+    found = [
+        Figure("side-by-side", bars_svg(results), "Speed, quality and memory on the same prompts."),
+        Figure(
+            "changes",
+            variants_svg(run.variants, run.recipe.compare.share),
+            "Dots are estimates, bars 90 % intervals; the dashed line is the threshold. Throughput is "
+            "turned into time per token.",
+        ),
+        Figure(
+            "distributions",
+            distributions_svg({one.name: latency_samples(one) for one in data}),
+            CAPTIONS["distributions"],
+        ),
+    ]
+    roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
+    if all(roof and roof["points"] for roof in roofs.values()):
+        found.append(Figure("roofline", roofline_svg(roofs), CAPTIONS["roofline"]))
+    return found
+
+
+def write_recipe_report(run: RecipeRun) -> None:
+    """`report.html`, `report.md` and the SVG files into the recipe's folder."""
+    write_page(recipe_page(run), run.folder)

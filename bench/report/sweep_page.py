@@ -1,0 +1,219 @@
+"""The report of a sweep or of a search: the answer, throughput against latency, every point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..files.run_folder import whole_folder
+from ..metrics.steady import FORMULAS as STEADY
+from ..page.page import Card, Figure, Page, Section, Table, Verdict
+from ..page.plot_style import BASE, MUTED, NEW, canvas, title, to_svg
+from ..page.text import MISSING, number, percent
+from ..record.result import to_json
+from .report import write_page
+
+SWEEP_NAME = "sweep.json"
+UNITS = {"concurrency": "users", "rate": "requests/s"}
+
+
+def write_sweep(record: Mapping[str, Any], target: Path) -> Path:
+    """Write the folder `target` (`sweep.json`, reports, figures), whole or not at all; returns it."""
+    with whole_folder(target) as folder:
+        (folder / SWEEP_NAME).write_text(to_json(record), encoding="utf-8")
+        write_page(sweep_page(record), folder)
+    return target
+
+
+def sweep_page(record: Mapping[str, Any]) -> Page:
+    """The page of a record of `Sweep.as_dict` or `SloSearch.as_dict`."""
+    identity, workload = record["identity"], record["workload"]
+    figures = []
+    if any(point["latency_ms"] for point in record["points"]):
+        caption = "Every point is one load. Up is more throughput, right is a longer wait."
+        figures.append(Figure("throughput-latency", throughput_latency_svg(record), caption))
+    rules = [
+        ["knee", record["knee_rule"]],
+        ["automatic loads", record["auto_rule"]],
+        ["kept up", record["kept_up_rule"]],
+    ]
+    if slo := record.get("slo"):
+        rules.append(["limits", slo["rule"]])
+    rules += [[name, text] for name, text in STEADY.items()]
+    what = [
+        ["Model", f"{identity['model']}, {identity['model_hash'][:30]}"],
+        ["Target", f"{identity['target']}, {identity['device']}, {identity['machine']}"],
+        [
+            "Workload",
+            f"{workload['source']}: {workload['num_requests']} requests, "
+            f"{workload['prompt_tokens']:,} prompt and {workload['output_tokens']:,} output tokens",
+        ],
+    ]
+    notes = [f"{note[0].upper()}{note[1:]}." for note in workload["notes"]]
+    if record["interrupted"]:
+        notes.insert(0, "The sweep was interrupted: points are missing.")
+    kind = "Search" if slo else "Sweep"
+    return Page(
+        title=f"{kind} over {record['kind']}: {record['name']}",
+        subtitle=f"{identity['model']} · {identity['workload']} · {identity['machine']}",
+        verdict=sweep_verdict(record),
+        cards=sweep_cards(record),
+        sections=[
+            Section("Throughput against latency", (), figures, (points_table(record),)),
+            Section("What was run", (), (), (Table(["", ""], what, is_prose=True),)),
+            Section("How it was decided", (), (), (Table(["", ""], rules, is_prose=True),)),
+        ],
+        warnings=notes,
+    )
+
+
+def knee_point(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The point at the knee."""
+    kind = record["kind"]
+    return next((p for p in record["points"] if p[kind] == record["knee"]), None)
+
+
+def load_text(value: float, kind: str) -> str:
+    """`4 users`, `1 user`, `2.5 requests/s`."""
+    if kind == "concurrency":
+        return f"{value:.0f} {'user' if value == 1 else 'users'}"
+    return f"{value:.3g} requests/s"
+
+
+def sweep_verdict(record: Mapping[str, Any]) -> Verdict:
+    """The answer of a search, or the knee of a sweep, in one breath."""
+    kind = record["kind"]
+    if slo := record.get("slo"):
+        asked = f"{slo['limits']} for {percent(slo['share'], 0)} of the requests"
+        if slo["best"] is None:
+            lowest = load_text(slo["lowest_failed"], kind)
+            return Verdict("bad", f"Not even {lowest} keeps {asked}.", "No lighter load was tried.")
+        best = load_text(slo["best"], kind)
+        if slo["lowest_failed"] is None:
+            said = "No heavier load was tried: this is the most that the workload can press."
+        else:
+            failed = next(p for p in record["points"] if p[kind] == slo["lowest_failed"])
+            why = (
+                f": {percent(failed['good_share'])} are within"
+                if failed["kept_up"]
+                else f", it is not kept up with: {number(failed['request_throughput'])} requests/s "
+                f"of it completed (with more --num-prompts the drain counts for less)"
+            )
+            said = f"{load_text(slo['lowest_failed'], kind)} does not{why}."
+        return Verdict("good", f"{best} keeps {asked}.", said)
+    point = knee_point(record)
+    if point is None:
+        return Verdict(
+            "bad",
+            "There is no knee: no load succeeded and was kept up with.",
+            "Lower the loads, or give more prompts.",
+        )
+    most = max(p["output_throughput"] or 0.0 for p in record["points"])
+    return Verdict(
+        "plain",
+        f"The knee is at {load_text(record['knee'], kind)}: "
+        f"{number(point['output_throughput'], 0)} output tokens/s.",
+        f"The mean request takes {number(point['latency_ms'], 1)} ms there; the most of any load "
+        f"was {number(most, 0)} output tokens/s.",
+    )
+
+
+def sweep_cards(record: Mapping[str, Any]) -> list[Card]:
+    """The key numbers."""
+    cards = []
+    if slo := record.get("slo"):
+        value = number(slo["best"], 0 if record["kind"] == "concurrency" else 2)
+        cards.append(Card("Highest within the limits", value, UNITS[record["kind"]]))
+    if point := knee_point(record):
+        cards += [
+            Card(
+                "Knee",
+                number(record["knee"], 0 if record["kind"] == "concurrency" else 2),
+                UNITS[record["kind"]],
+            ),
+            Card("Throughput there", number(point["output_throughput"], 0), "tokens/s"),
+            Card("Median TTFT there", number(point["median_ttft_ms"], 1), "ms"),
+            Card("Median TPOT there", number(point["median_tpot_ms"], 2), "ms"),
+        ]
+    if record["serial_request_rate"]:
+        cards.append(Card("One user alone", number(record["serial_request_rate"], 2), "requests/s"))
+    return cards
+
+
+def points_table(record: Mapping[str, Any]) -> Table:
+    """One row a load, lightest first; the knee is marked."""
+    kind = record["kind"]
+    limited = any(point["good_share"] is not None for point in record["points"])
+    rows = []
+    for point in record["points"]:
+        steady = point["steady_state"]
+        row = [
+            number(point[kind], 0 if kind == "concurrency" else 2)
+            + ("\u00a0*" if point[kind] == record["knee"] else ""),
+            number(point["request_throughput"]),
+            number(point["output_throughput"], 0),
+            number(steady and steady["output_throughput"], 0),
+            number(point["median_ttft_ms"], 1),
+            number(point["p99_ttft_ms"], 1),
+            number(point["median_tpot_ms"]),
+            number(point["latency_ms"], 1),
+            percent(point["prefix_cache_hit_rate"]),
+            str(point["failed"]),
+        ]
+        if kind == "rate":
+            row.append("yes" if point["kept_up"] else "no")
+        if limited:
+            row.append(percent(point["good_share"], 0))
+        rows.append(row)
+    header = [
+        "users" if kind == "concurrency" else "rate",
+        "req/s",
+        "tok/s",
+        "steady tok/s",
+        "TTFT ms",
+        "p99 TTFT",
+        "TPOT ms",
+        "E2E ms",
+        "hits",
+        "failed",
+    ]
+    if kind == "rate":
+        header.append("kept up")
+    if limited:
+        header.append("within")
+    # Open loops have no steady state, and not every server tells its cache hits.
+    shown = [n for n in range(len(header)) if any(row[n] != MISSING for row in rows)]
+    return Table(
+        [header[n] for n in shown],
+        [[row[n] for n in shown] for row in rows],
+        caption="* is the knee. TTFT and TPOT are medians, E2E a mean; hits: of the prefix cache.",
+    )
+
+
+def throughput_latency_svg(record: Mapping[str, Any]) -> str:
+    """Output throughput over mean latency, the loads in order joined by a line, the knee marked."""
+    kind = record["kind"]
+    figure, (axis,) = canvas(width=9, height=4.0)
+    points = [p for p in record["points"] if p["latency_ms"] and p["output_throughput"]]
+    across = [p["latency_ms"] for p in points]
+    up = [p["output_throughput"] for p in points]
+    axis.plot(across, up, "-o", color=BASE, linewidth=1.6, markersize=5)
+    for point, x, y in zip(points, across, up, strict=True):
+        at_knee = point[kind] == record["knee"]
+        axis.annotate(
+            f"{point[kind]:.3g}" + (" knee" if at_knee else ""),
+            (x, y),
+            xytext=(6, -12),
+            textcoords="offset points",
+            fontsize=9,
+            color=NEW if at_knee else MUTED,
+        )
+        if at_knee:
+            axis.plot(x, y, "o", color=NEW, markersize=10)
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("mean end-to-end latency, ms")
+    axis.set_ylabel("output tokens/s")
+    title(axis, f"Labels: {UNITS[kind]}")
+    return to_svg(figure, "Output throughput against mean latency, one point per load")

@@ -1,0 +1,1 @@
+"""Servers that are started for a benchmark: llmopt's own and others'."""

@@ -1,0 +1,115 @@
+"""How other people's servers are started: a command line, and in what their requests differ."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...quant.base.errors import BadInput
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A server that a benchmark can start.
+
+    Attributes:
+        program: what is run, found beside this Python or on the PATH; None is this Python itself.
+        arguments: (model, the name under which it is served, port) to the words behind the program.
+        version: the words that make the program print its version.
+        install: what to do where it is missing.
+        backend: how requests to it are written (`client.address.BACKENDS`).
+        is_served_by_path: its clients name the model by its path, not by a name of our choice.
+        needs_gguf: it reads GGUF files and nothing else.
+    """
+
+    program: str | None
+    arguments: Callable[[str, str, int], list[str]]
+    version: tuple[str, ...]
+    install: str
+    backend: str = "openai"
+    is_served_by_path: bool = False
+    needs_gguf: bool = False
+
+    def find(self, name: str, given: Path | None) -> str:
+        """The program's path.
+
+        Raises:
+            BadInput: it is not there.
+        """
+        if given is not None:
+            if found := shutil.which(str(given.expanduser())):
+                return found
+            raise BadInput(f"--serve-program {given} is no program that can be run")
+        if self.program is None:
+            return sys.executable
+        beside = str(Path(sys.executable).parent)
+        if found := shutil.which(self.program, path=beside) or shutil.which(self.program):
+            return found
+        raise BadInput(
+            f"--serve {name}: there is no program {self.program!r} here: {self.install}, or name it with "
+            "--serve-program"
+        )
+
+
+def _vllm(model: str, name: str, port: int) -> list[str]:
+    where = ["--host", HOST, "--port", str(port)]
+    return ["serve", model, "--served-model-name", name, *where]
+
+
+def _llama_cpp(model: str, name: str, port: int) -> list[str]:
+    return ["--model", model, "--alias", name, "--host", HOST, "--port", str(port)]
+
+
+def _transformers(model: str, name: str, port: int) -> list[str]:
+    return ["serve", model, "--host", HOST, "--port", str(port)]
+
+
+def _llmopt(model: str, name: str, port: int) -> list[str]:
+    where = ["--host", HOST, "--port", str(port)]
+    return ["-m", "llmopt.cli.main", "serve-local", model, "--served-model-name", name, *where]
+
+
+PRESETS = {
+    "vllm": Preset("vllm", _vllm, ("--version",), "pip install vllm"),
+    "llama.cpp": Preset(
+        "llama-server",
+        _llama_cpp,
+        ("--version",),
+        "install llama.cpp (github.com/ggml-org/llama.cpp)",
+        needs_gguf=True,
+    ),
+    "transformers": Preset(
+        "transformers",
+        _transformers,
+        ("version",),
+        "pip install 'transformers[serving]'",
+        backend="transformers",
+        is_served_by_path=True,
+    ),
+    "llmopt": Preset(
+        None,
+        _llmopt,
+        ("-c", "from importlib.metadata import version; print(version('llmopt'))"),
+        "it is part of llmopt",
+    ),
+}
+
+
+def known_presets() -> Sequence[str]:
+    return tuple(PRESETS)
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if name not in PRESETS:
+        raise BadInput(f"--serve {name!r}: it is none of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,217 @@
+"""A server that lives as long as the benchmark that measures it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress, Silent
+from ...quant.model.checkpoint import read_json
+from ...quant.model.models import bundled_models, resolve_model
+from ...recipes import DEFAULT_MODEL
+from ..files.interrupt import interrupts_held
+from ..machine.environment import without_secrets
+from ..options.options import BenchOptions
+from .presets import HOST, Preset, preset
+
+READY_PATH = "/health"
+POLL_SECONDS = 0.1
+ANSWER_SECONDS = 5.0
+STOP_SECONDS = 10.0
+VERSION_SECONDS = 120.0
+LOG_LINES = 12
+
+
+@contextmanager
+def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[BenchOptions]:
+    """Start the server that `options.serve` names, and give the options that measure it; without one the
+    options as they are. Leaving stops the server, whatever happened.
+
+    Raises:
+        BadInput: an unknown or missing program, a model that it cannot serve, arguments that are no command
+            line, or a server that ended or was not ready in time; with its last words.
+    """
+    if options.serve is None:
+        for name in ("serve_args", "serve_program"):
+            if getattr(options, name):
+                raise BadInput(f"--{name.replace('_', '-')} needs --serve")
+        yield options
+        return
+    if options.base_url is not None:
+        raise BadInput("--serve and --base-url were given: a run has one server, give one")
+    chosen = preset(options.serve)
+    program = chosen.find(options.serve, options.serve_program)
+    model, tokenizer = _model(options, chosen)
+    name = Path(model).name
+    port = _free_port()
+    command = [program, *chosen.arguments(model, name, port), *_words(options.serve_args)]
+    progress = progress or Silent()
+    found_version = version_of([program, *chosen.version])
+    progress.note(f"starting {shlex.join(without_secrets(command))}")
+    with tempfile.TemporaryFile() as log:
+        # A session of its own: a Ctrl-C is for the benchmark, which then ends the server.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            began = time.perf_counter()
+            url = f"http://{HOST}:{port}"
+            _wait_until_ready(process, url, options, log)
+            seconds = time.perf_counter() - began
+            progress.note(f"{options.serve} is ready after {seconds:.1f} s at {url}")
+            known = {
+                "preset": options.serve,
+                "command": without_secrets(command),
+                "version": found_version,
+                "seconds_to_ready": seconds,
+            }
+            yield options.model_copy(
+                update={
+                    "serve": None,
+                    "serve_args": None,
+                    "serve_program": None,
+                    "base_url": url,
+                    "backend": _backend(options, chosen),
+                    "model": model if chosen.is_served_by_path else name,
+                    "tokenizer": tokenizer,
+                    "max_model_len": options.max_model_len or _context(model, chosen),
+                    "name": options.name or options.label or f"{options.serve}-{name}",
+                    "started_server": known,
+                }
+            )
+        finally:
+            with interrupts_held():
+                stop(process)
+
+
+def _backend(options: BenchOptions, chosen: Preset) -> str:
+    return options.backend if "backend" in options.model_fields_set else chosen.backend
+
+
+def _model(options: BenchOptions, chosen: Preset) -> tuple[str, str]:
+    """(the model for the server's command line, where its tokenizer is)."""
+    name = options.model or DEFAULT_MODEL
+    path = Path(name).expanduser()
+    if chosen.needs_gguf:
+        if path.suffix != ".gguf" or not path.is_file():
+            raise BadInput(f"--serve {options.serve}: give a .gguf file as the model, not {name!r}")
+        if options.tokenizer is None:
+            raise BadInput(
+                f"--serve {options.serve}: give --tokenizer, the folder or hub id of the model that "
+                f"{path.name} was made from"
+            )
+        return str(path.resolve()), options.tokenizer
+    if name in bundled_models() or path.exists():
+        name = str(resolve_model(name).resolve())
+    return name, options.tokenizer or name
+
+
+def _context(model: str, chosen: Preset) -> int | None:
+    """The longest sequence by the model's own config, for a server whose model list does not say."""
+    config = Path(model) / "config.json"
+    if not chosen.is_served_by_path or not config.is_file():
+        return None
+    found = read_json(config).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def _words(text: str | None) -> list[str]:
+    try:
+        return shlex.split(text or "")
+    except ValueError as error:
+        raise BadInput(f"--serve-args {text!r}: {error}") from error
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind((HOST, 0))
+        return one.getsockname()[1]
+
+
+def version_of(command: list[str]) -> str | None:
+    """The last line with a digit that a program prints of its version; None if it does not say."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=VERSION_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines()]
+    said = [line for line in lines if any(letter.isdigit() for letter in line)]
+    return said[-1][:200] if said and done.returncode == 0 else None
+
+
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], url: str, options: BenchOptions, log: IO[bytes]
+) -> None:
+    deadline = time.perf_counter() + options.serve_timeout
+    while not _is_ready(url):
+        if (code := process.poll()) is not None:
+            raise BadInput(
+                f"--serve {options.serve}: the server ended with code {code} before it was ready; "
+                f"{last_words(log)}"
+            )
+        if time.perf_counter() > deadline:
+            raise BadInput(
+                f"--serve {options.serve}: not ready after {options.serve_timeout:g} s (--serve-timeout); "
+                f"{last_words(log)}"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _is_ready(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url + READY_PATH, timeout=ANSWER_SECONDS) as answer:
+            return answer.status == 200
+    except (OSError, ValueError):
+        return False
+
+
+def last_words(log: IO[bytes]) -> str:
+    """The end of a server's log, in one line."""
+    size = os.fstat(log.fileno()).st_size
+    data = os.pread(log.fileno(), 8192, max(0, size - 8192))
+    lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines()]
+    said = [line for line in lines if line][-LOG_LINES:]
+    return f"its last words: {' | '.join(said)}" if said else "it said nothing"
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """End a server and all that it started: asked, then told, then made to."""
+    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            break
+        _signal_all(process.pid, sent)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    # Workers that outlived it would hold the port and the memory.
+    _signal_all(process.pid, signal.SIGKILL)
+
+
+def _signal_all(group: int, sent: signal.Signals) -> None:
+    try:
+        os.killpg(group, sent)
+    except (ProcessLookupError, PermissionError):
+        return

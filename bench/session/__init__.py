@@ -1,0 +1,1 @@
+"""Benchmark sessions: in process, over HTTP, in sweeps, against a base."""

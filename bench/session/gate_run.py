@@ -1,0 +1,169 @@
+"""A benchmark that ends in a verdict: against a recorded run, or against another model measured in turns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress
+from ...recipes import DEFAULT_MODEL
+from ..client.address import Address
+from ..files.run_folder import write_whole
+from ..gate.compare import Comparison, compare
+from ..gate.gate import Limit, parse_gate
+from ..gate.outputs import write_benchmark_json, write_junit
+from ..options.options import BenchOptions
+from ..record.result import BenchRun, plain
+from ..record.run_data import RunData
+from .http_session import find_served
+from .session import run_bench, run_interleaved
+
+OPTION_NAMES = ("baseline", "against", "gate", "junit", "benchmark_json")
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictWanted:
+    """What the command line asks of the verdict."""
+
+    baseline: RunData | None
+    against: str | None
+    limits: Sequence[Limit]
+    junit: Path | None
+    benchmark_json: Path | None
+
+    @classmethod
+    def checked(
+        cls,
+        baseline: Path | None,
+        against: str | None,
+        gate: str | None,
+        junit: Path | None,
+        benchmark_json: Path | None,
+    ) -> VerdictWanted | None:
+        """None if no verdict is wanted. Everything is read before the benchmark begins.
+
+        Raises:
+            BadInput: two bases, limits or a JUnit file without a base, a gate or a baseline that cannot
+                be read.
+        """
+        if baseline is not None and against is not None:
+            raise BadInput("--baseline and --against were given: a run has one base, give one")
+        if baseline is None and against is None:
+            for option, value in (("--gate", gate), ("--junit", junit)):
+                if value is not None:
+                    raise BadInput(f"{option} needs something to judge by: --baseline or --against")
+            if benchmark_json is None:
+                return None
+        limits = parse_gate(gate) if gate is not None else ()
+        recorded = RunData.read(baseline) if baseline is not None else None
+        return cls(recorded, against, limits, junit, benchmark_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A finished benchmark; with a base, also that and the verdict."""
+
+    run: BenchRun
+    base: BenchRun | None = None
+    comparison: Comparison | None = None
+
+
+def run_judged(
+    options: BenchOptions, wanted: VerdictWanted | None, progress: Progress | None = None
+) -> Judged:
+    """Measure, and judge if that is wanted; the record holds the verdict under `llmopt.verdict`.
+
+    An interrupted run has no verdict.
+
+    Raises:
+        BadInput: the model, the data set or an option is unusable.
+    """
+    base_run = None
+    if wanted is not None and wanted.against is not None:
+        runs = run_interleaved(in_turns(options, wanted.against), progress)
+        if len(runs) < 2:
+            return Judged(runs[0])
+        base_run, run = runs
+    else:
+        run = run_bench(options, progress)
+    base = RunData.of_run(base_run) if base_run else wanted.baseline if wanted else None
+    if wanted is None or base is None or run.interrupted:
+        return Judged(run, base_run)
+    comparison = compare(base, RunData.of_run(run), limits=wanted.limits)
+    run.result["llmopt"]["verdict"] = plain(comparison.as_dict())
+    return Judged(run, base_run, comparison)
+
+
+def in_turns(options: BenchOptions, against: str) -> list[BenchOptions]:
+    """The two arms, the base first. The base is the new one's reference unless it has another."""
+    is_url = against.startswith(("http://", "https://"))
+    if is_url != (options.base_url is not None):
+        raise BadInput(
+            "--against names a model where a model of this process is measured, and a URL beside "
+            "--base-url or --serve: transport alone would be a difference"
+        )
+    if is_url:
+        return servers_in_turns(options, against)
+    reference = options.reference or (against if options.quality else None)
+    name = options.name or options.label or Path(options.model or DEFAULT_MODEL).name
+    own = Path(against).name
+    base = {
+        "model": against,
+        "name": own if own != name else f"{own}-base",
+        "reference": None,
+        # What is slowed on purpose is the new one.
+        "slowdown": 1.0,
+    }
+    return [
+        options.model_copy(update=base),
+        options.model_copy(update={"reference": reference, "name": name}),
+    ]
+
+
+def servers_in_turns(options: BenchOptions, against: str) -> list[BenchOptions]:
+    """The server at `against` and the one of `options`, with the same prompts for both.
+
+    The base is asked for its own model: two servers seldom call one model the same.
+    """
+    address = Address.parse(options.base_url or against)
+    own = find_served(options, address)
+    name = options.name or options.label or Path(own.model).name
+    host = against.partition("://")[2].rstrip("/")
+    base = {
+        "base_url": against,
+        "model": None,
+        "name": f"{host.replace(':', '-').replace('/', '-')}-base",
+        "started_server": None,
+        # A started server may need its requests written in its own way; the other is any server.
+        "backend": "openai" if options.started_server else options.backend,
+    }
+    # The same tokenizer and the same longest sequence make the same workload.
+    limits = [own.max_model_len]
+    with contextlib.suppress(BadInput):
+        limits.append(Address.parse(against).model_card().get("max_model_len") or own.max_model_len)
+    shared = {"tokenizer": own.tokenizer_name, "max_model_len": min(limits)}
+    return [
+        options.model_copy(update={**shared, **base}),
+        options.model_copy(update={**shared, "name": name}),
+    ]
+
+
+def write_verdict(judged: Judged, wanted: VerdictWanted, folder: Path) -> None:
+    """`comparison.html` and `comparison.md` in the run's folder, and the files that were asked for."""
+    from ..page.page import to_html, to_markdown
+    from ..report.comparison_page import comparison_page
+
+    new = RunData.of_run(judged.run)
+    base = RunData.of_run(judged.base) if judged.base else wanted.baseline
+    comparison = judged.comparison
+    if comparison is not None and base is not None:
+        write_whole(folder / "comparison.html", to_html(comparison_page(base, new, comparison)))
+        page = comparison_page(base, new, comparison, with_figures=False)
+        write_whole(folder / "comparison.md", to_markdown(page))
+        if wanted.junit is not None:
+            write_junit(wanted.junit, comparison)
+    if wanted.benchmark_json is not None:
+        write_benchmark_json(wanted.benchmark_json, new, comparison)

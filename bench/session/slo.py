@@ -1,0 +1,124 @@
+"""The highest load that still keeps a promise on latency, found by bisection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from .sweep import Rig, Sweep
+
+PRECISION = 0.05
+SHARE = 0.95
+# Of the serial rate: at a quarter of it requests hardly meet, so what fails there fails everywhere.
+LOWEST_RATE = 0.25
+MOST_DOUBLINGS = 10
+RULE = (
+    "a load keeps the limits if the given share of all requests, failed ones counted as misses, meets "
+    "every limit; a rate must also be kept up with, and its TTFT and end-to-end time count from when a "
+    "request was due"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The end of a search.
+
+    Attributes:
+        best: the highest load that kept the limits; None when the lowest did not.
+        failed: the lowest load above it that was tried and did not; None when none failed.
+    """
+
+    best: float | None
+    failed: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SloSearch:
+    """What was asked and what was found."""
+
+    sweep: Sweep
+    limits: str
+    share: float
+    found: Found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record of the sweep with the search's verdict under `slo`."""
+        said = self.sweep.as_dict()
+        said["slo"] = {
+            "limits": self.limits,
+            "share": self.share,
+            "by": self.sweep.kind,
+            "best": self.found.best,
+            "lowest_failed": self.found.failed,
+            "precision": PRECISION if self.sweep.kind == "rate" else 1,
+            "rule": RULE,
+        }
+        return said
+
+
+def search_slo(rig: Rig, limits: str, share: float) -> SloSearch:
+    """Find the highest rate (to within 5 %) or concurrency (exactly) that keeps the limits.
+
+    `limits` are also the rig's goodput limits. Rates start at a quarter of the measured serial rate.
+
+    Raises:
+        BadInput: an option is unusable.
+        KeyboardInterrupt: the person stopped it; a search that is not over says nothing.
+    """
+    if not 0 < share <= 1:
+        raise BadInput(f"--slo-share is {share}: it must be above 0 and at most 1")
+
+    def keeps(load: float) -> bool:
+        point = rig.measure(rig.kind, load)
+        return point["kept_up"] and point["good_share"] is not None and point["good_share"] >= share
+
+    if rig.kind == "rate":
+        found = highest_rate(keeps, rig.serial_rate() * LOWEST_RATE)
+    else:
+        found = highest_count(keeps, rig.most_requests)
+    assert rig.sweep is not None
+    return SloSearch(rig.sweep, limits, share, found)
+
+
+def highest_rate(keeps: Callable[[float], bool], lowest: float) -> Found:
+    """Double from `lowest` until a rate fails, then halve the gap (geometrically) to 5 %."""
+    if not keeps(lowest):
+        return Found(None, lowest)
+    good, bad = lowest, math.inf
+    for _ in range(MOST_DOUBLINGS):
+        if not keeps(good * 2):
+            bad = good * 2
+            break
+        good *= 2
+    if math.isinf(bad):
+        return Found(good, None)
+    while bad / good > 1 + PRECISION:
+        middle = math.sqrt(good * bad)
+        if keeps(middle):
+            good = middle
+        else:
+            bad = middle
+    return Found(good, bad)
+
+
+def highest_count(keeps: Callable[[float], bool], most: int) -> Found:
+    """Double from 1 up to `most` until a count fails, then bisect to neighbours."""
+    if not keeps(1):
+        return Found(None, 1)
+    good, bad = 1, None
+    while good < most:
+        tried = min(good * 2, most)
+        if not keeps(tried):
+            bad = tried
+            break
+        good = tried
+    while bad is not None and bad - good > 1:
+        middle = (good + bad) // 2
+        if keeps(middle):
+            good = middle
+        else:
+            bad = middle
+    return Found(good, bad)

@@ -1,0 +1,283 @@
+"""One target under several loads: throughput against latency, the knee, and the load a limit allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress
+from ..metrics.metrics import aggregate, parse_goodput
+from ..metrics.statistics import run_cv
+from ..metrics.steady import steady_state
+from ..metrics.trace import LoadPass
+from ..options.options import BenchOptions
+from ..options.sweep_loads import Kind
+from ..record import result as record
+from .http_session import HttpSession
+from .session import BenchSession
+
+SCHEMA_VERSION = 1
+METRICS = ("ttft", "tpot", "itl", "e2el", "e2el_including_client_queue")
+# An automatic sweep doubles the load until that brings less than this more throughput.
+LEAST_GAIN = 0.10
+MOST_STEPS = 10
+# The first rate of an automatic sweep, and the lowest of a search, in serial rates.
+FIRST_RATE = 0.5
+# A rate is kept up with if this share of it completes, over the whole pass with its drain. Falling
+# short means saturation, or a pass too short against the latency to tell.
+KEPT_UP = 0.8
+KNEE_RULE = (
+    "the point with the highest power: output throughput / mean end-to-end latency (Kleinrock 1979); "
+    "before it throughput grows faster than latency, behind it latency does; of rates, only those "
+    "that were kept up with"
+)
+AUTO_RULE = (
+    f"the load doubles until output throughput gains less than {LEAST_GAIN:.0%} on the best so far, "
+    "or a rate is not kept up with"
+)
+KEPT_UP_RULE = (
+    f"requests completed per second, over the whole pass with its drain, are at least {KEPT_UP:.0%} "
+    "of the rate; more prompts make the pass longer and the drain count for less"
+)
+
+
+@dataclass(slots=True)
+class Sweep:
+    """What was measured: a record a load, in the order of measuring.
+
+    Attributes:
+        identity: what was measured and how, as in the result of a run, without what varies.
+        serial_rate: requests a second of one user alone, where it was measured.
+    """
+
+    kind: Kind
+    name: str
+    identity: dict[str, Any] = field(default_factory=dict)
+    workload: dict[str, Any] = field(default_factory=dict)
+    points: list[dict[str, Any]] = field(default_factory=list)
+    serial_rate: float | None = None
+    interrupted: bool = False
+
+    @property
+    def knee(self) -> dict[str, Any] | None:
+        """The point of highest power; None when no request succeeded."""
+        return find_knee(self.points)
+
+    def ordered(self) -> list[dict[str, Any]]:
+        """The points, lightest load first."""
+        return sorted(self.points, key=lambda point: point[self.kind])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record that is written."""
+        knee = self.knee
+        return record.plain(
+            {
+                "schema": SCHEMA_VERSION,
+                "kind": self.kind,
+                "name": self.name,
+                "interrupted": self.interrupted,
+                "identity": self.identity,
+                "workload": self.workload,
+                "serial_request_rate": self.serial_rate,
+                "knee": knee and knee[self.kind],
+                "knee_rule": KNEE_RULE,
+                "auto_rule": AUTO_RULE,
+                "kept_up_rule": KEPT_UP_RULE,
+                "points": self.ordered(),
+            }
+        )
+
+
+def find_knee(points: Sequence[Mapping[str, Any]]) -> Any:
+    """The point with the highest `power` that was kept up with, the first of two equal ones."""
+    alive = [point for point in points if point["power"] is not None and point["kept_up"]]
+    return max(alive, key=lambda point: point["power"], default=None)
+
+
+class Rig:
+    """A target that is measured under one load after another. The model is loaded once.
+
+    A context manager: leaving it ends what a measurement over HTTP has started.
+    """
+
+    def __init__(self, options: BenchOptions, kind: Kind, progress: Progress | None = None) -> None:
+        chosen = options.num_runs if "num_runs" in options.model_fields_set else 1
+        self._options = options.model_copy(update={"num_runs": chosen, "quality": False})
+        if options.tasks:
+            raise BadInput("a sweep or a search scores no tasks: leave --tasks away")
+        if options.request_rate is not None or options.ramp_up_strategy is not None:
+            raise BadInput("a sweep or a search sets the rate: leave --request-rate and ramps away")
+        self.kind: Kind = kind
+        self._limits = parse_goodput(options.goodput)
+        self._progress = progress
+        self._engine: Any = None
+        self.sweep: Sweep | None = None
+
+    @property
+    def most_requests(self) -> int:
+        """Requests of a pass: more cannot be in flight."""
+        return self._options.num_prompts
+
+    def measure(self, kind: Kind, value: float) -> dict[str, Any]:
+        """Every pass under one load, as a record. One of the rig's kind joins `sweep`.
+
+        Raises:
+            KeyboardInterrupt: the person stopped it; this point is lost.
+        """
+        if kind == "concurrency":
+            load = {"max_concurrency": int(value), "request_rate": None}
+        else:
+            load = {"request_rate": float(value)}
+        options = self._options.model_copy(update=load)
+        with ExitStack() as stack:
+            session = self._open(options, stack)
+            if session.workload.is_timed:
+                raise BadInput(
+                    f"{session.workload.source} has arrival times of its own, so there is no rate "
+                    "to vary: freeze it without a rate, or replay it with --trace-speed"
+                )
+            if self.sweep is None:
+                session.say_notes()
+                self.sweep = Sweep(
+                    self.kind,
+                    session.name,
+                    varied_away(session.identity()),
+                    record.workload_part(session.workload),
+                )
+            for _ in range(options.num_runs):
+                if not session.run_pass():
+                    raise KeyboardInterrupt
+            point = point_record(kind, value, session.passes, session.hit_rates, self._limits)
+            point["workload_sha256"] = session.workload.sha256
+        if kind == self.kind:
+            self.sweep.points.append(point)
+        return point
+
+    def serial_rate(self) -> float:
+        """Requests a second of one user alone.
+
+        Raises:
+            BadInput: no request succeeded.
+        """
+        point = self.measure("concurrency", 1)
+        rate = point["request_throughput"]
+        if not rate:
+            raise BadInput(
+                "no request succeeded with one user alone: there is no rate to start from"
+            )
+        assert self.sweep is not None
+        self.sweep.serial_rate = rate
+        return rate
+
+    def _open(self, options: BenchOptions, stack: ExitStack) -> BenchSession | HttpSession:
+        if options.base_url is not None:
+            return stack.enter_context(HttpSession(options, self._progress))
+        session = BenchSession(options, self._progress, engine=self._engine)
+        self._engine = session.engine
+        return session
+
+
+def varied_away(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity without what differs from point to point: the load, and with it the hash of a
+    workload that arrives at a rate."""
+    load = {
+        key: value
+        for key, value in identity["load"].items()
+        if key not in ("request_rate", "max_concurrency")
+    }
+    kept = {key: value for key, value in identity.items() if key != "workload_sha256"}
+    return {**kept, "load": load}
+
+
+def point_record(
+    kind: Kind,
+    value: float,
+    passes: Sequence[LoadPass],
+    hit_rates: Sequence[float | None],
+    limits_ms: Mapping[str, float],
+) -> dict[str, Any]:
+    """The figures of one load: vLLM's aggregate keys over its passes, and what a sweep decides by."""
+    found = aggregate(
+        passes, metrics=METRICS, percentiles=(50, 90, 99), goodput_ms=limits_ms or None
+    )
+    latency = found["mean_e2el_including_client_queue_ms" if kind == "rate" else "mean_e2el_ms"]
+    throughput = found["output_throughput"]
+    each = [aggregate([one], metrics=(), percentiles=())["output_throughput"] for one in passes]
+    known = [rate for rate in hit_rates if rate is not None]
+    return {
+        kind: int(value) if kind == "concurrency" else value,
+        "num_runs": len(passes),
+        **found,
+        "latency_ms": latency,
+        "kept_up": kind == "concurrency" or (found["request_throughput"] or 0.0) >= KEPT_UP * value,
+        "power": throughput / (latency / 1000) if throughput and latency else None,
+        "run_cv": run_cv(each) if len(each) > 1 and all(each) else None,
+        "prefix_cache_hit_rate": sum(known) / len(known) if known else None,
+        "steady_state": steady_state(passes, int(value) if kind == "concurrency" else None),
+        "good_share": good_share(passes, limits_ms, from_schedule=kind == "rate"),
+    }
+
+
+def good_share(
+    passes: Sequence[LoadPass], limits_ms: Mapping[str, float], *, from_schedule: bool
+) -> float | None:
+    """Share of all requests, failed ones among them, that meet every limit; None without limits.
+
+    `from_schedule` counts TTFT and end-to-end time from when a request was due, not from when the
+    client came to send it.
+    """
+    traces = [trace for one in passes for trace in one.traces]
+    if not limits_ms or not traces:
+        return None
+    good = 0
+    for trace in traces:
+        if not trace.success:
+            continue
+        wait = trace.queued if from_schedule else 0.0
+        seen = {"ttft": trace.ttft + wait, "tpot": trace.tpot or 0.0, "e2el": trace.e2el + wait}
+        good += all(seen[metric] * 1000 <= limit for metric, limit in limits_ms.items())
+    return good / len(traces)
+
+
+def sweep_loads(rig: Rig, loads: Sequence[float] | None) -> Sweep:
+    """Measure the given loads, or (None) double the load until that brings little.
+
+    An automatic sweep over rates begins at half the serial rate, which it measures first. An
+    interrupt ends the sweep; the points that are whole stay.
+
+    Raises:
+        BadInput: an option is unusable.
+    """
+    kind = rig.kind
+    try:
+        if loads is None:
+            first = 1.0 if kind == "concurrency" else rig.serial_rate() * FIRST_RATE
+            most = float(rig.most_requests) if kind == "concurrency" else math.inf
+            double_until_flat(lambda value: rig.measure(kind, value), first, most)
+        else:
+            for value in loads:
+                rig.measure(kind, value)
+    except KeyboardInterrupt:
+        if rig.sweep is None or not rig.sweep.points:
+            raise
+        rig.sweep.interrupted = True
+    assert rig.sweep is not None
+    return rig.sweep
+
+
+def double_until_flat(
+    measure: Callable[[float], Mapping[str, Any]], first: float, most: float
+) -> None:
+    """Measure `first`, twice that and so on up to `most`, until that brings little."""
+    value, best = first, 0.0
+    for _ in range(MOST_STEPS):
+        point = measure(value)
+        throughput = point["output_throughput"] or 0.0
+        if throughput < best * (1 + LEAST_GAIN) or value >= most or not point["kept_up"]:
+            return
+        best = max(best, throughput)
+        value = min(value * 2, most)

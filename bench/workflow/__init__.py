@@ -1,0 +1,1 @@
+"""Carrying out a recipe: quantize, verify, bench, compare, report."""

@@ -1,0 +1,125 @@
+"""Carrying out a recipe: quantize, verify, bench beside the original, compare, one report over it all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress, Silent
+from ...quant.convert.verify import verify
+from ...quant.manifest.manifest import MANIFEST_NAME
+from ...quant.model.checkpoint import read_json
+from ...quant.model.models import resolve_model
+from ...quant.pipeline.pipeline import quantize
+from ...quant.plan.plan import QuantizeRequest
+from ...recipes import DEFAULT_MODEL
+from ..files.run_folder import write_whole
+from ..gate.compare import Comparison, RunData, compare
+from ..recipes.recipe import BASE_NAME, Recipe, Variant
+from ..recipes.recipe_run import RecipeRun, VariantRun
+from ..recipes.stages import Stages
+from ..record.result import BenchRun, to_json
+from ..report.recipe_page import write_recipe_report
+from ..session.session import run_bench, run_interleaved, write_run
+
+
+def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
+    """Carry out a recipe with variants in its folder, but for the stages that are finished there.
+
+    Each part is written whole when it is finished, so an interrupt leaves what was done.
+
+    Raises:
+        BadInput: a step cannot be done as the recipe asks.
+        KeyboardInterrupt: it was interrupted.
+    """
+    progress = progress or Silent()
+    recipe, folder = stages.recipe, stages.folder
+    model = recipe.model or DEFAULT_MODEL
+    resolve_model(model)
+    if recipe.num_threads is not None:
+        torch.set_num_threads(recipe.num_threads)
+    names, proofs = {BASE_NAME: model}, []
+    for variant in recipe.variants:
+        output = folder / "checkpoints" / variant.name
+        # A checkpoint is published whole, so one that is there is finished, noted or not.
+        if not (output / MANIFEST_NAME).is_file():
+            progress.note(f"quantize: {variant.name}")
+            make_checkpoint(recipe, variant, output, progress)
+            stages.finish(f"quantize {variant.name}")
+        # Proven anew by a run that goes on: what lies there is what is measured.
+        verified = verify(output, progress)
+        progress.note(f"verify {variant.name}: {verified.status}")
+        proofs.append((read_json(output / MANIFEST_NAME), verified))
+        names[variant.name] = str(output)
+    progress.note(f"bench {', '.join(names)}")
+    base, *others = measure(stages, names, progress)
+    variants = tuple(
+        VariantRun(variant, manifest, verified, data, judge(recipe, base, data))
+        for variant, (manifest, verified), data in zip(recipe.variants, proofs, others, strict=True)
+    )
+    run = RecipeRun(recipe, folder, base, variants)
+    write_whole(folder / "result.json", to_json(run.record()))
+    write_recipe_report(run)
+    return run
+
+
+def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
+    """The recipe's comparison of one variant."""
+    return compare(base, new, threshold=recipe.compare.share, gate=recipe.compare.quality_gate)
+
+
+def measure(stages: Stages, models: Mapping[str, str], progress: Progress) -> list[RunData]:
+    """Bench every model of {name: model} under the recipe's load, the first being the reference, into
+    `folder/name`, but for what is finished. Models that take turns are one stage."""
+    recipe = stages.recipe
+    reference = next(iter(models.values()))
+    options = [
+        recipe.bench.model_copy(
+            update={
+                "model": model,
+                "name": name,
+                "reference": None if name == BASE_NAME else reference,
+                "num_threads": recipe.num_threads,
+            }
+        )
+        for name, model in models.items()
+    ]
+    if recipe.interleave:
+        if not stages.is_done("bench in turns"):
+            keep(run_interleaved(options, progress), stages)
+            stages.finish("bench in turns")
+    else:
+        for name, one in zip(models, options, strict=True):
+            if not stages.is_done(f"bench {name}"):
+                keep([run_bench(one, progress)], stages)
+                stages.finish(f"bench {name}")
+    return [RunData.read(stages.folder / name) for name in models]
+
+
+def keep(runs: Sequence[BenchRun], stages: Stages) -> None:
+    """Write every run's folder, named like the run. Interrupted ones are written too, if a request
+    finished, and then end the recipe."""
+    for run in runs:
+        if any(one.traces for one in run.passes):
+            write_run(run, stages.clear(run.result["llmopt"]["name"]))
+    if any(run.interrupted for run in runs):
+        raise KeyboardInterrupt
+
+
+def make_checkpoint(recipe: Recipe, variant: Variant, output: Path, progress: Progress) -> None:
+    """Quantize the recipe's model as `variant` says."""
+    output.parent.mkdir(exist_ok=True)
+    step = variant.quantize.model_dump()
+    request = QuantizeRequest(
+        model=resolve_model(recipe.model),
+        output=output,
+        model_name=recipe.model or DEFAULT_MODEL,
+        **step,
+    )
+    try:
+        quantize(request, progress)
+    except BadInput as error:
+        raise BadInput(f"variant {variant.name}: {error}") from error

@@ -1,0 +1,32 @@
+"""Where the engine computes, and in what precision, when the user leaves it open."""
+
+from __future__ import annotations
+
+import torch
+
+from ...quant.base.errors import BadInput
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one.
+
+    Raises:
+        BadInput: CUDA is asked for where there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput(f"device {name!r}: this torch ({torch.__version__}) sees no CUDA device")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; "auto" is bfloat16 where the device computes in it, float32 elsewhere."""
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    # Without bf16 instructions a CPU emulates it, tens of times slower than float32.
+    has_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32

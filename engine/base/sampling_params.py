@@ -1,0 +1,131 @@
+"""What a request asks of the sampler, and when it wants to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...quant.base.errors import BadInput
+
+if TYPE_CHECKING:
+    from .logits import LogitsProcessor, TokenMask
+
+SMALLEST_TEMPERATURE = 1e-5
+"""Below it, scores divided by the temperature leave float32; the likeliest token is taken instead."""
+
+MAX_LOGPROBS = 100
+MAX_COMPLETIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Names and meanings follow vLLM's.
+
+    `temperature` 0 is greedy. `top_k` 0 (or -1) and `top_p` 1 and `min_p` 0 are off. Penalties look at
+    output tokens only, but for `repetition_penalty`, which looks at the prompt too. `logprobs` = k asks
+    for the chosen token and the k likeliest; they come from the model's own distribution, before
+    penalties and temperature. `best_of` = b draws b completions and hands out the n of them with the
+    highest sum of log-probabilities, all at the end. `max_tokens` None runs to the model's context
+    length. `token_mask` says which tokens may come, `logits_processors` change scores in their order:
+    see `engine/base/logits.py`.
+
+    Raises:
+        BadInput: a value outside its range.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    token_mask: TokenMask | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise BadInput(f"stop must be a tuple of strings, not the string {self.stop!r}")
+        for name, holds, need in self._limits():
+            if not holds:
+                raise BadInput(f"{name} = {getattr(self, name)}: need {need}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadInput(f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}")
+        if not all(self.stop):
+            raise BadInput("a stop string is empty")
+
+    def _limits(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
+            ("min_tokens", self.min_tokens >= 0, "0 or more"),
+            ("temperature", 0.0 <= self.temperature < math.inf, "0 or more"),
+            ("top_k", self.top_k >= -1, "-1 or 0 (off), or 1 or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "a value above 0, up to 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "0.01 to 100"),
+            ("presence_penalty", abs(self.presence_penalty) <= 2.0, "-2 to 2"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2.0, "-2 to 2"),
+            ("n", 1 <= self.n <= MAX_COMPLETIONS, f"1 to {MAX_COMPLETIONS}"),
+            (
+                "best_of",
+                self.best_of is None or self.n <= self.best_of <= MAX_COMPLETIONS,
+                f"n = {self.n} to {MAX_COMPLETIONS}",
+            ),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"0 to {MAX_LOGPROBS}",
+            ),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                f"0 to {MAX_LOGPROBS}",
+            ),
+        ]
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions that are drawn."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < SMALLEST_TEMPERATURE
+
+    @property
+    def filters(self) -> bool:
+        """Whether any of top-k, top-p and min-p narrows the choice."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the scores are anything but the model's own before the temperature."""
+        return bool(self.logit_bias) or self.reads_tokens
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the scores are changed by the tokens before, beyond what the model makes of them."""
+        return bool(self.logits_processors) or self.token_mask is not None or self.penalizes
+
+    @property
+    def penalizes(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )

@@ -1,0 +1,176 @@
+"""The tensors behind the block pool, and how many blocks they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+import torch
+
+from ...quant.base.errors import BadInput
+from ..base.host import available_memory_bytes
+from ..base.units import format_gib
+from ..config.config import EngineConfig
+from ..kernels.attention.paged_tensor import vector_bytes
+from ..model.layers.attention import LayerCache
+from ..model.spec.spec import KvLayout
+from ..planner.memory.cache_size import CacheRequest, CacheRoom, size_cache
+from ..scheduling.step_plan import BlockCopies
+
+_STORED = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+
+
+def stored_dtype(name: str, computed: torch.dtype) -> torch.dtype:
+    """What `EngineConfig.kv_cache_dtype` means in an engine that computes in `computed`."""
+    return _STORED.get(name, computed)
+
+
+def stored_name(dtype: torch.dtype) -> str:
+    """What `EngineConfig.kv_cache_dtype` calls it."""
+    return next(name for name, stored in _STORED.items() if stored is dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """The layers of a model as the planner asks for them."""
+
+    layouts: Sequence[KvLayout]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(layout.num_elements for layout in self.layouts)
+
+    def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
+        return ceil(self.num_elements * bytes_per_element)
+
+
+def kv_bytes_per_token(layouts: Sequence[KvLayout], dtype: torch.dtype) -> int:
+    """Bytes that a token takes in all layers, the scales of 8-bit types included."""
+    return sum(vector_bytes(dim, dtype) for layout in layouts for dim in layout.vectors)
+
+
+def choose_num_blocks(
+    config: EngineConfig,
+    layouts: Sequence[KvLayout],
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    dtype: torch.dtype,
+    find_room: Callable[[], CacheRoom],
+) -> int:
+    """Blocks of the cache, the null block included: the planner's rule.
+
+    `dtype` is what keys and values are stored in, `max_model_len` the tokens of the longest sequence that
+    stay in the cache. `layouts` are those of this process, where several share the model and the memory.
+    `find_room` is asked where no size is given.
+
+    Raises:
+        BadInput: the memory given does not hold a single sequence.
+    """
+    parts, memory = config.tensor_parallel_size, config.kv_cache_memory_bytes
+    layers = _Layers(layouts)
+    request = CacheRequest(
+        bytes_per_element=Fraction(kv_bytes_per_token(layouts, dtype), layers.num_elements),
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        memory_bytes=None if memory is None else memory // parts,
+        num_blocks=config.num_blocks,
+    )
+    room = CacheRoom(0) if request.says_its_size else find_room()
+    return size_cache(layers, request, room).num_blocks + 1
+
+
+def choose_num_host_blocks(
+    config: EngineConfig, layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype
+) -> int:
+    """Blocks that the swap space holds; `layouts` as for `choose_num_blocks`.
+
+    Raises:
+        BadInput: it holds none, or the host has not so much memory.
+    """
+    given = config.swap_space_bytes
+    if not given:
+        return 0
+    if given > (free := available_memory_bytes()):
+        raise BadInput(
+            f"swap_space_bytes = {given}: the host has {format_gib(free)} of memory free"
+        )
+    block_bytes = block_size * kv_bytes_per_token(layouts, dtype)
+    num_blocks = given // config.tensor_parallel_size // block_bytes
+    if num_blocks < 1:
+        raise BadInput(f"swap_space_bytes = {given} does not hold one block of {block_bytes} bytes")
+    return num_blocks
+
+
+class KvCache:
+    """Keys and values of all layers, in blocks, stored as `dtype`; 8-bit types bring their scales.
+
+    Beside them `num_host_blocks` blocks on the host, for sequences that were preempted.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[KvLayout],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.layers = [
+            LayerCache.zeros(layout, num_blocks, block_size, device, dtype) for layout in layouts
+        ]
+        self.num_host_blocks = num_host_blocks
+        # Pinned, so that copies wait in the device's stream and the host does not.
+        self._on_host = [
+            torch.empty(
+                (num_host_blocks, *part.shape[1:]),
+                dtype=part.dtype,
+                pin_memory=device.type == "cuda" and num_host_blocks > 0,
+            )
+            for part in self._parts
+        ]
+        self.block_size = block_size
+        self.dtype = dtype
+        self.num_bytes = sum(part.nbytes for part in self._parts)
+        self.mirror: Callable[[str, Any], None] | None = None
+        """Told of every copy, where other processes hold other heads of the same blocks."""
+
+    @property
+    def _parts(self) -> list[torch.Tensor]:
+        return [part for layer in self.layers for part in layer.parts]
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Carry out the copies of a step; within the cache every source is read before any is written."""
+        if not copies:
+            return
+        if self.mirror is not None:
+            self.mirror("copy", copies)
+        for part, on_host in zip(self._parts, self._on_host, strict=True):
+            if copies.within:
+                sources, destinations = torch.tensor(copies.within, device=part.device).unbind(1)
+                part.index_copy_(0, destinations, part.index_select(0, sources))
+            for source, destination in copies.to_host:
+                on_host[destination].copy_(part[source], non_blocking=True)
+            for source, destination in copies.from_host:
+                part[destination].copy_(on_host[source], non_blocking=True)
+
+    def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy single slots (source, destination), numbered through all blocks; all are read first."""
+        if not copies:
+            return
+        if self.mirror is not None:
+            self.mirror("copy_slots", copies)
+        for part in self._parts:
+            sources, destinations = torch.tensor(copies, device=part.device).unbind(1)
+            slots = part.flatten(0, 1)
+            slots.index_copy_(0, destinations, slots.index_select(0, sources))

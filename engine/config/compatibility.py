@@ -1,0 +1,168 @@
+"""Feature compatibility: the features of the engine, and the pairs of them that are refused.
+
+The refusals at start-up and the matrix in docs/compatibility.md are made from these lists, so they cannot
+differ. A feature is of the engine (an option turns it on), of the checkpoint, or of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from ...quant.base.errors import BadInput
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that can be turned on.
+
+    Attributes:
+        name: as it stands in a sentence.
+        source: the option that turns it on, or where else it comes from.
+        is_asked_for: whether a config turns it on; None where a config does not say.
+    """
+
+    name: str
+    source: str
+    is_asked_for: Callable[[EngineConfig], bool] | None = None
+
+
+FEATURES: Mapping[str, Feature] = {
+    "chunks": Feature(
+        "chunked prefill", "`prefill_chunk_size`", lambda c: c.prefill_chunk_size is not None
+    ),
+    "no-prefix-cache": Feature(
+        "no prefix cache", "`--no-prefix-caching`", lambda c: not c.enable_prefix_caching
+    ),
+    "policy": Feature(
+        "a scheduling policy", "`--scheduling-policy`", lambda c: c.scheduling_policy != "fcfs"
+    ),
+    "overlap": Feature("async scheduling", "`--overlapped-loop`", lambda c: c.overlapped_loop),
+    "eager": Feature("eager steps", "`--enforce-eager`", lambda c: c.enforce_eager),
+    "swap": Feature("a swap space", "`--swap-space`", lambda c: c.swap_space_bytes > 0),
+    "kv-fp8": Feature(
+        "a KV cache in fp8", "`--kv-cache-dtype fp8`", lambda c: c.kv_cache_dtype == "fp8"
+    ),
+    "kv-int8": Feature(
+        "a KV cache in int8", "`--kv-cache-dtype int8`", lambda c: c.kv_cache_dtype == "int8"
+    ),
+    "ngram": Feature(
+        "prompt lookup",
+        "`--speculative ngram`",
+        lambda c: c.speculation is not None and c.speculation.method == "ngram",
+    ),
+    "draft": Feature(
+        "a draft model",
+        "`--speculative draft`",
+        lambda c: c.speculation is not None and c.speculation.method == "draft",
+    ),
+    "medusa": Feature(
+        "Medusa heads",
+        "`--speculative medusa`",
+        lambda c: c.speculation is not None and c.speculation.method == "medusa",
+    ),
+    "eagle": Feature(
+        "an EAGLE head",
+        "`--speculative eagle`",
+        lambda c: c.speculation is not None and c.speculation.method == "eagle",
+    ),
+    "rejection": Feature(
+        "rejection sampling",
+        "`--speculative-acceptance rejection`",
+        lambda c: c.speculation is not None and c.speculation.acceptance == "rejection",
+    ),
+    "streams": Feature(
+        "attention sinks", "`--window`, `--attention-sinks`", lambda c: c.window is not None
+    ),
+    "lora": Feature("LoRA adapters", "`--lora`", lambda c: bool(c.loras)),
+    "tensor-parallel": Feature(
+        "tensor parallelism",
+        "`--tensor-parallel-size`",
+        lambda c: c.tensor_parallel_size > 1,
+    ),
+    "activations-8": Feature(
+        "8-bit activations", "`--cpu-activations 8`", lambda c: c.cpu_activations == 8
+    ),
+    "windows": Feature("sliding windows", "the checkpoint"),
+    "quantized": Feature("quantized weights", "the checkpoint"),
+    "transformers": Feature(
+        "a model that runs through transformers", "a checkpoint of another model type"
+    ),
+    "completions": Feature("several completions", "`n`, `best_of`"),
+    "mask": Feature("token masks and processors", "`token_mask`, `logits_processors`"),
+    "prompt-logprobs": Feature("logprobs of the prompt", "`prompt_logprobs`"),
+    "beams": Feature("beam search", "`LLM.beam_search`"),
+}
+
+REFUSALS: Mapping[frozenset[str], str] = {
+    frozenset(
+        {"streams", "draft"}
+    ): "the draft model would end at its own context; use prompt lookup",
+    frozenset(
+        {"streams", "eagle"}
+    ): "the head would end at its own context; use prompt lookup or Medusa heads",
+    frozenset({"streams", "windows"}): "layers of this model have windows of their own",
+    frozenset(
+        {"streams", "transformers"}
+    ): "window and attention_sinks are for the decoder's own model types",
+    **{
+        frozenset(
+            {heads, "rejection"}
+        ): "a tree of top-k tokens has no draft distribution to sample from; use coupled"
+        for heads in ("medusa", "eagle")
+    },
+    **{
+        frozenset(
+            {heads, "transformers"}
+        ): "heads read the hidden states of the decoder's own layers"
+        for heads in ("medusa", "eagle")
+    },
+    frozenset({"lora", "transformers"}): "adapters are for the decoder's own model types",
+    frozenset({"tensor-parallel", "transformers"}): "only the decoder's own layers are divided",
+    frozenset({"quantized", "transformers"}): "transformers' modules take plain weights only",
+}
+"""Why two features do not go together."""
+
+ALTERNATIVES = frozenset(
+    {
+        frozenset({"kv-fp8", "kv-int8"}),
+        *(frozenset(two) for two in combinations(("ngram", "draft", "medusa", "eagle"), 2)),
+        frozenset({"completions", "beams"}),
+        frozenset({"mask", "beams"}),
+        frozenset({"prompt-logprobs", "beams"}),
+    }
+)
+"""Pairs that nobody can ask for, because one place says the one or the other. All others go together."""
+
+
+def refuse(features: Collection[str], because: str = "") -> None:
+    """Check features that are on together; `because` says how one of them came about.
+
+    Raises:
+        BadInput: two of them do not go together.
+    """
+    for pair, reason in REFUSALS.items():
+        if pair <= set(features):
+            line = refusal_line(pair)
+            raise BadInput(f"{line}: {reason} ({because})" if because else f"{line}: {reason}")
+
+
+def refusal_line(pair: frozenset[str]) -> str:
+    """How the refusal of a pair begins."""
+    return (
+        " and ".join(FEATURES[key].name for key in FEATURES if key in pair) + " do not go together"
+    )
+
+
+def asked_for(config: EngineConfig) -> frozenset[str]:
+    """The features that a config turns on."""
+    return frozenset(
+        key
+        for key, feature in FEATURES.items()
+        if feature.is_asked_for is not None and feature.is_asked_for(config)
+    )

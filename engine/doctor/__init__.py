@@ -1,0 +1,1 @@
+"""What `llmopt doctor` prints: the machine, the kernel table, the self-test of every kernel."""

@@ -1,0 +1,57 @@
+"""The kernel table of a machine, for `llmopt doctor`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...quant.base.scheme import (
+    Activations,
+    CodebookScheme,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    LookupScheme,
+    Scheme,
+    VectorwiseScheme,
+)
+from ..kernels.attention.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from ..kernels.common.dispatch import Choice
+from ..kernels.elementwise.layer_kernels import GATE, GELU_GATE, NORM, TURN, RowSituation
+from ..kernels.linear.linear import LINEAR, LinearSituation
+from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
+from ..kernels.moe.expert_kernels import EXPERTS, ExpertsSituation
+from ..sampling.kernels import SAMPLING, SamplingSituation
+
+SCHEMES: tuple[tuple[Scheme, int], ...] = (
+    (IntScheme(4, 128, False), 16),
+    (IntScheme(4, 128, True), 8),
+    (IntScheme(8, -1, True), 16),
+    (IntScheme(8, -1, True, Activations("int8")), 16),
+    (VectorwiseScheme(), 16),
+    (FloatScheme("channel"), 16),
+    (FloatScheme("channel", Activations("fp8")), 16),
+    (FloatScheme("block", Activations("fp8", "group128")), 16),
+    (CodebookScheme("nf4"), 16),
+    (GgufScheme("Q4_K"), 16),
+    (LookupScheme(4), 16),
+)
+"""One of each kind of weight, and the bits of its inputs."""
+
+
+def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
+    """The choices on `device` for a typical decoder in `dtype`, for `llmopt doctor`."""
+    choices = [
+        PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, 128, 128)),
+        PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, 128, 128, has_trees=True)),
+        *(
+            operation.explain(RowSituation(device.type, dtype, size))
+            for operation, size in ((NORM, 4096), (GATE, 4096), (GELU_GATE, 4096), (TURN, 128))
+        ),
+        SAMPLING.explain(SamplingSituation(device.type)),
+        LINEAR.explain(LinearSituation(device.type, dtype, 4096, 4096)),
+        EXPERTS.explain(ExpertsSituation(device.type, dtype)),
+    ]
+    for scheme, input_bits in SCHEMES:
+        situation = QuantizedLinearSituation(device.type, dtype, 4096, 4096, scheme, input_bits)
+        choices.append(QUANTIZED_LINEAR.explain(situation))
+    return choices

@@ -1,0 +1,100 @@
+"""What this machine offers the engine: software, processor, memory, CUDA devices, kernels."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from ..base.host import available_memory_bytes, cpu_model, usable_cores
+from ..kernels.common.build import cache_folder, openmp_start
+from ..kernels.linear.native_linear import has_bf16, native_linear
+from .kernel_table import table
+
+PACKAGES = ("llmopt", "torch", "transformers")
+# What each extension of the instruction set is worth to the kernels.
+FEATURES = {
+    "bfloat16 products": "_is_avx512_bf16_supported",
+    "8-bit dot products": "_is_vnni_supported",
+    "matrix tiles": "_is_amx_tile_supported",
+}
+
+
+def examine() -> dict[str, Any]:
+    """Everything `llmopt doctor` shows, as plain JSON values; memory in bytes."""
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if gpus else [])]
+    return {
+        "versions": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
+        "cpu": {
+            "model": cpu_model(),
+            "cores": os.cpu_count(),
+            "usable_cores": usable_cores(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "features": [name for name, probe in FEATURES.items() if _has(probe)],
+        },
+        "native": _native(),
+        "memory": {
+            "total_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "available_bytes": available_memory_bytes(),
+        },
+        "cuda": [
+            {
+                "name": gpu.name,
+                "memory_bytes": gpu.total_memory,
+                "capability": f"{gpu.major}.{gpu.minor}",
+            }
+            for gpu in gpus
+        ],
+        "kernels": [
+            _kernels(device, dtype)
+            for device in devices
+            for dtype in (torch.bfloat16, torch.float32)
+        ],
+    }
+
+
+def _native() -> dict[str, Any]:
+    """The C kernels: the path they are compiled for and with what, or why there are none."""
+    found = native_linear()
+    return {
+        "path": found.path,
+        "reason": found.reason,
+        "bfloat16_products": has_bf16(),
+        "threads": "torch's OpenMP" if openmp_start() else "one",
+        "cache": str(cache_folder()),
+    }
+
+
+def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "operations": [
+            {
+                "operation": choice.operation,
+                "situation": choice.situation,
+                "chosen": choice.chosen,
+                "candidates": [
+                    {"name": name, "refused": reason} for name, reason in choice.reasons
+                ],
+            }
+            for choice in table(device, dtype)
+        ],
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _has(probe: str) -> bool:
+    """Asks torch, whose probes are private and come and go with its releases."""
+    ask = getattr(torch.cpu, probe, None)
+    return bool(ask and ask())

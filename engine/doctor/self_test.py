@@ -1,0 +1,262 @@
+"""Each kernel that serves a device, held against the reference of its table on random inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...quant.base.scheme import Scheme
+from ...quant.convert.regrid import round_weight
+from ..base.sampling_params import SamplingParams
+from ..cache.step_inputs import Run, step_inputs
+from ..kernels.attention.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from ..kernels.attention.paged_attention import AttentionKernel, AttentionRule
+from ..kernels.attention.paged_tensor import LARGEST_CODE, PagedTensor
+from ..kernels.common.dispatch import Operation
+from ..kernels.elementwise.head_norms import HeadNorms
+from ..kernels.elementwise.layer_kernels import GATE, GELU_GATE, NORM, TURN, RowSituation
+from ..kernels.linear.linear import LINEAR, LinearSituation
+from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
+from ..kernels.moe.expert_kernels import EXPERTS, ExpertsKernel, ExpertsSituation
+from ..model.layers.mlp import GatedMlp
+from ..model.layers.projection import Projection
+from ..sampling.kernels import SAMPLING, SamplingKernel, SamplingSituation
+from ..sampling.row import SamplingRow
+from .kernel_table import SCHEMES
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 128, 16
+ROW, OUT, VOCAB = 512, 384, 5000
+TOKENS = (1, 20, 100)
+"""A product by vector, tiles, and the way of many tokens."""
+
+MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+MOST_ERROR_ROUNDED = 4e-2
+"""Where inputs or a cache are rounded to 8 bits: what lies between two codes may go either way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What came of one kernel.
+
+    Attributes:
+        kernel: its name in the table.
+        error: |result - reference| / |reference|, over all that it gives; None where it gave nothing.
+        most: what is allowed.
+        reason: why it gave nothing.
+    """
+
+    operation: str
+    situation: str
+    kernel: str
+    error: float | None
+    most: float
+    reason: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.error is not None and self.error <= self.most  # NaN does not
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """An operation in a situation, and what a candidate's implementation makes of the same inputs."""
+
+    operation: Operation[Any, Any]
+    situation: Any
+    compute: Callable[[Any], Sequence[torch.Tensor]]
+    most: float
+    note: str = ""
+
+
+@torch.inference_mode()
+def self_test(device: torch.device, dtype: torch.dtype) -> list[Finding]:
+    """Every candidate that serves `device` in `dtype`, against its table's last one, which is torch's."""
+    findings = []
+    for check in checks(device, dtype):
+        *candidates, reference = check.operation.candidates
+        serving = [one for one in candidates if one.refuses(check.situation) is None]
+        if not serving:
+            continue
+        for candidate in serving:
+            error = reason = None
+            try:
+                expected = check.compute(reference.run)
+                error = relative_error(check.compute(candidate.run), expected)
+            except Exception as problem:
+                # Whatever a broken compiler or driver raises is the finding.
+                reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+            situation = f"{check.situation}{check.note}"
+            findings.append(
+                Finding(check.operation.name, situation, candidate.name, error, check.most, reason)
+            )
+    return findings
+
+
+def relative_error(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest of the tensors' relative errors."""
+    errors = [
+        (one.float() - other.float()).norm() / other.float().norm()
+        for one, other in zip(got, expected, strict=True)
+    ]
+    return float(torch.stack(errors).max())
+
+
+def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
+    """One for each operation of the table, and each kind of cache and weight."""
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to(device, dtype)
+
+    kind, most = device.type, MOST_ERROR[dtype]
+    for stored in (dtype, *LARGEST_CODE):
+        note = "" if stored is dtype else f", {str(stored).removeprefix('torch.')} cache"
+        own = most if stored is dtype else MOST_ERROR_ROUNDED
+        yield _attention(random, device, dtype, stored, own, note)
+        yield _turn(random, device, dtype, stored, own, note)
+    rows = RowSituation(kind, dtype, ROW)
+    x, added, weight = random(33, ROW), random(33, ROW), random(ROW)
+    yield Check(NORM, rows, lambda make: make(weight, 1e-5)(x, added), most)
+    yield Check(GATE, rows, lambda make: [make()(x, added)], most)
+    yield Check(
+        GELU_GATE, rows, lambda make: [make(tanh)(x, added) for tanh in (True, False)], most
+    )
+    yield _linear(random, kind, dtype, most)
+    yield _experts(random, kind, dtype, most)
+    yield _sampling(device, draw)
+    for scheme, input_bits in SCHEMES:
+        yield _quantized_linear(random, device, dtype, scheme, input_bits)
+
+
+Random = Callable[..., torch.Tensor]
+
+
+def _cache(
+    random: Random, device: torch.device, dtype: torch.dtype, stored: torch.dtype
+) -> PagedTensor:
+    """Keys or values in 40 blocks."""
+    cache = PagedTensor.zeros(40, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device, stored)
+    slots = torch.arange(40 * BLOCK_SIZE, device=device)
+    cache.write(random(len(slots), KV_HEADS, HEAD_DIM), slots)
+    return cache
+
+
+def _attention(
+    random: Random,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    most: float,
+    note: str,
+) -> Check:
+    """A prompt's last 40 tokens behind 101 cached ones, and one token each of three other sequences."""
+    keys, values = (_cache(random, device, dtype, stored) for _ in range(2))
+    runs = [Run(101, [0] * 40, range(1, 10)), Run(319, [0], range(10, 30))]
+    runs += [Run(0, [0], [30]), Run(70, [0], range(31, 36))]
+    queries = random(43, HEADS, HEAD_DIM)
+    rules = (AttentionRule(HEAD_DIM**-0.5), AttentionRule(HEAD_DIM**-0.5, window=50, softcap=30.0))
+
+    def compute(attend: AttentionKernel) -> list[torch.Tensor]:
+        batch = step_inputs(runs, BLOCK_SIZE, device, dtype).batch
+        return [attend(queries, keys, values, batch, rule) for rule in rules]
+
+    situation = AttentionSituation(device.type, dtype, HEAD_DIM, HEAD_DIM)
+    return Check(PAGED_ATTENTION, situation, compute, most, note)
+
+
+def _turn(
+    random: Random,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    most: float,
+    note: str,
+) -> Check:
+    """33 tokens, their heads normed before they turn."""
+    stacked, norms = random(33, HEADS + 2 * KV_HEADS, HEAD_DIM), random(2, HEAD_DIM)
+    angle = 3 * random(33, 1, HEAD_DIM // 2)
+    cos = torch.cat([angle.cos()] * 2, -1)
+    sin = torch.cat([-angle.sin(), angle.sin()], -1)
+    slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + 33, device=device)
+    blocks = torch.arange(4, device=device)
+
+    def compute(make: Callable[[], Any]) -> list[torch.Tensor]:
+        keys, values = (
+            PagedTensor.zeros(4, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device, stored) for _ in range(2)
+        )
+        heads = HeadNorms(norms[0], norms[1], 1e-6)
+        queries = make()(stacked.clone(), HEADS, cos, sin, keys, values, slots, heads)
+        return [queries, keys.read(blocks, dtype), values.read(blocks, dtype)]
+
+    return Check(TURN, RowSituation(device.type, dtype, HEAD_DIM), compute, most, note)
+
+
+def _linear(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check:
+    weight, inputs = random(OUT, ROW), [random(count, ROW) for count in TOKENS]
+
+    def compute(make: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
+        kernel = make(weight)
+        return [kernel(x) for x in inputs]
+
+    return Check(LINEAR, LinearSituation(kind, dtype, OUT, ROW), compute, most)
+
+
+def _experts(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check:
+    """Tokens that visit two of four experts each."""
+    combine = GATE.select(RowSituation(kind, dtype, OUT)).run()
+
+    def linear(out: int, inputs: int) -> Projection:
+        return Projection([random(out, inputs) * inputs**-0.5], None, dtype)
+
+    experts = [GatedMlp(linear(2 * OUT, ROW), linear(ROW, OUT), combine) for _ in range(4)]
+    given = []
+    for count in TOKENS:
+        chosen = random(count, 4).float().softmax(dim=1).topk(2, dim=1)
+        given.append((random(count, ROW), chosen.values, chosen.indices))
+
+    def compute(make: Callable[..., ExpertsKernel]) -> list[torch.Tensor]:
+        kernel = make(experts, range(4), 4, False)
+        return [kernel(*visits) for visits in given]
+
+    return Check(EXPERTS, ExpertsSituation(kind, dtype), compute, most)
+
+
+def _sampling(device: torch.device, draw: torch.Generator) -> Check:
+    """Distributions of rows that use every parameter, and the greedy draw."""
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, top_k=40),
+        SamplingParams(temperature=1.3, top_p=0.7, min_p=0.01),
+        SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
+    ]
+    known = [5, 7, 7, 9]
+    rows = [SamplingRow(own, 3, known, 2, barred=frozenset({11})) for own in params]
+    logits = (4 * torch.randn(len(rows), VOCAB, generator=draw)).to(device)
+
+    def compute(make: Callable[[], SamplingKernel]) -> list[torch.Tensor]:
+        kernel = make()
+        drawn = kernel.draw(logits[:1], rows[:1])
+        return [*kernel.distributions(logits, rows), drawn]
+
+    situation = SamplingSituation(device.type)
+    return Check(SAMPLING, situation, compute, MOST_ERROR[torch.float32])
+
+
+def _quantized_linear(
+    random: Random, device: torch.device, dtype: torch.dtype, scheme: Scheme, input_bits: int
+) -> Check:
+    floats = random(OUT, ROW).float().cpu()
+    weight: Any = round_weight("weight", floats, scheme, torch.float32).to(device)
+    inputs = [random(count, ROW) for count in TOKENS]
+
+    def compute(make: Callable[[Any, torch.dtype], Any]) -> list[torch.Tensor]:
+        kernel = make(weight, dtype)
+        return [kernel(x) for x in inputs]
+
+    situation = QuantizedLinearSituation(device.type, dtype, OUT, ROW, scheme, input_bits)
+    rounded = input_bits == 8 or scheme.activations is not None
+    most = MOST_ERROR_ROUNDED if rounded else MOST_ERROR[dtype]
+    return Check(QUANTIZED_LINEAR, situation, compute, most)

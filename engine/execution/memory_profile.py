@@ -1,0 +1,134 @@
+"""How much of a device's memory is left for the KV cache, once the largest step has been tried."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from ...quant.base.errors import BadInput
+from ..base.host import available_memory_bytes
+from ..base.sampling_params import SamplingParams
+from ..base.units import format_gib
+from ..planner.memory.cache_size import DEFAULT_UTILIZATION, CacheRoom
+from ..scheduling.scheduler_config import SchedulerConfig
+from ..scheduling.step_plan import PROMISED, ScheduledRow, StepPlan
+from .model_runner import ModelRunner
+
+TRIAL_BLOCKS = 2
+"""Of the cache that the step is tried with: the null block, and one that every sequence writes."""
+
+
+class DeviceMemory(Protocol):
+    """What a device says of its memory, in bytes."""
+
+    def free_and_total(self) -> tuple[int, int]:
+        """What nobody holds now, and what there is."""
+        ...
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        """What `work` holds at most, besides what was held before."""
+        ...
+
+
+class CudaMemory:
+    """The memory of a CUDA device, as the driver and torch's allocator count it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_and_total(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self._device)
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        """With what the allocator holds and does not use: it is not there for the cache either."""
+        self._give_back()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_reserved(self._device)
+        self._give_back()
+        return peak - before
+
+    def _give_back(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """None for a CPU, whose memory is not this process's own."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+def find_room(
+    memory: DeviceMemory | None,
+    utilization: float | None,
+    weight_bytes: int,
+    largest_step: Callable[[], object],
+    num_processes: int,
+) -> CacheRoom:
+    """The room for the cache of one of `num_processes` that share a machine, or have a device each.
+
+    Raises:
+        BadInput: a utilization for a device that is no GPU.
+    """
+    if memory is None:
+        if utilization is not None:
+            raise BadInput(
+                f"gpu_memory_utilization = {utilization} is for CUDA: on a CPU give the size of the KV cache"
+            )
+        return CacheRoom.on_cpu(available_memory_bytes() // num_processes)
+    activations = memory.peak_of(largest_step)
+    free, total = memory.free_and_total()
+    share = DEFAULT_UTILIZATION if utilization is None else utilization
+    others = max(0, total - free - weight_bytes)
+    return CacheRoom.on_cuda(total, share, weight_bytes, activations, others)
+
+
+def run_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
+    """A step of as many tokens and sequences as the limits allow; every sequence draws a token.
+
+    All of them write the one block of a cache of `TRIAL_BLOCKS`: their numbers mean nothing.
+    """
+    share, rest = divmod(limits.max_num_batched_tokens, limits.max_num_seqs)
+    longest = min(limits.chunk, limits.max_model_len)
+    lengths = [min(longest, share + (index < rest)) for index in range(limits.max_num_seqs)]
+    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
+    rows = tuple(
+        ScheduledRow(
+            sequence_id=f"largest-step/{index}",
+            start=0,
+            end=length,
+            tokens=[*[0] * length, PROMISED],
+            block_ids=[TRIAL_BLOCKS - 1] * limits.num_blocks(length),
+            num_samples=1,
+            num_prompt_tokens=length,
+            params=params,
+            seed=index,
+        )
+        for index, length in enumerate(lengths)
+    )
+    runner.execute(StepPlan(rows))
+
+
+@contextmanager
+def saying_what_fits(what: str, device: torch.device) -> Iterator[None]:
+    """Turns running out of a device's memory into a line with the numbers.
+
+    Raises:
+        BadInput: `what` does not fit.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise BadInput(
+            f"{what} does not fit on {device}: {format_gib(free)} of its {format_gib(total)} is free now; "
+            "take a smaller or quantized model, lower max_num_batched_tokens, or share the model between "
+            "devices (tensor_parallel_size)"
+        ) from error

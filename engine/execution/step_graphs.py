@@ -1,0 +1,177 @@
+"""Decode steps that are repeated instead of computed anew: a CUDA graph on a GPU, a recording on a CPU.
+
+A step in which every sequence brings one token is the same operations each time, on other values. So it is
+captured once for each number of rows, on tensors that stay where they are, and later steps put their values
+there. A step whose number of rows was not captured takes the next larger one, with rows that write to the
+null block and that nobody reads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
+from ..kernels.common.runtime import refuses_triton
+from ..kernels.graphs.cuda_graph import CudaGraph
+from ..kernels.graphs.recording import NotRecordable, Recording, TensorPool
+from ..model.layers.attention import LayerCache, StepInputs
+from ..model.open import CausalModel
+from ..scheduling.block_pool import NULL_BLOCK
+
+CPU_SIZES = tuple(range(1, 33))
+"""Rows for which steps are recorded on a CPU: beyond, what Python takes is a small part of a step."""
+CUDA_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+"""Rows for which steps are captured on a GPU: a step computes at most a few rows for nobody."""
+
+
+class Graph(Protocol):
+    """A captured call."""
+
+    def repeat(self) -> torch.Tensor:
+        """The result, which the next repetition overwrites."""
+        ...
+
+
+Capture = Callable[[Callable[[], torch.Tensor]], Graph]
+"""Makes a graph of a call, which it may run."""
+
+
+class StepGraphs:
+    """Runs the steps of a model, those of one token a sequence from what was captured.
+
+    Args:
+        model: whose steps.
+        caches: of its layers.
+        block_size: tokens of a block of theirs.
+        most_blocks: of a sequence.
+        sizes: numbers of rows that may be captured, rising; none: every step is computed as it comes.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        caches: Sequence[LayerCache],
+        block_size: int,
+        most_blocks: int,
+        sizes: Sequence[int],
+        capture: Capture,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self._caches = model, caches
+        self._sizes = tuple(sizes) if model.is_repeatable else ()
+        self._capture = capture
+        self._block_size, self._dtype = block_size, dtype
+        rows = max(self._sizes, default=0)
+
+        def zeros(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+
+        self._token_ids, self._positions, self._slots = zeros(rows), zeros(rows), zeros(rows)
+        self._rows = torch.arange(rows, device=device)
+        self._lengths, self._gaps = zeros(rows) + 1, zeros(rows)
+        self._tables = torch.full((rows, most_blocks), NULL_BLOCK, device=device)
+        self._graphs: dict[tuple[int, int, tuple[int, ...]], Graph] = {}
+
+    @torch.inference_mode()
+    def capture_all(self, taps: tuple[int, ...] = ()) -> None:
+        """Capture every size now, the largest first: the others find room in what it took."""
+        try:
+            for size in reversed(self._sizes):
+                self._graph(size, 0, taps)
+        except NotRecordable:
+            # Some linear looks at its input, as those with outliers do: then no step is like another.
+            self._sizes = ()
+        # What was computed on the way may mean nothing; what pads a table is read, if only to count for 0.
+        for cache in self._caches:
+            for part in cache.parts:
+                part[NULL_BLOCK].zero_()
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """What the model's `forward` gives; a result from a graph lasts until the next step."""
+        group = inputs.batch.decode
+        if inputs.batch.spans or group is None or inputs.adapters:
+            return self._model.forward(inputs, self._caches)
+        rows = len(inputs.token_ids)
+        size = next((size for size in self._sizes if size >= rows), None)
+        if size is None:
+            return self._model.forward(inputs, self._caches)
+        self._fill(inputs, group, rows, size)
+        key = size, group.front, inputs.taps
+        graph = self._graphs.get(key) or self._graph(*key)
+        return graph.repeat()[:rows]
+
+    def _graph(self, size: int, front: int, taps: tuple[int, ...]) -> Graph:
+        """Capture the step that lies in the tensors that stay."""
+        inputs: StepInputs
+
+        def call() -> torch.Tensor:
+            # Anew each time, for a kernel lays out what lies there when it is asked first; and kept, because
+            # what was captured may point at it.
+            nonlocal inputs
+            inputs = self._inputs(size, front, taps)
+            return self._model.forward(inputs, self._caches)
+
+        graph = self._graphs[size, front, taps] = self._capture(call)
+        return graph
+
+    def _fill(self, inputs: StepInputs, group: DecodeGroup, rows: int, size: int) -> None:
+        """The values of a step; the rows behind it see one token of the null block."""
+        self._token_ids[:rows] = inputs.token_ids
+        self._positions[:rows] = inputs.positions
+        self._slots[:rows] = inputs.slots
+        self._lengths[:rows] = group.lengths
+        self._gaps[:rows] = group.gaps
+        tables = group.block_ids.view(rows, -1)
+        self._tables[:rows, : tables.shape[1]] = tables
+        if rows < size:
+            self._token_ids[rows:size] = 0
+            self._positions[rows:size] = 0
+            self._slots[rows:size] = NULL_BLOCK * self._block_size
+            self._lengths[rows:size] = 1
+            self._gaps[rows:size] = 0
+            self._tables[rows:size, 0] = NULL_BLOCK
+
+    def _inputs(self, size: int, front: int, taps: tuple[int, ...]) -> StepInputs:
+        """The step of `size` rows that lies in the tensors that stay."""
+        group = DecodeGroup(
+            self._rows[:size],
+            self._tables[:size].view(-1),
+            self._lengths[:size],
+            self._gaps[:size],
+            front,
+        )
+        batch = AttentionBatch([], group, self._block_size, self._dtype)
+        rows = self._token_ids[:size], self._positions[:size], self._slots[:size]
+        return StepInputs(*rows, batch, taps=taps)
+
+
+class CalledAgain:
+    """Not captured: the call is made anew, on the tensors of a graph."""
+
+    def __init__(self, call: Callable[[], torch.Tensor]) -> None:
+        self._call = call
+
+    def repeat(self) -> torch.Tensor:
+        return self._call()
+
+
+def graph_sizes(device: torch.device, most_rows: int) -> tuple[int, ...]:
+    """Numbers of rows that are worth a graph on a device, for steps of up to `most_rows`."""
+    sizes = CPU_SIZES if device.type == "cpu" else CUDA_SIZES
+    return sizes[: bisect_left(sizes, most_rows) + 1]
+
+
+def capture_on(device: torch.device) -> Capture:
+    """How a call becomes a graph on a device; the graphs share their memory."""
+    if device.type == "cuda":
+        memory = torch.cuda.graph_pool_handle()
+        return lambda call: CudaGraph(call, memory)
+    if refuses_triton("cpu") is not None:
+        pool = TensorPool()
+        return lambda call: Recording(call, pool)
+    return CalledAgain  # Triton's interpreter launches nothing that could be recorded

@@ -1,0 +1,1 @@
+"""Dynamic quantization of activations: per token, per group, per tensor."""

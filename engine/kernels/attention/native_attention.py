@@ -1,0 +1,163 @@
+"""Calling the C kernel of paged attention."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from ..common.build import Native, native
+from ..common.launch import launch
+from .paged_attention import AttentionBatch, AttentionRule
+from .paged_tensor import PagedTensor
+
+HEAD_CHANNELS = 16
+"""The head sizes that the kernel takes are multiples of this."""
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+
+
+class _Span(ctypes.Structure):
+    """`Span` of `attention.c`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("begin", "end", "num_cached", "front", "gap")],
+        ("blocks", ctypes.c_void_p),
+    ]
+
+
+class _DecodeGroup(ctypes.Structure):
+    """`DecodeGroup` of `segment.h`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("rows", "lengths", "gaps", "blocks")],
+        *[(name, ctypes.c_int64) for name in ("count", "width", "front")],
+    ]
+
+
+class _Paged(ctypes.Structure):
+    """`Paged` of `paged.h`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("data", "scales")],
+        *[(n, ctypes.c_int64) for n in ("type", "dim", "heads", "slot_bytes", "head_bytes")],
+    ]
+
+
+class _Call(ctypes.Structure):
+    """`Call` of `attention.c`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("queries", "anchored", "out", "spans", "sinks")],
+        *[
+            (name, ctypes.c_int64)
+            for name in (
+                *("num_spans", "heads", "query_stride", "anchored_stride", "is_bf16"),
+                *("block_size", "window", "kept", "chunk", "threads"),
+            )
+        ],
+        ("decode", _DecodeGroup),
+        ("keys", _Paged),
+        ("values", _Paged),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+class _Spans:
+    """The sequences of a batch as the kernel reads them, and the kernel; the tables that they point at.
+
+    Those that bring one token are read from their tensors anew in every call.
+    """
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        library = native_attention().library
+        assert library is not None
+        self.attend = library.llmopt_attend
+        self._held = batch
+        group = batch.decode
+        self.decode = _DecodeGroup()
+        if group is not None:
+            count = group.rows.numel()
+            self.decode = _DecodeGroup(
+                group.rows.data_ptr(),
+                group.lengths.data_ptr(),
+                group.gaps.data_ptr(),
+                group.block_ids.data_ptr(),
+                count,
+                group.block_ids.numel() // count,
+                group.front,
+            )
+        rows = [
+            (s.begin, s.end, s.num_cached, s.front, s.gap, s.block_ids.data_ptr())
+            for s in batch.spans
+        ]
+        self.array = (_Span * (self.decode.count + len(rows)))()
+        for index, row in enumerate(rows, self.decode.count):
+            self.array[index] = row
+
+
+def native_attention() -> Native:
+    """The compiled kernel, or why there is none."""
+    return native(Path(__file__).with_name("attention.c"))
+
+
+def attend_native(
+    queries: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    batch: AttentionBatch,
+    rule: AttentionRule,
+    anchored: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention that reads the blocks where they lie; a token's numbers depend on its own past alone."""
+    spans = batch.laid_out(_Spans)
+    queries = _dense_heads(queries)
+    anchored = None if anchored is None else _dense_heads(anchored)
+    out = queries.new_empty(*queries.shape[:2], values.dim)
+    sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
+    call = _Call(
+        queries.data_ptr(),
+        None if anchored is None else anchored.data_ptr(),
+        out.data_ptr(),
+        ctypes.addressof(spans.array),
+        None if sinks is None else sinks.data_ptr(),
+        len(spans.array),
+        queries.shape[1],
+        queries.stride(0),
+        0 if anchored is None else anchored.stride(0),
+        queries.dtype is torch.bfloat16,
+        batch.block_size,
+        rule.window or 0,
+        rule.kept,
+        rule.chunk or 0,
+        torch.get_num_threads(),
+        spans.decode,
+        _paged(keys),
+        _paged(values),
+        rule.scale,
+        rule.softcap or 0.0,
+    )
+    if launch(spans.attend, call):
+        raise MemoryError(f"no memory for attention of {queries.shape[0]} tokens")
+    return out
+
+
+def _dense_heads(queries: torch.Tensor) -> torch.Tensor:
+    """Queries whose heads lie behind one another; tokens may lie further apart."""
+    is_dense = queries.stride(2) == 1 and queries.stride(1) == queries.shape[2]
+    return queries if is_dense else queries.contiguous()
+
+
+def _paged(tensor: PagedTensor) -> _Paged:
+    codes, scales = tensor.codes, tensor.scales
+    assert codes.stride(3) == 1 and codes.stride(0) == codes.shape[1] * codes.stride(1)
+    return _Paged(
+        codes.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+        _TYPES[codes.dtype],
+        codes.shape[3],
+        codes.shape[2],
+        codes.stride(1) * codes.itemsize,
+        codes.stride(2) * codes.itemsize,
+    )

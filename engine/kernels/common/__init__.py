@@ -1,0 +1,1 @@
+"""What the kernels of all operations share: dispatch, building and launching C, Triton's runtime."""

@@ -1,0 +1,86 @@
+"""Which of the C kernels' paths this processor can run, and which one is wanted."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ....quant.base.errors import BadInput
+
+VARIABLE = "LLMOPT_NATIVE"
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionPath:
+    """A way to compile the kernels.
+
+    Attributes:
+        name: what `LLMOPT_NATIVE` calls it.
+        needs: flags that /proc/cpuinfo must list.
+        options: for the compiler.
+        extras: more options, each where its flag is listed.
+    """
+
+    name: str
+    needs: frozenset[str]
+    options: tuple[str, ...]
+    extras: tuple[tuple[str, str], ...] = ()
+
+    def compiler_options(self, flags: frozenset[str]) -> tuple[str, ...]:
+        """The options on a processor with these flags."""
+        return self.options + tuple(option for flag, option in self.extras if flag in flags)
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX2_OPTIONS = ("-mavx2", "-mfma", "-mf16c")
+PATHS = (
+    InstructionPath(
+        "avx512vnni",
+        _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
+        (*_AVX2_OPTIONS, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni"))),
+        (("avx512_bf16", "-mavx512bf16"),),
+    ),
+    InstructionPath("avxvnni", _AVX2 | {"avx_vnni"}, (*_AVX2_OPTIONS, "-mavxvnni")),
+    InstructionPath("avx2", _AVX2, _AVX2_OPTIONS),
+)
+"""Best first."""
+
+
+@lru_cache(maxsize=1)
+def processor_flags() -> frozenset[str]:
+    """Flags of /proc/cpuinfo; empty where it says none, and on other kinds of processor."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next(
+        (frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")),
+        frozenset(),
+    )
+
+
+def choose_path() -> InstructionPath | str:
+    """The path to compile, or why there is none.
+
+    Raises:
+        BadInput: `LLMOPT_NATIVE` names no path, or one that this processor has not.
+    """
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted == "off":
+        return f"{VARIABLE}=off"
+    flags = processor_flags()
+    if wanted != "auto":
+        path = next((path for path in PATHS if path.name == wanted), None)
+        if path is None:
+            names = ", ".join(path.name for path in PATHS)
+            raise BadInput(f"{VARIABLE}={wanted}: choose auto, off, {names}")
+        if missing := sorted(path.needs - flags):
+            raise BadInput(f"{VARIABLE}={wanted}: this processor lacks {', '.join(missing)}")
+        return path
+    path = next((path for path in PATHS if path.needs <= flags), None)
+    return path or "the C kernels want an x86 processor with AVX2 and FMA"

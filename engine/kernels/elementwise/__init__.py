@@ -1,0 +1,1 @@
+"""Between the GEMMs: norms, gated activations, RoPE with the KV-cache write."""

@@ -1,0 +1,222 @@
+"""Calling the C kernels of what lies between a layer's linears."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..activations.rounded_rows import RoundedRows, Rounding
+from ..attention.paged_tensor import PagedTensor
+from ..common.build import Native, native
+from ..common.launch import launch
+from .head_norms import HeadNorms
+
+CHANNELS = 16
+"""Rows that the kernels take have a multiple of so many elements."""
+_GRAIN = 32768
+"""Elements below which a second thread costs more than it brings."""
+
+
+class _Rounded(ctypes.Structure):
+    """`Rounded` of `layer.c`."""
+
+    _fields_ = [("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("levels", ctypes.c_float)]
+
+
+class _Call(ctypes.Structure):
+    """What the structs of `layer.c` have in common: pointers, then numbers, then how far it has come."""
+
+
+def _struct(
+    name: str, pointers: str, numbers: str, *others: tuple[str, type], rounds: bool = False
+) -> type[_Call]:
+    fields = [
+        *([("rounded", _Rounded)] if rounds else []),
+        *[(field, ctypes.c_void_p) for field in pointers.split()],
+        *[(field, ctypes.c_int64) for field in numbers.split()],
+        *others,
+        ("next", ctypes.c_long),
+        ("failed", ctypes.c_int),
+    ]
+    return type(name, (_Call,), {"_fields_": fields})
+
+
+_Norm = _struct(
+    "_Norm",
+    "x added sum out weight",
+    "rows size x_stride is_bf16 threads",
+    ("eps", ctypes.c_float),
+    rounds=True,
+)
+_Gate = _struct("_Gate", "gate up out", "rows size stride is_bf16 threads", rounds=True)
+_Turn = _struct(
+    "_Turn",
+    "heads cos sin slots keys values",
+    "rows stride queries kv_heads dim width key_stride value_stride is_bf16 threads",
+)
+
+
+def native_layer() -> Native:
+    """The compiled kernels, or why there are none."""
+    return native(Path(__file__).with_name("layer.c"))
+
+
+def _new_rows(rows: int, size: int) -> RoundedRows:
+    codes = torch.empty(rows, size, dtype=torch.int8)
+    return RoundedRows(codes, torch.empty(rows, 1, dtype=torch.float32))
+
+
+def _rounded(rows: RoundedRows, rounding: Rounding) -> _Rounded:
+    return _Rounded(rows.codes.data_ptr(), rows.scales.data_ptr(), rounding.int8_levels)
+
+
+def _run(function: Any, call: _Call) -> None:
+    if launch(function, call):
+        raise MemoryError("no memory for a row in 8 bits")
+
+
+def _threads(elements: int) -> int:
+    return torch.get_num_threads() if elements > _GRAIN else 1
+
+
+class NativeNorm:
+    """Root mean square norm over the last axis, of `x` or of `x + added`."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        library = native_layer().library
+        assert library is not None
+        self._function, self._weight, self._eps = library.llmopt_norm, weight.contiguous(), eps
+
+    def __call__(
+        self, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x [rows, size]` and, of the same shape, `added`; returns their sum and its norm."""
+        out = x.new_empty(x.shape)
+        return self._sum(x, added, _Rounded(), out.data_ptr()), out
+
+    def rounded(
+        self, x: torch.Tensor, added: torch.Tensor | None, rounding: Rounding
+    ) -> tuple[torch.Tensor, RoundedRows]:
+        """The same, with the norm in 8 bits: a scale for every row."""
+        rows = _new_rows(*x.shape)
+        return self._sum(x, added, _rounded(rows, rounding), None), rows
+
+    def _sum(
+        self, x: torch.Tensor, added: torch.Tensor | None, rounded: _Rounded, out: int | None
+    ) -> torch.Tensor:
+        """Write the norm to where it is wanted; returns the sum."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows, size = x.shape
+        total = x
+        if added is not None:
+            added, total = added.contiguous(), x.new_empty(rows, size)
+        call = _Norm(
+            rounded,
+            x.data_ptr(),
+            None if added is None else added.data_ptr(),
+            total.data_ptr(),
+            out,
+            self._weight.data_ptr(),
+            rows,
+            size,
+            x.stride(0),
+            x.dtype is torch.bfloat16,
+            _threads(rows * size),
+            self._eps,
+        )
+        _run(self._function, call)
+        return total
+
+
+class NativeSiluGate:
+    """`silu(gate) * up`, of `[rows, size]` each, which may be parts of wider rows."""
+
+    def __init__(self) -> None:
+        library = native_layer().library
+        assert library is not None
+        self._function = library.llmopt_gate
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        out = gate.new_empty(gate.shape)
+        self._fill(gate, up, _Rounded(), out.data_ptr())
+        return out
+
+    def rounded(self, gate: torch.Tensor, up: torch.Tensor, rounding: Rounding) -> RoundedRows:
+        """The same in 8 bits: a scale for every row."""
+        rows = _new_rows(*gate.shape)
+        self._fill(gate, up, _rounded(rows, rounding), None)
+        return rows
+
+    def _fill(
+        self, gate: torch.Tensor, up: torch.Tensor, rounded: _Rounded, out: int | None
+    ) -> None:
+        if gate.stride() != up.stride() or gate.stride(1) != 1:
+            gate, up = gate.contiguous(), up.contiguous()
+        rows, size = gate.shape
+        call = _Gate(
+            rounded,
+            gate.data_ptr(),
+            up.data_ptr(),
+            out,
+            rows,
+            size,
+            gate.stride(0),
+            gate.dtype is torch.bfloat16,
+            _threads(rows * size),
+        )
+        _run(self._function, call)
+
+
+class NativeTurn:
+    """Turns queries and keys where they lie, and copies keys and values into the cache."""
+
+    def __init__(self) -> None:
+        library = native_layer().library
+        assert library is not None
+        self._function = library.llmopt_turn
+
+    def __call__(
+        self,
+        stacked: torch.Tensor,
+        num_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keys: PagedTensor,
+        values: PagedTensor,
+        slots: torch.Tensor,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        if norms is not None:
+            norms.apply(stacked, num_heads)
+        rows, heads, dim = stacked.shape
+        kv_heads = (heads - num_heads) // 2
+        copies = all(
+            p.codes.dtype is stacked.dtype and p.codes[0, 0].is_contiguous() for p in (keys, values)
+        )
+        call = _Turn(
+            stacked.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slots.data_ptr(),
+            keys.codes.data_ptr() if copies else None,
+            values.codes.data_ptr() if copies else None,
+            rows,
+            stacked.stride(0),
+            num_heads,
+            kv_heads,
+            dim,
+            cos.shape[-1],
+            keys.codes.stride(1),
+            values.codes.stride(1),
+            stacked.dtype is torch.bfloat16,
+            _threads(stacked.numel()),
+        )
+        _run(self._function, call)
+        if not copies:
+            keys.write(stacked[:, num_heads : num_heads + kv_heads], slots)
+            values.write(stacked[:, num_heads + kv_heads :], slots)
+        return stacked[:, :num_heads]

@@ -1,0 +1,131 @@
+# pyright: reportCallIssue=false
+"""Root mean square norm of a row, or of the sum of two, read once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..activations.rounded_rows import RoundedRows, Rounding
+from ..activations.triton_round_rows import (
+    block_of,
+    new_rows,
+    store_rounded,
+    storing,
+    storing_floats,
+)
+
+
+@triton.jit
+def _norm(
+    x_ptr,
+    added_ptr,
+    total_ptr,
+    out_ptr,
+    weight_ptr,
+    scale_ptr,
+    fixed_ptr,
+    num_runs,
+    x_row,
+    added_row,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    RUN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    IS_FIXED: tl.constexpr,
+):
+    """Grid: rows. The sum is rounded before its norm is taken, as torch would.
+
+    `RUN`: elements of the norm that share a scale in 8 bits; 0: it stays in floats.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    mask = lanes < SIZE
+    x = tl.load(x_ptr + row * x_row + lanes, mask=mask, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        x += tl.load(added_ptr + row * added_row + lanes, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * SIZE + lanes, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    weight = tl.load(weight_ptr + lanes, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
+    out = (x * factor * weight).to(x_ptr.dtype.element_ty)
+    if RUN > 0:
+        out = out.to(tl.float32)
+        store_rounded(
+            out,
+            mask,
+            out_ptr,
+            scale_ptr,
+            fixed_ptr,
+            row,
+            num_runs,
+            SIZE,
+            BLOCK,
+            RUN,
+            LEVELS,
+            IS_INT8,
+            IS_FIXED,
+        )
+    else:
+        tl.store(out_ptr + row * SIZE + lanes, out, mask=mask)
+
+
+class TritonNorm:
+    """The norm with this weight [size]."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight, self._eps = weight.contiguous(), eps
+
+    def __call__(
+        self, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x [rows, size]` and, of the same shape, `added`; returns their sum and its norm."""
+        out = x.new_empty(x.shape)
+        return self._run(x, added, out, storing_floats(out)), out
+
+    def rounded(
+        self, x: torch.Tensor, added: torch.Tensor | None, rounding: Rounding
+    ) -> tuple[torch.Tensor, RoundedRows]:
+        """The same, with the norm in 8 bits."""
+        rows = new_rows(x, x.shape[1], rounding)
+        return self._run(x, added, rows.codes, storing(rows, rounding, block_of(x.shape[1]))), rows
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        added: torch.Tensor | None,
+        out: torch.Tensor,
+        stored: dict[str, Any],
+    ) -> torch.Tensor:
+        """Write the norm to `out`; returns the sum."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        rows, size = x.shape
+        other, total = x, x
+        if added is not None:
+            other = added if added.stride(1) == 1 else added.contiguous()
+            total = x.new_empty(rows, size)
+        if rows:
+            block = block_of(size)
+            _norm[(rows,)](
+                x,
+                other,
+                total,
+                out,
+                self._weight,
+                x_row=x.stride(0),
+                added_row=other.stride(0),
+                eps=self._eps,
+                SIZE=size,
+                BLOCK=block,
+                HAS_ADDED=added is not None,
+                **stored,
+                num_warps=min(16, max(1, block // 512)),
+            )
+        return total

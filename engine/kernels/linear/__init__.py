@@ -1,0 +1,1 @@
+"""GEMMs with plain and quantized weights: packing, dequantization, split-K."""

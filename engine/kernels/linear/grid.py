@@ -1,0 +1,167 @@
+"""Every kind of quantized tensor as codes on one of three grids, which is what the C kernels know.
+
+A grid says `w = scale * code - offset` for groups of input channels, or looks 4-bit codes up in one table,
+or reads them as e4m3 floats. Tables of an output channel's own are none of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ....quant.base.scheme import (
+    PER_CHANNEL,
+    CodebookScheme,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    Scheme,
+    VectorwiseScheme,
+)
+from ....quant.ggml.k_blocks import affine_fields, signed_fields
+from ....quant.ggml.simple_blocks import read_half, simple_codes
+from ....quant.tensors.base import QuantizedTensor
+from ....quant.tensors.codebook import CodebookTensor, codebook
+from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
+from ....quant.tensors.gguf import GgufTensor
+from ....quant.tensors.integer import IntTensor
+from ....quant.tensors.vectorwise import VectorwiseTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A weight `[out, in]` as codes and what they mean.
+
+    Attributes:
+        codes: uint8 `[out, in]`.
+        bits: of a code.
+        group: input channels that share a scale, the last group may be shorter; -1 is the whole row.
+        scales: `[out, groups]`: float16 or float32; or int8, of `outer_scales`.
+        base: the code of zero, if all groups share it; else one in the middle.
+        offsets: `[out, groups]`: None means `base * scale`; uint8 the code of zero; float16 the offset
+            itself; int8 the offset, of `outer_offsets`.
+        outer_scales, outer_offsets: float16 `[out, groups / nested]`.
+        nested: groups that share an outer scale.
+        table: float32 `[16]`, the values of the codes.
+        is_fp8: whether the codes are e4m3.
+        order: int64 `[in]`, the input channel that each column of `codes` belongs to; None in order.
+    """
+
+    codes: torch.Tensor
+    bits: int
+    group: int
+    scales: torch.Tensor
+    base: int = 0
+    offsets: torch.Tensor | None = None
+    outer_scales: torch.Tensor | None = None
+    outer_offsets: torch.Tensor | None = None
+    nested: int = 0
+    table: torch.Tensor | None = None
+    is_fp8: bool = False
+    order: torch.Tensor | None = None
+
+
+def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
+    """Why weights of a scheme have no grid here; None if they have."""
+    if isinstance(scheme, IntScheme):
+        group = scheme.group_size
+    elif isinstance(scheme, CodebookScheme):
+        group = scheme.block_size
+        if in_features % group:
+            return f"blocks of {group} weights run on from row to row of {in_features}"
+    elif isinstance(scheme, FloatScheme | VectorwiseScheme | GgufScheme):
+        return None
+    else:
+        return f"it has no tables of a channel's own, as {scheme.label} has"
+    if group not in (PER_CHANNEL, 16, in_features) and group % 32:
+        return f"it has no groups of {group} input channels (16 or multiples of 32)"
+    return None
+
+
+def grid_of(weight: QuantizedTensor) -> Grid | None:
+    """The grid of a weight whose scheme `refuses_grid` does not refuse.
+
+    None for the rare weight that is not as its scheme promises: unequal groups of a permuted one.
+    """
+    if isinstance(weight, IntTensor):
+        return _integer(weight)
+    if isinstance(weight, VectorwiseTensor):
+        scales = weight.absmax.to(torch.float32).unsqueeze(1) / 127
+        return Grid(weight.codes.view(torch.uint8) ^ 128, 8, PER_CHANNEL, scales, 128)
+    if isinstance(weight, Fp8Tensor):
+        return _fp8(weight)
+    if isinstance(weight, CodebookTensor):
+        magnitudes = weight.magnitudes().view(weight.out_features, -1)
+        table = codebook(weight.scheme.kind)
+        return Grid(weight.codes, 4, weight.scheme.block_size, _small(magnitudes), table=table)
+    assert isinstance(weight, GgufTensor)
+    return _gguf(weight)
+
+
+def _integer(weight: IntTensor) -> Grid | None:
+    scheme, codes, order = weight.scheme, weight.codes, None
+    group = PER_CHANNEL if scheme.group_size == weight.in_features else scheme.group_size
+    if weight.group_index is not None:
+        counts = torch.bincount(weight.group_index, minlength=weight.num_groups)
+        if bool((counts != weight.in_features // weight.num_groups).any()):
+            return None
+        order = weight.group_index.argsort(stable=True)
+        codes = codes.index_select(1, order)
+    base, offsets = scheme.middle, None
+    if bool((weight.zeros == weight.zeros[0, 0]).all()):
+        base = int(weight.zeros[0, 0])
+    else:
+        offsets = weight.zeros
+    return Grid(codes, scheme.bits, group, _small(weight.scales), base, offsets, order=order)
+
+
+def _fp8(weight: Fp8Tensor) -> Grid:
+    scales, group = weight.scales.to(torch.float32), PER_CHANNEL
+    if weight.scheme.granularity == "block":
+        scales = scales.repeat_interleave(BLOCK, 0)[: weight.out_features]
+        group = BLOCK
+    scales = scales.expand(weight.out_features, -1)
+    return Grid(weight.values.view(torch.uint8), 8, group, _small(scales), is_fp8=True)
+
+
+def _gguf(weight: GgufTensor) -> Grid:
+    kind, out = weight.scheme.type, weight.out_features
+    width, size = weight.scheme.block
+    blocks = weight.data.reshape(-1, size)
+
+    def rows(values: torch.Tensor) -> torch.Tensor:
+        return values.reshape(out, -1)
+
+    def half(start: int) -> torch.Tensor:
+        return rows(read_half(blocks, start)).to(torch.float16)
+
+    if width == 32:
+        if kind == "Q8_0":
+            codes, base = blocks[:, 2:] ^ 128, 128
+        else:
+            codes, base = simple_codes(blocks, kind), 8 if kind[1] == "4" else 16
+        offsets = -half(2) if kind.endswith("_1") else None
+        return Grid(rows(codes), weight.scheme.bits, 32, half(0), base, offsets)
+    if kind == "Q6_K":
+        codes, scales = signed_fields(blocks)
+        return Grid(rows(codes), 6, 16, rows(scales), 32, outer_scales=half(208), nested=16)
+    codes, scales, lows = affine_fields(blocks, weight.scheme.bits)
+    return Grid(
+        rows(codes),
+        weight.scheme.bits,
+        32,
+        rows(scales).view(torch.int8),
+        2 ** (weight.scheme.bits - 1),
+        rows(lows).view(torch.int8),
+        outer_scales=half(0),
+        outer_offsets=half(2),
+        nested=8,
+    )
+
+
+def _small(scales: torch.Tensor) -> torch.Tensor:
+    """Scales in float16 if that changes none of them, else in float32."""
+    halves = scales.to(torch.float16)
+    whole = scales.to(torch.float32)
+    return halves if torch.equal(halves.to(torch.float32), whole) else whole

@@ -1,0 +1,157 @@
+"""From a grid to the layout that the C kernels read; `weight.h` draws it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from ....quant.base.scheme import PER_CHANNEL
+from ..common.build import native
+from .grid import Grid
+
+PANEL, CHUNK = 32, 32
+_SLAB_PANELS = 32  # at a time, so that what the packing makes on its way stays small
+_PLANES = (4, 2, 1)
+
+
+class WeightStruct(ctypes.Structure):
+    """`Weight` of `weight.h`."""
+
+    _fields_ = [
+        *[
+            (name, ctypes.c_int64)
+            for name in (
+                *("out_features", "in_features", "bits", "kind", "base", "group", "step"),
+                *("scale_kind", "offset_kind", "nested"),
+            )
+        ],
+        *[
+            (name, ctypes.c_void_p)
+            for name in ("codes", "scales", "offsets", "outer_scales", "outer_offsets", "table")
+        ],
+    ]
+
+
+class PackedWeight:
+    """A grid in the kernels' layout: the tensors that hold it, and the struct that points at them.
+
+    Args:
+        grid: the weight.
+        max_step: input channels at most whose products are summed before they are scaled.
+    """
+
+    def __init__(self, grid: Grid, max_step: int) -> None:
+        out_features, in_features = grid.codes.shape
+        whole = grid.group == PER_CHANNEL
+        group = -(-in_features // CHUNK) * CHUNK if whole else grid.group
+        tensors = {
+            "codes": pack_codes(grid.codes, grid.bits),
+            "scales": _panels(grid.scales),
+            "offsets": _panels(grid.offsets),
+            "outer_scales": _panels(grid.outer_scales),
+            "outer_offsets": _panels(grid.outer_offsets),
+            "table": grid.table,
+        }
+        self._tensors = {name: t for name, t in tensors.items() if t is not None}
+        self.nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        self._base = grid.base
+        self.struct = WeightStruct(
+            out_features=out_features,
+            in_features=in_features,
+            bits=grid.bits,
+            kind=2 if grid.is_fp8 else 1 if grid.table is not None else 0,
+            base=grid.base,
+            group=group,
+            step=max_step if whole else step_of(group, max_step),
+            scale_kind=[torch.float32, torch.float16, torch.int8].index(grid.scales.dtype),
+            offset_kind=0
+            if grid.offsets is None
+            else 1 + [torch.uint8, torch.float16, torch.int8].index(grid.offsets.dtype),
+            nested=grid.nested,
+            **{name: tensor.data_ptr() for name, tensor in self._tensors.items()},
+        )
+
+    def columns(self, columns: torch.Tensor) -> torch.Tensor:
+        """Weights of some input channels, float32 `[out, columns]`: 8-bit codes, a scale a row."""
+        bytes_ = self._tensors["codes"].unflatten(-1, (PANEL, 4))
+        chosen = bytes_[:, columns // CHUNK, columns % CHUNK // 4, :, columns % 4]
+        codes = chosen.permute(1, 2, 0).flatten(0, 1).to(torch.float32) - self._base
+        return (codes * self._tensors["scales"].flatten().unsqueeze(1))[: self.struct.out_features]
+
+
+def step_of(group: int, max_step: int) -> int:
+    """Input channels whose products are summed before they are scaled: a group, or an even part of it."""
+    parts = -(-group // max_step)
+    while group % parts or (group // parts) % CHUNK:
+        if parts * CHUNK > group:
+            return group
+        parts += 1
+    return group // parts
+
+
+class _PackCall(ctypes.Structure):
+    """`PackCall` of `pack.c`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("codes", "packed")],
+        *[(n, ctypes.c_int64) for n in ("out_features", "in_features", "bits", "threads")],
+        ("next", ctypes.c_long),
+    ]
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 `[out, in]` as planes of bits, uint8 `[panels, chunks, bits, 4 * PANEL]`."""
+    library = native(Path(__file__).with_name("pack.c")).library
+    if library is None:
+        return pack_codes_torch(codes, bits)
+    codes = codes.contiguous()
+    out_features, in_features = codes.shape
+    panels, chunks = -(-out_features // PANEL), -(-in_features // CHUNK)
+    packed = torch.empty(panels, chunks, bits, 4 * PANEL, dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    call = _PackCall(codes.data_ptr(), packed.data_ptr(), out_features, in_features, bits, threads)
+    library.llmopt_pack(ctypes.byref(call))
+    return packed
+
+
+def pack_codes_torch(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """The same with torch's operations."""
+    out_features, in_features = codes.shape
+    panels, chunks = -(-out_features // PANEL), -(-in_features // CHUNK)
+    packed = torch.empty(panels, chunks, bits, 4 * PANEL, dtype=torch.uint8)
+    for begin in range(0, panels, _SLAB_PANELS):
+        rows = codes[begin * PANEL : (begin + _SLAB_PANELS) * PANEL]
+        slab = packed[begin : begin + _SLAB_PANELS]
+        missing = slab.shape[0] * PANEL - rows.shape[0]
+        padded = functional.pad(rows, (0, chunks * CHUNK - in_features, 0, missing))
+        quads = padded.contiguous().view(torch.int32).view(-1, PANEL, chunks, CHUNK // 4)
+        slab.copy_(_planes(quads.permute(0, 2, 3, 1).contiguous().view(torch.uint8), bits))
+    return packed
+
+
+def _planes(quads: torch.Tensor, bits: int) -> torch.Tensor:
+    """`[panels, chunks, 8, bytes]` of codes as `[panels, chunks, bits, bytes]`."""
+    if bits == 8:
+        return quads
+    planes, shift = [], 0
+    for width in _PLANES:
+        if not bits & width:
+            continue
+        parts = ((quads >> shift) & (2**width - 1)).unflatten(2, (width, 8 // width))
+        plane = parts[:, :, :, 0].clone()
+        for index in range(1, 8 // width):
+            plane |= parts[:, :, :, index] << (width * index)
+        planes.append(plane)
+        shift += width
+    return torch.cat(planes, dim=2)
+
+
+def _panels(values: torch.Tensor | None) -> torch.Tensor | None:
+    """`[out, groups]` as `[panels, groups, PANEL]`."""
+    if values is None:
+        return None
+    padded = functional.pad(values, (0, 0, 0, -values.shape[0] % PANEL))
+    return padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()

@@ -1,0 +1,100 @@
+"""Quantized linears on the C kernels: what serves which scheme, and with inputs in how many bits."""
+
+from __future__ import annotations
+
+import torch
+
+from ....quant.base.scheme import Activations, IntScheme, Scheme, VectorwiseScheme
+from ....quant.tensors.base import QuantizedTensor
+from ....quant.tensors.gguf import GgufTensor
+from ....quant.tensors.integer import IntTensor
+from ....quant.tensors.vectorwise import VectorwiseTensor
+from ..activations.activations import round_inputs
+from ..activations.rounded_rows import RoundedRows, Rounding, Rows
+from .grid import Grid
+from .native_linear import InputWay, PackedLinear
+
+OPTIONAL_LEVELS = 127.0
+"""Codes for the largest input of a token where 8-bit inputs are the user's wish, not the scheme's.
+
+The largest is then exact; schemes of compressed-tensors say 127.5, and lose half a step of it.
+"""
+
+
+class _Packed:
+    """What both have: the packed weight, its bytes, and a bias of its own."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        self._linear = linear
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._linear.weight_bytes
+
+    def fuse_bias(self, bias: torch.Tensor) -> None:
+        self._linear.fuse_bias(bias)
+
+
+class Packed16Linear(_Packed):
+    """Inputs in the engine's dtype: the numbers of the dequantized weight, summed in float32.
+
+    Where the scheme rounds inputs in a way that has no integer kernel, they are rounded first.
+    """
+
+    def __init__(self, weight: QuantizedTensor, grid: Grid, dtype: torch.dtype) -> None:
+        self._scheme: Scheme = weight.scheme
+        self._input_scale = weight.parts().get("input_scale")
+        way: InputWay = "bfloat16" if dtype is torch.bfloat16 else "float32"
+        super().__init__(PackedLinear(grid, way))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(round_inputs(x, self._scheme, self._input_scale))
+
+
+class Packed8Linear(_Packed):
+    """Inputs in 8 bits, a scale for every token, and integer products."""
+
+    def __init__(self, weight: QuantizedTensor, grid: Grid, dtype: torch.dtype) -> None:
+        assert isinstance(weight, IntTensor | GgufTensor)
+        levels, fixed_scale, self._dtype = OPTIONAL_LEVELS, 0.0, dtype
+        if isinstance(weight, IntTensor) and weight.scheme.activations is not None:
+            levels = 127.5
+            if weight.input_scale is not None:
+                fixed_scale = float(weight.input_scale)
+        super().__init__(PackedLinear(grid, "int8", levels=levels, fixed_scale=fixed_scale))
+        if fixed_scale == 0.0:
+            self.rounding = Rounding(Activations("int8"), int8_levels=levels)
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        if isinstance(x, RoundedRows):
+            return self._linear.of_rounded(x, self._dtype)
+        return self._linear(x)
+
+
+class PackedOutlierLinear(_Packed):
+    """LLM.int8(): inputs from a threshold up are multiplied as they are, the others in 8 bits."""
+
+    def __init__(self, weight: VectorwiseTensor, grid: Grid) -> None:
+        self._threshold = weight.scheme.threshold
+        super().__init__(PackedLinear(grid, "int8", levels=127.0, threshold=self._threshold))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._linear(x)
+        if self._threshold > 0:
+            outliers = x.where(x.abs() >= self._threshold, 0.0)
+            columns = outliers.any(dim=0).nonzero().flatten()
+            if columns.numel():
+                wide = outliers[:, columns].float() @ self._linear.columns(columns).T
+                y = (y.float() + wide).to(x.dtype)
+        return y
+
+
+def wants_8_bit_inputs(scheme: Scheme, input_bits: int) -> bool:
+    """Whether integer products are what the scheme says, or what the user accepts where it says nothing."""
+    if isinstance(scheme, VectorwiseScheme):
+        return True
+    activations: Activations | None = scheme.activations
+    if activations is None:
+        return input_bits == 8
+    whole = activations.kind == "int8" and activations.granularity != "group128"
+    return whole and isinstance(scheme, IntScheme)

@@ -1,0 +1,347 @@
+"""A linear layer whose weight stays packed: `y = x @ ((codes - zeros) * scales).T`.
+
+The weight is repacked once at load, into the layout that the kernel reads. No kernel keeps a
+floating-point copy of it: the fallback makes a tile of floats at a time and drops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ....quant.base.scheme import (
+    PER_CHANNEL,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    Scheme,
+    VectorwiseScheme,
+)
+from ....quant.tensors.base import QuantizedTensor
+from ....quant.tensors.codebook import CodebookTensor
+from ....quant.tensors.integer import IntTensor
+from ....quant.tensors.lookup import LookupTensor
+from ....quant.tensors.vectorwise import VectorwiseTensor
+from ..activations.activations import round_inputs
+from ..common.dispatch import Candidate, Operation
+from ..common.runtime import refuses_fp8, refuses_rows
+from .grid import grid_of, refuses_grid
+from .int8_linear import Int8MatmulLinear, VectorwiseLinear
+from .linear import LinearKernel
+from .native_linear import native_linear
+from .packed_linear import (
+    Packed8Linear,
+    Packed16Linear,
+    PackedOutlierLinear,
+    wants_8_bit_inputs,
+)
+from .triton_tile_weight import piece_of, refuses_tiles, scale_group, tiles_of
+
+MOST_INPUTS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinearSituation:
+    """What a candidate may look at.
+
+    `dtype` is the activations'; with `input_bits` 8 a kernel may round them where the scheme does not ask
+    for it.
+    """
+
+    device: str
+    dtype: torch.dtype
+    out_features: int
+    in_features: int
+    scheme: Scheme
+    input_bits: int = 16
+
+    def __str__(self) -> str:
+        shape = f"{self.out_features} × {self.in_features}"
+        rounded = " rounded to 8 bits" if self.input_bits == 8 else ""
+        inputs = f"activations in {self.dtype}{rounded}"
+        return f"{shape}, {self.scheme.label}, {inputs} on {self.device}"
+
+
+class TiledDequantLinear:
+    """The reference: floats for `TILE_ROWS` output channels at a time, then torch's own linear.
+
+    It serves every scheme on every device, in the activations' dtype; 4-bit codes lie two to a byte.
+    """
+
+    TILE_ROWS = 1024
+
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._rows = weight.out_features
+        self._held = _PairedCodes(weight) if _PairedCodes.fits(weight) else weight
+        self._scheme: Scheme = weight.scheme
+        self._input_scale = weight.parts().get("input_scale")
+        self.weight_bytes = self._held.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = round_inputs(x, self._scheme, self._input_scale)
+        tiles = [
+            functional.linear(x, self._tile(slice(begin, begin + self.TILE_ROWS)))
+            for begin in range(0, self._rows, self.TILE_ROWS)
+        ]
+        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
+
+    def _tile(self, rows: slice) -> torch.Tensor:
+        """Weights of some output channels, [rows, in]."""
+        return self._held.rows(rows).dequantize(self._dtype)
+
+
+class _PairedCodes:
+    """A weight whose codes, of at most 4 bits, lie two to a byte."""
+
+    def __init__(self, weight: QuantizedTensor) -> None:
+        codes = weight.parts()["codes"]
+        self._paired = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+        # All that the weight has but its codes: one byte stands for all of them.
+        self._rest = _with_codes(weight, codes.new_zeros(1, 1).expand(codes.shape))
+        self.nbytes = self._paired.nbytes + weight.nbytes - codes.nbytes
+
+    @staticmethod
+    def fits(weight: QuantizedTensor) -> bool:
+        kinds = IntTensor | CodebookTensor | LookupTensor
+        return isinstance(weight, kinds) and weight.scheme.bits <= 4 and not weight.in_features % 2
+
+    def rows(self, rows: slice) -> QuantizedTensor:
+        paired = self._paired[rows]
+        codes = torch.stack([paired & 15, paired >> 4], dim=-1).flatten(1)
+        return _with_codes(self._rest.rows(rows), codes)
+
+
+def _with_codes(weight: QuantizedTensor, codes: torch.Tensor) -> QuantizedTensor:
+    anything: Any = weight
+    return replace(anything, codes=codes)
+
+
+class Int4PackLinear:
+    """torch's CPU kernel for 4-bit weights and bf16 activations.
+
+    It computes `(code - 8) * scale + offset`, so a zero point z becomes the offset (8 - z) * scale.
+    """
+
+    def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
+        group = weight.scheme.group_size
+        self._group = weight.in_features if group == PER_CHANNEL else group
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+            weight.codes.to(torch.int32), 1
+        )
+        scales = weight.scales.float()
+        offsets = (8.0 - weight.zeros.float()) * scales
+        self._scales_and_offsets = (
+            torch.stack([scales, offsets], dim=-1).transpose(0, 1).contiguous().to(dtype)
+        )
+        self.weight_bytes = self._packed.nbytes + self._scales_and_offsets.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x, self._packed, self._group, self._scales_and_offsets
+        )
+
+
+class Int8PackLinear:
+    """torch's CPU kernel for signed 8-bit weights with one scale per output channel."""
+
+    def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
+        self._codes = (weight.codes.to(torch.int16) - 128).to(torch.int8)
+        self._scales = weight.scales.flatten().to(dtype)
+        self.weight_bytes = self._codes.nbytes + self._scales.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int8pack_mm(x, self._codes, self._scales)
+
+
+def _refuses_packed(situation: QuantizedLinearSituation) -> str | None:
+    if situation.device != "cpu":
+        return "it is a CPU kernel"
+    if (reason := native_linear().reason) is not None:
+        return reason
+    if situation.dtype not in (torch.bfloat16, torch.float32):
+        return f"it takes bfloat16 and float32, not {situation.dtype}"
+    if situation.in_features > MOST_INPUTS:
+        return f"its sums are for at most {MOST_INPUTS} inputs"
+    return refuses_grid(situation.scheme, situation.in_features)
+
+
+def _refuses_packed_8(situation: QuantizedLinearSituation) -> str | None:
+    scheme = situation.scheme
+    if not isinstance(scheme, IntScheme | VectorwiseScheme | GgufScheme):
+        return f"it is for integer weights, not {scheme.label}"
+    if not wants_8_bit_inputs(scheme, situation.input_bits):
+        return "it rounds the inputs to 8 bits, which is not asked for"
+    return _refuses_packed(situation)
+
+
+def _refuses_cpu_bf16(situation: QuantizedLinearSituation) -> str | None:
+    if situation.device != "cpu":
+        return "it is a CPU kernel"
+    if situation.dtype is not torch.bfloat16:
+        return f"it is fast with bfloat16 activations only, not {situation.dtype}"
+    return None
+
+
+def _refuses_int4pack(situation: QuantizedLinearSituation) -> str | None:
+    scheme = situation.scheme
+    if (reason := _refuses_cpu_bf16(situation)) is not None:
+        return reason
+    if not isinstance(scheme, IntScheme) or scheme.activations is not None or scheme.permuted:
+        return f"it is for plain integer weights, not {scheme.label}"
+    if scheme.bits != 4:
+        return f"it is for 4-bit weights, not {scheme.bits}"
+    group = situation.in_features if scheme.group_size == PER_CHANNEL else scheme.group_size
+    if group not in (32, 64, 128, 256):
+        return f"it has no group size {group} (32, 64, 128, 256)"
+    if situation.out_features % 16 or situation.in_features % 64:
+        shape = f"{situation.out_features} × {situation.in_features}"
+        return f"it needs out % 16 = 0 and in % 64 = 0, not {shape}"
+    return None
+
+
+def _refuses_int8pack(situation: QuantizedLinearSituation) -> str | None:
+    if (reason := _refuses_cpu_bf16(situation)) is not None:
+        return reason
+    scheme = situation.scheme
+    if (
+        not isinstance(scheme, IntScheme)
+        or scheme.activations is not None
+        or scheme.permuted
+        or scheme.bits != 8
+        or not scheme.symmetric
+        or scheme.group_size != PER_CHANNEL
+    ):
+        return f"it is for symmetric int8 with one scale per channel, not {scheme.label}"
+    return None
+
+
+def _refuses_int8_product(situation: QuantizedLinearSituation) -> str | None:
+    scheme = situation.scheme
+    if situation.device != "cpu":
+        return "it is a CPU kernel"
+    if not isinstance(scheme, IntScheme) or scheme.activations is None:
+        return f"it is for int8 weights and int8 inputs, not {scheme.label}"
+    inputs = scheme.activations.kind == "int8" and scheme.activations.granularity != "group128"
+    whole = scheme.symmetric and scheme.group_size == PER_CHANNEL and scheme.bits == 8
+    if not inputs or not whole:
+        return f"it is for symmetric int8 with one scale per channel and token, not {scheme.label}"
+    return None
+
+
+def _refuses_vectorwise(situation: QuantizedLinearSituation) -> str | None:
+    if situation.device != "cpu":
+        return "it is a CPU kernel"
+    if not isinstance(situation.scheme, VectorwiseScheme):
+        return f"it is for LLM.int8(), not {situation.scheme.label}"
+    return None
+
+
+def _refuses_triton(situation: QuantizedLinearSituation) -> str | None:
+    if (reason := refuses_rows(situation.device, situation.dtype)) is not None:
+        return reason
+    return refuses_tiles(situation.scheme, situation.in_features)
+
+
+def _refuses_triton_rounded(situation: QuantizedLinearSituation) -> str | None:
+    scheme = situation.scheme
+    activations = scheme.activations
+    if isinstance(scheme, IntScheme):
+        kind = "int8" if scheme.symmetric and not scheme.permuted else None
+    else:
+        kind = "fp8" if isinstance(scheme, FloatScheme) else None
+    if activations is None or activations.kind != kind:
+        return f"it is for symmetric integers and int8 inputs, or fp8 and fp8, not {scheme.label}"
+    if kind == "fp8" and (reason := refuses_fp8(situation.device)) is not None:
+        return reason
+    if (reason := _refuses_triton(situation)) is not None:
+        return reason
+    piece = piece_of(situation.in_features, scale_group(scheme), scheme.bits)
+    if piece is None or piece < 32:
+        return f"a product of 8-bit inputs takes 32 of them, which {scheme.label} does not fit"
+    return None
+
+
+def _int4pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    assert isinstance(weight, IntTensor)
+    return Int4PackLinear(weight, dtype)
+
+
+def _int8pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    assert isinstance(weight, IntTensor)
+    return Int8PackLinear(weight, dtype)
+
+
+def _triton(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    device = next(iter(weight.parts().values())).device.type
+    elements = [torch.float8_e4m3fn] if refuses_fp8(device) is None else []
+    tiles = tiles_of(weight, elements)
+    if tiles is None:
+        return TiledDequantLinear(weight, dtype)
+    from .triton_linear import FloatInputLinear
+
+    return FloatInputLinear(weight, tiles, dtype)
+
+
+def _triton_rounded(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    tiles = tiles_of(weight, [torch.float8_e4m3fn, torch.int8])
+    assert tiles is not None
+    from .triton_linear import RoundedInputLinear
+
+    return RoundedInputLinear(weight, tiles, dtype)
+
+
+def _packed_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    grid = grid_of(weight)
+    if grid is None:
+        return TiledDequantLinear(weight, dtype)
+    if isinstance(weight, VectorwiseTensor):
+        return PackedOutlierLinear(weight, grid)
+    return Packed8Linear(weight, grid, dtype)
+
+
+def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    grid = grid_of(weight)
+    return (
+        TiledDequantLinear(weight, dtype) if grid is None else Packed16Linear(weight, grid, dtype)
+    )
+
+
+QUANTIZED_LINEAR: Operation[
+    QuantizedLinearSituation, Callable[[QuantizedTensor, torch.dtype], LinearKernel]
+] = Operation(
+    "quantized linear",
+    [
+        Candidate("triton-8bit-inputs", _refuses_triton_rounded, _triton_rounded),
+        Candidate("triton", _refuses_triton, _triton),
+        Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
+        Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
+        Candidate("torch-int4pack", _refuses_int4pack, _int4pack),
+        Candidate("torch-int8pack", _refuses_int8pack, _int8pack),
+        Candidate("torch-int8-product", _refuses_int8_product, Int8MatmulLinear),
+        Candidate("torch-int8-outliers", _refuses_vectorwise, VectorwiseLinear),
+        Candidate("tiled-dequant", lambda situation: None, TiledDequantLinear),
+    ],
+)
+
+
+def prepare_quantized_linear(
+    weight: QuantizedTensor, dtype: torch.dtype, input_bits: int = 16
+) -> LinearKernel:
+    """Repack `weight` for the best kernel that takes activations of `dtype`.
+
+    With `input_bits` 8 it may round them to 8 bits where the scheme keeps 16.
+    """
+    situation = QuantizedLinearSituation(
+        next(iter(weight.parts().values())).device.type,
+        dtype,
+        weight.out_features,
+        weight.in_features,
+        weight.scheme,
+        input_bits,
+    )
+    return QUANTIZED_LINEAR.select(situation).run(weight, dtype)

@@ -1,0 +1,1 @@
+"""Mixture of experts: token permutation and grouped GEMMs."""

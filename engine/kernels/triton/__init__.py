@@ -1,1 +1,0 @@
-"""Kernels for GPUs, in Triton: each beside its wrapper, and held against a torch path by the tests."""

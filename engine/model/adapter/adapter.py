@@ -1,0 +1,173 @@
+"""Causal models of transformers that the decoder does not have, over this engine's paged cache.
+
+transformers' own modules compute; where they attend, this engine's attention is called. A model whose
+attention is not exchangeable computes one sequence after the other, over a cache object that reads and
+writes the blocks. Which of the two a model takes, and whether it can be served at all, is found by
+comparing a few tokens with the model's own plain forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from ....quant.base.errors import BadInput
+from ....quant.model.checkpoint import Checkpoint
+from ...config.compatibility import refuse
+from ...kernels.attention.paged_attention import AttentionBatch, SequenceSpan
+from ..layers.attention import LayerCache, StepInputs
+from ..spec.spec import KvLayout
+from .paged_modules import PackedForward, SequentialForward, cached_layouts
+
+_CHECKED_TOKENS = 7
+_GROWING_ROTATIONS = ("dynamic", "longrope")
+
+
+class TransformersModel:
+    """A causal language model of transformers behind the interface of `decoder.Decoder`.
+
+    Raises:
+        BadInput: transformers does not know the model, it keeps a state that is not a KV cache, it is
+            quantized, or its weights do not fit its config.
+    """
+
+    window = None
+    """Whether every layer has a window is the modules' own affair: all blocks are kept."""
+    is_repeatable = False
+    """What the modules do with values is theirs too."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        self._name = f"{checkpoint.folder}: model type {checkpoint.config.get('model_type')!r}"
+        config = self._checked_config(checkpoint)
+        self.vocab_size = int(config.vocab_size)
+        self.max_context = _longest(config)
+        self._model = self._load(checkpoint, dtype).to(device).eval()
+        self._device, self._dtype = device, dtype
+        self._forward: PackedForward | SequentialForward
+        self._forward, self.kv_layouts = self._choose()
+        parameters = list(self._model.parameters())
+        self.bytes_held = sum(parameter.nbytes for parameter in parameters)
+        table, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        untied = head is not None and head.weight is not table.weight
+        self.bytes_per_step = self.bytes_held - (table.weight.nbytes if untied else 0)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """Run a step and fill the caches; returns scores [tokens, vocab].
+
+        What a model does between its last norm and its scores is its own, so every token is scored.
+        """
+        return self._forward(inputs, caches)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The scores of some rows in float32, as `forward` gave them."""
+        return hidden.float()
+
+    def _checked_config(self, checkpoint: Checkpoint) -> Any:
+        if not checkpoint.folder.is_dir() or checkpoint.quantization_config is not None:
+            refuse({"transformers", "quantized"}, f"{self._name}: this checkpoint is quantized")
+        try:
+            config = AutoConfig.from_pretrained(checkpoint.folder)
+        except Exception as error:  # whatever a broken or unknown config leads to
+            raise BadInput(f"{self._name} is not known to transformers: {_line(error)}") from error
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+            raise BadInput(f"{self._name} is not a causal language model of transformers")
+        if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False):
+            raise BadInput(f"{self._name} keeps a state that is not a KV cache: it cannot be paged")
+        rope = getattr(config, "rope_parameters", None) or {}
+        nested = [part for part in rope.values() if isinstance(part, Mapping)]
+        for part in nested or [rope]:
+            if part.get("rope_type") in _GROWING_ROTATIONS:
+                raise BadInput(
+                    f"{self._name} has rope_type {part['rope_type']!r}: what is cached would depend "
+                    "on what follows it"
+                )
+        return config
+
+    def _load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+        had_bar = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        load: Any = AutoModelForCausalLM.from_pretrained
+        try:
+            model, report = load(checkpoint.folder, dtype=dtype, output_loading_info=True)
+        except Exception as error:
+            raise BadInput(f"{self._name} does not load: {_line(error)}") from error
+        finally:
+            if had_bar:
+                transformers_logging.enable_progress_bar()
+        wrong = [*report["missing_keys"], *report["mismatched_keys"]]
+        if wrong:
+            raise BadInput(f"{self._name} does not load: {wrong[0]} is missing or misshapen")
+        return model
+
+    @torch.inference_mode()
+    def _choose(self) -> tuple[PackedForward | SequentialForward, tuple[KvLayout, ...]]:
+        """The first way of computing that says what the model itself says."""
+        tokens = torch.arange(_CHECKED_TOKENS, device=self._device) % self.vocab_size
+        plain = self._model(input_ids=tokens[None], use_cache=True)
+        expected = plain.logits[0].float()
+        layouts = cached_layouts(plain.past_key_values)
+        if layouts is None:
+            raise BadInput(f"{self._name} keeps a state that is not a KV cache: it cannot be paged")
+        own = self._model.config._attn_implementation
+        reasons = []
+        for kind in (PackedForward, SequentialForward):
+            try:
+                forward = kind(self._model, own)
+                found = forward.layouts(tokens) or layouts
+                if self._agrees(forward, found, tokens, expected):
+                    return forward, found
+                reasons.append("the results differ")
+            except Exception as error:  # modules that were not made for this fail in any way
+                reasons.append(_line(error))
+        raise BadInput(f"{self._name} does not run over a paged cache: {'; '.join(reasons)}")
+
+    def _agrees(
+        self,
+        forward: PackedForward | SequentialForward,
+        layouts: Sequence[KvLayout],
+        tokens: torch.Tensor,
+        expected: torch.Tensor,
+    ) -> bool:
+        """Whether two steps over blocks, the second with another sequence beside, give the same."""
+        caches = [LayerCache.zeros(one, 4, 4, self._device, self._dtype) for one in layouts]
+        cut = 4
+        first = self._step(tokens, [(0, cut, [2])])
+        second = self._step(tokens, [(cut, len(tokens), [2, 1]), (0, 2, [3])])
+        got = torch.cat([forward(first, caches), forward(second, caches)]).float()
+        wanted = torch.cat([expected, expected[:2]])
+        share = 1e-3 if self._dtype is torch.float32 else 0.05
+        return bool((got - wanted).abs().mean() <= share * expected.std())
+
+    def _step(
+        self, tokens: torch.Tensor, runs: Sequence[tuple[int, int, Sequence[int]]]
+    ) -> StepInputs:
+        """Inputs for runs of (first position, end, blocks of 4 tokens) of `tokens`."""
+        spans: list[SequenceSpan] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for begin, end, blocks in runs:
+            row = len(positions)
+            table = torch.tensor(blocks, device=self._device)
+            spans.append(SequenceSpan(row, row + end - begin, end, table))
+            positions += range(begin, end)
+            slots += [blocks[p // 4] * 4 + p % 4 for p in range(begin, end)]
+        at = torch.tensor(positions, device=self._device)
+        batch = AttentionBatch(spans, None, 4, self._dtype)
+        return StepInputs(tokens[at], at, torch.tensor(slots, device=self._device), batch)
+
+
+def _longest(config: Any) -> int | None:
+    """The context length, by whatever name the config has for it."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    found = [getattr(config, name, None) for name in names]
+    return next((int(one) for one in found if isinstance(one, int) and one > 0), None)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,216 @@
+"""The decoder: embeddings, layers of attention and MLP, and the projection onto the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ...kernels.attention.attention_kernels import attention_kernels, reads_in_place
+from ...kernels.elementwise.layer_kernels import TURN, RowSituation
+from ...scheduling.window import Window
+from ..layers.angles import StepAngles
+from ..layers.attention import Attention, LayerCache, Step, StepInputs
+from ..layers.mlp import Block
+from ..layers.norm import Norm
+from ..layers.projection import LinearSite, Projection
+from ..lora.bank import AdapterBank
+from ..spec.rope import RopeSpec
+from ..spec.spec import KvLayout, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer: attention and MLP, each behind a norm, added to the residual.
+
+    Attributes:
+        mlp_norm: None where the MLP reads what the attention reads.
+        post_attention_norm, post_mlp_norm: of the outputs, before they are added.
+        parallel: both read the residual as it enters the layer.
+    """
+
+    input_norm: Norm
+    attention: Attention
+    post_attention_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Block
+    post_mlp_norm: Norm | None
+    parallel: bool
+
+    @property
+    def weight_bytes(self) -> int:
+        norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
+        total = self.attention.weight_bytes + self.mlp.weight_bytes
+        return total + sum(norm.weight_bytes for norm in norms if norm is not None)
+
+    def __call__(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes `hidden + added` in; gives two tensors whose sum leaves, for the next norm to add."""
+        # Where attention and MLP both read the norm, it stays in floats.
+        rounding = None if self.parallel else self.attention.rounding
+        hidden, x = self.input_norm.of_sum(hidden, added, rounding)
+        mixed = self.attention(x, step, cache)
+        if self.parallel:
+            if self.mlp_norm is not None:
+                x = self.mlp_norm(hidden)
+            return hidden + mixed, self.mlp(x)
+        if self.post_attention_norm is not None:
+            mixed = self.post_attention_norm(mixed)
+        if self.mlp_norm is None:
+            x = hidden = hidden + mixed
+        else:
+            hidden, x = self.mlp_norm.of_sum(hidden, mixed, self.mlp.rounding)
+        out = self.mlp(x)
+        return hidden, out if self.post_mlp_norm is None else self.post_mlp_norm(out)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """Everything that was learnt. With tied embeddings `head` projects onto the embedding.
+
+    `ropes` are the distinct rotations, in the order in which the layers' `Rotation.index` counts them;
+    `linears` the layers' linears by name, for adapters.
+    """
+
+    embedding: torch.Tensor
+    positions: torch.Tensor | None
+    layers: Sequence[DecoderLayer]
+    final_norm: Norm
+    head: Projection
+    is_tied: bool
+    ropes: Sequence[RopeSpec]
+    linears: Mapping[str, LinearSite]
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of weights in memory. A tied head counts only if its kernel keeps a layout of its own."""
+        shared = self.is_tied and not self.head.holds_a_copy
+        # In a divided model the head is a part of the embedding, which is there as a whole.
+        tables = self.embedding.nbytes - (self.head.weight_bytes if shared else 0)
+        tables += 0 if self.positions is None else self.positions.nbytes
+        return self.bytes_per_step + tables
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of weights that a step reads: all but the tables, of which it reads rows."""
+        layers = sum(layer.weight_bytes for layer in self.layers)
+        return self.head.weight_bytes + self.final_norm.weight_bytes + layers
+
+
+class Decoder:
+    """A decoder-only transformer, whatever its family.
+
+    `mirror`, where one is set, is told of each call's name and argument before it is computed: the
+    processes that hold the other parts of the model must make the same calls.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        max_model_len: int,
+        dtype: torch.dtype,
+        adapters: AdapterBank | None = None,
+    ) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.mirror: Callable[[str, Any], None] | None = None
+        self._adapters = adapters
+        self._dtype = dtype
+        device = weights.embedding.device
+        self._angles = StepAngles(
+            weights.ropes,
+            spec.rotary_width,
+            max_model_len if spec.stream is None else spec.stream.num_seen,
+            device,
+            dtype,
+            spec.stream,
+        )
+        # Gemma rounds the factor to the model's dtype.
+        self._scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        layout = spec.kv_layouts[0]
+        self._attend = attention_kernels(device, dtype, layout.key_dim, layout.value_dim)
+        turned = RowSituation(device.type, dtype, spec.rotary_width)
+        self._turn = TURN.select(turned).run()
+
+    @property
+    def kv_layouts(self) -> tuple[KvLayout, ...]:
+        """What each layer keeps of a token."""
+        return self.spec.kv_layouts
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def window(self) -> Window | None:
+        """What the farthest-looking layer sees; None: some layer sees all."""
+        windows = [window for window in self.spec.shape.windows if window is not None]
+        if len(windows) < self.spec.shape.num_layers:
+            return None
+        return Window(max(windows), self.spec.num_kept)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of weights in memory."""
+        adapters = 0 if self._adapters is None else self._adapters.num_bytes
+        return self.weights.bytes_held + adapters
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of weights that a step may read."""
+        return self.weights.bytes_per_step
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether steps of one shape are the same operations whatever their values.
+
+        So they are where no other process must hear of them, no layer counts visits of experts on the host,
+        and attention reads the blocks in use and not the whole table.
+        """
+        same = all(layer.mlp.is_repeatable for layer in self.weights.layers)
+        return same and self.mirror is None and reads_in_place(self._attend[False])
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """Run a step and fill the caches; returns the normed hidden states [tokens, hidden], and beside
+        them what entered the layers of the step's `taps`."""
+        if self.mirror is not None:
+            self.mirror("forward", inputs)
+        positions = inputs.positions
+        places = self._angles.places(positions)
+        angles, anchors = self._angles.of(positions), self._angles.of_anchors(places)
+        attend = self._attend[inputs.batch.has_trees]
+        step = Step(inputs, places, angles, attend, anchors, self._turn)
+        if self._adapters is not None:
+            self._adapters.rows = inputs.adapters
+        hidden = functional.embedding(inputs.token_ids, self.weights.embedding)
+        if self._scale != 1.0:
+            hidden = hidden * self._scale
+        if self.weights.positions is not None:
+            hidden = hidden + functional.embedding(inputs.positions, self.weights.positions)
+        added: torch.Tensor | None = None
+        entered: dict[int, torch.Tensor] = {}
+        for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
+            if index in inputs.taps:
+                entered[index] = hidden if added is None else hidden + added
+            hidden, added = layer(hidden, added, step, cache)
+        normed = self.weights.final_norm(hidden if added is None else hidden + added)
+        if not inputs.taps:
+            return normed
+        return torch.cat([normed, *(entered[index] for index in inputs.taps)], dim=-1)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores over the vocabulary, float32 [rows, vocab], of what `forward` gave, or of normed hidden
+        states [rows, hidden] alone."""
+        hidden = hidden[:, : self.spec.shape.hidden_size].contiguous()
+        if self.mirror is not None:
+            self.mirror("logits", hidden)
+        logits = self.weights.head(hidden).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else cap * (logits / cap).tanh()

@@ -1,0 +1,126 @@
+"""The mixtures of experts of a checkpoint: router, experts by module or in two tensors, shared expert."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from ....quant.tensors.base import QuantizedTensor
+from ....quant.tensors.codebook import CodebookTensor
+from ...kernels.moe.expert_kernels import EXPERTS
+from ...planner.model.shapes import Experts
+from ..layers.experts import MixtureOfExperts, Router
+from ..layers.mlp import GatedMlp, gating
+from ..layers.projection import Projection
+from ..parallel.shard import Shard
+from ..spec.spec import ModelSpec
+from .reader import CheckpointReader
+
+
+class LoadsGated(Protocol):
+    """Reads a gated MLP of width `inner` below `prefix`."""
+
+    def __call__(
+        self,
+        prefix: str,
+        gate_up: tuple[str, ...],
+        down: str,
+        inner: int,
+        *,
+        whole: bool = False,
+    ) -> GatedMlp: ...
+
+
+def load_mixture(
+    reader: CheckpointReader,
+    spec: ModelSpec,
+    layer: str,
+    gated: LoadsGated,
+    shard: Shard | None = None,
+) -> MixtureOfExperts:
+    """The mixture of the layer whose names start with `layer`, of a model that has experts.
+
+    With `shard` it has that process's experts alone.
+    """
+    names, hidden, experts = spec.names, spec.shape.hidden_size, spec.shape.experts
+    assert experts is not None
+    kind, read, exact = spec.router, reader.tensor, torch.float32
+    name = layer + names.router
+    router = Router(
+        read(f"{name}.weight", experts.count, hidden, dtype=exact),
+        read(f"{name}.bias", experts.count, dtype=exact) if kind.bias else None,
+        read(layer + names.correction, experts.count, dtype=exact) if kind.correction else None,
+        experts.per_token,
+        kind,
+    )
+    prefix = f"{layer}{names.experts}."
+    own = range(experts.count) if shard is None else shard.experts(experts.count)
+    routed: list[GatedMlp]
+    if names.fused_experts:
+        routed = _fused(reader, spec, prefix, experts, own)
+    else:
+        gate, up, down = names.expert
+        routed = [
+            gated(f"{prefix}{number}.", (gate, up), down, experts.width, whole=True)
+            for number in own
+        ]
+    shared = None
+    if experts.shared_width:
+        one = f"{layer}{names.shared_expert}."
+        shared = gated(one, ("gate_proj", "up_proj"), "down_proj", experts.shared_width)
+    whole = len(own) == experts.count
+    run = EXPERTS.select(reader.experts_situation(whole)).run
+    kernel = run(routed, own, experts.count, kind.on_inputs)
+    # A kernel with a layout of its own is then the only one that has these weights.
+    reader.drop_linears(prefix)
+    return MixtureOfExperts(router, kernel, shared, None if shard is None else shard.group.sum)
+
+
+def _fused(
+    reader: CheckpointReader, spec: ModelSpec, prefix: str, experts: Experts, own: range
+) -> list[GatedMlp]:
+    """Those of `own` numbers, of experts that lie in two tensors."""
+    count, inner, hidden = experts.count, experts.width, spec.shape.hidden_size
+    into = reader.experts(f"{prefix}gate_up_proj", count, 2 * inner, hidden)
+    out_of = reader.experts(f"{prefix}down_proj", count, hidden, inner)
+    into_bias = out_bias = None
+    if spec.shape.expert_bias:
+        into_bias = reader.tensor(f"{prefix}gate_up_proj_bias", count, 2 * inner)
+        out_bias = reader.tensor(f"{prefix}down_proj_bias", count, hidden)
+    if spec.names.gate_up_alternates:
+        into = [_gate_before_up(weight) for weight in into]
+        into_bias = None if into_bias is None else _halves(into_bias.T).T
+    return [
+        GatedMlp(
+            _expert(reader, into[number], into_bias, number),
+            _expert(reader, out_of[number], out_bias, number),
+            gating(spec.activation, reader.rows(inner)),
+        )
+        for number in own
+    ]
+
+
+def _expert(
+    reader: CheckpointReader,
+    weight: torch.Tensor | QuantizedTensor,
+    biases: torch.Tensor | None,
+    number: int,
+) -> Projection:
+    whole = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
+    return reader.stacked([whole], None if biases is None else biases[number].clone())
+
+
+def _halves(rows: torch.Tensor) -> torch.Tensor:
+    """Rows that take turns, as a first and a second half."""
+    return torch.cat([rows[0::2], rows[1::2]])
+
+
+def _gate_before_up(weight: torch.Tensor | QuantizedTensor) -> torch.Tensor | QuantizedTensor:
+    """A stacked weight whose rows of gate and up took turns."""
+    if isinstance(weight, torch.Tensor):
+        return _halves(weight)
+    assert isinstance(weight, CodebookTensor)
+    magnitudes = _halves(weight.absmax.view(weight.out_features, -1)).flatten()
+    return replace(weight, codes=_halves(weight.codes), absmax=magnitudes)

@@ -1,0 +1,300 @@
+"""The families that the decoder runs: what their configs and tensor names mean.
+
+The planner's `ModelShape` knows the defaults of each model type and all sizes; a reader here adds what a
+shape does not tell. What the decoder lacks is refused as `NotCovered`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ....quant.base.errors import BadInput
+from ...planner.model.families import complete
+from ...planner.model.shapes import ModelShape
+from ..layers.mlp import ACTIVATIONS, CLAMPED_SWIGLU
+from ..spec.names import Names
+from ..spec.rope import RopeSpec, yarn_scale
+from ..spec.spec import ModelSpec, NotCovered, RouterSpec, Temperature
+
+Config = Mapping[str, Any]
+# Where the class of a model type differs from 1e-6.
+_NORM_EPS = {"mixtral": 1e-5, "phi3": 1e-5, "gpt_oss": 1e-5, "llama4_text": 1e-5}
+
+
+def model_spec(raw: Config) -> ModelSpec:
+    """Read a raw `config.json`; a multimodal one gives its text model.
+
+    Raises:
+        NotCovered: a model type or a feature that the decoder does not have.
+        BadInput: nonsense, or a missing key.
+    """
+    model_type = raw.get("model_type")
+    nested = raw.get("text_config")
+    if isinstance(nested, Mapping):
+        model_type = nested.get("model_type", f"{model_type}_text")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise NotCovered(
+            f"config.json: model_type {model_type!r} is not one of the decoder's own "
+            f"({', '.join(SUPPORTED_MODEL_TYPES)})"
+        )
+    try:
+        _, _, config = complete(raw)
+        shape = ModelShape.from_config(raw)
+        dtype = config.get("dtype") or config.get("torch_dtype") or raw.get("torch_dtype")
+        usual: dict[str, Any] = {
+            "shape": shape,
+            "names": Names(),
+            "dtype": str(dtype or "float32"),
+            "norm_eps": float(config.get("rms_norm_eps", _NORM_EPS.get(model_type, 1e-6))),
+            "rotary_width": shape.head_dim,
+            "attention_scale": shape.head_dim**-0.5,
+            "activation": config.get("hidden_act", "silu"),
+        }
+        spec = ModelSpec(**{**usual, **FAMILIES[model_type](shape, config)})
+    except NotCovered:
+        raise
+    except BadInput as error:
+        text = str(error)
+        raise BadInput(text if "config" in text else f"config.json: {text}") from error
+    except KeyError as error:
+        raise BadInput(f"config.json lacks {error.args[0]!r}") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise BadInput(f"config.json: {error}") from error
+    if spec.activation not in (*ACTIVATIONS, CLAMPED_SWIGLU):
+        raise NotCovered(f"config.json: hidden_act {spec.activation!r} is not supported")
+    return spec
+
+
+def _rotated(shape: ModelShape, config: Config, theta: float = 10000.0) -> dict[str, Any]:
+    """The same rotation in every layer."""
+    return {"ropes": (RopeSpec.from_config(config, theta),) * shape.num_layers}
+
+
+def _llama(shape: ModelShape, config: Config) -> dict[str, Any]:
+    return _rotated(shape, config)
+
+
+def _mixtral(shape: ModelShape, config: Config) -> dict[str, Any]:
+    block = "block_sparse_moe"
+    names = Names(router=f"{block}.gate", experts=f"{block}.experts", expert=("w1", "w3", "w2"))
+    return {**_rotated(shape, config, 1e6), "names": names}
+
+
+def _qwen3_moe(shape: ModelShape, config: Config) -> dict[str, Any]:
+    router = RouterSpec(normalize=bool(config.get("norm_topk_prob", False)))
+    return {**_rotated(shape, config), "router": router}
+
+
+def _phi3(shape: ModelShape, config: Config) -> dict[str, Any]:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if given.get("rope_type", given.get("type")) in ("su", "yarn"):  # earlier names
+        config = {**config, "rope_parameters": {**given, "rope_type": "longrope"}}
+    part = config.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    return {
+        **_rotated(shape, {"original_max_position_embeddings": 4096, **config}),
+        "names": Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        "rotary_width": int(shape.head_dim * part),
+    }
+
+
+def _gemma(shape: ModelShape, config: Config) -> dict[str, Any]:
+    return {
+        "names": Names(
+            post_attention_norm="post_attention_layernorm",
+            mlp_norm="pre_feedforward_layernorm",
+            post_mlp_norm="post_feedforward_layernorm",
+        ),
+        "activation": config.get("hidden_activation") or "gelu_pytorch_tanh",
+        "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+        "norm_offset": 1.0,
+        "embedding_scale": math.sqrt(shape.hidden_size),
+    }
+
+
+def _gemma2(shape: ModelShape, config: Config) -> dict[str, Any]:
+    return {
+        **_gemma(shape, config),
+        **_rotated(shape, config),
+        "attention_softcap": config.get("attn_logit_softcapping", 50.0),
+        "logit_softcap": config.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(shape: ModelShape, config: Config) -> dict[str, Any]:
+    if config.get("use_bidirectional_attention"):
+        raise NotCovered("config.json: use_bidirectional_attention is not supported")
+    return {
+        **_gemma(shape, config),
+        "ropes": _gemma3_ropes(shape, config),
+        "attention_softcap": config.get("attn_logit_softcapping"),
+        "logit_softcap": config.get("final_logit_softcapping"),
+    }
+
+
+def _gemma3_ropes(shape: ModelShape, config: Config) -> tuple[RopeSpec, ...]:
+    """One rotation for layers that see everything and one for windows, in either spelling."""
+    both = config.get("rope_parameters") or {}
+    if "full_attention" in both or "sliding_attention" in both:
+        everything = {**config, "rope_parameters": both.get("full_attention")}
+        near = {**config, "rope_parameters": both.get("sliding_attention")}
+    else:
+        everything = config
+        near = {"rope_theta": config.get("rope_local_base_freq")}
+    kinds = (RopeSpec.from_config(everything, 1e6), RopeSpec.from_config(near, 1e4))
+    return tuple(kinds[window is not None] for window in shape.windows)
+
+
+def _gpt_oss(shape: ModelShape, config: Config) -> dict[str, Any]:
+    if "rope_parameters" not in config and "rope_scaling" not in config:
+        stretched = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+        stretched["original_max_position_embeddings"] = 4096
+        config = {**config, "rope_parameters": stretched}
+    if (config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)) != (1.702, 7.0):
+        raise NotCovered("config.json: swiglu_alpha and swiglu_limit are fixed at 1.702 and 7")
+    return {
+        **_rotated(shape, config, 150000.0),
+        "names": Names(router="mlp.router", fused_experts=True, gate_up_alternates=True),
+        "activation": CLAMPED_SWIGLU,
+        "router": RouterSpec(bias=True),
+    }
+
+
+def _llama4(shape: ModelShape, config: Config) -> dict[str, Any]:
+    block = "feed_forward"
+    turns = config.get("no_rope_layers") or [window is not None for window in shape.windows]
+    rope = RopeSpec.from_config(config, 500000.0)
+    return {
+        "names": Names(
+            gate_up=(f"{block}.gate_proj", f"{block}.up_proj"),
+            down=f"{block}.down_proj",
+            router=f"{block}.router",
+            experts=f"{block}.experts",
+            shared_expert=f"{block}.shared_expert",
+            fused_experts=True,
+        ),
+        "ropes": tuple(rope if turn else None for turn in turns),
+        "rotary_neighbours": True,
+        "key_norm_after_rotation": bool(config.get("use_qk_norm", True)),
+        "temperature": Temperature(config.get("floor_scale", 8192), config.get("attn_scale", 0.1))
+        if config.get("attn_temperature_tuning", True)
+        else None,
+        "router": RouterSpec(scoring="sigmoid", normalize=False, on_inputs=True),
+    }
+
+
+def _deepseek(shape: ModelShape, config: Config) -> dict[str, Any]:
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise NotCovered("config.json: biases in a DeepSeek model are not supported")
+    assert shape.latent is not None
+    rope = RopeSpec.from_config(config)
+    scale = shape.latent.query_dim**-0.5
+    if rope.kind != "default" and (weight := rope.parameters.get("mscale_all_dim")):
+        scale *= yarn_scale(rope.parameters["factor"], weight) ** 2
+    return {
+        "ropes": (rope,) * shape.num_layers,
+        "rotary_width": shape.latent.rope_dim,
+        "rotary_neighbours": bool(config.get("rope_interleave", True)),
+        "attention_scale": scale,
+    }
+
+
+def _deepseek_v2(shape: ModelShape, config: Config) -> dict[str, Any]:
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise NotCovered(f"config.json: topk_method {method!r} is not supported")
+    grouped = method == "group_limited_greedy"
+    router = RouterSpec(
+        normalize=False,
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+        num_groups=config["n_group"] if grouped else 1,
+        kept_groups=config["topk_group"] if grouped else 1,
+    )
+    return {**_deepseek(shape, config), "router": router}
+
+
+def _deepseek_v3(shape: ModelShape, config: Config) -> dict[str, Any]:
+    router = RouterSpec(
+        scoring="sigmoid",
+        normalize=bool(config.get("norm_topk_prob", True)),
+        scale=float(config.get("routed_scaling_factor", 2.5)),
+        num_groups=config.get("n_group") or 8,
+        kept_groups=config.get("topk_group") or 4,
+        group_votes=2,
+        correction=True,
+    )
+    return {**_deepseek(shape, config), "router": router}
+
+
+def _gpt2(shape: ModelShape, config: Config) -> dict[str, Any]:
+    unusual = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
+    if any(config.get(key) for key in unusual) or not config.get("scale_attn_weights", True):
+        raise NotCovered("config.json: scaled or crossed attention of GPT-2 is not supported")
+    return {
+        "names": Names(
+            bases=("transformer.", ""),
+            embedding="wte",
+            positions="wpe",
+            layer="h.{}.",
+            final_norm="ln_f",
+            input_norm="ln_1",
+            mlp_norm="ln_2",
+            qkv=("attn.c_attn",),
+            output="attn.c_proj",
+            gate_up=("mlp.c_fc",),
+            down="mlp.c_proj",
+            transposed=True,
+            buffers=(".attn.bias", ".attn.masked_bias"),
+        ),
+        "ropes": (None,) * shape.num_layers,
+        "activation": config.get("activation_function", "gelu_new"),
+        "norm_eps": float(config.get("layer_norm_epsilon", 1e-5)),
+    }
+
+
+def _falcon(shape: ModelShape, config: Config) -> dict[str, Any]:
+    if config.get("alibi"):
+        raise NotCovered("config.json: Falcon with alibi is not supported")
+    two_norms = shape.norms_per_layer == 2
+    parallel = config["new_decoder_architecture"] or config["parallel_attn"]
+    split = parallel and two_norms
+    return {
+        **_rotated(shape, config),
+        "names": Names(
+            bases=("transformer.", ""),
+            embedding="word_embeddings",
+            layer="h.{}.",
+            final_norm="ln_f",
+            input_norm="ln_attn" if split else "input_layernorm",
+            mlp_norm="ln_mlp" if split else "post_attention_layernorm" if two_norms else "",
+            qkv=("self_attention.query_key_value",),
+            output="self_attention.dense",
+            gate_up=("mlp.dense_h_to_4h",),
+            down="mlp.dense_4h_to_h",
+        ),
+        "activation": config.get("activation", "gelu"),
+        "norm_eps": float(config.get("layer_norm_epsilon", 1e-5)),
+        "grouped_qkv": True,
+        "parallel": bool(parallel),
+    }
+
+
+FAMILIES: Mapping[str, Callable[[ModelShape, Config], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "mixtral": _mixtral,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "qwen3_moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "gpt_oss": _gpt_oss,
+    "llama4_text": _llama4,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "gpt2": _gpt2,
+    "falcon": _falcon,
+}
+SUPPORTED_MODEL_TYPES = tuple(FAMILIES)

@@ -1,0 +1,298 @@
+"""From a checkpoint to a decoder: every tensor in its place, none missing, none left over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ....quant.base.errors import BadInput
+from ....quant.model.checkpoint import Checkpoint
+from ...kernels.attention.paged_attention import AttentionRule
+from ...planner.model.shapes import Latent
+from ..layers.attention import Attention, HeadAttention, LatentAttention, Rotation
+from ..layers.mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating
+from ..layers.norm import Norm
+from ..layers.projection import LinearSite, Projection
+from ..parallel.cut import Cut
+from ..parallel.shard import Shard
+from ..spec.rope import RopeSpec
+from ..spec.spec import ModelSpec
+from .decoder import DecoderLayer, DecoderWeights
+from .expert_loader import load_mixture
+from .reader import CheckpointReader
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    input_bits: int = 16,
+    shard: Shard | None = None,
+) -> DecoderWeights:
+    """Read the weights of a decoder by the names of its family.
+
+    With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits; with `shard`
+    it is the part of the decoder that one process holds.
+
+    Raises:
+        BadInput: a tensor is missing, misshapen, or has no place in the model.
+    """
+    reader = CheckpointReader(checkpoint, device, dtype, input_bits, shard)
+    return LayerLoader(reader, spec, _base(checkpoint, spec), dtype, shard).load()
+
+
+def _base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
+    """What the decoder's tensors start with: a multimodal checkpoint nests them."""
+    for base in spec.names.bases:
+        if f"{base}{spec.names.embedding}.weight" in checkpoint:
+            return base
+    wanted = f"{spec.names.bases[0]}{spec.names.embedding}.weight"
+    raise BadInput(f"{checkpoint.folder} has no tensor {wanted!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoader:
+    """Reads the parts of a decoder by the names of its family, those of layers below a prefix."""
+
+    reader: CheckpointReader
+    spec: ModelSpec
+    base: str
+    dtype: torch.dtype
+    shard: Shard | None
+
+    def load(self) -> DecoderWeights:
+        reader, spec, names, shape = self.reader, self.spec, self.spec.names, self.spec.shape
+        hidden, vocab = shape.hidden_size, shape.vocab_size
+        embedding = reader.tensor(f"{self.base}{names.embedding}.weight", vocab, hidden)
+        positions = None
+        if names.positions:
+            table = f"{self.base}{names.positions}.weight"
+            positions = reader.tensor(table, shape.learned_positions, hidden)
+        ropes: list[RopeSpec] = []
+        for rope in spec.ropes:
+            if rope is not None and rope not in ropes:
+                ropes.append(rope)
+        layers = []
+        for index in range(shape.num_layers):
+            layers.append(self._layer(index, ropes))
+            # What was packed anew need not stay in memory as the file has it.
+            reader.release()
+        final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
+        # Beside the decoder: `lm_head`, or `language_model.lm_head` in a multimodal checkpoint.
+        head_name = f"{self.base.removesuffix('model.')}{names.head}"
+        if f"{head_name}.weight" not in reader and not reader.is_quantized(head_name):
+            head_name = names.head
+        # A quantized head is a weight of its own, also where the config still calls it tied.
+        tied = shape.tied and not reader.is_quantized(head_name)
+        part = slice(0, vocab) if self.shard is None else self.shard.vocabulary(vocab)
+        if tied:
+            head = Projection([embedding[part]], None, self.dtype)
+        else:
+            cut = None if self.shard is None else Cut(rows=((part,),))
+            head = reader.projection([head_name], hidden, [vocab], bias=False, cut=cut)
+        if (shard := self.shard) is not None:
+            head.then(lambda logits: shard.group.join_columns(logits, vocab))
+        reader.finish(lambda name: self._may_remain(name, f"{head_name}.weight" if tied else ""))
+        return DecoderWeights(
+            embedding, positions, layers, final_norm, head, tied, ropes, self._linears()
+        )
+
+    def _linears(self) -> dict[str, LinearSite]:
+        """The layers' linears, by their names below the decoder, that see every row of a step."""
+        names = self.spec.names
+        within, routed = self.base + names.layer.split("{")[0], f".{names.experts}."
+        return {
+            name.removeprefix(self.base): site
+            for name, site in self.reader.linears.items()
+            if name.startswith(within) and routed not in name
+        }
+
+    def _may_remain(self, name: str, second_head: str) -> bool:
+        """A tied head saved a second time, saved buffers, the layers that predict further tokens
+        (DeepSeek-V3), the other parts of a multimodal model, and experts that other processes hold."""
+        if name == second_head or name.endswith(self.spec.names.buffers):
+            return True
+        if self.shard is not None and (experts := self.spec.shape.experts) is not None:
+            number = name.partition(f".{self.spec.names.experts}.")[2].partition(".")[0]
+            if number.isdecimal() and int(number) not in self.shard.experts(experts.count):
+                return True
+        beyond = self.base + self.spec.names.layer.format(self.spec.shape.num_layers)
+        outside = self.base not in ("", "model.", "transformer.") and not name.startswith(self.base)
+        return outside or (self.spec.shape.latent is not None and name.startswith(beyond))
+
+    def norm(self, module: str, size: int) -> Norm:
+        """The norm of a module."""
+        offset, centered = self.spec.norm_offset, self.spec.shape.layer_norm
+        # 1 + w has more digits than w: it is kept, and the norm computed, in float32.
+        dtype = torch.float32 if offset else self.dtype
+        weight = self.reader.tensor(f"{module}.weight", size, dtype=dtype)
+        bias = self.reader.tensor(f"{module}.bias", size) if centered else None
+        return Norm(size, self.spec.norm_eps, weight + offset if offset else weight, bias, centered)
+
+    def _norm_if(self, layer: str, name: str) -> Norm | None:
+        return self.norm(layer + name, self.spec.shape.hidden_size) if name else None
+
+    def _layer(self, index: int, ropes: list[RopeSpec]) -> DecoderLayer:
+        names = self.spec.names
+        layer = self.base + names.layer.format(index)
+        rope, latent = self.spec.ropes[index], self.spec.shape.latent
+        turn = None
+        if rope is not None:
+            turn = Rotation(ropes.index(rope), self.spec.rotary_neighbours)
+        attention: Attention
+        if latent is not None and turn is not None:
+            attention = self._latent_attention(layer, latent, turn)
+        else:
+            attention = self.head_attention(layer, index, turn)
+        return DecoderLayer(
+            input_norm=self.norm(layer + names.input_norm, self.spec.shape.hidden_size),
+            attention=attention,
+            post_attention_norm=self._norm_if(layer, names.post_attention_norm),
+            mlp_norm=self._norm_if(layer, names.mlp_norm),
+            mlp=self.block(layer, index),
+            post_mlp_norm=self._norm_if(layer, names.post_mlp_norm),
+            parallel=self.spec.parallel,
+        )
+
+    def head_attention(
+        self, layer: str, index: int, turn: Rotation | None, in_features: int | None = None
+    ) -> HeadAttention:
+        """The attention of a layer, which reads `in_features`, by default the hidden states."""
+        spec, names, shape, shard = self.spec, self.spec.names, self.spec.shape, self.shard
+        own = shape if shard is None else shard.spec(spec).shape
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        outs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
+        sinks = self.reader.tensor(layer + names.sinks, shape.num_heads) if shape.sinks else None
+        if sinks is not None and shard is not None:
+            sinks = sinks[shard.heads(shape)].clone()
+        window = shape.windows[index]
+        rule = AttentionRule(
+            spec.attention_scale,
+            window=None if shape.chunked else window,
+            kept=spec.num_kept,
+            chunk=window if shape.chunked else None,
+            softcap=spec.attention_softcap,
+            sinks=sinks,
+        )
+        hidden, cuts = shape.hidden_size, (None, None)
+        inputs = in_features or hidden
+        if shard is not None:
+            cuts = shard.qkv(spec), shard.output(shape)
+        return HeadAttention(
+            own.num_heads,
+            own.num_kv_heads,
+            shape.head_dim,
+            qkv=self._linear(layer, names.qkv, inputs, outs, bias=shape.qkv_bias, cut=cuts[0]),
+            output=self._linear(
+                layer, (names.output,), queries, [hidden], bias=shape.output_bias, cut=cuts[1]
+            ),
+            rule=rule,
+            rotation=turn,
+            query_norm=self.norm(layer + names.query_norm, shape.head_dim)
+            if shape.qk_norm
+            else None,
+            key_norm=self.norm(layer + names.key_norm, shape.head_dim) if shape.qk_norm else None,
+            turned_norm=Norm(shape.head_dim, spec.norm_eps)
+            if spec.key_norm_after_rotation and turn is not None
+            else None,
+            temperature=spec.temperature if turn is None else None,
+            grouped=spec.grouped_qkv,
+        )
+
+    def _latent_attention(self, layer: str, latent: Latent, turn: Rotation) -> LatentAttention:
+        shape, prefix, shard = self.spec.shape, f"{layer}self_attn.", self.shard
+        hidden, heads = shape.hidden_size, shape.num_heads
+        wide, rank = heads * latent.query_dim, latent.kv_rank
+        own = slice(0, heads) if shard is None else shard.heads(shape)
+        into, out_of = (None, None) if shard is None else shard.latent(shape, latent)
+        query_norm = query_up = None
+        if latent.query_rank is None:
+            query = self._linear(prefix, ("q_proj",), hidden, [wide], cut=into)
+        else:
+            query = self._linear(prefix, ("q_a_proj",), hidden, [latent.query_rank])
+            query_norm = self._latent_norm(f"{prefix}q_a_layernorm", latent.query_rank)
+            query_up = self._linear(prefix, ("q_b_proj",), latent.query_rank, [wide], cut=into)
+        both = heads * (latent.nope_dim + latent.value_dim)
+        expand = self.reader.dense(f"{prefix}kv_b_proj", both, rank).view(heads, -1, rank)[own]
+        return LatentAttention(
+            num_heads=own.stop - own.start,
+            nope_dim=latent.nope_dim,
+            query=query,
+            query_norm=query_norm,
+            query_up=query_up,
+            latent=self._linear(prefix, ("kv_a_proj_with_mqa",), hidden, [latent.cached_elements]),
+            latent_norm=self._latent_norm(f"{prefix}kv_a_layernorm", rank),
+            key_up=expand[:, : latent.nope_dim].clone(),
+            value_up=expand[:, latent.nope_dim :].clone(),
+            output=self._linear(
+                prefix, ("o_proj",), heads * latent.value_dim, [hidden], cut=out_of
+            ),
+            rule=AttentionRule(
+                self.spec.attention_scale, window=shape.windows[0], kept=self.spec.num_kept
+            ),
+            rotation=turn,
+        )
+
+    def _latent_norm(self, module: str, size: int) -> Norm:
+        # DeepSeek's config speaks of the other norms only: these keep their class's own epsilon.
+        return Norm(size, 1e-6, self.reader.tensor(f"{module}.weight", size))
+
+    def block(self, layer: str, index: int) -> Block:
+        """What follows the attention of a layer."""
+        shape, names = self.spec.shape, self.spec.names
+        experts = shape.experts
+        if experts is not None and index not in experts.dense_layers:
+            return load_mixture(self.reader, self.spec, layer, self._gated, self.shard)
+        hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
+        if shape.gated_mlp:
+            return self._gated(layer, names.gate_up, names.down, inner, bias=bias)
+        into, out_of = self._mlp_cuts(inner, 1, 1)
+        return PlainMlp(
+            self._linear(layer, names.gate_up, hidden, [inner], bias=bias, cut=into),
+            self._linear(layer, (names.down,), inner, [hidden], bias=bias, cut=out_of),
+            ACTIVATIONS[self.spec.activation],
+        )
+
+    def _gated(
+        self,
+        prefix: str,
+        gate_up: tuple[str, ...],
+        down: str,
+        inner: int,
+        *,
+        bias: bool = False,
+        whole: bool = False,
+    ) -> GatedMlp:
+        """The gated MLP below `prefix`, or with a shard its part of it unless it is to be `whole`."""
+        hidden = self.spec.shape.hidden_size
+        outs = [inner, inner] if len(gate_up) > 1 else [2 * inner]
+        into, out_of = (None, None) if whole else self._mlp_cuts(inner, len(gate_up), 2)
+        return GatedMlp(
+            self._linear(prefix, gate_up, hidden, outs, bias=bias, cut=into),
+            self._linear(prefix, (down,), inner, [hidden], bias=bias, cut=out_of),
+            gating(self.spec.activation, self.reader.rows(inner)),
+        )
+
+    def _mlp_cuts(
+        self, inner: int, num_modules: int, num_stacked: int
+    ) -> tuple[Cut | None, Cut | None]:
+        if self.shard is None:
+            return None, None
+        return self.shard.gate_up(inner, num_modules, num_stacked), self.shard.down(inner)
+
+    def _linear(
+        self,
+        prefix: str,
+        names: tuple[str, ...],
+        in_features: int,
+        out_features: list[int],
+        *,
+        bias: bool = False,
+        cut: Cut | None = None,
+    ) -> Projection:
+        modules, turned = [prefix + name for name in names], self.spec.names.transposed
+        return self.reader.projection(
+            modules, in_features, out_features, bias=bias, transposed=turned, cut=cut
+        )

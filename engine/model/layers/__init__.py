@@ -1,0 +1,1 @@
+"""The modules of a decoder layer: attention, MLP, experts, norms, linear projections."""

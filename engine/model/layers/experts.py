@@ -1,0 +1,92 @@
+"""A mixture of experts: a router, experts of which each token visits a few, and one that all visit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from ...kernels.activations.rounded_rows import Rounding, Rows
+from ...kernels.moe.expert_kernels import ExpertsKernel
+from ..spec.spec import RouterSpec
+from .mlp import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses `per_token` experts for each token and weighs them.
+
+    `weight` [experts, hidden], `bias` and `correction` [experts] are float32, and so is the computation:
+    a rounded score would send tokens elsewhere.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    correction: torch.Tensor | None
+    per_token: int
+    spec: RouterSpec
+
+    @property
+    def weight_bytes(self) -> int:
+        parts = (self.weight, self.bias, self.correction)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights, float32, and experts, int64, [tokens, per_token] each."""
+        logits = functional.linear(x.float(), self.weight, self.bias)
+        softmax = self.spec.scoring == "softmax"
+        scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
+        votes = scores if self.correction is None else scores + self.correction
+        if self.spec.num_groups > 1:
+            votes = self._in_best_groups(votes)
+        experts = votes.topk(self.per_token, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if self.spec.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * self.spec.scale, experts
+
+    def _in_best_groups(self, votes: torch.Tensor) -> torch.Tensor:
+        grouped = votes.unflatten(1, (self.spec.num_groups, -1))
+        best = grouped.topk(self.spec.group_votes, dim=-1).values.sum(dim=-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(1, best.topk(self.spec.kept_groups, dim=-1).indices, True)
+        return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """The sum of the chosen experts' outputs, weighted, and of the shared expert's.
+
+    Attributes:
+        experts: those that are here, all or some.
+        total: adds up what the processes with the others have; None where all are here.
+    """
+
+    router: Router
+    experts: ExpertsKernel
+    shared: Block | None
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        shared = 0 if self.shared is None else self.shared.weight_bytes
+        return self.router.weight_bytes + self.experts.weight_bytes + shared
+
+    @property
+    def is_repeatable(self) -> bool:
+        shared = self.shared is None or self.shared.is_repeatable
+        return self.experts.is_repeatable and shared
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """The router reads the input as it is."""
+        return None
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        out = self.experts(x, *self.router(x))
+        if self.total is not None:
+            out = self.total(out)
+        return out if self.shared is None else out + self.shared(x)

@@ -1,0 +1,126 @@
+"""The two kinds of MLP, and the functions between their linears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from ...kernels.activations.rounded_rows import Rounding, RoundsGate, Rows
+from ...kernels.elementwise.layer_kernels import GATE, GELU_GATE, RowSituation
+from .projection import Projection
+
+
+class Block(Protocol):
+    """Something with weights that maps [tokens, hidden] to [tokens, hidden]."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights that a step may read."""
+        ...
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How its input may be rounded before it comes; None: it may not."""
+        ...
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it does the same operations whatever its input's values."""
+        ...
+
+    def __call__(self, x: Rows) -> torch.Tensor: ...
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
+
+
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss: both halves are clamped, and `up` has 1 added."""
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": functional.relu,
+}
+CLAMPED_SWIGLU = "clamped_swiglu"
+
+
+def gating(
+    activation: str, situation: RowSituation
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """How the two halves of a gated MLP become one: a function of gate and up."""
+    if activation == "silu":
+        return GATE.select(situation).run()
+    if activation == CLAMPED_SWIGLU:
+        return _clamped_swiglu
+    if activation.startswith("gelu"):
+        return GELU_GATE.select(situation).run(activation != "gelu")
+    function = ACTIVATIONS[activation]
+    return lambda gate, up: function(gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """`down(activation(gate x) * up x)`, gate and up in one projection; `combine` comes from `gating`."""
+
+    gate_up: Projection
+    down: Projection
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    @property
+    def is_repeatable(self) -> bool:
+        return True
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.gate_up.weight_bytes + self.down.weight_bytes
+
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.gate_up.rounding
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        rounding = self.down.rounding
+        if rounding is not None and isinstance(self.combine, RoundsGate):
+            return self.down(self.combine.rounded(gate, up, rounding))
+        return self.down(self.combine(gate, up))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """`down(activation(up x))`."""
+
+    up: Projection
+    down: Projection
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def is_repeatable(self) -> bool:
+        return True
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.up.weight_bytes + self.down.weight_bytes
+
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.up.rounding
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        return self.down(self.activation(self.up(x)))

@@ -1,0 +1,63 @@
+"""Normalisation over the last axis: by the root mean square, or centred as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional
+
+from ...kernels.activations.rounded_rows import Rounding, RoundsNorm, Rows
+from ...kernels.elementwise.layer_kernels import NORM, NormKernel, RowSituation
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm (Zhang and Sennrich, 2019), or with `centered` layer norm (Ba et al., 2016).
+
+    `weight` and `bias` are [size] or None. A weight in a wider dtype than the input makes the whole norm
+    compute in it, as Gemma's does.
+    """
+
+    size: int
+    eps: float
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    centered: bool = False
+    _kernel: NormKernel | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not self.centered:
+            situation = RowSituation(self.weight.device.type, self.weight.dtype, self.size)
+            kernel = NORM.select(situation).run(self.weight, self.eps)
+            object.__setattr__(self, "_kernel", kernel)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weight and bias."""
+        return sum(part.nbytes for part in (self.weight, self.bias) if part is not None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernel is not None and self._takes(x):
+            return self._kernel(x)[1]
+        if self.centered:
+            return functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+        if self.weight is None or self.weight.dtype is x.dtype:
+            return functional.rms_norm(x, (self.size,), self.weight, self.eps)
+        wide = x.to(self.weight.dtype)
+        return functional.rms_norm(wide, (self.size,), self.weight, self.eps).to(x.dtype)
+
+    def of_sum(
+        self, x: torch.Tensor, added: torch.Tensor | None, rounding: Rounding | None = None
+    ) -> tuple[torch.Tensor, Rows]:
+        """`x + added`, and its norm as a linear takes it: rounded as that asks for, if the kernel can."""
+        if self._kernel is not None and self._takes(x):
+            if rounding is not None and isinstance(self._kernel, RoundsNorm):
+                return self._kernel.rounded(x, added, rounding)
+            return self._kernel(x, added)
+        total = x if added is None else x + added
+        return total, self(total)
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        """Whether the kernel that was chosen for the weight is for these rows as well."""
+        return self.weight is not None and x.dtype is self.weight.dtype and x.dim() == 2

@@ -1,0 +1,153 @@
+"""The one seam for linear layers: plain or quantized, single or several that share their input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ....quant.tensors.base import QuantizedTensor
+from ....quant.tensors.codebook import CodebookTensor
+from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
+from ....quant.tensors.gguf import GgufTensor
+from ....quant.tensors.integer import IntTensor
+from ....quant.tensors.vectorwise import VectorwiseTensor
+from ...kernels.activations.rounded_rows import RoundedRows, Rounding, Rows, TakesRounded
+from ...kernels.linear.linear import FusesBias, LinearKernel, TorchLinear, prepare_linear
+from ...kernels.linear.quantized_linear import prepare_quantized_linear
+
+Delta = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds to `y [tokens, out]`, in place, what belongs to `x [tokens, in]` beside the weights."""
+
+
+class Projection:
+    """`y [tokens, out] = x [tokens, in] @ W.T + bias`, where W stacks one or more weights along `out`.
+
+    Weights of one kind (all plain, or all of one quantization scheme) become one matrix and one kernel
+    call; a mixed stack runs a call for each run of equals. With `input_bits` 8 the kernels of quantized
+    weights may round `x` to 8 bits.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor | QuantizedTensor],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        input_bits: int = 16,
+    ) -> None:
+        self._kernels: list[LinearKernel] = []
+        run: list[torch.Tensor | QuantizedTensor] = []
+        for weight in weights:
+            if run and _kind(weight) != _kind(run[0]):
+                self._kernels.append(_prepare(run, dtype, input_bits))
+                run = []
+            run.append(weight)
+        self._kernels.append(_prepare(run, dtype, input_bits))
+        only = self._kernels[0]
+        self._takes_rounded: TakesRounded | None = only if isinstance(only, TakesRounded) else None
+        if bias is not None and len(self._kernels) == 1 and isinstance(only, FusesBias):
+            only.fuse_bias(bias)
+            bias = None
+        self._bias = bias
+        self._delta: Delta | None = None
+        self._then: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.weight_bytes = sum(kernel.weight_bytes for kernel in self._kernels)
+        if bias is not None:
+            self.weight_bytes += bias.nbytes
+
+    @property
+    def holds_a_copy(self) -> bool:
+        """Whether the kernels read weights of their own, and not the tensors that were given."""
+        return len(self._kernels) > 1 or not isinstance(self._kernels[0], TorchLinear)
+
+    @property
+    def kernel(self) -> LinearKernel | None:
+        """The kernel that multiplies; None: there are several, or something follows."""
+        alone = len(self._kernels) == 1 and self._delta is None and self._then is None
+        return self._kernels[0] if alone else None
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What is added to the kernel's result, [out]."""
+        return self._bias
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How the kernel rounds its input, where it takes rows that were: a delta wants them as they are."""
+        alone = len(self._kernels) == 1 and self._delta is None
+        return self._takes_rounded.rounding if alone and self._takes_rounded is not None else None
+
+    def add_delta(self, delta: Delta) -> None:
+        """Let `delta` change every result from now on."""
+        self._delta = delta
+
+    def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Hand every result from now on to `step`, which may change it in place."""
+        self._then = step
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        if isinstance(x, RoundedRows):
+            assert self._takes_rounded is not None and self._delta is None
+            y = self._takes_rounded(x)
+        elif len(self._kernels) == 1:
+            y = self._kernels[0](x)
+        else:
+            y = torch.cat([kernel(x) for kernel in self._kernels], dim=-1)
+        if self._bias is not None:
+            y = y + self._bias
+        if self._delta is not None and isinstance(x, torch.Tensor):
+            self._delta(x, y)
+        return y if self._then is None else self._then(y)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSite:
+    """Where a checkpoint's linear of `out_features` and `in_features` lies: in some outputs of a projection.
+
+    `rows` and `columns` say which part of it lies there, in a model that is divided; empty and None: all.
+    """
+
+    projection: Projection
+    outputs: slice
+    out_features: int
+    in_features: int
+    rows: Sequence[slice] = ()
+    columns: slice | None = None
+
+
+def _kind(weight: torch.Tensor | QuantizedTensor) -> object:
+    """Equal for weights that can be stacked into one matrix."""
+    if isinstance(weight, torch.Tensor):
+        return None
+    return (type(weight), weight.scheme) if _stacks(weight) else id(weight)
+
+
+def _stacks(weight: QuantizedTensor) -> bool:
+    """Whether every part of a weight belongs to some of its rows, and so can be stacked."""
+    parts = weight.parts()
+    if isinstance(weight, IntTensor):
+        return "group_index" not in parts and "input_scale" not in parts
+    if isinstance(weight, Fp8Tensor):
+        whole_blocks = weight.scheme.granularity == "block" and weight.out_features % BLOCK == 0
+        by_row = weight.scheme.granularity == "channel" or whole_blocks
+        return by_row and "input_scale" not in parts
+    if isinstance(weight, CodebookTensor):
+        whole_blocks = weight.codes.numel() % weight.scheme.block_size == 0
+        return whole_blocks and not weight.scheme.double_quant
+    return isinstance(weight, GgufTensor | VectorwiseTensor)
+
+
+def _prepare(
+    run: list[torch.Tensor | QuantizedTensor], dtype: torch.dtype, input_bits: int
+) -> LinearKernel:
+    plain = [weight for weight in run if isinstance(weight, torch.Tensor)]
+    if plain:
+        return prepare_linear(plain[0] if len(plain) == 1 else torch.cat(plain))
+    stack = [weight for weight in run if isinstance(weight, QuantizedTensor)]
+    whole: Any = stack[0]
+    if len(stack) > 1:
+        names = whole.parts()
+        whole = replace(whole, **{n: torch.cat([w.parts()[n] for w in stack]) for n in names})
+    return prepare_quantized_linear(whole, dtype, input_bits)

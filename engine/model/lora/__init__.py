@@ -1,0 +1,1 @@
+"""LoRA adapters: read from PEFT's folders, applied to rows of one batch."""

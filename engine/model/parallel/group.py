@@ -1,0 +1,88 @@
+"""The processes that hold a model's parts, as far as they compute together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ....quant.base.errors import BadInput, Failure
+
+TIMEOUT = timedelta(minutes=5)
+"""After which a process that does not answer counts as dead."""
+
+
+class PeerLost(Failure):
+    """A process of the group ended or does not answer; one line says which."""
+
+
+class Group:
+    """Sums and gathers over the processes of one model, once `connect` has been called by all.
+
+    gloo carries them between CPUs, over the loopback interface; NCCL between GPUs.
+
+    Raises:
+        BadInput: this torch has neither for the device.
+        PeerLost: of every operation, where another process has gone.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        there = distributed.is_available() and (
+            distributed.is_nccl_available() if cuda else distributed.is_gloo_available()
+        )
+        if not there:
+            backend = "NCCL" if cuda else "gloo"
+            raise BadInput(f"tensor_parallel_size = {size}: this torch has no {backend}")
+        self.rank = rank
+        self.size = size
+        self._cuda = cuda
+        self._processes: Any = None
+        self.explain: Callable[[], str | None] = lambda: None
+        """Asked for the reason when an operation fails."""
+
+    def connect(self, meeting_point: Path) -> None:
+        """Meet the others, who name the same file, which no one else knows."""
+        file_store: Any = distributed.FileStore  # pyright: ignore[reportPrivateImportUsage]
+        store = file_store(str(meeting_point), self.size)
+        self._run(lambda: self._meet(store))
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of everybody's `part`, in its place."""
+        part = part.contiguous()
+        self._run(lambda: self._processes.allreduce([part]).wait())
+        return part
+
+    def join_columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
+        """`[rows, width]` from everybody's columns, which `Shard.vocabulary` has divided."""
+        ends = [width * (rank + 1) // self.size for rank in range(self.size)]
+        counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        widest = max(counts)
+        padded = part.new_zeros(part.shape[0], widest)
+        padded[:, : part.shape[1]] = part
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._run(lambda: self._processes.allgather([parts], [padded]).wait())
+        return torch.cat([p[:, :count] for p, count in zip(parts, counts, strict=True)], dim=1)
+
+    def _meet(self, store: Any) -> None:
+        if self._cuda:
+            options: Any = distributed.ProcessGroupNCCL.Options()
+            options._timeout = TIMEOUT
+            kind: Any = distributed.ProcessGroupNCCL
+        else:
+            kind = distributed.ProcessGroupGloo
+            options = kind._Options()
+            options._devices = [kind.create_device(hostname="127.0.0.1")]
+            options._timeout = TIMEOUT
+        self._processes = kind(store, self.rank, self.size, options)
+
+    def _run(self, operation: Callable[[], object]) -> None:
+        try:
+            operation()
+        except RuntimeError as error:
+            reason = self.explain() or (str(error).splitlines() or ["no answer"])[0]
+            raise PeerLost(f"tensor parallel: {reason}") from error

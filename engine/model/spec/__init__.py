@@ -1,0 +1,1 @@
+"""From config.json to a ModelSpec: shapes, names of tensors, RoPE parameters."""

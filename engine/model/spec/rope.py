@@ -1,0 +1,154 @@
+"""Rotary position embedding: how a config asks for it, and the table of angles.
+
+Su et al., "RoFormer" (2021). Stretching to longer contexts: linear interpolation (Chen et al., 2023),
+Llama 3.1's frequency-dependent interpolation, YaRN (Peng et al., 2023), LongRoPE (Ding et al., 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....quant.base.errors import BadInput
+
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding: base frequency and how it is stretched to longer contexts.
+
+    `kind` is one of `KINDS`; `parameters` are the config's own numbers. LongRoPE divides each frequency
+    by a factor of its own, from one list within the original context and from another beyond it.
+    """
+
+    theta: float
+    kind: str
+    parameters: Mapping[str, float]
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
+        """Read either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`.
+
+        `theta` is the model type's own default.
+        """
+        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind not in KINDS:
+            raise BadInput(
+                f"config.json asks for rope_type {kind!r}, which this decoder does not know"
+            )
+        theta = given.get("rope_theta") or config.get("rope_theta") or theta
+        missing = [key for key in _NEEDED.get(kind, ()) if key not in given]
+        if missing:
+            raise BadInput(f"config.json: rope_type {kind!r} lacks {', '.join(missing)}")
+        numbers = {k: float(v) for k, v in given.items() if isinstance(v, (int, float))}
+        if kind in ("yarn", "longrope"):
+            longest = float(config["max_position_embeddings"])
+            original = config.get("original_max_position_embeddings") or longest
+            if kind == "longrope" and "original_max_position_embeddings" in config:
+                numbers["original_max_position_embeddings"] = float(original)
+            numbers.setdefault("original_max_position_embeddings", float(original))
+            numbers.setdefault("factor", longest / numbers["original_max_position_embeddings"])
+        return cls(
+            float(theta),
+            kind,
+            numbers,
+            tuple(map(float, given.get("short_factor") or ())),
+            tuple(map(float, given.get("long_factor") or ())),
+        )
+
+
+def rope_frequencies(
+    rope: RopeSpec, width: int, num_positions: int = 0
+) -> tuple[torch.Tensor, float]:
+    """Angle per position of each rotated pair, float32 [width / 2], and the factor on cos and sin.
+
+    LongRoPE's list is chosen once, for the longest sequence that may come (`num_positions`), as vLLM
+    does: a choice by the sequence's length would make what is cached depend on what follows it.
+    """
+    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return frequencies / rope.parameters["factor"], 1.0
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope), 1.0
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope, width)
+    if rope.kind == "longrope":
+        return _longrope(frequencies, rope, num_positions)
+    return frequencies, 1.0
+
+
+def rope_table(
+    rope: RopeSpec, width: int, num_positions: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of every position's angles, float32 [num_positions, width / 2] each."""
+    frequencies, factor = rope_frequencies(rope, width, num_positions)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's growth of the scores with the stretching factor."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _llama3(frequencies: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    low, high = rope.parameters["low_freq_factor"], rope.parameters["high_freq_factor"]
+    original = rope.parameters["original_max_position_embeddings"]
+    turns = original * frequencies / (2 * math.pi)  # full turns within the original context
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / rope.parameters["factor"])
+
+
+def _yarn(frequencies: torch.Tensor, rope: RopeSpec, width: int) -> tuple[torch.Tensor, float]:
+    p = rope.parameters
+    factor, original = p["factor"], p["original_max_position_embeddings"]
+
+    def pair_at(turns: float) -> float:
+        """Index of the pair that makes `turns` full turns within the original context."""
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_at(p.get("beta_fast", 32.0)), pair_at(p.get("beta_slow", 1.0))
+    if p.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = (torch.arange(width // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    stretched = ramp.clamp(0.0, 1.0)
+    usual = yarn_scale(factor)
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        usual = yarn_scale(factor, p["mscale"]) / yarn_scale(factor, p["mscale_all_dim"])
+    return frequencies * (1.0 - stretched + stretched / factor), p.get("attention_factor", usual)
+
+
+def _longrope(
+    frequencies: torch.Tensor, rope: RopeSpec, num_positions: int
+) -> tuple[torch.Tensor, float]:
+    p = rope.parameters
+    original = p["original_max_position_embeddings"]
+    factors = rope.long_factors if num_positions > original else rope.short_factors
+    if len(factors) != frequencies.numel():
+        raise BadInput(
+            f"config.json: longrope gives {len(factors)} factors for {frequencies.numel()} frequencies"
+        )
+    stretch = p["factor"]
+    usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return frequencies / torch.tensor(factors), p.get("attention_factor", usual)

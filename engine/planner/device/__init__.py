@@ -1,0 +1,1 @@
+"""Devices and their facts, the roofline, expected speed, prices."""

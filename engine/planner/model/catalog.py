@@ -1,0 +1,125 @@
+"""From what the user calls a model to its config: the bundled table, an alias, a file, a folder, a hub id."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ....quant.base.errors import BadInput
+from ....quant.model.checkpoint import read_json
+from ....recipes import MODELS as BUNDLED
+from .headers import stored_weight_bytes
+from .shapes import ModelShape
+from .weights import BF16, UNQUANTIZED_BYTES, WeightRecipe, recipe_for, stored_recipe
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model to plan for. `note` says how the name was read, where it is not the user's own word;
+    `stored_bytes` is what its checkpoint's tensors take, where one is at hand."""
+
+    name: str
+    shape: ModelShape
+    config: dict[str, Any]
+    source: str
+    note: str | None = None
+    stored_bytes: int | None = None
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of an element that no quantization touches."""
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        return 4 if dtype == "float32" else UNQUANTIZED_BYTES
+
+    def as_stored(self) -> WeightRecipe:
+        """The recipe of the checkpoint as it is; bytes from its headers win over those of the recipe.
+
+        Raises:
+            BadInput: a quantization whose bytes are not known, and no checkpoint to look into.
+        """
+        try:
+            recipe = stored_recipe(self.config)
+        except BadInput:
+            if self.stored_bytes is None:
+                raise
+            method = self.config["quantization_config"].get("quant_method")
+            recipe = replace(BF16, name=str(method))
+        if recipe is BF16 and self.plain_bytes == 4 and self.stored_bytes is not None:
+            recipe = recipe_for("float32", self.shape)
+        return replace(recipe, plain_bytes=self.plain_bytes, stored_bytes=self.stored_bytes)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+
+
+def model_names() -> list[str]:
+    """Names in the bundled table."""
+    return list(_table()["models"])
+
+
+def find_model(name: str) -> PlannedModel:
+    """The model of that name: a folder or a config.json, a table name, an alias, a bundled checkpoint,
+    or a hub id, for which alone the network is asked.
+
+    Raises:
+        BadInput: nothing has that name (close matches are named), its config is not understood, or the
+            hub did not give it.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_file(path / "config.json", path.name)
+    if path.is_file():
+        return _from_file(path, path.parent.name if path.name == "config.json" else path.stem)
+    key, models, aliases = name.lower(), _table()["models"], _table()["aliases"]
+    note = None
+    if alias := aliases.get(key):
+        key = alias["means"]
+        note = f"{name} means {key}: {alias['because']}"
+    if entry := models.get(key):
+        shape = ModelShape.from_config(entry["config"])
+        return PlannedModel(key, shape, entry["config"], entry["source"], note)
+    if (BUNDLED / name / "config.json").is_file():
+        return _from_file(BUNDLED / name / "config.json", name)
+    if _HUB_ID.fullmatch(name) and not name.endswith(".json"):
+        return _from_hub(name, _unknown(name, [*models, *aliases]))
+    raise BadInput(_unknown(name, [*models, *aliases]))
+
+
+def _from_hub(hub_id: str, unknown: str) -> PlannedModel:
+    from huggingface_hub import hf_hub_download
+
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    try:
+        path = Path(hf_hub_download(hub_id, "config.json", local_files_only=offline))
+    except Exception as error:  # the hub raises a dozen types; the person needs one line
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
+        raise BadInput(f"{unknown}; {where} did not give it: {reason}") from error
+    config = read_json(path)
+    shape = ModelShape.from_config(config)
+    return PlannedModel(hub_id, shape, config, f"the hub, {hub_id}/config.json")
+
+
+def _from_file(path: Path, name: str) -> PlannedModel:
+    config = read_json(path)
+    shape = ModelShape.from_config(config)
+    stored = stored_weight_bytes(path.parent) if path.name == "config.json" else None
+    return PlannedModel(name, shape, config, str(path), stored_bytes=stored)
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    if name.endswith(".json") or name.startswith((".", "/", "~")):
+        return f"no model at {name}: give a folder with a config.json, or the path of one"
+    close = get_close_matches(name.lower().rsplit("/", 1)[-1], known, n=4, cutoff=0.5)
+    hint = f"close: {', '.join(close)}" if close else f"known: {', '.join(known)}"
+    return f"no model {name!r} in the bundled table ({hint}); a folder or a config.json works too"

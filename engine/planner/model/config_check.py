@@ -1,0 +1,127 @@
+"""Refuses nonsense in a `config.json` by the name of its field, before anything is computed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ....quant.base.errors import BadInput
+
+MOST_LAYERS = 10_000
+MOST = 10**9
+
+_COUNTS = frozenset(
+    {
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "intermediate_size_mlp",
+        "n_inner",
+        "ffn_hidden_size",
+        "vocab_size",
+        "max_position_embeddings",
+        "sliding_window",
+        "sliding_window_pattern",
+        "attention_chunk_size",
+        "no_rope_layer_interval",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "decoder_sparse_step",
+        "interleave_moe_layer_step",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_rope_head_dim",
+        "qk_nope_head_dim",
+        "v_head_dim",
+        # Older names of some of them.
+        "n_embd",
+        "d_model",
+        "n_layer",
+        "n_layers",
+        "n_head",
+        "n_heads",
+        "num_kv_heads",
+        "n_head_kv",
+        "n_positions",
+        "num_experts",
+        "n_routed_experts",
+        "experts_per_token",
+    }
+)
+_COUNTS_FROM_ZERO = frozenset(
+    {"n_shared_experts", "first_k_dense_replace", "max_window_layers", "num_ln_in_parallel_attn"}
+)
+_FLAGS = frozenset(
+    {
+        "tie_word_embeddings",
+        "use_sliding_window",
+        "attention_bias",
+        "mlp_bias",
+        "bias",
+        "multi_query",
+        "parallel_attn",
+        "new_decoder_architecture",
+    }
+)
+_LISTS = frozenset({"layer_types", "no_rope_layers", "moe_layers", "mlp_only_layers"})
+_OBJECTS = frozenset({"text_config", "rope_scaling", "quantization_config"})
+# Where an explicit null has a meaning of its own.
+_NULLABLE = frozenset(
+    {
+        "num_key_value_heads",
+        "head_dim",
+        "sliding_window",
+        "attention_chunk_size",
+        "q_lora_rank",
+        "n_shared_experts",
+        *_FLAGS,
+    }
+)
+
+
+def check_kinds(raw: Mapping[str, Any]) -> None:
+    """Whether each known field holds the kind of value that it should; a null is left alone.
+
+    Raises:
+        BadInput: naming the first field that does not.
+    """
+    for key, value in raw.items():
+        if value is None:
+            continue
+        if key in _COUNTS:
+            _check_count(key, value, 1)
+        elif key in _COUNTS_FROM_ZERO:
+            _check_count(key, value, 0)
+        elif key in _FLAGS and not isinstance(value, bool):
+            raise _nonsense(key, value, "true or false")
+        elif key in _LISTS:
+            kind = str if key == "layer_types" else int
+            if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
+                raise _nonsense(key, value, f"a list of {'names' if kind is str else 'numbers'}")
+        elif key in _OBJECTS and not isinstance(value, Mapping):
+            raise _nonsense(key, value, "an object")
+
+
+def check_nulls(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Whether no field that the family relies on is null.
+
+    Raises:
+        BadInput: naming the first that is.
+    """
+    for key in defaults:
+        if config.get(key) is None and key not in _NULLABLE:
+            raise _nonsense(key, None, "a value, or no such field for the usual one")
+
+
+def _check_count(key: str, value: Any, least: int) -> None:
+    most = MOST_LAYERS if key == "num_hidden_layers" else MOST
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise _nonsense(key, value, f"a whole number from {least} to {most:,}")
+
+
+def _nonsense(key: str, value: Any, wanted: str) -> BadInput:
+    return BadInput(f"{key} is {value!r} in the config: {wanted} is needed")

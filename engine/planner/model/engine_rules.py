@@ -1,0 +1,163 @@
+"""How much cache each engine keeps for a sequence: one model, several right answers.
+
+The unit of every rule is the token slots that one sequence takes, summed over the layers; a slot is
+`cached_elements` of the model wide. They differ in what they do behind a window and in their rounding:
+
+    llmopt        every layer holds the whole sequence, in blocks; where every layer has a window, what the
+                  widest sees and max_num_batched_tokens
+    vllm          a windowed layer holds min(W - 1 + max_num_batched_tokens, S) in blocks, and a block
+                  more; a chunked one min(C + max_num_batched_tokens, S). Layers are pooled in groups of
+                  one size, so an odd class is padded. With pipeline stages nothing is freed
+    llama.cpp     a windowed layer holds min(W + n_ubatch, S); all layers in steps of 256 tokens, each
+                  sequence in a stream of its own
+    transformers  a windowed layer holds min(W - 1, S); no blocks
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from ....quant.base.errors import BadInput
+from ...scheduling.window import Window
+from .shapes import ModelShape
+
+LLAMA_CPP_STEP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKnobs:
+    """What moves an engine's cache besides the model: tokens of a block and of a step (vLLM's
+    max_num_batched_tokens), llama.cpp's n_ubatch, and whether vLLM frees what lies behind a window."""
+
+    block_size: int = 16
+    step_tokens: int = 8192
+    ubatch_tokens: int = 512
+    frees_windows: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRule:
+    """An engine's rule. `kv_dtypes` are those that it can really store; `slots` is the rule itself."""
+
+    name: str
+    slots: Callable[[ModelShape, int, CacheKnobs], int]
+    kv_dtypes: tuple[str, ...]
+    says: str
+
+    def kv_bytes(
+        self,
+        shape: ModelShape,
+        num_tokens: int,
+        bytes_per_element: float | Fraction,
+        knobs: CacheKnobs,
+    ) -> int:
+        """Bytes of one sequence's cache."""
+        slots = self.slots(shape, num_tokens, knobs)
+        return ceil(slots * self.cached_elements(shape) * bytes_per_element)
+
+    def cached_elements(self, shape: ModelShape) -> int:
+        """Elements of a slot: the model's own, but transformers caches the new Falcon layout after it
+        has copied each KV head to all of its query heads."""
+        if self.name == "transformers" and shape.model_type == "falcon":
+            per_group = shape.num_heads // shape.num_kv_heads if shape.num_kv_heads > 1 else 1
+            return shape.cached_elements * per_group
+        return shape.cached_elements
+
+
+def round_up(value: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-value // step) * step
+
+
+def resident_tokens(shape: ModelShape, tokens: int, step_tokens: int, block_size: int) -> int:
+    """Tokens of a sequence that this project's engine keeps: one block table serves all layers."""
+    windows = [window for window in shape.windows if window is not None]
+    if len(windows) < shape.num_layers:
+        return tokens
+    return min(tokens, Window(max(windows)).most_blocks(step_tokens, block_size) * block_size)
+
+
+def _llmopt(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
+    kept = resident_tokens(shape, tokens, knobs.step_tokens, knobs.block_size)
+    return shape.num_layers * round_up(kept, knobs.block_size)
+
+
+def _vllm(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
+    whole = round_up(tokens, knobs.block_size)
+    classes = Counter(shape.windows)
+    if not knobs.frees_windows or set(classes) == {None}:
+        return shape.num_layers * whole
+    sizes = sorted(classes.values())
+    group = sizes[-1] if sizes[-1] < 1.5 * sizes[0] else sizes[0]
+    return group * sum(
+        ceil(count / group) * _vllm_held(shape, window, tokens, knobs)
+        for window, count in classes.items()
+    )
+
+
+def _vllm_held(shape: ModelShape, window: int | None, tokens: int, knobs: CacheKnobs) -> int:
+    if window is None:
+        return round_up(tokens, knobs.block_size)
+    if shape.chunked:
+        return round_up(min(window + knobs.step_tokens, tokens), knobs.block_size)
+    reach = min(window - 1 + knobs.step_tokens, tokens)
+    return round_up(reach, knobs.block_size) + knobs.block_size
+
+
+def _llama_cpp(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
+    return sum(
+        round_up(
+            tokens if window is None else min(tokens, window + knobs.ubatch_tokens), LLAMA_CPP_STEP
+        )
+        for window in shape.windows
+    )
+
+
+def _transformers(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
+    return sum(
+        tokens if window is None else min(tokens, max(1, window - 1)) for window in shape.windows
+    )
+
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        EngineRule(
+            "llmopt",
+            _llmopt,
+            ("bf16", "float32", "fp8_per_token_head", "int8"),
+            "one block table for all layers; where every layer has a window, the widest and "
+            "max_num_batched_tokens are kept",
+        ),
+        EngineRule(
+            "vllm",
+            _vllm,
+            ("bf16", "float32", "fp8", "fp8_per_token_head", "int8", "nvfp4"),
+            "a window keeps W - 1 + max_num_batched_tokens and a block; layer groups are padded",
+        ),
+        EngineRule(
+            "llama.cpp",
+            _llama_cpp,
+            ("bf16", "float32", "q8_0", "q5_1", "q4_0"),
+            "a window keeps W + n_ubatch; all in steps of 256 tokens",
+        ),
+        EngineRule(
+            "transformers", _transformers, ("bf16", "float32"), "a window keeps W - 1; no blocks"
+        ),
+    )
+}
+
+
+def engine_rule(name: str) -> EngineRule:
+    """The engine of that name.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if name not in RULES:
+        raise BadInput(f"no engine {name!r}: choose {', '.join(RULES)} or all")
+    return RULES[name]

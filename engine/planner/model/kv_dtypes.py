@@ -1,0 +1,75 @@
+"""Bytes of a KV cache element in each data type, the scales that belong to it included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ....quant.base.errors import BadInput
+from .shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class KvDtype:
+    """One way to store keys and values.
+
+    `block` elements of a head take `block_bytes`, their scales among them; `scale_bytes` come on top,
+    once for each vector (a key or a value of one head, or a latent).
+    """
+
+    name: str
+    block: int
+    block_bytes: int
+    scale_bytes: int = 0
+    says: str = ""
+
+    def bytes_per_element(self, shape: ModelShape) -> Fraction:
+        """Exact bytes of one element, scales spread over the elements that they serve.
+
+        Raises:
+            BadInput: the model's vectors do not divide into the type's blocks.
+        """
+        vector = shape.latent.cached_elements if shape.latent else shape.head_dim
+        if vector % self.block:
+            raise BadInput(
+                f"--kv-dtype {self.name} stores blocks of {self.block} elements, which do not divide "
+                f"the model's vectors of {vector}: choose another"
+            )
+        return Fraction(self.block_bytes, self.block) + Fraction(self.scale_bytes, vector)
+
+
+KV_DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        KvDtype("bf16", 1, 2, says="2 bytes"),
+        KvDtype("float32", 1, 4, says="4 bytes"),
+        KvDtype("fp8", 1, 1, says="1 byte"),
+        KvDtype(
+            "fp8_per_token_head",
+            1,
+            1,
+            scale_bytes=4,
+            says="1 byte, and a float32 scale per token and head",
+        ),
+        KvDtype("int8", 1, 1, scale_bytes=4, says="1 byte, and a float32 scale per token and head"),
+        KvDtype("nvfp4", 16, 9, says="half a byte, and an fp8 scale per 16"),
+        KvDtype("q8_0", 32, 34, says="34 bytes per 32"),
+        KvDtype("q5_1", 32, 24, says="24 bytes per 32"),
+        KvDtype("q4_0", 32, 18, says="18 bytes per 32"),
+    )
+}
+
+OF_ENGINE = {"bfloat16": "bf16", "float32": "float32", "fp8": "fp8_per_token_head", "int8": "int8"}
+"""What this project's engine calls them. Its fp8 has a scale for each token and head; elsewhere a layer
+has one for all."""
+
+
+def kv_dtype(name: str) -> KvDtype:
+    """The type of that name.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if name not in KV_DTYPES:
+        raise BadInput(f"no KV dtype {name!r}: choose {', '.join(KV_DTYPES)}")
+    return KV_DTYPES[name]

@@ -1,0 +1,387 @@
+"""The shape of a decoder, read from a raw `config.json`: its tensors, its parameters, its KV cache.
+
+Nothing is imported that computes: a shape answers in microseconds and needs no torch. The parameter count
+is a sum over the tensors that the checkpoint holds, not a formula of its own, so weights, parameters and
+rooflines cannot disagree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Any, Literal
+
+from ....quant.base.errors import BadInput
+from .families import Config, Family, complete, has_chunks, layer_windows
+
+Role = Literal[
+    "embedding", "position", "head", "linear", "expert", "router", "norm", "bias", "expert_bias"
+]
+Shard = Literal["ranks", "kv_heads", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Tensors of one size: `count` of them in the model, `used` of them on one token's way.
+
+    `shard` says what tensor parallelism does: split over the ranks, split as far as there are KV heads
+    (and replicated beyond), or kept whole on every rank.
+    """
+
+    role: Role
+    out_features: int
+    in_features: int
+    count: int
+    used: int
+    shard: Shard = "ranks"
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of one of them."""
+        return self.out_features * self.in_features
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: `width` is the inner width of one routed expert, `shared_width` of the
+    expert that every token visits (0: there is none); `dense_layers` have a plain MLP instead."""
+
+    count: int
+    per_token: int
+    width: int
+    shared_width: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+    def expected_distinct(self, tokens: int) -> float:
+        """Distinct experts that `tokens` tokens visit in a layer, under uniform routing.
+
+        E·(1 - (1 - t/E)^B). Real routers are skewed, so this is an upper bound of the mean.
+        """
+        return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek): the cache holds one latent and one rotary key a token."""
+
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    query_rank: int | None
+
+    @property
+    def cached_elements(self) -> int:
+        """Cache elements per token and layer: not per head, and not twice for K and V."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Width of one query head."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder-only language model, as far as memory and arithmetic depend on it.
+
+    `windows[i]` is how many tokens back layer i looks (None: all); `chunked` says that they are chunks
+    which do not overlap. `max_context` is what the config says.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool
+    max_context: int
+    windows: tuple[int | None, ...]
+    experts: Experts | None = None
+    latent: Latent | None = None
+    chunked: bool = False
+    learned_positions: int = 0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    expert_bias: bool = False
+    norms_per_layer: int = 2
+    layer_norm: bool = False
+    qk_norm: bool = False
+    gated_mlp: bool = True
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise BadInput(
+                    f"the config gives {name} = {value!r}: a positive number was expected"
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise BadInput(
+                f"{self.num_heads} attention heads do not divide into {self.num_kv_heads} KV heads"
+            )
+        if len(self.windows) != self.num_layers:
+            raise BadInput(
+                f"the config describes the attention of {len(self.windows)} layers, "
+                f"but has {self.num_layers}"
+            )
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> ModelShape:
+        """Read a raw `config.json`; a multimodal one gives its text model.
+
+        Raises:
+            BadInput: an unknown model type or attention kind, or a field that is missing or nonsense.
+        """
+        model_type, family, config = complete(raw)
+        hidden = _number(config, "hidden_size", model_type)
+        layers = _number(config, "num_hidden_layers", model_type)
+        heads = _number(config, "num_attention_heads", model_type)
+        if key := _OWN_WIDTH_KEY.get(model_type):
+            inner = _number(config, key, model_type) if config.get(key) else 4 * hidden
+        else:
+            inner = _number(config, "intermediate_size", model_type)
+        dense_inner = config.get("intermediate_size_mlp") or inner
+        head_dim = config.get("head_dim") or hidden // heads
+        latent = _latent(config) if "kv_lora_rank" in family.defaults else None
+        return cls(
+            model_type=model_type,
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=_kv_heads(config, model_type, heads),
+            head_dim=latent.query_dim if latent else head_dim,
+            intermediate_size=dense_inner,
+            vocab_size=_number(config, "vocab_size", model_type),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            max_context=_number(config, "max_position_embeddings", model_type),
+            windows=layer_windows(config, family),
+            experts=_experts(config, family, model_type),
+            latent=latent,
+            chunked=has_chunks(config),
+            learned_positions=config["max_position_embeddings"] if model_type == "gpt2" else 0,
+            qkv_bias=_decided(family.qkv_bias, config),
+            output_bias=_decided(family.output_bias, config),
+            mlp_bias=_decided(family.mlp_bias, config),
+            expert_bias=family.expert_bias,
+            norms_per_layer=_norms(config, family, model_type),
+            layer_norm=family.layer_norm,
+            qk_norm=family.qk_norm,
+            gated_mlp=family.gated_mlp,
+            sinks=family.sinks,
+        )
+
+    def tensors(self, stage: range | None = None) -> Iterator[Tensor]:
+        """Every parameter of the model once, tied ones not twice; buffers are left out.
+
+        With `stage`, a range of layers, those of one pipeline stage: the first one has the embeddings,
+        the last one the final norm and the head, for which it copies a tied embedding.
+        """
+        hidden = self.hidden_size
+        part = range(self.num_layers) if stage is None else stage
+        layers, first, last = len(part), part.start == 0, part.stop == self.num_layers
+        if first:
+            yield Tensor("embedding", self.vocab_size, hidden, 1, 1)
+            if self.learned_positions:
+                yield Tensor("position", self.learned_positions, hidden, 1, 1, "whole")
+        if last and not (self.tied and first):
+            yield Tensor("head", self.vocab_size, hidden, 1, 1)
+        norms = (1 + self.layer_norm) * (self.norms_per_layer * layers + last)
+        yield Tensor("norm", hidden, 1, norms, norms, "whole")
+        yield from self._latent_attention(layers) if self.latent else self._attention(layers)
+        dense = layers
+        if self.experts is not None:
+            dense = sum(index in part for index in self.experts.dense_layers)
+        if dense:
+            yield from self._mlp(self.intermediate_size, dense)
+        if self.experts is not None and dense < layers:
+            yield from self._mixture(self.experts, layers - dense)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, each tied one once."""
+        return sum(t.num_elements * t.count for t in self.tensors())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters on one token's way: only the experts it visits. Embedding and head are counted."""
+        return sum(t.num_elements * t.used for t in self.tensors())
+
+    @property
+    def cached_elements(self) -> int:
+        """Cache elements of one token in one layer."""
+        return self.latent.cached_elements if self.latent else 2 * self.num_kv_heads * self.head_dim
+
+    def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
+        """Bytes that one token of one sequence takes in all layers, while inside every window."""
+        return ceil(self.num_layers * self.cached_elements * bytes_per_element)
+
+    def kv_bytes_per_extra_token(self, bytes_per_element: float | Fraction) -> int:
+        """Bytes of one token more, once the sequence is longer than every window."""
+        full = sum(window is None for window in self.windows)
+        return ceil(full * self.cached_elements * bytes_per_element)
+
+    def kv_bytes(
+        self, num_tokens: int, bytes_per_element: float | Fraction, block_size: int = 1
+    ) -> int:
+        """Bytes of one sequence's cache: each layer holds min(tokens, window), in whole blocks."""
+        held = sum(
+            ceil(min(num_tokens, num_tokens if window is None else window) / block_size)
+            * block_size
+            for window in self.windows
+        )
+        return ceil(held * self.cached_elements * bytes_per_element)
+
+    def without_windows(self) -> ModelShape:
+        """The same model in an engine that frees nothing behind a window: every layer holds it all."""
+        return replace(self, windows=(None,) * self.num_layers)
+
+    def kv_heads_per_rank(self, ranks: int) -> int:
+        """KV heads that each of `ranks` tensor-parallel ranks holds; past the number of heads they are
+        replicated.
+
+        Raises:
+            BadInput: the heads do not divide over the ranks.
+        """
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            raise BadInput(
+                f"{heads} attention heads and {kv_heads} KV heads do not divide over "
+                f"{ranks} ranks: choose another --tp"
+            )
+        return max(1, kv_heads // ranks)
+
+    def cache_on_rank(self, ranks: int) -> ModelShape:
+        """The shape whose KV cache is what one of `ranks` ranks holds; a latent is replicated whole."""
+        kv_heads = self.kv_heads_per_rank(ranks)
+        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
+
+    def stages(self, count: int) -> list[range]:
+        """The layers of each of `count` pipeline stages; the first ones take what does not divide.
+
+        Raises:
+            BadInput: there are fewer layers than stages.
+        """
+        if not 1 <= count <= self.num_layers:
+            raise BadInput(f"--pp {count}: the model has {self.num_layers} layers to share out")
+        share, rest = divmod(self.num_layers, count)
+        ends = [share * i + min(i, rest) for i in range(count + 1)]
+        return [range(start, stop) for start, stop in itertools.pairwise(ends)]
+
+    def cache_of_stage(self, stage: range) -> ModelShape:
+        """The shape whose KV cache is what the layers of one pipeline stage hold. For caches alone."""
+        windows = self.windows[stage.start : stage.stop]
+        return replace(self, num_layers=len(stage), windows=windows)
+
+    def _attention(self, layers: int) -> Iterator[Tensor]:
+        hidden = self.hidden_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        yield Tensor("linear", queries, hidden, layers, layers)
+        yield Tensor("linear", keys, hidden, 2 * layers, 2 * layers, "kv_heads")
+        yield Tensor("linear", hidden, queries, layers, layers)
+        if self.qkv_bias:
+            yield Tensor("bias", queries + 2 * keys, 1, layers, layers, "whole")
+        if self.output_bias:
+            yield Tensor("bias", hidden, 1, layers, layers, "whole")
+        if self.qk_norm:
+            yield Tensor("norm", self.head_dim, 1, 2 * layers, 2 * layers, "whole")
+        if self.sinks:
+            yield Tensor("bias", self.num_heads, 1, layers, layers, "whole")
+
+    def _latent_attention(self, layers: int) -> Iterator[Tensor]:
+        assert self.latent is not None
+        latent, hidden, heads = self.latent, self.hidden_size, self.num_heads
+        if latent.query_rank is None:
+            yield Tensor("linear", heads * latent.query_dim, hidden, layers, layers)
+        else:
+            yield Tensor("linear", latent.query_rank, hidden, layers, layers, "whole")
+            yield Tensor("norm", latent.query_rank, 1, layers, layers, "whole")
+            yield Tensor("linear", heads * latent.query_dim, latent.query_rank, layers, layers)
+        yield Tensor("linear", latent.cached_elements, hidden, layers, layers, "whole")
+        yield Tensor("norm", latent.kv_rank, 1, layers, layers, "whole")
+        expanded = heads * (latent.nope_dim + latent.value_dim)
+        yield Tensor("linear", expanded, latent.kv_rank, layers, layers)
+        yield Tensor("linear", hidden, heads * latent.value_dim, layers, layers)
+
+    def _mlp(self, width: int, count: int) -> Iterator[Tensor]:
+        hidden, into = self.hidden_size, 2 if self.gated_mlp else 1
+        yield Tensor("linear", width, hidden, into * count, into * count)
+        yield Tensor("linear", hidden, width, count, count)
+        if self.mlp_bias:
+            yield Tensor("bias", into * width + hidden, 1, count, count, "whole")
+
+    def _mixture(self, experts: Experts, layers: int) -> Iterator[Tensor]:
+        hidden = self.hidden_size
+        held, used = experts.count * layers, experts.per_token * layers
+        yield Tensor("router", experts.count, hidden, layers, layers, "whole")
+        yield Tensor("expert", experts.width, hidden, 2 * held, 2 * used)
+        yield Tensor("expert", hidden, experts.width, held, used)
+        if self.expert_bias:
+            yield Tensor("bias", experts.count, 1, layers, layers, "whole")
+            yield Tensor("expert_bias", 2 * experts.width + hidden, 1, held, used)
+        if experts.shared_width:
+            yield from self._mlp(experts.shared_width, layers)
+
+
+# These read no `intermediate_size`, even where a file has one.
+_OWN_WIDTH_KEY = {"gpt2": "n_inner", "falcon": "ffn_hidden_size"}
+
+
+def _number(config: Config, key: str, model_type: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        state = "is missing" if value is None else f"is {value!r}"
+        raise BadInput(
+            f"{key} {state} in the {model_type} config: a positive whole number is needed"
+        )
+    return value
+
+
+def _decided(by: str | bool, config: Config) -> bool:
+    return by if isinstance(by, bool) else bool(config[by])
+
+
+def _kv_heads(config: Config, model_type: str, heads: int) -> int:
+    if model_type == "falcon" and not config["new_decoder_architecture"]:
+        # The old layout ignores the number that the file states.
+        return 1 if config["multi_query"] else heads
+    given = config.get("num_key_value_heads")
+    return heads if given is None else given
+
+
+def _norms(config: Config, family: Family, model_type: str) -> int:
+    if model_type != "falcon":
+        return family.norms_per_layer
+    if config["new_decoder_architecture"]:
+        return config.get("num_ln_in_parallel_attn") or 2
+    return 1 if config["parallel_attn"] else 2
+
+
+def _latent(config: Config) -> Latent:
+    return Latent(
+        kv_rank=config["kv_lora_rank"],
+        rope_dim=config["qk_rope_head_dim"],
+        nope_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+        query_rank=config.get("q_lora_rank"),
+    )
+
+
+def _experts(config: Config, family: Family, model_type: str) -> Experts | None:
+    if "num_experts_per_tok" not in family.defaults and "n_routed_experts" not in family.defaults:
+        return None
+    count = _number(config, "num_local_experts", model_type)
+    per_token = _number(config, "num_experts_per_tok", model_type)
+    if per_token > count:
+        raise BadInput(f"num_experts_per_tok is {per_token}, of only {count} experts")
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    shared = width if model_type == "llama4_text" else width * (config.get("n_shared_experts") or 0)
+    return Experts(count, per_token, width, shared, family.dense_layers(config))

@@ -1,0 +1,241 @@
+"""Bytes of a model's weights under a quantization, summed over its tensors.
+
+Never parameters × bits: linear layers and experts take the quantized bits and their scales, while
+embeddings, output head, norms, router and biases stay as they are, mostly in 16 bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+from ....quant.base.errors import BadInput
+from .shapes import ModelShape, Role, Tensor
+
+UNQUANTIZED_BYTES = 2
+GROUP_SIZES = (128, 64, 32, 16)  # as `llmopt quantize` tries them
+FORMATS = ("awq", "compressed-tensors")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRecipe:
+    """How the quantized tensors are stored.
+
+    A scale of `scale_bits` (and a zero point of `zero_bits`) serves `group_size` input channels of
+    `rows_per_scale` output channels; group size -1 means all input channels. A tensor also takes
+    `bytes_per_tensor`, and `bytes_per_input` for each input channel. What is not quantized has elements
+    of `plain_bytes`. `stored_bytes` is what a checkpoint at hand holds, where there is one: it wins over
+    the sum.
+    """
+
+    name: str
+    bits: int
+    group_size: int = -1
+    rows_per_scale: int = 1
+    scale_bits: int | Fraction = 16
+    zero_bits: int = 0
+    bytes_per_tensor: int = 0
+    bytes_per_input: int = 0
+    plain_bytes: int = UNQUANTIZED_BYTES
+    roles: tuple[Role, ...] = ("linear", "expert")
+    stored_bytes: int | None = None
+
+    @property
+    def label(self) -> str:
+        """For people: `int4 g128 asymmetric`."""
+        if self.bits >= 16:
+            return self.name
+        group = f" g{self.group_size}" if self.group_size > 0 else " per channel"
+        return self.name + group + (" asymmetric" if self.zero_bits else "")
+
+    def tensor_bytes(self, tensor: Tensor) -> int:
+        """Bytes of one of these tensors on disk and in memory."""
+        if self.bits >= 16 or tensor.role not in self.roles:
+            return tensor.num_elements * self.plain_bytes
+        groups = 1 if self.group_size < 0 else ceil(tensor.in_features / self.group_size)
+        scales = groups * ceil(tensor.out_features / self.rows_per_scale)
+        packed = tensor.num_elements * self.bits + scales * (self.scale_bits + self.zero_bits)
+        return (
+            ceil(Fraction(packed) / 8)
+            + self.bytes_per_tensor
+            + self.bytes_per_input * tensor.in_features
+        )
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of all these tensors."""
+        return sum(self.tensor_bytes(tensor) * tensor.count for tensor in tensors)
+
+
+BF16 = WeightRecipe("bf16", 16)
+# NF4: an 8-bit scale per 64 weights, and a float32 scale per 256 of those.
+_NF4_SCALE_BITS = 8 + Fraction(32, 256)
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        BF16,
+        WeightRecipe("float32", 32, plain_bytes=4),
+        WeightRecipe("fp8", 8),
+        WeightRecipe("fp8-block", 8, group_size=128, rows_per_scale=128, scale_bits=32),
+        WeightRecipe("mxfp8", 8, group_size=32, scale_bits=8),
+        WeightRecipe("int8", 8),
+        WeightRecipe("int4", 4, group_size=128, zero_bits=4),
+        WeightRecipe("gptq", 4, group_size=128, zero_bits=4, bytes_per_input=4),
+        WeightRecipe("nf4", 4, group_size=64, scale_bits=_NF4_SCALE_BITS),
+        WeightRecipe("mxfp4", 4, group_size=32, scale_bits=8),
+        WeightRecipe("nvfp4", 4, group_size=16, scale_bits=8, bytes_per_tensor=4),
+        WeightRecipe("q8_0", 8, group_size=32),
+        WeightRecipe("q4_0", 4, group_size=32),
+    )
+}
+_FREE_GROUPS = ("int4", "int8", "gptq")
+_SHAPE_RECORD_BYTES = 16  # compressed-tensors: two int64 beside each packed weight
+
+
+def recipe_for(
+    name: str,
+    shape: ModelShape,
+    group_size: int | None = None,
+    *,
+    symmetric: bool | None = None,
+    file_format: str | None = None,
+    plain_bytes: int = UNQUANTIZED_BYTES,
+) -> WeightRecipe:
+    """The recipe called `name` for this model. Without a group size, int4 takes the largest of
+    `GROUP_SIZES` that divides every quantized width, as `llmopt quantize` does; -1 is one scale per
+    output channel. int4 is AWQ's layout unless it is symmetric, int8 that of compressed-tensors.
+
+    Raises:
+        BadInput: an unknown name, a group size that does not divide a width or has no meaning here, or
+            a format that does not hold the scheme.
+    """
+    if name not in RECIPES:
+        raise BadInput(f"no weight format {name!r}: choose {', '.join(RECIPES)}")
+    recipe = RECIPES[name]
+    if recipe.bits < 16:
+        recipe = replace(recipe, plain_bytes=plain_bytes)
+    if name not in _FREE_GROUPS:
+        for given, option in (
+            (group_size, "--group-size"),
+            (symmetric, "--symmetric/--asymmetric"),
+            (file_format, "--format"),
+        ):
+            if given is not None:
+                raise BadInput(
+                    f"{option} has no meaning for {name}: only {', '.join(_FREE_GROUPS)}"
+                )
+        return recipe
+    if name != "gptq":
+        recipe = _laid_out(recipe, symmetric, file_format)
+    elif file_format is not None:
+        raise BadInput("--format has no meaning for gptq, which is a format itself")
+    if group_size is None and recipe.group_size < 0:
+        return recipe
+    return replace(recipe, group_size=_group_size(recipe, shape, group_size))
+
+
+def _laid_out(
+    recipe: WeightRecipe, symmetric: bool | None, file_format: str | None
+) -> WeightRecipe:
+    """The recipe in one of the project's formats."""
+    if file_format not in (None, *FORMATS):
+        raise BadInput(f"no format {file_format!r}: choose {', '.join(FORMATS)}")
+    if file_format is None:
+        file_format = FORMATS[recipe.bits == 8 or bool(symmetric)]
+    if symmetric is None:
+        symmetric = file_format != "awq"
+    if file_format == "awq":
+        if recipe.bits != 4 or symmetric:
+            raise BadInput("--format awq holds asymmetric int4 alone: use compressed-tensors")
+        return replace(recipe, zero_bits=4, scale_bits=16)
+    return replace(
+        recipe,
+        zero_bits=0 if symmetric else recipe.bits,
+        scale_bits=8 * recipe.plain_bytes,
+        bytes_per_tensor=_SHAPE_RECORD_BYTES,
+    )
+
+
+def _group_size(recipe: WeightRecipe, shape: ModelShape, asked: int | None) -> int:
+    if asked == -1:
+        return -1
+    widths = sorted({t.in_features for t in shape.tensors() if t.role in recipe.roles})
+    if asked is None:
+        fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
+        if not fitting:
+            raise BadInput(f"none of the group sizes {GROUP_SIZES} divides every width of {widths}")
+        return fitting[0]
+    if asked < 1:
+        raise BadInput(f"--group-size {asked}: a positive number of input channels, or -1 for all")
+    for width in widths:
+        if width % asked:
+            raise BadInput(f"--group-size {asked} does not divide a layer's width of {width}")
+    return asked
+
+
+def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
+    """The recipe of a checkpoint, from its own `quantization_config`; bf16 where it has none.
+
+    Raises:
+        BadInput: a quantization whose bytes are not known here.
+    """
+    stored = config.get("quantization_config")
+    if not stored:
+        return BF16
+    method = stored.get("quant_method")
+    if method in ("awq", "gptq"):
+        bits = stored.get("bits", stored.get("w_bit", 4))
+        per_input = 4 if method == "gptq" else 0  # which group each input channel belongs to
+        group = stored.get("group_size", stored.get("q_group_size", 128))
+        return WeightRecipe(f"int{bits}", bits, group, zero_bits=bits, bytes_per_input=per_input)
+    if method == "mxfp4":  # gpt-oss: the experts alone, a shared 8-bit exponent per 32 values
+        return WeightRecipe("mxfp4", 4, group_size=32, scale_bits=8, roles=("expert",))
+    if method == "fp8":
+        rows, columns = stored.get("weight_block_size") or (1, -1)
+        return WeightRecipe("fp8", 8, columns, rows, scale_bits=32)
+    if method == "compressed-tensors":
+        return _compressed_tensors(stored)
+    raise BadInput(f"the checkpoint's quant_method {method!r} is not known here: give --weights")
+
+
+def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
+    groups = stored.get("config_groups") or {}
+    weights = [group.get("weights") or {} for group in groups.values()]
+    if len(weights) != 1 or "num_bits" not in weights[0]:
+        raise BadInput("the checkpoint mixes several quantization groups: give --weights")
+    scheme = weights[0]
+    bits, kind = scheme["num_bits"], scheme.get("type", "int")
+    zero_bits = 0 if scheme.get("symmetric", True) else bits
+    name = f"{'fp' if kind == 'float' else 'int'}{bits}"
+    record = _SHAPE_RECORD_BYTES if stored.get("format") == "pack-quantized" else 0
+    return WeightRecipe(
+        name,
+        bits,
+        scheme.get("group_size") or -1,
+        zero_bits=zero_bits,
+        bytes_per_tensor=record,
+    )
+
+
+def weight_bytes(shape: ModelShape, recipe: WeightRecipe) -> int:
+    """Bytes of all weights: what the checkpoint holds, or the sum over the tensors."""
+    return recipe.stored_bytes or recipe.bytes_of(shape.tensors())
+
+
+def weight_bytes_per_rank(
+    shape: ModelShape, recipe: WeightRecipe, ranks: int, stage: range | None = None
+) -> int:
+    """Bytes of the weights on each of `ranks` tensor-parallel ranks, of one pipeline stage.
+
+    K and V projections are split no further than there are KV heads; norms, router and biases are whole
+    on every rank.
+    """
+    parts = {"ranks": ranks, "kv_heads": min(ranks, shape.num_kv_heads), "whole": 1}
+    held = sum(
+        Fraction(recipe.tensor_bytes(t) * t.count, parts[t.shard]) for t in shape.tensors(stage)
+    )
+    if recipe.stored_bytes:
+        held *= Fraction(recipe.stored_bytes, recipe.bytes_of(shape.tensors()))
+    return ceil(held)

@@ -1,0 +1,304 @@
+"""The answer to "will it fit, on what, how many at once, how fast, at what price", for one model and
+several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ....quant.base.errors import BadInput
+from ..device.devices import Device
+from ..device.money import Cost, cost_of
+from ..device.speed import DATA_SHEET, Efficiency, StepTime, decode_time, prefill_time
+from ..memory.cache_size import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    CacheRequest,
+    CacheRoom,
+    CacheSize,
+    size_cache,
+)
+from ..memory.memory import Deployment, Reserve
+from ..model.catalog import PlannedModel
+from ..model.engine_rules import RULES, resident_tokens
+from ..model.kv_dtypes import kv_dtype
+from ..model.weights import WeightRecipe, weight_bytes
+from .setup import Setup, Workload
+from .solver import Constraint, DtypeChoice, Relaxation, Solver
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationGain:
+    """What drafting brings: tokens of a verification, its length in plain steps, and the speed-up."""
+
+    expected_tokens: float
+    verification_steps: float
+    speedup: float
+    tpot_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """The workload on `tp` x `pp` of one device; all bytes per rank, times None where speed is unknown.
+
+    `gpus_needed` is None if the most that was tried does not hold the workload. `max_context` is for
+    the workload's number of sequences. The binding constraint is what stands in the way of one sequence
+    more; the relaxations are what would bring some.
+    """
+
+    device: Device
+    deployment: Deployment
+    reserve: Reserve
+    sequences: int
+    gpus_needed: int | None
+    fits: bool
+    kv_budget_bytes: int
+    kv_bytes: int
+    max_concurrent_sequences: int
+    max_context: int
+    binding_constraint: Constraint
+    relaxations: tuple[Relaxation, ...]
+    dtypes_that_fit: tuple[DtypeChoice, ...]
+    engine_cache: CacheSize | None
+    decode: StepTime | None
+    decode_bound: StepTime | None
+    prefill: StepTime | None
+    prefill_bound: StepTime | None
+    speculation: SpeculationGain | None
+    cost: Cost | None
+
+    @property
+    def gpu(self) -> str:
+        """The device's name."""
+        return self.device.name
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the fullest rank."""
+        return self.deployment.weight_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Peak of temporary memory on a rank."""
+        return self.deployment.activation_bytes(self.reserve)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """The runtime's own memory on a rank."""
+        return self.deployment.overhead_bytes()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens per second of the whole workload, while all its sequences decode."""
+        return None if self.decode is None else self.sequences / self.decode.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A model, a workload, and what each device makes of them."""
+
+    model: PlannedModel
+    recipe: WeightRecipe
+    workload: Workload
+    setup: Setup
+    devices: tuple[DevicePlan, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, on all ranks together, without replicas."""
+        return weight_bytes(self.model.shape, self.recipe)
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """The shares of the roofs that the times expect."""
+        return self.setup.efficiency
+
+
+def make_plan(
+    model: PlannedModel,
+    recipe: WeightRecipe,
+    workload: Workload,
+    devices: Sequence[Device],
+    tp: int | None = None,
+    *,
+    setup: Setup | None = None,
+    ranked: bool = False,
+) -> Plan:
+    """Plan the workload on each device; where neither `tp` nor the setup says how many, on as few as
+    hold it. `ranked` puts first what holds the workload on the fewest devices, the fastest of them first.
+
+    Raises:
+        BadInput: heads or layers do not divide as asked, or the KV dtype does not fit the model.
+    """
+    chosen = setup or Setup()
+    if tp is not None:
+        chosen = replace(chosen, tp=tp)
+    kv_dtype(workload.kv_dtype).bytes_per_element(model.shape)
+    solver = Solver(model.shape, recipe, workload, chosen)
+    plans = [_on_device(solver, model, workload, device, chosen) for device in devices]
+    if ranked:
+        plans.sort(key=_rank)
+    return Plan(
+        model, recipe, workload, chosen, tuple(plans), tuple(_warnings(model, workload, chosen))
+    )
+
+
+def _rank(plan: DevicePlan) -> tuple[bool, int, float]:
+    speed = plan.tokens_per_second or 0.0
+    return (not plan.fits, plan.gpus_needed or plan.deployment.gpus, -speed)
+
+
+def _on_device(
+    solver: Solver, model: PlannedModel, workload: Workload, device: Device, setup: Setup
+) -> DevicePlan:
+    deployment, needed = solver.choose(device)
+    reserve = solver.reserve(deployment, device)
+    most = solver.sequences(deployment, device)
+    fits = most >= workload.sequences
+    limit = max(model.shape.max_context, workload.context)
+    decode = decode_bound = prefill = prefill_bound = None
+    # Times of what does not fit would be read as if it did.
+    if fits and device.bandwidth is not None and device.peaks:
+        count, context = workload.sequences, workload.context
+        decode = decode_time(deployment, device, count, context, setup.efficiency)
+        decode_bound = decode_time(deployment, device, count, context, DATA_SHEET)
+        prefill = prefill_time(deployment, device, context, reserve, setup.efficiency)
+        prefill_bound = prefill_time(deployment, device, context, reserve, DATA_SHEET)
+    return DevicePlan(
+        device=device,
+        deployment=deployment,
+        reserve=reserve,
+        sequences=workload.sequences,
+        gpus_needed=needed,
+        fits=fits,
+        kv_budget_bytes=max(0, deployment.kv_budget(device.memory_bytes, reserve)),
+        kv_bytes=workload.sequences * deployment.kv_bytes(workload.context, reserve),
+        max_concurrent_sequences=most,
+        max_context=deployment.max_context(device.memory_bytes, reserve, workload.sequences, limit),
+        binding_constraint=solver.constraint(deployment, device),
+        relaxations=tuple(solver.relaxations(deployment, device)),
+        dtypes_that_fit=tuple(solver.dtypes_that_fit(device)),
+        engine_cache=_engine_cache(deployment, device, reserve, workload, setup),
+        decode=decode,
+        decode_bound=decode_bound,
+        prefill=prefill,
+        prefill_bound=prefill_bound,
+        speculation=_speculation(deployment, device, workload, setup, decode),
+        cost=_cost(deployment, device, workload, setup, reserve, decode),
+    )
+
+
+def _engine_cache(
+    deployment: Deployment, device: Device, reserve: Reserve, workload: Workload, setup: Setup
+) -> CacheSize | None:
+    """The cache that this project's engine would allocate on one such device; None where it could not
+    start, or where the plan is for something that it does not do."""
+    offered = workload.kv_dtype in RULES["llmopt"].kv_dtypes
+    if setup.engine != "llmopt" or deployment.gpus > 1 or not offered:
+        return None
+    sequences = setup.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.kind]
+    step_tokens = setup.max_num_batched_tokens or max(
+        DEFAULT_MAX_NUM_BATCHED_TOKENS[device.kind], sequences
+    )
+    request = CacheRequest(
+        bytes_per_element=deployment.kv_bytes_per_element,
+        block_size=workload.block_size,
+        max_model_len=resident_tokens(
+            deployment.shape,
+            workload.context,
+            step_tokens,
+            workload.block_size,
+        ),
+        max_num_seqs=sequences,
+        memory_bytes=setup.kv_cache_bytes,
+    )
+    if device.kind == "cpu":
+        room = CacheRoom.on_cpu(max(0, device.memory_bytes - deployment.weight_bytes))
+    else:
+        largest = replace(reserve, chunk_tokens=step_tokens, max_num_seqs=sequences)
+        room = CacheRoom.on_cuda(
+            device.memory_bytes,
+            reserve.utilization,
+            deployment.weight_bytes,
+            deployment.activation_bytes(largest),
+            deployment.overhead_bytes(),
+        )
+    try:
+        return size_cache(deployment.shape, request, room)
+    except BadInput:
+        return None
+
+
+def _speculation(
+    deployment: Deployment,
+    device: Device,
+    workload: Workload,
+    setup: Setup,
+    decode: StepTime | None,
+) -> SpeculationGain | None:
+    draft = setup.speculation
+    if draft is None or decode is None:
+        return None
+    checked = decode_time(
+        deployment,
+        device,
+        workload.sequences,
+        workload.context,
+        setup.efficiency,
+        tokens_per_sequence=draft.draft_tokens + 1,
+    )
+    steps = checked.seconds / decode.seconds
+    speedup = draft.speedup(steps)
+    return SpeculationGain(draft.expected_tokens, steps, speedup, decode.seconds / speedup)
+
+
+def _cost(
+    deployment: Deployment,
+    device: Device,
+    workload: Workload,
+    setup: Setup,
+    reserve: Reserve,
+    decode: StepTime | None,
+) -> Cost | None:
+    if setup.prices is None or decode is None:
+        return None
+    prompt = workload.prompt_tokens
+    prefill = prefill_time(deployment, device, prompt, reserve, setup.efficiency)
+    return cost_of(
+        setup.prices,
+        gpus=deployment.gpus,
+        input_tokens=prompt,
+        output_tokens=workload.answer_tokens,
+        input_tokens_per_second=prompt / prefill.seconds,
+        output_tokens_per_second=workload.sequences / decode.seconds,
+    )
+
+
+def _warnings(model: PlannedModel, workload: Workload, setup: Setup) -> list[str]:
+    found = []
+    shape = model.shape
+    if workload.context > shape.max_context:
+        found.append(_past_the_limit(model, workload.context))
+    rule = RULES[setup.engine]
+    if workload.kv_dtype not in rule.kv_dtypes:
+        found.append(
+            f"{rule.name} does not store its cache in {workload.kv_dtype} (it has "
+            f"{', '.join(rule.kv_dtypes)}): the numbers are arithmetic"
+        )
+    return found
+
+
+def _past_the_limit(model: PlannedModel, context: int) -> str:
+    limit = model.shape.max_context
+    says = f"--ctx {context} is past the {limit} tokens that {model.name} was made for: "
+    if model.shape.learned_positions:
+        return says + "its positions are learned, so no rope scaling extends it"
+    scaling = model.config.get("rope_scaling") or {}
+    original = scaling.get("original_max_position_embeddings") or limit
+    factor = ceil(10 * context / original) / 10
+    return says + (
+        f'it would need rope_scaling {{"rope_type": "yarn", "factor": {factor}, '
+        f'"original_max_position_embeddings": {original}}}, and quality has to be checked'
+    )

@@ -1,0 +1,139 @@
+"""A plan as JSON: what `--json` prints, `--out` writes and a benchmark is held against."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from fractions import Fraction
+from typing import Any
+
+from ..device.speed import StepTime
+from ..memory.memory import Deployment
+from ..model.checkpoint_file import checkpoint_file_bytes
+from ..model.engine_rules import RULES, CacheKnobs
+from ..model.kv_dtypes import kv_dtype
+from .plan import DevicePlan, Plan
+
+SCHEMA = 1
+
+
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
+    """Bytes, milliseconds, tokens, dollars. What depends on a device is that of the first one at the top
+    level, and of each one under `gpus`. `kv_bytes_per_rank` and `_all_ranks` are `kv_bytes_total` with
+    replicas, free of any engine's rounding; under `gpus` they are as the engine keeps them."""
+    shape, work, first = plan.model.shape, plan.workload, plan.devices[0]
+    element = kv_dtype(work.kv_dtype).bytes_per_element(shape)
+    full = shape.without_windows()
+    count, context, block = work.sequences, work.context, work.block_size
+    stages = [stage.cache.kv_bytes(context, element) for stage in first.deployment.stages]
+    return {
+        "schema": SCHEMA,
+        "model": plan.model.name,
+        "model_note": plan.model.note,
+        "source": plan.model.source,
+        "warnings": list(plan.warnings),
+        "model_type": shape.model_type,
+        "param_count": shape.num_parameters,
+        "active_param_count": shape.num_active_parameters,
+        "max_model_context": shape.max_context,
+        "weights": plan.recipe.label,
+        "weight_bytes": plan.weight_bytes,
+        "checkpoint_file_bytes": checkpoint_file_bytes(shape, plan.recipe),
+        "weight_bytes_from": "headers" if plan.recipe.stored_bytes else "recipe",
+        "engine": plan.setup.engine,
+        "kv_dtype": work.kv_dtype,
+        "kv_bytes_per_element": float(element),
+        "context": context,
+        "output_tokens": work.answer_tokens,
+        "batch": count,
+        "tp": first.deployment.tp,
+        "pp": first.deployment.pp,
+        "block_size": block,
+        "kv_bytes_per_token": shape.kv_bytes_per_token(element),
+        "kv_bytes_per_extra_token": shape.kv_bytes_per_extra_token(element),
+        "kv_bytes_total": count * shape.kv_bytes(context, element),
+        "kv_bytes_total_no_window": count * full.kv_bytes(context, element),
+        "kv_bytes_paged": count * shape.kv_bytes(context, element, block),
+        "kv_bytes_paged_no_window": count * full.kv_bytes(context, element, block),
+        "engines": engines_as_dict(plan, first, element),
+        **_device_dict(first),
+        "kv_bytes_per_rank": count * max(stages),
+        "kv_bytes_all_ranks": count * first.deployment.tp * sum(stages),
+        "efficiency": asdict(plan.efficiency),
+        "gpus": [_device_dict(device) for device in plan.devices],
+    }
+
+
+def engines_as_dict(plan: Plan, first: DevicePlan, element: Fraction) -> dict[str, Any]:
+    """What each engine's cache takes for the workload, on one device and on the first plan's."""
+    work, reserve = plan.workload, first.reserve
+    knobs = CacheKnobs(work.block_size, reserve.chunk_tokens)
+    found = {}
+    for rule in RULES.values():
+        own = first.deployment
+        deployment = Deployment(
+            own.shape, own.recipe, element, own.block_size, own.tp, own.pp, rule
+        )
+        one = rule.kv_bytes(plan.model.shape, work.context, element, knobs)
+        found[rule.name] = {
+            "kv_bytes": work.sequences * one,
+            "kv_bytes_per_rank": work.sequences * deployment.kv_bytes(work.context, reserve),
+            "kv_bytes_all_ranks": work.sequences * deployment.all_kv_bytes(work.context, reserve),
+            "max_concurrent_sequences": deployment.max_sequences(
+                first.device.memory_bytes, reserve, work.context
+            ),
+            "stores_kv_dtype": work.kv_dtype in rule.kv_dtypes,
+            "rule": rule.says,
+        }
+    return found
+
+
+def _device_dict(plan: DevicePlan) -> dict[str, Any]:
+    speed, device = plan.tokens_per_second, plan.device
+    relaxations = [asdict(change) for change in plan.relaxations]
+    cache = plan.engine_cache
+    return {
+        "gpu": device.name,
+        "gpu_memory_bytes": device.memory_bytes,
+        "gpu_memory_is_estimated": device.memory_is_estimated,
+        "gpu_bandwidth": device.bandwidth,
+        "gpu_peaks": dict(device.peaks or {}),
+        "gpu_link_bytes_per_second": device.link_bytes_per_second,
+        "gpu_kind": device.kind,
+        "tp": plan.deployment.tp,
+        "pp": plan.deployment.pp,
+        "fits": plan.fits,
+        "gpus_needed": plan.gpus_needed,
+        "max_concurrent_sequences": plan.max_concurrent_sequences,
+        "max_context": plan.max_context,
+        "binding_constraint": plan.binding_constraint,
+        "next_relaxation": relaxations[0] if relaxations else None,
+        "relaxations": relaxations,
+        "dtypes_that_fit": [asdict(choice) for choice in plan.dtypes_that_fit],
+        "weight_bytes_per_rank": plan.weight_bytes,
+        "activation_bytes_per_rank": plan.activation_bytes,
+        "overhead_bytes_per_rank": plan.overhead_bytes,
+        "kv_budget_bytes_per_rank": plan.kv_budget_bytes,
+        "kv_bytes_per_rank": plan.kv_bytes,
+        "reserve": asdict(plan.reserve),
+        "engine_cache": None
+        if cache is None
+        else {
+            "num_blocks": cache.num_blocks,
+            "block_size": cache.block_size,
+            "kv_tokens": cache.num_tokens,
+            "kv_bytes": cache.num_bytes,
+        },
+        "ttft_ms": _milliseconds(plan.prefill),
+        "ttft_bound_ms": _milliseconds(plan.prefill_bound),
+        "ttft_limit": plan.prefill and plan.prefill.bound,
+        "tpot_ms": _milliseconds(plan.decode),
+        "tpot_bound_ms": _milliseconds(plan.decode_bound),
+        "tpot_limit": plan.decode and plan.decode.bound,
+        "throughput_tokens_per_s": None if speed is None else round(speed, 2),
+        "speculation": None if plan.speculation is None else asdict(plan.speculation),
+        "cost": None if plan.cost is None else asdict(plan.cost),
+    }
+
+
+def _milliseconds(time: StepTime | None) -> float | None:
+    return None if time is None else round(1e3 * time.seconds, 3)

@@ -1,0 +1,94 @@
+"""What the user fixes of a deployment, and what is left for the solver to choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....quant.base.errors import BadInput
+from ..device.devices import Device
+from ..device.money import Prices
+from ..device.speed import DEFAULT_EFFICIENCY, Efficiency
+from ..memory.cache_size import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, CacheRoom
+from ..memory.memory import Reserve
+from ..model.engine_rules import engine_rule
+from ..model.kv_dtypes import kv_dtype
+from .speculation import Speculation
+
+# Of a context that is prompt and answer together, this much is the answer where nothing was said.
+ANSWER_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is to be served: `sequences` at once, each of `context` tokens, prompt and answer together;
+    the answer has `output_tokens`."""
+
+    context: int
+    sequences: int = 1
+    kv_dtype: str = "bf16"
+    block_size: int = 16
+    output_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        kv_dtype(self.kv_dtype)
+        for name, value in (("--ctx", self.context), ("--concurrency", self.sequences)):
+            if value < 1:
+                raise BadInput(f"{name} {value}: at least 1 is needed")
+        if self.block_size < 1:
+            raise BadInput(f"--block-size {self.block_size}: at least 1 token is needed")
+        if self.output_tokens is not None and not 1 <= self.output_tokens < self.context:
+            raise BadInput(
+                f"--output-tokens {self.output_tokens}: the context of {self.context} holds prompt and "
+                "answer, at least a token of each"
+            )
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of an answer."""
+        return self.output_tokens or max(1, int(self.context * ANSWER_SHARE))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a prompt."""
+        return max(1, self.context - self.answer_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Choices about the engine and the devices; None leaves one to the solver or to the usual value."""
+
+    tp: int | None = None
+    pp: int | None = None
+    engine: str = "llmopt"
+    utilization: float | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    kv_cache_bytes: int | None = None
+    efficiency: Efficiency = DEFAULT_EFFICIENCY
+    prices: Prices | None = None
+    speculation: Speculation | None = None
+
+    def __post_init__(self) -> None:
+        engine_rule(self.engine)
+        for option, value in (("--tp", self.tp), ("--pp", self.pp)):
+            if value is not None and value < 1:
+                raise BadInput(f"{option} {value}: at least 1 is needed")
+
+    def reserve(self, device: Device, weight_bytes: int) -> Reserve:
+        """What is kept free on a device. On a CPU, the cache gets the share that the engine takes."""
+        if device.kind != "cpu":
+            return Reserve.for_memory(
+                device.memory_bytes,
+                self.utilization,
+                self.max_num_batched_tokens,
+                self.max_num_seqs,
+                self.kv_cache_bytes,
+            )
+        room = CacheRoom.on_cpu(max(0, device.memory_bytes - weight_bytes))
+        sequences = self.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cpu"]
+        return Reserve(
+            1.0 if self.utilization is None else self.utilization,
+            self.max_num_batched_tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"], sequences),
+            sequences,
+            room.num_bytes if self.kv_cache_bytes is None else self.kv_cache_bytes,
+        )

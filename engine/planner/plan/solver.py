@@ -1,0 +1,224 @@
+"""Search over what may be changed: how many devices, which types, which limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from ....quant.base.errors import BadInput
+from ..device.devices import Device
+from ..memory.memory import Deployment, Reserve
+from ..model.engine_rules import engine_rule
+from ..model.kv_dtypes import kv_dtype
+from ..model.shapes import ModelShape
+from ..model.weights import WeightRecipe, recipe_for
+from .setup import Setup, Workload
+
+RANKS = (1, 2, 4, 8)  # one machine
+STAGES = (2, 4, 8)  # machines
+FEWER_SEQUENCES = 256
+
+Constraint = Literal["weights", "kv_cache", "max_num_seqs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """One change, and what it makes of the number of sequences at the workload's context."""
+
+    change: str
+    max_concurrent_sequences: int
+    gained_sequences: int
+    kv_budget_bytes: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """The least reduced types with which the workload fits on `gpus` devices; None where none does."""
+
+    gpus: int
+    weights: str | None
+    kv_dtype: str | None
+
+
+class Solver:
+    """One model in one workload: answers for any device, remembering what does not depend on it."""
+
+    def __init__(
+        self, shape: ModelShape, recipe: WeightRecipe, workload: Workload, setup: Setup
+    ) -> None:
+        self._shape, self._recipe, self._workload, self._setup = shape, recipe, workload, setup
+        self._known: dict[tuple[str, str, int, int], Deployment | None] = {}
+
+    def deployment(
+        self, tp: int, pp: int, recipe: WeightRecipe | None = None, kv: str | None = None
+    ) -> Deployment | None:
+        """The deployment of that arrangement; None where heads or layers do not divide."""
+        recipe, kv = recipe or self._recipe, kv or self._workload.kv_dtype
+        key = (recipe.label, kv, tp, pp)
+        if key not in self._known:
+            try:
+                self._known[key] = self._build(tp, pp, recipe, kv)
+            except BadInput:
+                self._known[key] = None
+        return self._known[key]
+
+    def _build(self, tp: int, pp: int, recipe: WeightRecipe, kv: str) -> Deployment:
+        return Deployment(
+            self._shape,
+            recipe,
+            kv_dtype(kv).bytes_per_element(self._shape),
+            self._workload.block_size,
+            tp,
+            pp,
+            engine_rule(self._setup.engine),
+        )
+
+    @cached_property
+    def arrangements(self) -> list[tuple[int, int]]:
+        """(tp, pp) that the model allows, fewest devices first: ranks of one machine, then machines."""
+        single = [(tp, 1) for tp in RANKS if self.deployment(tp, 1)]
+        widest = single[-1][0]
+        several = [(widest, pp) for pp in STAGES if self.deployment(widest, pp)]
+        return [*single, *several]
+
+    def choose(self, device: Device) -> tuple[Deployment, int | None]:
+        """The deployment on this device, and how many devices the workload needs at least (None: more
+        than were tried). What was asked stands; otherwise as few devices as hold the workload, or one
+        full machine where none does.
+
+        Raises:
+            BadInput: the heads or layers do not divide as asked.
+        """
+        tp, pp = self._setup.tp, self._setup.pp
+        if device.kind == "cpu":
+            tp, pp = tp or 1, pp or 1
+        if tp is not None or pp is not None:
+            # What was asked for may be refused, and then with its reason.
+            asked = self._build(tp or 1, pp or 1, self._recipe, self._workload.kv_dtype)
+            tried = [(asked.tp, asked.pp), *self.arrangements]
+            if device.kind == "cpu":
+                tried = tried[:1]
+            elif tp is None:
+                tried = [(ranks, asked.pp) for ranks in RANKS]
+        else:
+            tried = self.arrangements
+        found = [self.deployment(*arrangement) for arrangement in tried]
+        holding = [one for one in found if one is not None and self.holds(one, device)]
+        holding.sort(key=lambda one: one.gpus)
+        needed = holding[0].gpus if holding else None
+        if tp is not None:
+            return self._build(tp, pp or 1, self._recipe, self._workload.kv_dtype), needed
+        if holding:
+            return holding[0], needed
+        one_machine = [one for one in found if one is not None and one.pp == (pp or 1)]
+        return one_machine[-1], None
+
+    def holds(self, deployment: Deployment, device: Device, reserve: Reserve | None = None) -> bool:
+        """Whether the workload's sequences run at once."""
+        return self.sequences(deployment, device, reserve) >= self._workload.sequences
+
+    def sequences(
+        self, deployment: Deployment, device: Device, reserve: Reserve | None = None
+    ) -> int:
+        """Sequences at the workload's context that run at once."""
+        chosen = reserve or self.reserve(deployment, device)
+        return deployment.max_sequences(device.memory_bytes, chosen, self._workload.context)
+
+    def reserve(self, deployment: Deployment, device: Device) -> Reserve:
+        """What is kept free on the device."""
+        return self._setup.reserve(device, deployment.weight_bytes)
+
+    def constraint(self, deployment: Deployment, device: Device) -> Constraint:
+        """What stands in the way of one sequence more."""
+        reserve = self.reserve(deployment, device)
+        if deployment.kv_budget(device.memory_bytes, reserve) <= 0:
+            return "weights"
+        if self.sequences(deployment, device) == reserve.max_num_seqs:
+            return "max_num_seqs"
+        return "kv_cache"
+
+    def relaxations(self, deployment: Deployment, device: Device) -> list[Relaxation]:
+        """Changes that bring sequences, what costs least first: a limit, the cache's type, the weights'
+        type, devices."""
+        now = self.sequences(deployment, device)
+        found = []
+        for change, other, reserve in self._changes(deployment, device):
+            count = self.sequences(other, device, reserve)
+            if count > now:
+                budget = max(0, other.kv_budget(device.memory_bytes, reserve))
+                found.append(Relaxation(change, count, count - now, budget, other.gpus))
+        return found
+
+    def _changes(
+        self, deployment: Deployment, device: Device
+    ) -> Iterator[tuple[str, Deployment, Reserve]]:
+        reserve = self.reserve(deployment, device)
+        if self.constraint(deployment, device) == "max_num_seqs":
+            doubled = 2 * reserve.max_num_seqs
+            yield (
+                f"--max-num-seqs {doubled}",
+                deployment,
+                replace(reserve, max_num_seqs=doubled),
+            )
+        elif reserve.max_num_seqs > max(FEWER_SEQUENCES, self._workload.sequences):
+            yield (
+                f"--max-num-seqs {FEWER_SEQUENCES}",
+                deployment,
+                replace(reserve, max_num_seqs=FEWER_SEQUENCES),
+            )
+        tp, pp = deployment.tp, deployment.pp
+        for recipe, kv in self._ladder():
+            other = self.deployment(tp, pp, recipe, kv)
+            if other is None:
+                continue
+            changed = []
+            if kv != self._workload.kv_dtype:
+                changed.append(f"--kv-dtype {kv}")
+            if recipe is not self._recipe:
+                changed.append(f"--weights {recipe.name}")
+            if len(changed) == 1:
+                yield changed[0], other, self.reserve(other, device)
+        if device.kind != "cpu":
+            for more in ((2 * tp, pp), (tp, 2 * pp)):
+                if (wider := self.deployment(*more)) is not None:
+                    option = f"--tp {more[0]}" if more[0] != tp else f"--pp {more[1]}"
+                    yield option, wider, self.reserve(wider, device)
+                    return
+
+    def dtypes_that_fit(self, device: Device) -> list[DtypeChoice]:
+        """For every number of devices, the least reduced types with which the workload fits."""
+        found = []
+        for tp, pp in self.arrangements if device.kind != "cpu" else [(1, 1)]:
+            fitting = (
+                (recipe, kv)
+                for recipe, kv in self._ladder(own=True)
+                if (one := self.deployment(tp, pp, recipe, kv)) and self.holds(one, device)
+            )
+            recipe, kv = next(fitting, (None, None))
+            found.append(DtypeChoice(tp * pp, recipe and recipe.label, kv))
+        return found
+
+    def _ladder(self, own: bool = False) -> Iterator[tuple[WeightRecipe, str]]:
+        """Types from the least to the most reduced: each cache type before the next weight type."""
+        kv = self._workload.kv_dtype
+        caches = [kv, "fp8"] if kv in ("bf16", "float32") else [kv]
+        for recipe in (self._recipe, *self._lighter):
+            for cache in caches:
+                if own or (recipe, cache) != (self._recipe, kv):
+                    yield recipe, cache
+
+    @cached_property
+    def _lighter(self) -> list[WeightRecipe]:
+        """Fewer bits than the recipe has, as far as the model's widths allow."""
+        found = []
+        for name in ("fp8", "int4"):
+            try:
+                recipe = recipe_for(name, self._shape)
+            except BadInput:
+                continue
+            if recipe.bits < self._recipe.bits:
+                found.append(recipe)
+        return found

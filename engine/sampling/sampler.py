@@ -1,0 +1,78 @@
+"""From scores to tokens.
+
+Randomness is stateless: the noise of a draw depends on the request's seed and the position of the token,
+and on nothing else. So a request draws the same tokens alone, in any batch, and after a preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..base.transfer import HostCopy
+from ..scheduling.outputs import TokenLogprobs
+from .kernels import SAMPLING, NoiseKey, SamplingKernel, SamplingSituation
+from .logprobs import WantedLogprobs
+from .row import SamplingRow
+
+
+class Draw:
+    """Tokens that were drawn, on their way to the host.
+
+    Attributes:
+        tokens: int64 [rows], on the device.
+    """
+
+    def __init__(
+        self, tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[SamplingRow]
+    ) -> None:
+        self.tokens = tokens
+        self._logprobs = WantedLogprobs(logits, tokens, rows)
+        self._on_host = HostCopy(tokens)
+
+    def result(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """The tokens, and their logprobs where a row asks for them; the host waits for both."""
+        return self._on_host.wait().tolist(), self._logprobs.result()
+
+
+class Sampler:
+    """Draws a token for each row of scores, by the kernel for the device that the first ones lie on."""
+
+    def __init__(self) -> None:
+        self._kernel: SamplingKernel | None = None
+
+    def draw(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Tokens for float32 `logits` [rows, vocab], and their logprobs where a row asks for them."""
+        return self.begin(logits, rows).result()
+
+    def begin(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draw:
+        """The same, without waiting for what the device draws."""
+        return Draw(self._on(logits.device).draw(logits, rows), logits, rows)
+
+    def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """See `SamplingKernel`."""
+        return self._on(logits.device).distributions(logits, rows)
+
+    def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """See `SamplingKernel`."""
+        return self._on(logits.device).preferences(logits, rows)
+
+    def choose(self, weights: torch.Tensor, keys: Sequence[NoiseKey], stream: int = 0) -> list[int]:
+        """A draw by each row of `weights` [rows, vocab], which need not sum to 1.
+
+        It is argmax(w / e) with e ~ Exp(1).
+        """
+        noise = self._on(weights.device).noise(keys, weights.shape[1], stream, weights.device)
+        return (weights / noise).argmax(dim=-1).tolist()
+
+    def uniform(self, keys: Sequence[NoiseKey], stream: int, device: torch.device) -> torch.Tensor:
+        """A number from 0 to 1 for each key, float32 [keys]."""
+        return (-self._on(device).noise(keys, 1, stream, device)).exp().squeeze(1)
+
+    def _on(self, device: torch.device) -> SamplingKernel:
+        if self._kernel is None:
+            self._kernel = SAMPLING.select(SamplingSituation(device.type)).run()
+        return self._kernel

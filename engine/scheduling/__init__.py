@@ -1,0 +1,1 @@
+"""Scheduling policy in plain Python, no torch: requests, scheduler, block pool, prefix cache, step plan."""

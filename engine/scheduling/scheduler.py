@@ -1,0 +1,439 @@
+"""Who computes how many tokens in the next step."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...quant.base.errors import BadInput
+from .block_pool import NULL_BLOCK, BlockPool
+from .prefix_cache import PrefixCache
+from .request import Rank, Request, RequestStatus, Token
+from .scheduler_config import SchedulerConfig
+from .scheduling_policy import rank_of
+from .step_plan import PROMISED, BlockCopies, ScheduledRow, StepPlan
+from .stop import stop_token_reason
+from .swap_space import SwapSpace
+from .window import take_out
+
+
+class Scheduler:
+    """Phase-free continuous batching with preemption.
+
+    A sequence has `num_tokens` and `num_computed_tokens`; a step gives it some of the difference.
+    Chunked prefill, prefix hits, decode and the recomputation after a preemption are this one rule.
+
+    * Running sequences come first, each with at least one token; waiting ones share what is left, in
+      the order of their ranks, and the head of the queue is never overtaken.
+    * A waiting sequence is admitted only if blocks for all its known tokens are free now, and it takes
+      them all, so that it is not preempted half-way through its prompt by its own next chunk. Where
+      blocks behind a window go back, it takes as many as it will ever hold.
+    * When a running sequence cannot grow, the last in rank is preempted: it frees its blocks, keeps its
+      tokens and its place in the queue, and is computed again later, but for what the swap space keeps.
+    * What could never fit, not even alone, is refused by `add`.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        cache: PrefixCache,
+        swap: SwapSpace | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.cache = cache
+        self.swap = SwapSpace() if swap is None else swap
+        self.running: list[Request] = []
+        self._waiting: list[tuple[Rank, Request]] = []
+        self._requests: dict[str, Request] = {}
+        self._copies: dict[int, int] = {}  # destination block → source block
+        self._watermark_blocks = int(config.watermark * pool.num_usable)
+        self.num_preemptions = 0
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that fits into the context and, alone, into the KV cache."""
+        # The last token of a sequence is never computed, so it needs no slot.
+        longest = self.config.max_model_len
+        if self.config.most_blocks(longest - 1) <= self.pool.num_usable:
+            return longest
+        return min(longest, self.pool.num_usable * self.config.block_size + 1)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def requests(self) -> Iterable[Request]:
+        """Every unfinished sequence."""
+        return self._requests.values()
+
+    def add(self, request: Request) -> None:
+        """Queue a sequence.
+
+        Raises:
+            BadInput: it is longer than the model's context, or than the whole KV cache, or it has a
+                priority that the policy does not look at.
+        """
+        request.rank = rank_of(request, self.config.policy)
+        longest = request.num_prompt_tokens + request.max_tokens
+        if longest > self.config.max_model_len:
+            raise BadInput(
+                f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones exceed the "
+                f"context length of {self.config.max_model_len} tokens"
+            )
+        if longest > self.longest_sequence:
+            capacity = self.pool.num_usable * self.config.block_size
+            raise BadInput(
+                f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} new ones can never "
+                f"fit in the KV cache of {capacity} tokens: shorten the request or give the cache more memory"
+            )
+        self._requests[request.sequence_id] = request
+        self._wait(request)
+
+    def abort(self, sequence_id: str, reason: str = "abort") -> Request | None:
+        """End a sequence now. An unknown or finished id is no error: the client may be late."""
+        request = self._requests.get(sequence_id)
+        if request is not None:
+            self._finish(request, reason)
+        return request
+
+    def schedule(self, now: float = 0.0) -> StepPlan:
+        """Decide the next step and take the blocks that it writes."""
+        budget = self.config.max_num_batched_tokens
+        scheduled: dict[str, tuple[Request, int]] = {}
+        guesses: dict[str, int] = {}
+
+        active = [request for request in self.running if not request.is_complete]
+        num_after = len(active)
+        for request in active:
+            num_after -= 1
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted for the sake of one before it
+            num_new = self._chunk(request, budget - num_after)
+            while not self._grow(request, num_new):
+                victim = max(self.running, key=lambda candidate: candidate.rank)
+                budget += scheduled.pop(victim.sequence_id, (victim, 0))[1]
+                budget += guesses.pop(victim.sequence_id, 0)
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                scheduled[request.sequence_id] = (request, num_new)
+                budget -= num_new
+                if count := self._room_for_guesses(request, num_new, budget - num_after):
+                    guesses[request.sequence_id] = count
+                    budget -= count
+
+        while self._waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self._waiting[0][1]
+            if request.is_complete or not self._admit(request, now):
+                break
+            heapq.heappop(self._waiting)
+            num_new = self._chunk(request, budget)
+            scheduled[request.sequence_id] = (request, num_new)
+            budget -= num_new
+
+        rows = tuple(
+            self._row(request, num_new, guesses.get(sequence_id, 0))
+            for sequence_id, (request, num_new) in scheduled.items()
+        )
+        if not rows:
+            # Nobody carries such a plan out: whoever was preempted for it is computed again.
+            for _, request in self._waiting:
+                self.swap.forget_uncopied(request)
+        within = tuple((source, destination) for destination, source in self._copies.items())
+        self._copies.clear()
+        return StepPlan(rows, BlockCopies(within, *self.swap.take_copies()))
+
+    def update(
+        self,
+        plan: StepPlan,
+        sampled: Mapping[str, Sequence[int]],
+        eos: frozenset[int],
+        now: float = 0.0,
+        guess_depths: Mapping[str, int] | None = None,
+    ) -> list[Token]:
+        """Take the tokens that a step drew, `num_samples` for each row that asked for some.
+
+        A row that asked for one may bring a run of them: guesses that stood, and the token behind them.
+        Sequences that ended meanwhile are passed over. Returns the tokens in row order; a sequence whose
+        token was its last is finished and has let go of its blocks.
+
+        Plans are settled in the order in which they were scheduled. One more may have been scheduled
+        meanwhile, unless this one `decides_next`: steps run in order, so a block that is let go of here
+        is not written by its next holder before the step under way has read it.
+        """
+        plan.keep(sampled)
+        tokens: list[Token] = []
+        for index, row in enumerate(plan.rows):
+            request = self.request_of(row)
+            if request is None:
+                continue
+            if request.status is RequestStatus.RUNNING:  # else it was preempted since
+                self.cache.insert(request, row.start, min(row.end, request.num_computed_tokens))
+                self._drop_behind_window(request)
+            if not row.num_samples:
+                continue
+            drawn = sampled[row.sequence_id]
+            if guess_depths and (reached := guess_depths.get(row.sequence_id)):
+                request.acceptance.record(reached, len(drawn) - 1)
+            if row.num_samples == 1:
+                tokens += self._take_run(request, index, drawn, eos, now)
+                continue
+            family = [request, *self._fork(request, len(drawn) - 1)]
+            for sample, (member, token_id) in enumerate(zip(family, drawn, strict=True)):
+                tokens.append(Token(member, token_id, index, sample))
+                self._append(member, token_id, eos, now)
+        return tokens
+
+    def request_of(self, row: ScheduledRow) -> Request | None:
+        """The sequence of a row, unless it ended since; another one may have its name by now."""
+        request = self._requests.get(row.sequence_id)
+        return request if request is not None and request.token_ids is row.tokens else None
+
+    def _take_run(
+        self, request: Request, row: int, drawn: Sequence[int], eos: frozenset[int], now: float
+    ) -> list[Token]:
+        """Append tokens of which all but the last were computed as guesses, up to one that ends it."""
+        tokens: list[Token] = []
+        for sample, token_id in enumerate(drawn):
+            if sample:  # the guess before this one stood: its keys and values are in the cache
+                before, end = request.num_computed_tokens, request.num_tokens
+                request.num_computed_tokens = end
+                self.cache.insert(request, before, end)
+            tokens.append(Token(request, token_id, row, sample))
+            self._append(request, token_id, eos, now)
+            if request.status is RequestStatus.FINISHED:
+                return tokens
+        self._drop_behind_window(request)
+        return tokens
+
+    def start_over(self) -> None:
+        """Forget the steps under way, because one was lost: sequences keep what is known and wait again."""
+        for request in self._requests.values():
+            request.token_ids = request.token_ids[: request.num_known_tokens]
+            request.num_promised = 0
+        for _, request in self._waiting:
+            self.swap.forget(request)
+        for request in list(self.running):
+            self._send_back(request)
+        self._copies.clear()
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence for a reason that the scheduler cannot see, such as a stop string."""
+        if request.status is not RequestStatus.FINISHED:
+            self._finish(request, reason, stop_reason)
+
+    def check_integrity(self) -> None:
+        """Assert that blocks, queues and requests agree with each other."""
+        waiting = [request for _, request in self._waiting]
+        assert {id(r) for r in self._requests.values()} == {
+            id(r) for r in [*self.running, *waiting]
+        }
+        assert len(self._requests) == len(self.running) + len(waiting)
+        assert len(self.running) <= self.config.max_num_seqs
+        for request in waiting:
+            assert request.status is RequestStatus.WAITING
+            assert not request.block_ids and request.num_computed_tokens == 0
+            assert not request.dropped
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING
+            assert request.num_computed_tokens <= request.num_tokens
+            assert len(request.block_ids) >= self.config.num_blocks(request.num_computed_tokens)
+        self.swap.check_integrity(waiting)
+        self.pool.check_integrity(request.held_block_ids for request in self.running)
+        self.cache.check_integrity()
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """Tokens that `request` may compute now, at least one."""
+        limit = self.config.prefill_chunk_size or budget
+        return max(1, min(request.num_tokens - request.num_computed_tokens, budget, limit))
+
+    def _grow(self, request: Request, num_new: int) -> bool:
+        """Give `request` the blocks for `num_new` more tokens, if they are free."""
+        needed = self.config.num_blocks(request.num_computed_tokens + num_new) - len(
+            request.block_ids
+        )
+        if needed > self.pool.num_free:
+            return False
+        if needed > 0:
+            request.block_ids.extend(self.pool.allocate(needed))
+        return True
+
+    def _room_for_guesses(self, request: Request, num_new: int, budget: int) -> int:
+        """Guesses behind the last known token that there are slots for; nobody is preempted for one.
+
+        The last token of a sequence is never computed, so the last guess is for the one before it.
+        """
+        known = request.num_computed_tokens + num_new == request.num_tokens
+        answering = request.num_tokens > request.num_prompt_tokens
+        guessing = self.config.guessing
+        if guessing is None or not known or not answering:
+            return 0
+        end = request.num_computed_tokens + num_new
+        left = request.max_tokens - (request.num_tokens - request.num_prompt_tokens) - 1
+        places = min(left, guessing.best(request.acceptance.rate))
+        count = max(0, min(budget, places * guessing.width))
+        needed = self.config.num_blocks(end + count) - len(request.block_ids)
+        if needed > self.pool.num_free - len(self.running):
+            count = min(count, len(request.block_ids) * self.config.block_size - end)
+        self._grow(request, num_new + count)
+        return count
+
+    def _admit(self, request: Request, now: float) -> bool:
+        """Move a waiting sequence to the running ones, if blocks for all its tokens are free."""
+        table = self.cache.match(request)
+        num_hits = len(table)
+        num_computed = num_hits * self.config.block_size
+        kept = self.swap.kept(request)
+        if kept is not None:
+            num_computed = max(num_computed, kept.num_tokens)
+        dropped = self.config.dropped(num_computed)
+        take_out(table, range(0), dropped)
+        hits = [*table[: dropped.start], *table[dropped.stop :]]
+        revived = sum(1 for block_id in hits if self.pool.num_holders(block_id) == 0)
+        end = self.config.admitted_tokens(num_computed, request.num_tokens)
+        places = range(num_hits, self.config.num_blocks(end))
+        needed = [place for place in places if place not in dropped]
+        reserve = self._watermark_blocks if self.running else 0
+        if len(needed) + revived + reserve > self.pool.num_free:
+            return False
+        self.pool.share(hits)
+        new = dict(zip(needed, self.pool.allocate(len(needed)), strict=True))
+        request.block_ids = [*table, *(new.get(place, NULL_BLOCK) for place in places)]
+        if kept is not None:
+            self.swap.bring_back(request, new)
+        request.dropped = dropped
+        request.num_computed_tokens = num_computed
+        self.cache.count(request, num_hits)
+        if request.times.first_scheduled is None:
+            request.times.first_scheduled = now
+            request.num_cached_tokens = request.num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        return True
+
+    def _row(self, request: Request, num_new: int, num_guesses: int) -> ScheduledRow:
+        """The row of a sequence, which from now on counts as computed."""
+        start = request.num_computed_tokens
+        end = start + num_new
+        row = ScheduledRow(
+            sequence_id=request.sequence_id,
+            start=start,
+            end=end,
+            tokens=request.token_ids,
+            block_ids=list(request.block_ids),
+            num_samples=request.num_completions if end == request.num_tokens else 0,
+            num_prompt_tokens=request.num_prompt_tokens,
+            params=request.params,
+            seed=request.seed,
+            lora=request.lora,
+            num_guesses=num_guesses,
+        )
+        request.num_computed_tokens = end
+        if row.promises:
+            request.token_ids.append(PROMISED)
+            request.num_promised += 1
+        return row
+
+    def _wait(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        heapq.heappush(self._waiting, (request.rank, request))
+
+    def _preempt(self, request: Request) -> None:
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.swap.keep(request, self.config.block_size)
+        self._send_back(request)
+
+    def _send_back(self, request: Request) -> None:
+        """Take a running sequence's blocks; it keeps its tokens and its rank, and waits again."""
+        self._release(request)
+        self.running.remove(request)
+        request.num_computed_tokens = 0
+        self._wait(request)
+
+    def _append(self, request: Request, token_id: int, eos: frozenset[int], now: float) -> None:
+        if request.num_promised:
+            request.num_promised -= 1  # it lies in its place
+        else:
+            request.token_ids.append(token_id)
+        request.times.last_token = now
+        if request.times.first_token is None:
+            request.times.first_token = now
+        stop_reason = stop_token_reason(request, token_id, eos)
+        if stop_reason is not None:
+            self._finish(request, "stop", stop_reason if token_id not in eos else None)
+        elif request.num_output_tokens >= request.max_tokens:
+            self._finish(request, "length")
+
+    def _fork(self, parent: Request, count: int) -> list[Request]:
+        """Split `count` sequences off one whose prompt has just been computed.
+
+        They share its full blocks and copy the partial one, which both go on writing. Where there is no
+        room for a copy, the child waits and computes its prompt again, most of it a prefix hit.
+        """
+        parent.num_completions = 1
+        return [
+            self._child(parent, index)
+            for index in range(parent.index + 1, parent.index + 1 + count)
+        ]
+
+    def _child(self, parent: Request, index: int) -> Request:
+        child = parent.fork(index)
+        child.rank = rank_of(child, self.config.policy)
+        self._requests[child.sequence_id] = child
+        num_full, partial = divmod(parent.num_computed_tokens, self.config.block_size)
+        has_room = len(self.running) < self.config.max_num_seqs and self.pool.num_free >= bool(
+            partial
+        )
+        if not has_room:
+            self._wait(child)
+            return child
+        shared = parent.block_ids[:num_full]
+        child.block_ids = list(shared)
+        child.dropped = parent.dropped
+        self.pool.share(child.held_block_ids)
+        if partial:
+            copy = self.pool.allocate(1)
+            self._copies[copy[0]] = parent.block_ids[num_full]
+            child.block_ids += copy
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.status = RequestStatus.RUNNING
+        self.running.append(child)
+        return child
+
+    def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._release(request)
+            self.running.remove(request)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
+            self.swap.forget(request)
+        del self._requests[request.sequence_id]
+        # A step under way keeps the list with the places that it fills.
+        request.token_ids = request.token_ids[: request.num_known_tokens]
+        request.num_promised = 0
+        request.status = RequestStatus.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+
+    def _release(self, request: Request) -> None:
+        """The one place where a sequence lets go of its blocks.
+
+        A copy that is still to come may lead into one of them. It does no harm: copies happen before the
+        step writes, and whoever holds the block next writes each slot before reading it.
+        """
+        self.pool.free(request.held_block_ids)
+        request.block_ids = []
+        request.dropped = range(0)
+
+    def _drop_behind_window(self, request: Request) -> None:
+        """Return the blocks that no token to come will see; the null block stands in their place."""
+        dropped = self.config.dropped(request.num_computed_tokens)
+        self.pool.free(take_out(request.block_ids, request.dropped, dropped))
+        request.dropped = dropped

@@ -1,0 +1,1 @@
+"""One module an endpoint, and what they share to turn requests into responses."""

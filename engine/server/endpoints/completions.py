@@ -1,0 +1,98 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ...scheduling.outputs import Completion, TokenLogprobs
+from ..protocol.protocol import CompletionRequest
+from ..text.text import Tokenization
+from .generation import Choices, Service
+from .logprobs import completion_logprobs
+
+
+class CompletionShape:
+    """Choices of a completion: text, with the prompt in front of it where it is to be echoed."""
+
+    object_name = chunk_name = "text_completion"
+
+    def __init__(
+        self,
+        text: Tokenization,
+        prompt_token_ids: Sequence[Sequence[int]],
+        echoed: Sequence[str] | None,
+    ) -> None:
+        self._text = text
+        self._prompt_token_ids = prompt_token_ids
+        self._echoed = echoed
+        self._prompt_scores: dict[int, Sequence[TokenLogprobs | None]] = {}
+        self._offsets: dict[int, int] = {}
+
+    def prompt_scored(self, job: int, scores: Sequence[TokenLogprobs | None]) -> None:
+        self._prompt_scores[job] = scores
+
+    def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
+        return self.part(choice, job, completion, first=True)
+
+    def part(self, choice: int, job: int, piece: Completion, *, first: bool) -> dict[str, Any]:
+        text = piece.text
+        token_ids: list[int] = piece.token_ids
+        scores: list[TokenLogprobs | None] | None = None
+        if piece.logprobs is not None:
+            scores = [*piece.logprobs]
+        if first and self._echoed is not None:
+            text = self._echoed[job] + text
+            if scores is not None:
+                prompt = self._prompt_token_ids[job]
+                # Counted back from where the answer begins: the prompt's first word may have been
+                # tokenized with a space that its text does not have.
+                self._offsets[choice] = len(self._echoed[job]) - self._length(prompt)
+                token_ids = [*prompt, *token_ids]
+                scores = [*self._prompt_scores[job], *scores]
+        logprobs = None
+        if scores is not None:
+            offset = self._offsets.get(choice, 0)
+            logprobs = completion_logprobs(self._text, token_ids, scores, offset)
+            self._offsets[choice] = offset + self._length(token_ids)
+        return {
+            "index": choice,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+
+    def _length(self, token_ids: Sequence[int]) -> int:
+        return sum(self._text.token(token_id).length for token_id in token_ids)
+
+
+def completions_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=None)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continue one or more prompts."""
+        arrival_seconds = time.perf_counter()
+        service.check(body)
+        params = await service.params(body)
+        prompts = body.prompts
+        token_ids = await service.text.encode(prompts)
+        echoed = None
+        if body.echo:
+            echoed = [p if isinstance(p, str) else service.text.decode(p) for p in prompts]
+        shape = CompletionShape(service.text, token_ids, echoed)
+        return await service.respond(
+            request,
+            body,
+            params,
+            token_ids,
+            "cmpl-",
+            lambda answer: Choices(answer, shape),
+            arrival_seconds,
+        )
+
+    return router

@@ -1,0 +1,274 @@
+"""From jobs to a response: one JSON document, or a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ...base.sampling_params import SamplingParams
+from ...scheduling.outputs import Completion, RequestOutput, TokenLogprobs
+from ..loop.loop import EngineLoop
+from ..loop.stream import Job, OutputStream
+from ..protocol.errors import ApiError
+from ..protocol.protocol import REQUEST_ID, GenerationRequest, StreamOptions
+from ..protocol.structure import Constrainer
+from ..text.text import Tokenization
+from .usage import Usage
+
+T = TypeVar("T")
+
+CLIENT_GONE = 499
+"""Status in the log of a request whose client left before the answer; nginx's number."""
+
+
+class Generation(Protocol):
+    """What an endpoint makes of the output of one request."""
+
+    async def document(self) -> dict[str, Any]:
+        """The whole response, once everything is finished."""
+        ...
+
+    def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
+        """Server-sent events. A failure on the way is the last of them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What every response says of itself, and the stream that it is made from."""
+
+    id: str
+    model: str
+    created: int
+    stream: OutputStream
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the endpoints share. An adapter is served as a model of its own name."""
+
+    loop: EngineLoop
+    text: Tokenization
+    constrainer: Constrainer
+    model_name: str
+    adapters: frozenset[str]
+    created: int
+
+    def close(self) -> None:
+        """End the worker threads."""
+        self.text.close()
+        self.constrainer.close()
+
+    def check(self, body: GenerationRequest) -> None:
+        """Refuse a request for another model, or for what is not supported, with `ApiError`."""
+        self.check_model(body.model)
+        body.refuse_unsupported()
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.model_name, *self.adapters):
+            served = ", ".join(repr(one) for one in (self.model_name, *sorted(self.adapters)))
+            raise ApiError(
+                404,
+                f"no model {name!r}: this server has {served}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def adapter(self, name: str | None) -> str | None:
+        """The adapter that a request for the model `name` uses."""
+        return name if name in self.adapters else None
+
+    async def params(self, body: GenerationRequest) -> SamplingParams:
+        """How the engine is to draw, with the structure that the request asks for.
+
+        Raises:
+            BadInput, ApiError: values out of range, or a structure that is none.
+        """
+        params, constraint = body.sampling_params(), body.constraint()
+        if constraint is None:
+            return params
+        mask = await self.constrainer.mask(constraint, params.num_sequences)
+        return replace(params, token_mask=mask)
+
+    async def respond(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        params: SamplingParams,
+        prompts: Sequence[Sequence[int]],
+        id_prefix: str,
+        generation: Callable[[Answer], Generation],
+        arrival_seconds: float,
+    ) -> Response:
+        """Generate for `prompts`; the response follows `body.stream`.
+
+        Its id is made of the prefix and the client's own, if the request or its `X-Request-Id` has one.
+
+        Raises:
+            BadInput, Unavailable: before the response begins.
+        """
+        given = body.request_id or _request_id(request)
+        response_id = f"{id_prefix}{given or uuid.uuid4().hex}"
+        name = body.model or self.model_name
+        jobs = [
+            Job(
+                # The client's own ids may repeat; those of the engine's requests must not.
+                f"{response_id}/{uuid.uuid4().hex}/{index}",
+                token_ids,
+                params,
+                arrival_seconds,
+                self.adapter(name),
+                body.priority or 0,
+            )
+            for index, token_ids in enumerate(prompts)
+        ]
+        stream = await self.loop.submit(jobs)
+        answer = generation(Answer(response_id, name, int(time.time()), stream))
+        if body.stream:
+            events = answer.events(body.stream_options or StreamOptions())
+            return EventStream(events, on_close=stream.close)
+        try:
+            document = await _unless_disconnected(request, answer.document())
+        finally:
+            stream.close()
+        return Response(status_code=CLIENT_GONE) if document is None else JSONResponse(document)
+
+
+class Shape(Protocol):
+    """How an endpoint writes its choices. One instance serves one request."""
+
+    object_name: str
+    chunk_name: str
+
+    def prompt_scored(self, job: int, scores: Sequence[TokenLogprobs | None]) -> None:
+        """Take the log-probabilities of a prompt; they come before its first choice."""
+        ...
+
+    def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
+        """A finished choice of a response that is no stream."""
+        ...
+
+    def part(self, choice: int, job: int, piece: Completion, *, first: bool) -> dict[str, Any]:
+        """What an event adds to a choice; `first` is set on its first event."""
+        ...
+
+
+class Choices:
+    """The output of one request as a list of choices, as completions and chats have it."""
+
+    def __init__(self, answer: Answer, shape: Shape) -> None:
+        self._answer = answer
+        self._shape = shape
+        jobs = answer.stream.jobs
+        self._job_of = {job.request_id: index for index, job in enumerate(jobs)}
+        self._usage = Usage(jobs)
+
+    async def document(self) -> dict[str, Any]:
+        completions: dict[int, tuple[int, Completion]] = {}
+        async for piece in self._answer.stream:
+            choice, job = self._take(piece)
+            _, completion = completions.setdefault(choice, (job, Completion(choice)))
+            completion.extend(piece)
+        choices = [
+            self._shape.whole(choice, job, completion)
+            for choice, (job, completion) in sorted(completions.items())
+        ]
+        return self._envelope(self._shape.object_name, choices) | {"usage": self._usage.whole()}
+
+    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
+        """One event for every token, none before the first; `[DONE]` follows success alone."""
+        started: set[int] = set()
+        wants_usage = options.include_usage or options.continuous_usage_stats
+        try:
+            async for piece in self._answer.stream:
+                choice, job = self._take(piece)
+                completion = Completion(choice)
+                completion.extend(piece)
+                part = self._shape.part(choice, job, completion, first=choice not in started)
+                started.add(choice)
+                event = self._envelope(self._shape.chunk_name, [part])
+                if wants_usage:
+                    event["usage"] = (
+                        self._usage.so_far() if options.continuous_usage_stats else None
+                    )
+                yield server_sent(event)
+            if options.include_usage:
+                last = self._envelope(self._shape.chunk_name, []) | {"usage": self._usage.whole()}
+                yield server_sent(last)
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield server_sent(error.body())
+
+    def _take(self, piece: RequestOutput) -> tuple[int, int]:
+        """Count a piece; returns the choice and the job that it belongs to."""
+        job = self._job_of[piece.request_id]
+        self._usage.take(piece)
+        if piece.prompt_logprobs is not None:
+            self._shape.prompt_scored(job, piece.prompt_logprobs)
+        return job * self._answer.stream.jobs[job].params.n + piece.index, job
+
+    def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._answer.id,
+            "object": name,
+            "created": self._answer.created,
+            "model": self._answer.model,
+            "choices": choices,
+        }
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. `on_close` runs whatever happens, even if the first event is never asked for."""
+
+    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
+
+
+def _request_id(request: Request) -> str | None:
+    """`X-Request-Id`, where it is one that can stand in an id."""
+    given = request.headers.get("x-request-id", "")
+    return given if re.fullmatch(REQUEST_ID, given) else None
+
+
+def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:
+    """One event of a stream, by name where its clients want names."""
+    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    front = b"" if name is None else f"event: {name}\n".encode()
+    return front + b"data: " + text.encode() + b"\n\n"
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Result of `work`; None, with `work` cancelled, if the client leaves first."""
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()

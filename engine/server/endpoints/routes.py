@@ -1,0 +1,54 @@
+"""The endpoints that have to do with the model, on one router."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+
+from ...engine import Engine
+from ..loop.loop import EngineLoop
+from ..protocol.structure import Constrainer
+from ..text.text import Tokenization
+from ..text.tool_calls import tool_format
+from .abort import abort_router
+from .chat import chat_router
+from .completions import completions_router
+from .embeddings import embeddings_router
+from .generation import Service
+from .responses import responses_router
+from .tokens import tokens_router
+
+
+def open_service(
+    engine: Engine,
+    loop: EngineLoop,
+    model_name: str,
+    chat_template: str | None = None,
+    tool_call_parser: str | None = None,
+) -> Service:
+    """What the endpoints share.
+
+    Raises:
+        BadInput: there is no such parser of tool calls.
+    """
+    form = None if tool_call_parser is None else tool_format(tool_call_parser)
+    return Service(
+        loop,
+        Tokenization(
+            engine.tokenizer, engine.eos_token_ids, engine.max_model_len, chat_template, form
+        ),
+        Constrainer(engine.tokenizer, engine.vocab_size, engine.eos_token_ids),
+        model_name,
+        adapters=frozenset(engine.config.loras),
+        created=int(time.time()),
+    )
+
+
+def model_router(service: Service, engine: Engine) -> APIRouter:
+    router = APIRouter()
+    for part in (completions_router, chat_router, responses_router, abort_router):
+        router.include_router(part(service))
+    router.include_router(embeddings_router(service, engine))
+    router.include_router(tokens_router(service, engine.vocab_size, engine.max_model_len))
+    return router

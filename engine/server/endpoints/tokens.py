@@ -1,0 +1,80 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field, model_validator
+
+from ..protocol.chat_protocol import Message, Tool
+from ..protocol.errors import ApiError
+from ..protocol.protocol import TokenId
+from .generation import Service
+
+
+class TokenizeRequest(BaseModel):
+    """Body of `/tokenize`: a prompt, or a conversation as the chat template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give a prompt or messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def tokens_router(service: Service, vocab_size: int, max_model_len: int) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Tokens of a text or a conversation."""
+        service.check_model(body.model)
+        if body.messages is None:
+            assert body.prompt is not None
+            (tokens,) = await service.text.encode(
+                [body.prompt], add_special_tokens=body.add_special_tokens
+            )
+        else:
+            tokens = await service.text.encode_chat(
+                body.messages,
+                body.tools or (),
+                body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
+            )
+        shown = [service.text.token(token).name for token in tokens]
+        return {
+            "count": len(tokens),
+            "max_model_len": max_model_len,
+            "tokens": tokens,
+            "token_strs": shown if body.return_token_strs else None,
+        }
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """Text of tokens, special ones included."""
+        service.check_model(body.model)
+        strange = next((token for token in body.tokens if token >= vocab_size), None)
+        if strange is not None:
+            raise ApiError(
+                400, f"token id {strange} is outside the vocabulary of {vocab_size}", param="tokens"
+            )
+        return {"prompt": service.text.decode(body.tokens, skip_special_tokens=False)}
+
+    return router

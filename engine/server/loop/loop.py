@@ -1,0 +1,269 @@
+"""The engine's own thread, and the bridge between it and the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ....quant.base.errors import Failure
+from ...base.sampling_params import SamplingParams
+from ...engine import Engine
+from ...scheduling.outputs import RequestOutput
+from ..protocol.errors import Aborted, TooMany, Unavailable
+from ..protocol.server_options import ServerOptions
+from .metrics import ServerMetrics
+from .pace import Pace
+from .stream import Job, OutputStream
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    work: Callable[[Engine], Any]
+    future: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    future: asyncio.Future[Any]
+    value: Any = None
+    error: Exception | None = None
+
+    def settle(self) -> None:
+        if self.future.done():  # whoever asked has gone
+            return
+        if self.error is None:
+            self.future.set_result(self.value)
+        else:
+            self.future.set_exception(self.error)
+
+
+class EngineLoop:
+    """Drives an engine from a thread of its own: nothing else touches the engine while it runs.
+
+    The event loop hands over calls, which run between two steps; everything that a step brought goes
+    back in one wake-up of the event loop. With nothing to do, the thread sleeps in its inbox.
+
+    All methods but the thread's own are for the event loop that `start` was called on.
+    """
+
+    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+        self.metrics = ServerMetrics()
+        self._options = options
+        self._pace = Pace()
+        self._warm = asyncio.Event()
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._drive, name="llmopt-engine", daemon=True)
+        self._streams: dict[str, OutputStream] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._stopping = False
+        self._is_draining = False
+        self._unavailable: str | None = None
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why the engine serves nobody; None while it does."""
+        return self._unavailable
+
+    @property
+    def is_ready(self) -> bool:
+        """The engine has computed before, and new requests are welcome."""
+        return self._warm.is_set() and self._unavailable is None and not self._is_draining
+
+    @property
+    def is_draining(self) -> bool:
+        """What is in flight is finished, and then the server ends."""
+        return self._is_draining
+
+    def drain(self) -> None:
+        """Say that the server is about to end; requests in flight go on."""
+        self._is_draining = True
+
+    async def wait_until_warm(self) -> None:
+        """Return once `is_ready` may be asked: the engine is warm, or has failed on the way."""
+        await self._warm.wait()
+
+    def start(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def run(self, work: Callable[[Engine], T]) -> T:
+        """Run `work` on the engine's thread between two steps; returns or raises what it does.
+
+        Raises:
+            Unavailable: the engine has failed or is stopping.
+        """
+        self._check_available()
+        future: asyncio.Future[T] = self._event_loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        self._inbox.put(_Call(work, future))
+        return await future
+
+    async def submit(self, jobs: Sequence[Job]) -> OutputStream:
+        """Queue jobs, all or none of them.
+
+        Raises:
+            BadInput: the engine refuses one of them.
+            TooMany: there are more of them than may wait now.
+            Unavailable: the engine has failed or is stopping.
+        """
+        stream = OutputStream(
+            jobs, self._options.request_timeout_seconds, on_close=self._close_stream
+        )
+        self._streams.update((job.request_id, stream) for job in jobs)
+        try:
+            await self.run(lambda engine: self._add_all(engine, jobs))
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def abort(self, response_id: str) -> bool:
+        """End the streams of a response, telling whoever reads them; False if there is none."""
+        streams = {
+            stream for name, stream in self._streams.items() if name.startswith(f"{response_id}/")
+        }
+        for stream in streams:
+            stream.push(Aborted())
+            stream.close()
+        return bool(streams)
+
+    def _close_stream(self, stream: OutputStream) -> None:
+        """Forget a stream and free what its jobs hold, within one step; again does nothing."""
+        open_ids = [
+            job.request_id for job in stream.jobs if self._streams.pop(job.request_id, None)
+        ]
+        if open_ids and not stream.is_finished and self._unavailable is None:
+            self._inbox.put(
+                _Call(
+                    lambda engine: self._abort_all(engine, open_ids),
+                    self._event_loop.create_future(),
+                )
+            )
+
+    def fail(self, reason: str) -> None:
+        """Tell everybody who waits that the engine serves no more, and refuse those who come."""
+        self._unavailable = self._unavailable or reason
+        for stream in set(self._streams.values()):
+            stream.push(Unavailable(self._unavailable))
+        for future in list(self._calls):
+            if not future.done():
+                future.set_exception(Unavailable(self._unavailable))
+        self._warm.set()
+
+    def stop(self, timeout_seconds: float = 10.0) -> None:
+        """End the thread after the step that it is in; what is unfinished fails."""
+        self.fail("the server is stopping")
+        self._stopping = True
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_seconds)
+
+    def _check_available(self) -> None:
+        if self._unavailable is not None:
+            raise Unavailable(self._unavailable)
+
+    def _drive(self) -> None:
+        """The thread: take calls, step, hand over, until told to stop or the engine fails."""
+        engine = self._engine
+        try:
+            _warm_up(engine)
+            self.metrics.begin(engine)
+            self._post(self._warm.set)
+            while not self._stopping:
+                replies = self._take_calls(wait=not engine.has_unfinished())
+                pieces = engine.step() if engine.has_unfinished() else []
+                for piece in pieces:
+                    if piece.finish_reason is not None:
+                        self._pace.note_end()
+                self.metrics.note_step(pieces)
+                if replies or pieces:
+                    self._post(self._deliver, replies, pieces)
+        except Exception as error:
+            if isinstance(error, Failure):
+                _log.error("the engine failed: %s", error)
+            else:
+                _log.exception("the engine failed")
+            self._post(self.fail, f"the engine failed ({type(error).__name__}): restart the server")
+
+    def _take_calls(self, *, wait: bool) -> list[_Reply]:
+        replies: list[_Reply] = []
+        while True:
+            try:
+                call = self._inbox.get(block=wait)
+            except queue.Empty:
+                return replies
+            wait = False
+            if call is None:
+                return replies
+            try:
+                replies.append(_Reply(call.future, call.work(self._engine)))
+            except Exception as error:
+                replies.append(_Reply(call.future, error=error))
+
+    def _deliver(self, replies: Sequence[_Reply], pieces: Sequence[RequestOutput]) -> None:
+        for reply in replies:
+            reply.settle()
+        for piece in pieces:
+            stream = self._streams.get(piece.request_id)
+            if stream is not None:
+                stream.push(piece)
+
+    def _post(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._event_loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:  # the event loop is closed: the server was forced to stop
+            self._stopping = True
+
+    def _add_all(self, engine: Engine, jobs: Sequence[Job]) -> None:
+        scheduler, most = engine.scheduler, self._options.max_waiting
+        num_free = max(0, scheduler.config.max_num_seqs - len(scheduler.running))
+        num_waiting = (
+            scheduler.num_waiting + sum(job.params.num_sequences for job in jobs) - num_free
+        )
+        if num_waiting > most:
+            raise TooMany(
+                f"{num_waiting} sequences would wait, {most} may: try again later, or send less at once",
+                self._pace.retry_after(num_waiting - most),
+            )
+        for index, job in enumerate(jobs):
+            try:
+                engine.add_request(
+                    job.request_id,
+                    job.token_ids,
+                    job.params,
+                    arrival_seconds=job.arrival_seconds,
+                    lora=job.lora,
+                    priority=job.priority,
+                )
+            except Exception:
+                for added in jobs[:index]:
+                    engine.abort(added.request_id)
+                raise
+        self.metrics.note_added([job.params for job in jobs])
+
+    def _abort_all(self, engine: Engine, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if engine.abort(request_id):
+                self.metrics.note_aborted(request_id)
+
+
+def _warm_up(engine: Engine) -> None:
+    """Compute a prompt and a token once, so that no client waits for what is set up on first use."""
+    length = max(1, min(WARM_UP_TOKENS, engine.scheduler.longest_sequence - 2))
+    params = SamplingParams(max_tokens=2, temperature=0.0, seed=0, ignore_eos=True)
+    engine.add_request("warm-up", [0] * length, params)
+    while engine.has_unfinished():
+        engine.step()
+    engine.reset_prefix_cache()

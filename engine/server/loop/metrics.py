@@ -1,0 +1,165 @@
+"""What the server counts, on the engine's thread, right after each step."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...base.sampling_params import SamplingParams
+from ...engine import Engine
+from ...execution.step_trace import StepRecorder
+from ...scheduling.outputs import EngineStats, RequestOutput
+from ...scheduling.request import RequestStatus
+
+SECONDS = tuple(digit * 10.0**power for power in range(-4, 3) for digit in (1, 2, 5))
+TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+NUM_PREEMPTIONS_KEPT = 12
+
+
+class Histogram:
+    """Counts of values up to each bound, and above the last."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A sequence that had to give its blocks to others; `at` is on the clock of `time.perf_counter`."""
+
+    sequence_id: str
+    at: float
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Distributions:
+    """Of requests and steps. The names are vLLM's, whose dashboards know them."""
+
+    time_to_first_token_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    inter_token_latency_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    e2e_request_latency_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    request_queue_time_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    request_prefill_time_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    request_decode_time_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    request_inference_time_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    request_params_n: Histogram = field(default_factory=lambda: Histogram(COUNTS))
+    request_params_max_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    iteration_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+
+
+class ServerMetrics:
+    """Counters and distributions since the engine was warm. Written by its thread alone; whoever reads
+    them from elsewhere may see a step half counted.
+
+    All intervals are of the monotonic clock that the engine stamps its requests with.
+
+    Attributes:
+        stats: the engine's own counters as they were after the last step.
+        finished: sequences by the reason of their end.
+        responses: HTTP responses by status; the event loop writes it.
+        preemptions: the last ones, the newest at the end.
+        running_adapters, waiting_adapters: names of those that sequences use now.
+    """
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+        self.distributions = Distributions()
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})
+        self.responses: Counter[int] = Counter()
+        self.step_seconds = dict.fromkeys(("schedule", "model", "output"), 0.0)
+        self.num_steps = 0
+        self.preemptions: deque[Preemption] = deque(maxlen=NUM_PREEMPTIONS_KEPT)
+        self.running_adapters: frozenset[str] = frozenset()
+        self.waiting_adapters: frozenset[str] = frozenset()
+        self._last_token: dict[str, dict[int, float]] = {}
+        self._times_preempted: Counter[str] = Counter()
+
+    def begin(self, engine: Engine) -> None:
+        """Count from now on."""
+        self._engine = engine
+        self._recorder = engine.recorder = StepRecorder(engine.scheduler)
+        self._num_preemptions = engine.scheduler.num_preemptions
+        self.stats = engine.stats
+
+    def note_added(self, params: Sequence[SamplingParams]) -> None:
+        for one in params:
+            self.distributions.request_params_n.observe(one.n)
+            if one.max_tokens is not None:
+                self.distributions.request_params_max_tokens.observe(one.max_tokens)
+
+    def note_aborted(self, request_id: str) -> None:
+        self._last_token.pop(request_id, None)
+        self.finished["abort"] += 1
+
+    def note_step(self, pieces: Sequence[RequestOutput]) -> None:
+        """Take what a step brought, or nothing where calls alone changed the engine."""
+        self.stats = self._engine.stats
+        for step in self._recorder.steps:
+            self.num_steps += 1
+            self.step_seconds["schedule"] += step.schedule_seconds
+            self.step_seconds["model"] += step.execute_seconds
+            self.step_seconds["output"] += step.update_seconds
+            self.distributions.iteration_tokens.observe(step.prefill_tokens + step.decode_tokens)
+        self._recorder.steps.clear()
+        for piece in pieces:
+            self._take(piece)
+        if self._engine.scheduler.num_preemptions != self._num_preemptions:
+            self._find_preempted()
+        if self._engine.config.loras:
+            self._find_adapters()
+
+    def _take(self, piece: RequestOutput) -> None:
+        seen, times = self.distributions, piece.times
+        assert times.first_scheduled is not None and times.first_token is not None
+        assert times.last_token is not None
+        last = self._last_token.setdefault(piece.request_id, {})
+        self.num_generation_tokens += len(piece.new_token_ids)
+        if piece.index in last:
+            seen.inter_token_latency_seconds.observe(times.last_token - last[piece.index])
+        elif piece.index == 0:
+            self.num_prompt_tokens += piece.num_prompt_tokens
+            seen.time_to_first_token_seconds.observe(times.first_token - times.arrival)
+            seen.request_queue_time_seconds.observe(times.first_scheduled - times.arrival)
+            seen.request_prefill_time_seconds.observe(times.first_token - times.first_scheduled)
+            seen.request_prompt_tokens.observe(piece.num_prompt_tokens)
+        last[piece.index] = times.last_token
+        if piece.finish_reason is None:
+            return
+        self.finished[piece.finish_reason] += 1
+        seen.e2e_request_latency_seconds.observe(times.last_token - times.arrival)
+        seen.request_inference_time_seconds.observe(times.last_token - times.first_scheduled)
+        seen.request_decode_time_seconds.observe(times.last_token - times.first_token)
+        seen.request_generation_tokens.observe(piece.num_output_tokens)
+        del last[piece.index]
+        if not last:
+            del self._last_token[piece.request_id]
+
+    def _find_preempted(self) -> None:
+        scheduler, now = self._engine.scheduler, time.perf_counter()
+        self._num_preemptions = scheduler.num_preemptions
+        known, self._times_preempted = self._times_preempted, Counter()
+        for request in scheduler.requests():
+            if request.num_preemptions > known[request.sequence_id]:
+                self.preemptions.append(Preemption(request.sequence_id, now, request.num_tokens))
+            if request.num_preemptions:
+                self._times_preempted[request.sequence_id] = request.num_preemptions
+
+    def _find_adapters(self) -> None:
+        used = [(r.lora, r.status) for r in self._engine.scheduler.requests() if r.lora is not None]
+        self.running_adapters = frozenset(n for n, at in used if at is RequestStatus.RUNNING)
+        self.waiting_adapters = frozenset(n for n, at in used if at is RequestStatus.WAITING)

@@ -1,0 +1,1 @@
+"""Metrics in Prometheus' text format, and the state of the engine for whoever watches."""

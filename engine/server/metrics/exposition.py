@@ -1,0 +1,207 @@
+"""The server's metrics in Prometheus' text format, under our names and under vLLM's.
+
+Both show the same numbers. Ours follow Prometheus' rules of naming; vLLM's begin with `vllm:`, which those
+rules keep for recording rules, and are there for the dashboards that know them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from ...engine import Engine
+from ..loop.loop import EngineLoop
+from ..loop.metrics import Histogram, ServerMetrics
+from .exposition_names import VLLM_NAMES
+
+HELP = {
+    "time_to_first_token_seconds": "From the arrival of a request to its first token.",
+    "inter_token_latency_seconds": "Between one step that gave a sequence tokens and the next.",
+    "e2e_request_latency_seconds": "From the arrival of a request to its last token.",
+    "request_queue_time_seconds": "From the arrival of a request to the first step it was part of.",
+    "request_prefill_time_seconds": "From the first step of a request to its first token.",
+    "request_decode_time_seconds": "From the first token of a request to its last.",
+    "request_inference_time_seconds": "From the first step of a request to its last token.",
+    "request_prompt_tokens": "Tokens of a prompt.",
+    "request_generation_tokens": "Tokens of an answer.",
+    "request_params_n": "Answers that a request asks for.",
+    "request_params_max_tokens": "Tokens of an answer that a request allows.",
+    "iteration_tokens": "Positions that a step computed.",
+}
+Labels = Mapping[str, str]
+
+
+class Exposition:
+    """Writes the metrics of one engine; a registry of its own, so that several can be in a process."""
+
+    def __init__(self, engine: Engine, loop: EngineLoop, model_name: str) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._registry)
+        features = speed_features(engine)
+        for prefix in ("llmopt_", "vllm:"):
+            self._registry.register(_EngineCollector(prefix, loop, model_name, features))
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+def speed_features(engine: Engine) -> dict[str, str]:
+    """The options of the engine that make it fast, and what each is set to."""
+    config, limits = engine.config, engine.scheduler.config
+    speculation = config.speculation
+    return {
+        "prefix_caching": "on" if config.enable_prefix_caching else "off",
+        "chunked_prefill_tokens": str(limits.prefill_chunk_size or limits.max_num_batched_tokens),
+        "speculation": "off" if speculation is None else str(speculation.method),
+        "kv_cache_dtype": engine.stats.kv_dtype,
+        "num_lora_adapters": str(len(config.loras)),
+        "overlapped_loop": "on" if config.overlapped_loop else "off",
+        "tensor_parallel_size": str(config.tensor_parallel_size),
+        "scheduling_policy": str(config.scheduling_policy),
+    }
+
+
+class _EngineCollector(Collector):
+    """All metrics of the engine under one prefix."""
+
+    def __init__(self, prefix: str, loop: EngineLoop, model_name: str, features: Labels) -> None:
+        self._prefix = prefix
+        self._loop = loop
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._features = features
+
+    def collect(self) -> Iterator[Metric]:
+        metrics = self._loop.metrics
+        yield from self._of_engine(metrics)
+        yield from self._of_requests(metrics)
+        if self._prefix != "vllm:":
+            yield from self._of_server(metrics)
+
+    def _of_engine(self, metrics: ServerMetrics) -> Iterator[Metric]:
+        stats = metrics.stats
+        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        yield self._gauge("num_requests_running", "Sequences that are computed.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences in the queue.", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_ratio", "Blocks of the KV cache in use, 1 is all.", used)
+        yield self._counter(
+            "num_preemptions", "Sequences that lost their blocks.", stats.num_preemptions
+        )
+        yield self._counter(
+            "prefix_cache_queries",
+            "Tokens looked up in the prefix cache.",
+            stats.prefix_cache_queries,
+        )
+        yield self._counter(
+            "prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hits
+        )
+        yield self._counter(
+            "spec_decode_num_drafts", "Times that guesses were checked.", stats.num_drafts
+        )
+        yield self._counter(
+            "spec_decode_num_draft_tokens", "Tokens that speculation guessed.", stats.num_guesses
+        )
+        yield self._counter(
+            "spec_decode_num_accepted_tokens",
+            "Guessed tokens that stood.",
+            stats.num_accepted_guesses,
+        )
+        yield self._gauge(
+            "lora_requests_info",
+            "When the adapters that the labels name were last in use together, as Unix time.",
+            time.time(),
+            {
+                "running_lora_adapters": ",".join(sorted(metrics.running_adapters)),
+                "waiting_lora_adapters": ",".join(sorted(metrics.waiting_adapters)),
+                "max_lora": self._features["num_lora_adapters"],
+            },
+        )
+        yield self._gauge(
+            "cache_config_info",
+            "The KV cache: always 1, the labels say what it is.",
+            1,
+            {
+                "block_size": str(stats.kv_tokens_total // max(1, stats.kv_blocks_total)),
+                "num_gpu_blocks": str(stats.kv_blocks_total),
+                "cache_dtype": stats.kv_dtype,
+                "enable_prefix_caching": str(self._features["prefix_caching"] == "on"),
+            },
+        )
+
+    def _of_requests(self, metrics: ServerMetrics) -> Iterator[Metric]:
+        yield self._counter(
+            "prompt_tokens", "Tokens of prompts that were computed.", metrics.num_prompt_tokens
+        )
+        yield self._counter(
+            "generation_tokens", "Tokens of answers.", metrics.num_generation_tokens
+        )
+        yield self._counters(
+            "request_success",
+            "Sequences that ended, by the reason.",
+            "finished_reason",
+            metrics.finished.items(),
+        )
+        for name, text in HELP.items():
+            yield self._histogram(name, text, getattr(metrics.distributions, name))
+
+    def _of_server(self, metrics: ServerMetrics) -> Iterator[Metric]:
+        yield self._gauge("ready", "1 while requests are served.", float(self._loop.is_ready))
+        yield self._counter("steps", "Steps of the engine.", metrics.num_steps)
+        yield self._counters(
+            "step_seconds",
+            "Time of the steps: deciding, the model with its sampler, and what becomes of the tokens.",
+            "part",
+            metrics.step_seconds.items(),
+        )
+        yield self._counters(
+            "http_responses",
+            "Answers of the server by status.",
+            "status",
+            ((str(status), count) for status, count in metrics.responses.copy().items()),
+        )
+        yield self._gauge(
+            "feature_info",
+            "Speed features: always 1, the labels say their state.",
+            1,
+            self._features,
+        )
+
+    def _name(self, name: str) -> str:
+        return self._prefix + (VLLM_NAMES.get(name, name) if self._prefix == "vllm:" else name)
+
+    def _gauge(self, name: str, text: str, value: float, labels: Labels | None = None) -> Metric:
+        labels = {**self._labels, **(labels or {})}
+        family = GaugeMetricFamily(self._name(name), text, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(self._name(name), text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counters(
+        self, name: str, text: str, label: str, values: Iterable[tuple[str, float]]
+    ) -> Metric:
+        family = CounterMetricFamily(self._name(name), text, labels=[*self._labels, label])
+        for key, value in values:
+            family.add_metric([*self._labels.values(), key], value)
+        return family
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(self._name(name), text, labels=list(self._labels))
+        total, buckets = 0, []
+        bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+        for bound, count in zip(bounds, list(histogram.counts), strict=True):
+            total += count
+            buckets.append((bound, total))
+        family.add_metric(list(self._labels.values()), buckets, histogram.sum)
+        return family

@@ -1,0 +1,132 @@
+"""What the engine holds at this moment, for whoever watches it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+from ...engine import Engine
+from ...scheduling.request import Request, RequestStatus
+from ..loop.loop import EngineLoop
+from ..loop.metrics import Histogram, ServerMetrics
+from ..protocol.errors import Unavailable
+from .exposition import speed_features
+
+INTERVAL_SECONDS = 0.25
+MOST_WAITING = 40
+"""Waiting sequences that are listed; the others are only counted."""
+
+
+class StateFeed:
+    """Snapshots of the engine, taken between two of its steps while somebody watches, and only then.
+
+    All watchers share them, so a second one costs the engine nothing.
+    """
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._taken_at = -INTERVAL_SECONDS
+        self._latest = b""
+        self._lock = asyncio.Lock()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events, until the watcher leaves, the server stops, or the engine has failed."""
+        while not self._loop.is_draining:
+            try:
+                yield await self._snapshot()
+            except Unavailable as error:
+                yield _event({"unavailable": str(error)})
+                return
+            await asyncio.sleep(INTERVAL_SECONDS)
+
+    async def _snapshot(self) -> bytes:
+        async with self._lock:
+            if time.perf_counter() - self._taken_at >= INTERVAL_SECONDS / 2:
+                metrics = self._loop.metrics
+                found = await self._loop.run(lambda engine: snapshot(engine, metrics))
+                self._latest, self._taken_at = _event(found), time.perf_counter()
+        return self._latest
+
+
+def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
+    """Requests, blocks, counters and distributions; no prompt and no answer. For the engine's thread."""
+    scheduler, now = engine.scheduler, time.perf_counter()
+    pool, stats = scheduler.pool, engine.stats
+    requests = list(scheduler.requests())
+    waiting = [r for r in requests if r.status is RequestStatus.WAITING]
+    seen = metrics.distributions
+    return {
+        "now": now,
+        "engine": {
+            "device": str(engine.device),
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": scheduler.config.max_num_seqs,
+            **speed_features(engine),
+        },
+        "blocks": {
+            "total": pool.num_usable,
+            "size": scheduler.config.block_size,
+            "used": stats.kv_blocks_used,
+            "kept": runs(pool.kept_block_ids()),
+        },
+        "running": [
+            _sequence(r, now) | {"blocks": runs(r.held_block_ids)} for r in scheduler.running
+        ],
+        "waiting": [_sequence(request, now) for request in waiting[:MOST_WAITING]],
+        "num_waiting": len(waiting),
+        "counters": {
+            "steps": metrics.num_steps,
+            "prompt_tokens": metrics.num_prompt_tokens,
+            "generation_tokens": metrics.num_generation_tokens,
+            "preemptions": stats.num_preemptions,
+            "prefix_queries": stats.prefix_cache_queries,
+            "prefix_hits": stats.prefix_cache_hits,
+            "guesses": stats.num_guesses,
+            "accepted_guesses": stats.num_accepted_guesses,
+            "finished": sum(metrics.finished.values()),
+        },
+        "step_seconds": metrics.step_seconds,
+        "ttft": _histogram(seen.time_to_first_token_seconds),
+        "itl": _histogram(seen.inter_token_latency_seconds),
+        "preemptions": [
+            {"id": one.sequence_id, "seconds_ago": now - one.at, "tokens": one.num_tokens}
+            for one in reversed(metrics.preemptions)
+        ],
+    }
+
+
+def runs(ids: Iterable[int]) -> list[int]:
+    """Sorted ids as start, length, start, length ...: blocks of a sequence mostly follow each other."""
+    found: list[int] = []
+    for one in sorted(ids):
+        if found and found[-2] + found[-1] == one:
+            found[-1] += 1
+        else:
+            found += [one, 1]
+    return found
+
+
+def _sequence(request: Request, now: float) -> dict[str, Any]:
+    return {
+        "id": request.sequence_id,
+        "lora": request.lora,
+        "prompt_tokens": request.num_prompt_tokens,
+        "cached_tokens": request.num_cached_tokens,
+        "computed_tokens": request.num_computed_tokens,
+        "output_tokens": request.num_output_tokens,
+        "max_tokens": request.max_tokens,
+        "preemptions": request.num_preemptions,
+        "seconds": now - request.times.arrival,
+    }
+
+
+def _histogram(histogram: Histogram) -> dict[str, Sequence[float]]:
+    return {"bounds": histogram.bounds, "counts": list(histogram.counts)}
+
+
+def _event(payload: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"

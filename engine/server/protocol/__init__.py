@@ -1,0 +1,1 @@
+"""Request bodies, errors, structured-output options: what clients may send, and the server's own options."""

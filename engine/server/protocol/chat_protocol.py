@@ -1,0 +1,220 @@
+"""What clients may send to `/v1/chat/completions`: conversations, tools, and which tool to take."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ...base.sampling_params import SamplingParams
+from .errors import ApiError
+from .protocol import GenerationRequest
+from .structure import Constraint
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class FunctionCall(BaseModel):
+    """A call that an assistant has made: `arguments` is a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """One of a message's `tool_calls`."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """With the arguments as an object, which is what the models' templates write out."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ApiError(
+                400,
+                f"messages: the arguments of a call of {self.function.name!r} are not JSON: {error}",
+                param="messages",
+            ) from error
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(BaseModel):
+    """One turn of a conversation: text, calls of tools, or what a tool answered."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("need an object with role and content")
+        content = _joined_text(value.get("content"))
+        if content is None and not value.get("tool_calls"):
+            raise ValueError("content is missing")
+        return {**value, "content": content}
+
+    @model_validator(mode="after")
+    def _calls_are_the_assistants(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role!r} has no tool_calls")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """What a chat template sees of it."""
+        # Few templates know OpenAI's newer name for the role.
+        turn: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
+        if self.tool_calls:
+            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                turn[name] = value
+        return turn
+
+
+def _joined_text(content: Any) -> Any:
+    """Text of a message that may come in parts."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"content parts of type {kind!r} are not supported: text only")
+    return "".join(part["text"] for part in content)
+
+
+class Function(BaseModel):
+    """What a tool is called, is for, and takes: `parameters` is a JSON schema."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """One of a request's `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+class FunctionName(BaseModel):
+    """The name in a `tool_choice`."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """A `tool_choice` of one certain tool."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(GenerationRequest):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is allowed only with logprobs = true")
+        return self
+
+    @model_validator(mode="after")
+    def _a_choice_needs_tools(self) -> ChatRequest:
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice asks for a tool, and there are no tools")
+        if isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+            if wanted not in (tool.function.name for tool in self.tools or ()):
+                raise ValueError(f"tool_choice names {wanted!r}, which is none of the tools")
+        return self
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call, and so is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    def constraint(self) -> Constraint | None:
+        own = super().constraint()
+        if own is not None and self.usable_tools:
+            raise ApiError(
+                400,
+                f"{own.field} and tools do not go together: give tool_choice = 'none', or no structure",
+                param=own.field,
+            )
+        if not self.must_call:
+            return own
+        return Constraint("json_schema", self._calls_schema(), "tools")
+
+    def sampling_params(self) -> SamplingParams:
+        """Without a limit, the answer may fill the context."""
+        limit = self.max_completion_tokens
+        max_tokens = self.max_tokens if limit is None else limit
+        return self._sampling_params(
+            max_tokens, (self.top_logprobs or 0) if self.logprobs else None
+        )
+
+    def _calls_schema(self) -> dict[str, Any]:
+        """Of `[{"name": ..., "arguments": {...}}, ...]`, which `tool_calls.FORCED` reads."""
+        tools = self.usable_tools
+        if isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+            tools = [tool for tool in tools if tool.function.name == wanted][:1]
+        shared: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        for tool in tools:
+            parameters = dict(tool.function.parameters or {"type": "object"})
+            # A tool takes the arguments that it names, unless it says that it takes others.
+            parameters.setdefault("additionalProperties", False)
+            for key in ("$defs", "definitions"):
+                if isinstance(parameters.get(key), dict):
+                    shared.setdefault(key, {}).update(parameters.pop(key))
+            properties = {"name": {"const": tool.function.name}, "arguments": parameters}
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": properties,
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                }
+            )
+        is_single = isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False
+        return {
+            **shared,
+            "type": "array",
+            "minItems": 1,
+            "items": {"anyOf": calls},
+            **({"maxItems": 1} if is_single else {}),
+        }

@@ -1,0 +1,216 @@
+"""What clients may send: OpenAI's request bodies, with the sampling fields that vLLM adds to them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ...base.sampling_params import MAX_COMPLETIONS, SamplingParams
+from .errors import ApiError
+from .structure import StructuredRequest
+
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1024
+"""Every one of them is looked for in every new piece of text."""
+
+MAX_PROMPTS = 2048
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+REQUEST_ID = r"[A-Za-z0-9_.:-]{1,128}"
+RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID}$")]
+
+_SAMPLING_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "n",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # Fields that would change the result, and the values with which they would not, beside the empty
+    # ones (null, false, "", [], {}).
+    "allowed_token_ids": (),
+    "audio": (),
+    "background": (),
+    "bad_words": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (),
+    "conversation": (),
+    "documents": (),
+    "function_call": ("none", "auto"),
+    "functions": (),
+    "grammar": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": (),
+    "modalities": (["text"],),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning": ({"effort": None}, {"effort": "none"}),
+    "reasoning_effort": ("none",),
+    "suffix": (),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "truncate_prompt_tokens": (),
+    "truncation": ("disabled",),
+    "use_beam_search": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_ALWAYS_TRUE = ("add_generation_prompt", "add_special_tokens")
+"""Fields of the same kind that change the result where they are false."""
+
+
+class StreamOptions(BaseModel):
+    """When a stream says how many tokens it took: at its end, or with every event."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(StructuredRequest):
+    """What the endpoints that generate share. A field that is absent or null takes the engine's default.
+
+    Unknown fields are let through, because clients send many that change nothing here.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(le=2**31 - 1)] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: RequestId | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is allowed only with stream = true")
+        return self
+
+    @property
+    def num_completions(self) -> int:
+        return self.n or 1
+
+    def refuse_unsupported(self) -> None:
+        """Raise `ApiError` for a field that would change the result and that is not supported."""
+        for name, value in (self.model_extra or {}).items():
+            neutral = _UNSUPPORTED.get(name)
+            differs = neutral is not None and value and value not in neutral
+            if differs or (name in _ALWAYS_TRUE and value is not None and value is not True):
+                raise unsupported(name)
+
+    @abstractmethod
+    def sampling_params(self) -> SamplingParams:
+        """Raises `BadInput` or `ApiError` for values out of range."""
+
+    def _sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        stop: Sequence[str] = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(
+            max_tokens=max_tokens,
+            stop=tuple(text for text in stop if text),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **given,
+        )
+
+
+def unsupported(name: str) -> ApiError:
+    return ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+
+
+Prompt = str | list[int]
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _is_a_prompt(cls, value: Any) -> Any:
+        return check_prompt(value)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return as_prompts(self.prompt)
+
+    def sampling_params(self) -> SamplingParams:
+        if self.stream and self.best_of is not None and self.best_of > self.num_completions:
+            raise ApiError(
+                400, "best_of is known at the end only: it cannot be streamed", param="best_of"
+            )
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        params = self._sampling_params(
+            max_tokens, self.logprobs, self.logprobs if self.echo else None
+        )
+        return replace(params, best_of=self.best_of)
+
+
+def check_prompt(value: Any) -> Any:
+    """One clear message instead of one for each member of the union."""
+    if isinstance(value, list) and value:
+        parts = value if all(isinstance(part, list) for part in value) else [value]
+        if all(map(_is_token_ids, parts)) or all(isinstance(part, str) for part in value):
+            if len(value) > MAX_PROMPTS and not _is_token_ids(value):
+                raise ValueError(f"{MAX_PROMPTS} prompts at most")
+            return value
+    if isinstance(value, str):
+        return value
+    raise ValueError("need a string, a list of strings, token ids, or a list of token ids")
+
+
+def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+    """One or several prompts, as a list."""
+    if isinstance(value, str):
+        return [value]
+    batch: list[Any] = value
+    return [batch] if isinstance(batch[0], int) else batch
+
+
+def _is_token_ids(value: Any) -> bool:
+    return bool(value) and all(type(item) is int for item in value)

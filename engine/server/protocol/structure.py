@@ -1,0 +1,194 @@
+"""Structured output as requests ask for it: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ....quant.base.errors import BadInput
+from ...base.logits import TokenMask
+from .errors import ApiError
+
+if TYPE_CHECKING:
+    from ...sampling.grammar import GrammarCompiler
+
+MAX_GRAMMAR_CHARACTERS = 256 * 1024
+
+Kind = Literal["json_schema", "regex", "choice", "grammar"]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=10_000)
+]
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of every choice must be, and the field of the request that says so."""
+
+    kind: Kind
+    value: Any
+    field: str
+
+
+class JsonSchemaFormat(BaseModel):
+    """`response_format.json_schema`, and what `text.format` of a response has beside its type."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """`response_format`: OpenAI's three types, a regular expression, or a grammar."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: JsonSchemaFormat | None = None
+    regex: GrammarText | None = None
+    grammar: GrammarText | None = None
+
+    @model_validator(mode="after")
+    def _holds_what_its_type_names(self) -> ResponseFormat:
+        for name in ("json_schema", "regex", "grammar"):
+            if (self.type == name) != (getattr(self, name) is not None):
+                raise ValueError(f"{name} is for type {name!r}, which needs it")
+        return self
+
+    def constraint(self) -> Constraint | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Constraint("json_schema", ANY_OBJECT, "response_format")
+        if self.type == "json_schema":
+            assert self.json_schema is not None
+            schema = self.json_schema.schema_
+            value = ANY_OBJECT if schema is None else schema
+            return Constraint("json_schema", value, "response_format.json_schema.schema")
+        return Constraint(self.type, getattr(self, self.type), f"response_format.{self.type}")
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`: one of these."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+
+    def constraints(self) -> list[Constraint]:
+        found = _constraints(
+            self.json_, self.regex, self.choice, self.grammar, "structured_outputs."
+        )
+        if self.json_object:
+            field = "structured_outputs.json_object"
+            found.append(Constraint("json_schema", ANY_OBJECT, field))
+        return found
+
+
+class StructuredRequest(BaseModel):
+    """The fields that ask for structured output."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+
+    def constraint(self) -> Constraint | None:
+        """What is asked for.
+
+        Raises:
+            ApiError: more than one thing is, or a schema in a string is not JSON.
+        """
+        found = _constraints(
+            self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, "guided_"
+        )
+        if self.response_format is not None:
+            own = self.response_format.constraint()
+            found += [] if own is None else [own]
+        if self.structured_outputs is not None:
+            found += self.structured_outputs.constraints()
+        if len(found) > 1:
+            names = " and ".join(one.field for one in found[:2])
+            raise ApiError(400, f"{names}: ask for one structure", param=found[1].field)
+        return found[0] if found else None
+
+
+def _constraints(
+    schema: Any, regex: str | None, choice: list[str] | None, grammar: str | None, prefix: str
+) -> list[Constraint]:
+    given: list[tuple[Kind, Any]] = [("regex", regex), ("choice", choice), ("grammar", grammar)]
+    found = [Constraint(kind, value, prefix + kind) for kind, value in given if value is not None]
+    if schema is not None:
+        found.append(Constraint("json_schema", _parsed(schema, prefix + "json"), prefix + "json"))
+    return found
+
+
+def _parsed(schema: Any, field: str) -> Any:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(
+            400, f"{field}: the schema is not valid JSON: {error}", param=field
+        ) from error
+    if not isinstance(parsed, dict):
+        raise ApiError(400, f"{field}: a schema is an object", param=field)
+    return parsed
+
+
+class Constrainer:
+    """Makes the token masks of a server's requests, on a worker thread: a large schema takes its time."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
+        self._parts = tokenizer, vocab_size, end_token_ids
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-grammar")
+        self._compiler: GrammarCompiler | None = None
+
+    async def mask(self, constraint: Constraint, num_sequences: int) -> TokenMask:
+        """The mask of one request.
+
+        Raises:
+            ApiError: 400, with the field and the place in it that is wrong.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._worker, self._mask, constraint, num_sequences)
+        except BadInput as error:
+            separator = "" if str(error).startswith("/") else ": "
+            raise ApiError(
+                400, f"{constraint.field}{separator}{error}", param=constraint.field
+            ) from error
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _mask(self, constraint: Constraint, num_sequences: int) -> TokenMask:
+        from ...sampling import grammar
+
+        if self._compiler is None:
+            self._compiler = grammar.GrammarCompiler(*self._parts)
+        compiler, value = self._compiler, constraint.value
+        match constraint.kind:
+            case "json_schema":
+                return compiler.json_schema_mask(value, num_sequences)
+            case "regex":
+                return compiler.mask(grammar.regex(value), num_sequences)
+            case "choice":
+                return compiler.mask(grammar.choice(value), num_sequences)
+            case "grammar":
+                return compiler.mask(grammar.context_free(value), num_sequences)

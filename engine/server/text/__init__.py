@@ -1,0 +1,1 @@
+"""Prompts, chat templates and tool calls, between text and tokens."""

@@ -1,0 +1,222 @@
+"""Text and tokens on the server's side: prompts, chat templates, and names of single tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ....quant.base.errors import BadInput
+from ..protocol.chat_protocol import Message, Tool
+from ..protocol.errors import ApiError
+from ..protocol.protocol import Prompt
+from .tool_calls import ToolFormat, format_of_template
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
+    "{% endfor %}Assistant:"
+)
+"""Stands in for the chat template of a model that has none. It is a Jinja template as transformers
+renders them: one line a message, `User: Hello`, and a last line that the answer continues."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """How a single token is shown.
+
+    Attributes:
+        name: its text in a running text; `bytes:\\x..` where it is a part of a character.
+        raw: its bytes, None where they are unknown.
+        length: characters that it adds to a text, 0 for a special token.
+    """
+
+    name: str
+    raw: bytes | None
+    length: int
+
+
+class Tokenization:
+    """A tokenizer for the server alone: a copy, because the engine's thread uses the original.
+
+    Encoding runs on one worker thread, so that a long prompt does not hold up the event loop. Decoding
+    single tokens runs on the event loop; both only read the tokenizer, once the first call has set it up.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_token_ids: Collection[int] = (),
+        max_model_len: int | None = None,
+        chat_template: str | None = None,
+        tool_format: ToolFormat | None = None,
+    ) -> None:
+        """`max_model_len` is the most tokens that a prompt may have, for texts that are longer anyhow.
+        `chat_template` takes the place of the model's, `tool_format` that of what the template uses.
+        `endings` are the texts of the tokens that end a sequence."""
+        self._tokenizer = copy.deepcopy(tokenizer)
+        longest_token = max(map(len, self._tokenizer.get_vocab()))
+        self._most_characters = None if max_model_len is None else max_model_len * longest_token
+        self._given_template = chat_template
+        if chat_template is not None:
+            self._tokenizer.chat_template = chat_template
+        self.tool_format = tool_format or format_of_template(self._template_text)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-tokenizer")
+        self._special = frozenset(self._tokenizer.all_special_ids)
+        self._anchor = self._encode_text("a")[-1]
+        self._anchor_text = self._decode([self._anchor])
+        self._texts: dict[int, TokenText] = {}
+        self.endings = tuple(self._decode([token]) for token in end_token_ids)
+
+    @property
+    def template_source(self) -> str:
+        """Where the chat template comes from: "file", "model", or "plain" for want of one."""
+        if self._given_template is not None:
+            return "file"
+        return "model" if self._tokenizer.chat_template else "plain"
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return "tools" in self._template_text
+
+    @property
+    def _template_text(self) -> str:
+        """A model may have several templates, by name."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    async def encode(
+        self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of prompts, with the special tokens that the tokenizer adds to text.
+
+        Raises:
+            BadInput: text that is not valid Unicode.
+        """
+        return await self._on_worker(
+            lambda: [
+                self._encode_text(p, add_special_tokens=add_special_tokens)
+                if isinstance(p, str)
+                else list(p)
+                for p in prompts
+            ]
+        )
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_options: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation, by default ready for the assistant's answer.
+
+        Raises:
+            BadInput: the model's template refuses the conversation, or text is not valid Unicode.
+        """
+        options = dict(template_options or {})
+        options["add_generation_prompt"] = add_generation_prompt
+        return await self._on_worker(lambda: self._encode_chat(messages, tools, options))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of tokens, as a completion would show it."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> TokenText:
+        known = self._texts.get(token_id)
+        if known is None:
+            known = self._texts[token_id] = self._describe(token_id)
+        return known
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_worker(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if self._most_characters is not None and len(text) > self._most_characters:
+            # Encoding it could take minutes, and everybody else's texts would wait.
+            raise BadInput(
+                f"the prompt has {len(text)} characters: its tokens exceed the model's context length"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadInput("the prompt is not valid Unicode: it holds half a surrogate pair") from (
+                error
+            )
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+
+    def _encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
+    ) -> list[int]:
+        is_plain = self.template_source == "plain"
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [message.for_template() for message in messages],
+                **{
+                    **options,
+                    "tools": [tool.for_template() for tool in tools] or None,
+                    "chat_template": PLAIN_TEMPLATE if is_plain else None,
+                    "tokenize": False,
+                },
+            )
+        except ApiError:
+            raise
+        except Exception as error:
+            # A template may raise anything; it saw only the client's messages.
+            raise BadInput(f"messages: the model's chat template refuses them: {error}") from error
+        # A model's own template writes its special tokens itself.
+        return self._encode_text(text, add_special_tokens=is_plain)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _describe(self, token_id: int) -> TokenText:
+        # Behind another token, because decoders drop the space of a first word.
+        text = self._decode([self._anchor, token_id])
+        if text.startswith(self._anchor_text):
+            text = text[len(self._anchor_text) :]
+        if token_id in self._special:
+            return TokenText(text, text.encode(), 0)
+        if "\ufffd" not in text:
+            return TokenText(text, text.encode(), len(text))
+        raw = _raw_bytes(self._tokenizer.convert_ids_to_tokens(token_id))
+        if raw is None:
+            return TokenText(text, None, len(text))
+        name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return TokenText(name, raw, len(text))
+
+
+def _raw_bytes(token: str) -> bytes | None:
+    """Bytes of a token that is no whole text, from its name in the vocabulary.
+
+    `<0xE2>` is a byte of a SentencePiece vocabulary. Byte-level ones (GPT-2's) name every byte by a
+    printable character.
+    """
+    match = _BYTE_TOKEN.fullmatch(token)
+    if match:
+        return bytes([int(match[1], 16)])
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes stand for themselves, the others for the characters from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_alphabet()

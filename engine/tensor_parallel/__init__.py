@@ -1,0 +1,1 @@
+"""Worker processes of a tensor-parallel engine, and the channel that broadcasts steps to them."""

@@ -1,0 +1,106 @@
+"""A process that holds one part of a model and makes the calls that the engine's process makes.
+
+`main` takes its end of a pipe, a file descriptor, and its device from the command line. It ends when the
+other end of the pipe is closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from ...quant.base.errors import BadInput
+from ...quant.open import open_checkpoint
+from ..cache.kv_cache import KvCache
+from ..model.decoder.decoder import Decoder
+from ..model.open import open_model
+from ..model.parallel.group import Group, PeerLost
+from ..model.parallel.shard import Shard
+from ..scheduling.window import Window
+from .channel import Channel
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that a worker must know to load its part."""
+
+    rank: int
+    size: int
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int | None
+    input_bits: int
+    loras: Mapping[str, Path]
+    stream: Window | None
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a worker says once it has loaded: the bytes of its part, or why it could not."""
+
+    bytes_held: int = 0
+    bytes_per_step: int = 0
+    refusal: str | None = None
+
+
+def work(channel: Channel) -> None:
+    """Load what the first message names, then follow the messages until the channel is closed."""
+    setup: Setup = channel.receive()
+    torch.set_num_threads(setup.num_threads)
+    group = Group(setup.rank, setup.size, setup.device)
+    try:
+        model, _ = open_model(
+            open_checkpoint(setup.folder),
+            setup.max_model_len,
+            setup.device,
+            setup.dtype,
+            setup.input_bits,
+            setup.loras,
+            Shard(setup.rank, setup.size, group),
+            setup.stream,
+        )
+    except BadInput as error:
+        channel.send(Loaded(refusal=str(error)))
+        return
+    assert isinstance(model, Decoder)
+    channel.send(Loaded(model.bytes_held, model.bytes_per_step))
+    meeting_point: Path = channel.receive()
+    # Whoever made the folder may be killed, and then cannot remove it.
+    atexit.register(shutil.rmtree, meeting_point.parent, ignore_errors=True)
+    group.connect(meeting_point)
+    cache = KvCache(model.kv_layouts, 0, 1, setup.device, setup.dtype)
+    while True:
+        call, argument = channel.receive()
+        if call == "cache":
+            num_blocks, block_size, dtype, on_host = argument
+            cache = KvCache(model.kv_layouts, num_blocks, block_size, setup.device, dtype, on_host)
+        elif call == "forward":
+            model.forward(argument, cache.layers)
+        elif call == "logits":
+            model.logits(argument)
+        elif call == "copy":
+            cache.copy(argument)
+        else:
+            cache.copy_slots(argument)
+
+
+def main() -> None:
+    """Work on the pipe that the command line names."""
+    device = torch.device(sys.argv[2])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        work(Channel(Connection(int(sys.argv[1])), device))
+    except (EOFError, ConnectionError):  # the engine's process has let go of us, or is gone
+        sys.exit(0)
+    except PeerLost:  # the engine's process says which
+        sys.exit(1)

@@ -1,0 +1,190 @@
+"""The engine's side of the processes that hold the other parts of its model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import Checkpoint
+from ..base.host import usable_cores
+from ..cache.kv_cache import KvCache
+from ..config.config import EngineConfig
+from ..model.decoder.decoder import Decoder
+from ..model.open import CausalModel, open_model
+from ..model.parallel.group import Group, PeerLost
+from ..model.parallel.shard import Shard
+from .channel import Channel, pack
+from .worker import Loaded, Setup
+
+GRACE_SECONDS = 5.0
+"""How long a process may take to end by itself, or to be seen as ended."""
+
+
+class Workers:
+    """Processes for the parts 1, 2, … of a model; part 0 belongs to the process that made this.
+
+    Each gets a pipe. It ends when the pipe is closed: by `close`, with this object, or with this process.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._home = tempfile.TemporaryDirectory(prefix="llmopt-", ignore_cleanup_errors=True)
+        self._meeting_point = Path(self._home.name) / "meeting-point"
+        self.group = Group(0, setup.size, setup.device)
+        self.group.explain = self._explanation
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self.loaded: list[Loaded] = []
+        """What each worker holds, once it has loaded."""
+        self.close = weakref.finalize(self, _end, self.processes, self._channels, self._home)
+        for rank in range(1, setup.size):
+            device = torch.device("cuda", rank) if setup.device.type == "cuda" else setup.device
+            ours, theirs = Pipe()
+            call = f"from {__package__}.worker import main; main()"
+            command = [sys.executable, "-c", call, str(theirs.fileno())]
+            # A session of its own: Ctrl-C is for this process, which then closes the pipe.
+            process = subprocess.Popen(
+                [*command, str(device)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            theirs.close()
+            self.processes.append(process)
+            self._channels.append(Channel(ours, torch.device("cpu")))
+            self._send(self._channels[-1:], replace(setup, rank=rank, device=device))
+
+    def meet(self) -> None:
+        """Wait until every worker has loaded its part, and connect with them.
+
+        Raises:
+            BadInput: one of them cannot load it.
+            PeerLost: one of them has ended.
+        """
+        for channel in self._channels:
+            try:
+                loaded: Loaded = channel.receive()
+            except (EOFError, OSError) as error:
+                raise PeerLost(self._lost()) from error
+            if loaded.refusal is not None:
+                raise BadInput(loaded.refusal)
+            self.loaded.append(loaded)
+        self._send(self._channels, self._meeting_point)
+        self.group.connect(self._meeting_point)
+
+    def follow(self, model: CausalModel, cache: KvCache, num_blocks: int) -> None:
+        """From now on every call of `model` and every copy in `cache` happens in the workers too."""
+        assert isinstance(model, Decoder)
+        self.tell("cache", (num_blocks, cache.block_size, cache.dtype, cache.num_host_blocks))
+        model.mirror = cache.mirror = self.tell
+
+    def tell(self, call: str, argument: Any) -> None:
+        """Have every worker make a call; raise `PeerLost` where one has ended."""
+        self._send(self._channels, (call, argument))
+
+    def _send(self, channels: Sequence[Channel], value: object) -> None:
+        message = pack(value)
+        for channel in channels:
+            try:
+                channel.send_packed(message)
+            except OSError as error:
+                raise PeerLost(self._lost()) from error
+
+    def _lost(self) -> str:
+        return f"tensor parallel: {self._explanation() or 'a worker has closed its pipe'}"
+
+    def _explanation(self) -> str | None:
+        """Which worker has ended, if one does within a moment."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self.processes, start=1):
+                if (code := process.poll()) is not None:
+                    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                    return f"worker {rank} (process {process.pid}) ended with {how}; start again"
+            time.sleep(0.02)
+        return None
+
+
+def open_parts(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> tuple[CausalModel, int, Workers | None]:
+    """The model, or the first part of it and the workers that hold the others; and its longest sequence.
+
+    Raises:
+        BadInput: as `open_model`, or the model cannot be divided as the config says.
+        PeerLost: a worker ended while it loaded.
+    """
+    size, folder = config.tensor_parallel_size, checkpoint.folder
+
+    def own(shard: Shard | None = None) -> tuple[CausalModel, int]:
+        return open_model(
+            checkpoint,
+            config.max_model_len,
+            device,
+            dtype,
+            config.cpu_activations,
+            config.loras,
+            shard,
+            config.stream,
+        )
+
+    if size == 1:
+        return *own(), None
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise BadInput(
+            f"tensor_parallel_size = {size}: this machine has {torch.cuda.device_count()} CUDA devices"
+        )
+    setup = Setup(
+        rank=0,
+        size=size,
+        folder=folder,
+        device=device,
+        dtype=dtype,
+        max_model_len=config.max_model_len,
+        input_bits=config.cpu_activations,
+        loras=config.loras,
+        stream=config.stream,
+        num_threads=num_threads(config),
+    )
+    workers = Workers(setup)
+    try:
+        model, longest = own(Shard(0, size, workers.group))
+        workers.meet()
+    except BaseException:
+        for process in workers.processes:  # still busy with loading
+            process.kill()
+        workers.close()
+        raise
+    return model, longest, workers
+
+
+def num_threads(config: EngineConfig) -> int:
+    """CPU threads of each process."""
+    return config.num_threads or max(1, usable_cores() // config.tensor_parallel_size)
+
+
+def _end(
+    processes: list[subprocess.Popen[bytes]],
+    channels: list[Channel],
+    home: tempfile.TemporaryDirectory[str],
+) -> None:
+    for channel in channels:
+        channel.close()
+    for process in processes:
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    home.cleanup()

@@ -1,0 +1,54 @@
+"""Completions that compete: `best_of` are drawn, the `n` likeliest are handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..base.sampling_params import SamplingParams
+from ..scheduling.outputs import RequestOutput
+
+
+class BestOf:
+    """Holds back what a request with `best_of` > `n` brings, until the best of it are known.
+
+    The rule is vLLM's: the highest sum of the log-probabilities of all tokens wins, so that length is
+    not made up for. They are the model's own, before penalties and temperature.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._pieces: dict[int, list[RequestOutput]] = {}
+        self._num_finished = 0
+
+    @staticmethod
+    def scored(params: SamplingParams) -> SamplingParams:
+        """The same params, with the log-probabilities that the contest is decided by."""
+        return params if params.logprobs is not None else replace(params, logprobs=0)
+
+    def take(self, piece: RequestOutput) -> list[RequestOutput]:
+        """Keep a piece; with the last one, every winner comes back whole, best first, as index 0 to n - 1."""
+        self._pieces.setdefault(piece.index, []).append(piece)
+        self._num_finished += piece.finish_reason is not None
+        if self._num_finished < self._params.num_sequences:
+            return []
+        ranked = sorted(self._pieces.values(), key=_cumulative_logprob, reverse=True)
+        return [self._whole(place, found) for place, found in enumerate(ranked[: self._params.n])]
+
+    def _whole(self, place: int, pieces: Sequence[RequestOutput]) -> RequestOutput:
+        wants_logprobs = self._params.logprobs is not None
+        return replace(
+            pieces[-1],
+            index=place,
+            new_token_ids=tuple(token for piece in pieces for token in piece.new_token_ids),
+            new_text="".join(piece.new_text for piece in pieces),
+            logprobs=tuple(one for piece in pieces for one in piece.logprobs or ())
+            if wants_logprobs
+            else None,
+            # The prompt was scored once, beside the first completion.
+            prompt_logprobs=self._pieces[0][0].prompt_logprobs if place == 0 else None,
+        )
+
+
+def _cumulative_logprob(pieces: Sequence[RequestOutput]) -> float:
+    return sum(one.logprob for piece in pieces for one in piece.logprobs or ())

@@ -1,0 +1,1 @@
+"""What all of quantization shares: schemes, errors, progress, atomic file I/O."""

@@ -1,0 +1,1 @@
+"""Calibration data: texts, samples, leakage checks."""

@@ -1,0 +1,1 @@
+"""Existing checkpoints: read, requantize, convert, verify."""

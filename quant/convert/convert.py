@@ -1,0 +1,289 @@
+"""A quantized checkpoint in another format, without the original model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.durable import (
+    flush_folder,
+    layout_of,
+    make_folder,
+    no_space_or,
+    write_durably,
+    write_tensors,
+)
+from ..base.errors import BadInput
+from ..base.progress import Progress, Silent
+from ..base.scheme import Scheme, scheme_record
+from ..formats.base import WeightFormat
+from ..formats.registry import FORMATS
+from ..gguf.assemble import assemble, gguf_name
+from ..gguf.mix import GGUF_TYPES
+from ..manifest.conversion import Conversion, conversion_card
+from ..manifest.journal import sha256_of, sha256_of_file
+from ..manifest.manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json
+from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
+from ..plan.loaders import Stored, loaders, loads_in
+from ..request.selection import Shapes
+from ..tensors.base import QuantizedTensor
+from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
+from .regrid import Regridded, regrid
+
+SHARD_BYTES = 2**30
+_UNFINISHED = ".converting"  # not the suffix of an unfinished `quantize`, whose work must stay
+_KV_SCALES = (".k_scale", ".v_scale")
+# Tokenizer, generation config, licence: what belongs to a model beside its weights.
+_COMPANIONS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+def convert(
+    source: Checkpoint,
+    target: str,
+    output: Path,
+    *,
+    allow_loss: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write `source` in the format `target`, in shards of a gibibyte, one of them in memory at a time.
+
+    Args:
+        output: folder to create; nothing of that name appears before all is written.
+        allow_loss: round weights anew whose numbers the format cannot hold.
+
+    Raises:
+        BadInput: `output` exists, the source is damaged or not quantized, or without `allow_loss` a
+            weight would change. Then nothing stays behind.
+    """
+    if target not in FORMATS:
+        raise BadInput(f"unknown format {target!r}: choose one of {', '.join(sorted(FORMATS))}")
+    if output.exists():
+        raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
+    if checkpoint_format(source).name == target:
+        raise BadInput(f"{source.folder} is in the format {target} already")
+    work = output.with_name(output.name + _UNFINISHED)
+    if work.exists():
+        shutil.rmtree(work)
+    make_folder(work, "--output")
+    try:
+        job = _Job(source, FORMATS[target], work, allow_loss, progress or Silent())
+        result = job.run(output)
+        flush_folder(work)
+        work.rename(output)
+    except OSError as error:
+        raise no_space_or(error, work) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return result
+
+
+class _Job:
+    """One conversion under way."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        target: WeightFormat,
+        work: Path,
+        allow_loss: bool,
+        progress: Progress,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._work = work
+        self._allow_loss = allow_loss
+        self._progress = progress
+        self._modules = quantized_modules(source)
+        manifest = source.folder / MANIFEST_NAME
+        self._manifest = read_json(manifest) if manifest.is_file() else None
+        self._digests = {
+            record["module"]: record["sha256"]
+            for record in (self._manifest or {}).get("modules", [])
+        }
+        self._records: list[dict[str, Any]] = []
+        self._schemes: dict[str, Scheme] = {}
+        self._shapes: Shapes = {}
+
+    def run(self, output: Path) -> Conversion:
+        kv_cache = self._kv_cache()
+        self._write_shards(drop_kv=kv_cache is None)
+        options = {} if kv_cache is None else {"kv_cache": kv_cache}
+        ignore = self._unquantized()
+        config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
+        if self._target.name == "gguf":
+            self._assemble(config, output.name)
+        config["quantization_config"] = self._target.config(self._schemes, ignore, **options)
+        for path in self._companions():
+            write_durably(self._work / path.name, path.read_bytes())
+        write_durably(self._work / "config.json", to_json(config))
+        manifest = self._new_manifest()
+        write_durably(self._work / MANIFEST_NAME, to_json(manifest))
+        written = Stored(str(config.get("model_type")), self._shapes, self._schemes, ignore)
+        result = Conversion(
+            output=output,
+            source_format=checkpoint_format(self._source).name,
+            target_format=self._target.name,
+            scheme=manifest["scheme"],
+            modules={record["module"]: record for record in self._records},
+            loads_in=loads_in(loaders(written, self._target.name)),
+        )
+        write_durably(self._work / CARD_NAME, conversion_card(result, manifest))
+        return result
+
+    def _write_shards(self, *, drop_kv: bool) -> None:
+        weight_map: dict[str, str] = {}
+        held: dict[str, torch.Tensor] = {}
+        total = size = 0
+        for tensors in self._tensors(drop_kv):
+            held |= tensors
+            added = sum(tensor.nbytes for tensor in tensors.values())
+            size, total = size + added, total + added
+            if size >= SHARD_BYTES:
+                self._write_shard(held, weight_map)
+                held, size = {}, 0
+        if held:
+            self._write_shard(held, weight_map)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_durably(self._work / INDEX_NAME, to_json(index))
+
+    def _write_shard(self, tensors: dict[str, torch.Tensor], weight_map: dict[str, str]) -> None:
+        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        write_tensors(self._work / name, tensors, layout_of(tensors))
+        weight_map |= dict.fromkeys(tensors, name)
+        self._source.release()
+
+    def _tensors(self, drop_kv: bool) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors of the result: module by module, then what is left as it is."""
+        taken: set[str] = set()
+        self._progress.start("converting", len(self._modules), "modules")
+        for module in sorted(self._modules):
+            taken |= tensor_names(self._source, module)
+            tensor = read_quantized(self._source, module)
+            self._check_digests(module, tensor)
+            found = regrid(module, tensor, self._target)
+            if found.reason and not self._allow_loss:
+                raise BadInput(
+                    f"{module}: {found.reason}. --allow-loss rounds it anew to "
+                    f"{found.tensor.scheme.label}, which changes it by {found.error:.2e} of its square"
+                )
+            self._record(module, tensor, found)
+            yield self._target.pack(module, found.tensor)
+            self._progress.advance()
+        self._progress.finish()
+        for name in self._source.names:
+            if name not in taken and not (drop_kv and name.endswith(_KV_SCALES)):
+                yield {name: self._source.tensor(name)}
+
+    def _check_digests(self, module: str, tensor: QuantizedTensor) -> None:
+        """Raises BadInput where the source's own manifest says that it is damaged."""
+        parts = tensor.parts()
+        for part, digest in self._digests.get(module, {}).items():
+            if part in parts and sha256_of(tensor_bytes(parts[part])) != digest:
+                raise BadInput(
+                    f"{self._source.folder}: {part} of {module} are not those that were computed: "
+                    "see llmopt verify"
+                )
+
+    def _record(self, module: str, before: QuantizedTensor, found: Regridded) -> None:
+        after = found.tensor
+        self._schemes[module] = after.scheme
+        self._shapes[module] = after.shape
+        self._records.append(
+            {
+                "module": module,
+                "out_features": after.out_features,
+                "in_features": after.in_features,
+                "source_scheme": scheme_record(before.scheme),
+                "scheme": scheme_record(after.scheme),
+                "error": found.error,
+                "reason": found.reason,
+                "sha256": {
+                    name: sha256_of(tensor_bytes(part)) for name, part in after.parts().items()
+                },
+            }
+        )
+
+    def _kv_cache(self) -> str | None:
+        """The kind of the cache's scales where the target can say it."""
+        held = [name for name in self._source.names if name.endswith(_KV_SCALES)]
+        if not held:
+            return None
+        record = (self._source.quantization_config or {}).get("kv_cache_scheme") or {}
+        if self._target.name == "compressed-tensors":
+            return "int8" if record.get("type") == "int" else "fp8"
+        if not self._allow_loss:
+            raise BadInput(
+                f"format {self._target.name} has no place for the cache's scales, such as {held[0]}: "
+                "--allow-loss leaves them out"
+            )
+        return None
+
+    def _unquantized(self) -> list[str]:
+        """The linears that stay as they are: matrices that are neither embeddings nor codes."""
+        plain = [
+            name.removesuffix(".weight")
+            for name in self._source.names
+            if name.endswith(".weight")
+            and len(self._source.shape(name)) == 2
+            and not name.endswith(("embed_tokens.weight", "norm.weight"))
+        ]
+        names = {*plain, "lm_head"} - self._modules
+        return sorted(names, key=lambda name: (name != "lm_head", name))
+
+    def _assemble(self, config: dict[str, Any], name: str) -> None:
+        """Turn the shards into the one file of GGUF."""
+        for path in self._companions():
+            write_durably(self._work / path.name, path.read_bytes())
+        write_durably(self._work / "config.json", to_json(config))
+        blocks = [self._target.config({"m": s}, [])["types"]["m"] for s in self._schemes.values()]
+        type_name = max(dict.fromkeys(blocks), key=blocks.count)
+        if type_name not in GGUF_TYPES:
+            type_name = f"{type_name}_M"
+        shards = Checkpoint(self._work)
+        assemble(shards, [], self._work / gguf_name(name, type_name), self._schemes, type_name)
+        used = set(shards.shard_of.values())
+        shards.release()
+        for shard in (*used, INDEX_NAME):
+            (self._work / shard).unlink()
+
+    def _companions(self) -> list[Path]:
+        found = {path for name in _COMPANIONS for path in self._source.folder.glob(name)}
+        return sorted(path for path in found if path.is_file())
+
+    def _new_manifest(self) -> dict[str, Any]:
+        labels = [scheme.label for scheme in self._schemes.values()]
+        origin = self._manifest or {}
+        shards = sorted(set(self._source.shard_of.values()))
+        return {
+            "llmopt": version("llmopt"),
+            "torch": version("torch"),
+            "model": origin.get("model", self._source.folder.resolve().name),
+            "converted_from": {
+                "format": checkpoint_format(self._source).name,
+                "method": origin.get("method"),
+                "signature": origin.get("signature"),
+                "sha256": {name: sha256_of_file(self._source.folder / name) for name in shards},
+            },
+            "format": self._target.name,
+            "scheme": ", ".join(
+                sorted(set(labels), key=lambda label: (-labels.count(label), label))
+            ),
+            "modules": self._records,
+            "files": describe_files(self._work),
+        }

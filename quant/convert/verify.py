@@ -1,0 +1,291 @@
+"""Proof that a checkpoint on disk holds what was computed, or at least holds together."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..base.errors import BadInput
+from ..base.progress import Progress, Silent
+from ..manifest.journal import sha256_of_file
+from ..manifest.manifest import MANIFEST_NAME
+from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
+from ..open import open_checkpoint
+from ..raw.container import Entries, Raw, read_headers, read_numbers
+from ..raw.gguf import read_gguf_headers
+from ..raw.readers import READERS
+from .read import checkpoint_format, module_scheme, quantized_modules, tensor_names
+
+PROVEN = "proven: the files hold what was computed"
+UNPROVEN = "read, not proven: no manifest"
+FAILED = "failed"
+_ATTENTION_LINEAR = re.compile(r"\.layers\.(\d+)\.(self_attn\.\w+_proj)\.")
+_DECODER_LINEAR = re.compile(r"\.layers\.\d+\..*(?:proj|fc\d|linear)$")
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What was found.
+
+    Attributes:
+        passed: what was checked and held, one line each.
+        failures: what did not hold, naming the module or the file.
+        bits_per_weight: of the quantized linears with scales and zeros, as stored.
+        ratio: bytes of the same linears in 16 bits over bytes as stored.
+    """
+
+    folder: Path
+    status: str = UNPROVEN
+    quant_method: str = ""
+    scheme: str = ""
+    num_modules: int = 0
+    bits_per_weight: float = 0.0
+    ratio: float = 0.0
+    passed: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+
+def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport:
+    """Read a quantized checkpoint with the independent reader and hold it against its manifest.
+
+    A checkpoint without a manifest, written by another tool, gets the checks that need none.
+
+    Raises:
+        BadInput: no quantized checkpoint, a kind that cannot be read, or a file that is cut off.
+    """
+    progress = progress or Silent()
+    folder = Path(folder)
+    if not folder.is_dir() and folder.suffix != GGUF_SUFFIX:
+        raise BadInput(f"{folder} is no folder: give one that holds a quantized checkpoint")
+    report = VerifyReport(folder)
+    manifest = _manifest(folder)
+    if manifest is not None:
+        _check_files(report, manifest)
+    try:
+        checkpoint = open_checkpoint(folder)
+        weight_format = checkpoint_format(checkpoint)
+        modules = sorted(quantized_modules(checkpoint))
+        schemes = {module: module_scheme(checkpoint, module) for module in modules}
+    except BadInput:
+        if report.failures:  # a damaged header: the digest has already named the file
+            report.status = FAILED
+            return report
+        raise
+    report.quant_method, report.scheme, report.num_modules = (
+        weight_format.name,
+        ", ".join(dict.fromkeys(scheme.label for scheme in schemes.values())),
+        len(modules),
+    )
+    config = checkpoint.quantization_config or {}
+    _check_coverage(report, checkpoint, modules, config, manifest)
+    paths = sorted({checkpoint.folder / name for name in checkpoint.shard_of.values()})
+    if weight_format.name == "gguf":
+        entries, config = read_gguf_headers(paths[0])
+    else:
+        entries = read_headers(paths)
+    _check_cache_scales(report, entries)
+    reader = READERS[weight_format.name]
+    recorded = {m["module"]: m for m in manifest["modules"]} if manifest is not None else None
+    stored = weights = 0
+    progress.start("verifying", len(modules), "modules")
+    for module in modules:
+        try:
+            raw = reader(entries, module, config)
+        except KeyError as error:
+            report.failures.append(f"{module} cannot be read: there is no tensor {error}")
+        except ValueError as error:
+            report.failures.append(f"{module} cannot be read: {error}")
+        else:
+            _check_module(report, module, raw)
+            weights += math.prod(raw.shape)
+            stored += sum(entries[name].nbytes for name in tensor_names(checkpoint, module))
+            if recorded is not None and module in recorded:
+                _check_digests(report, module, raw, recorded[module]["sha256"])
+        progress.advance()
+    progress.finish()
+    _check_size(report, stored, weights)
+    if not report.failures:
+        report.passed.append(f"{len(modules)} modules: shapes fit, numbers finite, scales not zero")
+        if recorded is not None:
+            report.passed.append("all parts of every module are those computed")
+            report.status = PROVEN
+    else:
+        report.status = FAILED
+    return report
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """What llmopt wrote beside the weights; it vouches for a single file only if it names it."""
+    if path.is_dir():
+        found = path / MANIFEST_NAME
+        return read_json(found) if found.is_file() else None
+    found = path.parent / MANIFEST_NAME
+    manifest = read_json(found) if found.is_file() else None
+    return manifest if manifest is not None and path.name in manifest.get("files", {}) else None
+
+
+def _check_files(report: VerifyReport, manifest: dict[str, Any]) -> None:
+    """Sizes and digests of all files. A shard of another size was cut off, which is no checkpoint at all."""
+    before = len(report.failures)
+    for name, facts in _part(report, manifest, "files", dict).items():
+        path = (report.folder if report.folder.is_dir() else report.folder.parent) / name
+        if not path.is_file():
+            raise BadInput(f"{path} is missing: the checkpoint is incomplete")
+        size = path.stat().st_size
+        if size < facts["bytes"] and name.endswith((".safetensors", GGUF_SUFFIX)):
+            raise BadInput(f"{path} is cut off: {size} bytes of {facts['bytes']}")
+        if sha256_of_file(path) != facts["sha256"]:
+            report.failures.append(f"{name} is not the file that was written: its bytes differ")
+    _part(report, manifest, "modules", list)
+    if len(report.failures) == before:
+        report.passed.append(f"{len(manifest['files'])} files have the digests of the manifest")
+
+
+def _part(report: VerifyReport, manifest: dict[str, Any], key: str, kind: type) -> Any:
+    if not isinstance(manifest.get(key), kind):
+        raise BadInput(f"{report.folder / MANIFEST_NAME} has no {key}: it is no manifest of llmopt")
+    return manifest[key]
+
+
+def _check_coverage(
+    report: VerifyReport,
+    checkpoint: Checkpoint,
+    modules: list[str],
+    config: dict[str, Any],
+    manifest: dict[str, Any] | None,
+) -> None:
+    """Every module that was meant to be quantized is, and nothing else."""
+    if manifest is not None:
+        intended = {module["module"] for module in manifest["modules"]}
+        report.failures += [
+            f"{name} was quantized, but has no codes" for name in intended - {*modules}
+        ]
+        report.failures += [
+            f"{name} has codes that nobody computed" for name in {*modules} - intended
+        ]
+        report.failures.sort()
+    else:
+        excused = _excused(config)
+        plain = [
+            name.removesuffix(".weight")
+            for name in checkpoint.names
+            if name.endswith(".weight") and _DECODER_LINEAR.search(name.removesuffix(".weight"))
+        ]
+        report.failures += [
+            f"{name} is not quantized, and the config does not say that it should not be"
+            for name in sorted({*plain} - {*modules})
+            if not excused(name) and not _unfit(checkpoint, name)
+        ]
+        report.failures += _lacking(checkpoint)
+    if not report.failures:
+        report.passed.append("every linear that should be quantized is")
+
+
+def _lacking(checkpoint: Checkpoint) -> list[str]:
+    """Layers that have no such attention linear as all the others, and layers that are not there."""
+    held: dict[str, set[int]] = {}
+    for name in checkpoint.names:
+        if found := _ATTENTION_LINEAR.search(name):
+            held.setdefault(found[2], set()).add(int(found[1]))
+    layers = set().union(*held.values())
+    num_layers = checkpoint.config.get("num_hidden_layers", len(layers))
+    if len(layers) not in (0, num_layers):
+        return [f"{len(layers)} decoder layers are there, but config.json says {num_layers}"]
+    return [
+        f"layer {(layers - having).pop()} has no {linear}, which all other layers have"
+        for linear, having in sorted(held.items())
+        if len(having) == len(layers) - 1 > 1
+    ]
+
+
+def _check_cache_scales(report: VerifyReport, entries: Entries) -> None:
+    """Scales of a quantized cache, where a checkpoint has them."""
+    for name in sorted(entries):
+        if name.endswith((".k_scale", ".v_scale")):
+            _, scale = read_numbers(entries[name])
+            if not (np.isfinite(scale).all() and (scale > 0).all()):
+                report.failures.append(f"{name} is no usable scale of the cache")
+
+
+def _unfit(checkpoint: Checkpoint, module: str) -> bool:
+    """Whether rows are no whole blocks of ggml's, so that GGUF has no codes for them."""
+    config = checkpoint.quantization_config or {}
+    return config["quant_method"] == "gguf" and checkpoint.shape(f"{module}.weight")[-1] % 32 != 0
+
+
+def _excused(config: dict[str, Any]) -> Callable[[str], bool]:
+    """Whether the config leaves a module out.
+
+    AWQ and fp8 say so by a part of the name, bitsandbytes too, compressed-tensors by the name, a `re:`
+    pattern or a kind of module, GPTQ by a pattern under `dynamic` that begins with `-:`.
+    """
+    substrings = [
+        part
+        for key in ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
+        for part in config.get(key) or []
+    ]
+    ignored = config.get("ignore") or []
+    patterns = [entry[3:] for entry in ignored if entry.startswith("re:")]
+    patterns += [key[2:] for key in config.get("dynamic") or {} if key.startswith("-:")]
+
+    def excused(name: str) -> bool:
+        return (
+            name in ignored
+            or any(part in name for part in substrings)
+            or any(re.match(pattern, name) for pattern in patterns)
+        )
+
+    return excused
+
+
+def _check_module(report: VerifyReport, module: str, raw: Raw) -> None:
+    """What must hold of any module; that shapes fit together, its reader has seen."""
+    report.failures += [f"{module} {problem}" for problem in raw.problems]
+    for part, numbers in raw.numbers.items():
+        if not np.isfinite(numbers).all():
+            report.failures.append(f"{module} has {part} that are NaN or infinite")
+        elif part == "scales" and (numbers == 0).any():
+            report.failures.append(f"{module} has scales that are zero")
+
+
+def _check_digests(report: VerifyReport, module: str, raw: Raw, digests: dict[str, str]) -> None:
+    """Hold what was read against what was computed.
+
+    Integer weights that became ggml's blocks have scales of their own there, and share only the codes.
+    """
+    shared = digests.keys() & raw.parts.keys() if "data" in raw.parts else digests.keys()
+    for part in sorted(shared):
+        if part not in raw.parts:
+            report.failures.append(f"{module}: its {part} are not stored")
+            continue
+        data = np.ascontiguousarray(raw.parts[part]).tobytes()
+        if hashlib.sha256(data).hexdigest() != digests[part]:
+            report.failures.append(f"{module}: its {part} are not those that were computed")
+
+
+def _check_size(report: VerifyReport, stored: int, weights: int) -> None:
+    """The quantized linears must take less room than they did in 16 bits."""
+    if not stored or not weights:
+        return
+    report.bits_per_weight = stored * 8 / weights
+    report.ratio = weights * 2 / stored
+    if report.ratio <= 1:
+        report.failures.append(
+            f"the quantized linears take {stored:,} bytes, more than the {weights * 2:,} of 16 bits"
+        )
+    else:
+        report.passed.append(
+            f"{report.bits_per_weight:.2f} bits per weight, {report.ratio:.2f} × less than 16 bits"
+        )

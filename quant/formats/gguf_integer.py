@@ -1,0 +1,83 @@
+"""Integer weights on a symmetric grid and ggml's Q4_0 and Q8_0 are the same numbers in another order."""
+
+from __future__ import annotations
+
+import torch
+
+from ..base.errors import BadInput
+from ..base.scheme import PER_CHANNEL, GgufScheme, IntScheme, Scheme
+from ..ggml.simple_blocks import WIDTH, read_half, simple_codes
+from ..tensors.gguf import GgufTensor
+from ..tensors.integer import IntTensor
+
+_TYPE_OF_BITS = {4: "Q4_0", 8: "Q8_0"}
+
+
+def block_type_of(scheme: Scheme) -> str | None:
+    """The block type that holds weights of this scheme without loss; None: there is none."""
+    if isinstance(scheme, GgufScheme):
+        return scheme.type
+    if (
+        not isinstance(scheme, IntScheme)
+        or not scheme.symmetric
+        or scheme.permuted
+        or scheme.activations is not None
+        or (scheme.group_size != PER_CHANNEL and scheme.group_size % WIDTH)
+    ):
+        return None
+    return _TYPE_OF_BITS.get(scheme.bits)
+
+
+def int_to_gguf(tensor: IntTensor, *, name: str = "weight") -> GgufTensor:
+    """The same weight as Q4_0 or Q8_0: larger groups repeat their scale in every block of 32.
+
+    Raises:
+        BadInput: another scheme, a width that 32 does not divide, or scales that float16 cannot hold.
+    """
+    type_name = block_type_of(tensor.scheme)
+    if type_name is None:
+        raise BadInput(
+            f"{name}: {tensor.scheme.label} weights fit no GGUF type without loss; 4- and 8-bit "
+            f"symmetric ones in groups of a multiple of {WIDTH} do"
+        )
+    if tensor.in_features % WIDTH:
+        raise BadInput(f"{name}: {tensor.in_features} inputs are no multiple of {WIDTH}")
+    scales = tensor.scales.to(torch.float16)
+    if not torch.equal(scales.to(torch.float32), tensor.scales.to(torch.float32)):
+        raise BadInput(
+            f"{name}: its {tensor.scales.dtype} scales are not exact in GGUF's float16; quantize the "
+            f"original model to {type_name} instead"
+        )
+    num_blocks = tensor.in_features // WIDTH
+    head = scales.repeat_interleave(num_blocks // tensor.num_groups, dim=1).flatten()
+    codes = tensor.codes.reshape(-1, WIDTH)
+    if type_name == "Q8_0":
+        values = codes ^ 128  # minus 128, in two's complement
+    else:
+        values = codes[:, :16] | (codes[:, 16:] << 4)
+    blocks = torch.cat([head.unsqueeze(-1).view(torch.uint8), values], dim=-1)
+    return GgufTensor(blocks.view(tensor.out_features, -1), GgufScheme(type_name))
+
+
+def gguf_to_int(tensor: GgufTensor, *, name: str = "weight") -> IntTensor:
+    """A Q4_0 or Q8_0 weight as integer codes with a float16 scale for each 32; Q4_0's may be negative.
+
+    Raises:
+        BadInput: another block type; its grid is not one of codes and whole zero points.
+    """
+    if tensor.scheme.type not in _TYPE_OF_BITS.values():
+        raise BadInput(
+            f"{name}: {tensor.scheme.type} blocks are no integer grid with one scale for a group; "
+            "Q4_0 and Q8_0 are"
+        )
+    blocks = tensor.data.reshape(-1, tensor.scheme.block[1])
+    codes = blocks[:, 2:] ^ 128 if tensor.scheme.bits == 8 else simple_codes(blocks, "Q4_0")
+    out_features, in_features = tensor.shape
+    scheme = IntScheme(tensor.scheme.bits, WIDTH, symmetric=True)
+    scales = read_half(blocks, 0).to(torch.float16).view(out_features, -1)
+    return IntTensor(
+        codes=codes.reshape(out_features, in_features),
+        scales=scales,
+        zeros=torch.full(scales.shape, scheme.middle, dtype=torch.uint8),
+        scheme=scheme,
+    )

@@ -1,0 +1,1 @@
+"""ggml's block types, to the bit: encoding and decoding."""

@@ -1,0 +1,86 @@
+"""Weights to ggml blocks and back, for every block type."""
+
+from __future__ import annotations
+
+import torch
+
+from ..base.errors import BadInput
+from ..base.scheme import GGUF_BLOCKS
+from .k_blocks import dequantize_affine, dequantize_signed
+from .k_search import quantize_affine, quantize_signed
+from .simple_blocks import dequantize_simple, quantize_simple
+
+# So many weights at a time: what the search makes of them stays in the processor's cache.
+_CHUNK_WEIGHTS = 2**17
+_LARGEST = torch.finfo(torch.float16).max
+
+
+def quantize_blocks(
+    weight: torch.Tensor,
+    type_name: str,
+    importance: torch.Tensor | None = None,
+    *,
+    name: str = "weight",
+) -> torch.Tensor:
+    """Round a weight to blocks along its rows.
+
+    Args:
+        weight: float `[out, in]`; the block width divides `in`.
+        importance: of each input channel `[in]`, such as its mean square: K-quants weigh errors by it.
+        name: how an error calls this weight.
+
+    Returns:
+        uint8 `[out, row bytes]`.
+
+    Raises:
+        BadInput: NaN, infinite or too large weights, or rows that are no whole blocks.
+    """
+    out_features, in_features = weight.shape
+    width, block_bytes = GGUF_BLOCKS[type_name]
+    if in_features % width:
+        raise BadInput(f"{name}: {type_name} has blocks of {width}, which {in_features} is not in")
+    rows_at_once = max(1, _CHUNK_WEIGHTS // in_features)
+    per_row = None if importance is None else _usable_importance(importance)
+    packed = torch.empty(
+        out_features, in_features // width * block_bytes, dtype=torch.uint8, device=weight.device
+    )
+    for begin in range(0, out_features, rows_at_once):
+        rows = weight[begin : begin + rows_at_once].to(torch.float32).contiguous()
+        if not bool(torch.isfinite(rows).all()):
+            raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
+        if bool((rows.abs() > _LARGEST).any()):
+            raise BadInput(f"{name} holds values too large for the float16 scales of {type_name}")
+        spread = None if per_row is None else per_row.expand_as(rows).reshape(-1, width)
+        blocks = _quantize(rows.view(-1, width), type_name, spread)
+        packed[begin : begin + rows_at_once] = blocks.view(rows.shape[0], -1)
+    return packed
+
+
+def dequantize_blocks(data: torch.Tensor, type_name: str) -> torch.Tensor:
+    """The weights, float32 `[out, in]`, that uint8 `[out, row bytes]` stands for."""
+    width, block_bytes = GGUF_BLOCKS[type_name]
+    blocks = data.reshape(-1, block_bytes)
+    if width == 32:
+        weights = dequantize_simple(blocks, type_name)
+    elif type_name == "Q6_K":
+        weights = dequantize_signed(blocks)
+    else:
+        weights = dequantize_affine(blocks, int(type_name[1]))
+    return weights.view(data.shape[0], -1)
+
+
+def _quantize(
+    blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
+) -> torch.Tensor:
+    if blocks.shape[1] == 32:
+        return quantize_simple(blocks, type_name)
+    if type_name == "Q6_K":
+        return quantize_signed(blocks, importance)
+    return quantize_affine(blocks, importance, int(type_name[1]))
+
+
+def _usable_importance(importance: torch.Tensor) -> torch.Tensor | None:
+    """Of mean 1, and never quite 0: a channel that calibration never woke still wants fair codes."""
+    importance = importance.to(torch.float32)
+    mean = float(importance.mean())
+    return (importance / mean).clamp(min=1e-4) if mean > 0 else None

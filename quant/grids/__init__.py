@@ -1,0 +1,1 @@
+"""Where codes lie: integer, float, codebook, lookup and block grids, and rounding to them."""

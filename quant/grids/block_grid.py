@@ -1,0 +1,33 @@
+"""Rounding to ggml's blocks, with the errors of K-quants weighed by what calibration saw."""
+
+from __future__ import annotations
+
+import torch
+
+from ..base.scheme import GgufScheme
+from ..ggml.blocks import quantize_blocks
+from ..methods.base import LayerProblem
+from ..tensors.gguf import GgufTensor
+
+
+def round_to_blocks(
+    problem: LayerProblem, linear: str, weight: torch.Tensor, scheme: GgufScheme
+) -> GgufTensor:
+    """Round `weight` `[out, in]`, which may be the linear's own with scaled columns.
+
+    The importance of a column is the mean square of its input, llama.cpp's importance matrix.
+
+    Raises:
+        BadInput: weights too large for float16 scales.
+    """
+    statistics = problem.statistics.get(linear)
+    importance = None
+    if statistics is not None and statistics.num_tokens:
+        importance = statistics.gram.diagonal() / statistics.num_tokens
+        original = problem.weights[linear]
+        if weight is not original:
+            # Columns that were multiplied see inputs that were divided.
+            before, after = original.square().sum(dim=0), weight.square().sum(dim=0)
+            importance = torch.where(after > 0, importance * before / after, importance)
+    data = quantize_blocks(weight, scheme.type, importance, name=f"{problem.prefix}.{linear}")
+    return GgufTensor(data, scheme)

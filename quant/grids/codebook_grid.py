@@ -1,0 +1,87 @@
+"""Round to the nearest value of a fixed table of 16, bit for bit as bitsandbytes does it.
+
+Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023 (arXiv:2305.14314), and
+"8-bit Optimizers via Block-wise Quantization", ICLR 2022 (arXiv:2110.02861) for the magnitudes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch.nn import functional
+
+from ..base.scheme import CodebookScheme
+from ..tensors.codebook import NESTED_BLOCK, CodebookTensor, codebook
+
+_PIECE = 2**18
+
+
+def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookTensor:
+    """Quantize a weight `[out, in]` without looking at any data.
+
+    Runs of `block_size` weights in row order are divided by their largest magnitude, and each takes the
+    code of the nearest value of the table. A block of zeros gets code 0 and magnitude 0, as in
+    bitsandbytes. (Its fp4 on a CPU compares with a table of four digits, so a weight within 5e-5 of a
+    midpoint may get the neighbour there; here, as on a GPU, the table is that of the reader. The GPU
+    writes small negative weights as -0, here, as on a CPU, they are 0.)
+    """
+    blocks, absmax = _normalized(weight.flatten(), scheme.block_size)
+    codes = nearest(blocks, codebook(scheme.kind)).flatten()[: weight.numel()].view(weight.shape)
+    if not scheme.double_quant:
+        return CodebookTensor(codes, absmax, scheme)
+    offset = absmax.mean()
+    nested_map = dynamic_map()
+    nested, nested_absmax = _normalized(absmax - offset, NESTED_BLOCK)
+    return CodebookTensor(
+        codes=codes,
+        absmax=nearest(nested, nested_map).flatten()[: absmax.numel()],
+        scheme=scheme,
+        nested_absmax=nested_absmax,
+        nested_map=nested_map.clone(),
+        nested_offset=offset.view(1),
+    )
+
+
+def _normalized(values: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks `[blocks, block_size]` within -1..1, the last one padded, and their largest magnitudes.
+
+    A block of zeros becomes NaN, 0 times an infinite reciprocal.
+    """
+    blocks = functional.pad(values, (0, -values.numel() % block_size)).view(-1, block_size)
+    absmax = blocks.abs().amax(dim=1)
+    return (blocks * (1 / absmax).unsqueeze(1)).clamp_(-1, 1), absmax
+
+
+def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Codes (uint8) of the nearest table values; of two equally near, the lower code; 0 for NaN."""
+    ordered, codes = table.sort(stable=True)
+    first = torch.cat([torch.ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
+    ordered, codes = ordered[first], codes[first].to(torch.uint8)  # fp4 has two zeros
+    chosen = torch.empty(values.numel(), dtype=torch.uint8)
+    # In pieces, because the indices between take several times the memory of the values.
+    for piece, out in zip(values.flatten().split(_PIECE), chosen.split(_PIECE), strict=True):
+        above = torch.searchsorted(ordered, piece).clamp_(1, ordered.numel() - 1)
+        below = above - 1
+        to_above, to_below = (ordered[above] - piece).abs_(), (piece - ordered[below]).abs_()
+        upper, lower = codes[above], codes[below]
+        take_upper = (to_above < to_below) | ((to_above == to_below) & (upper < lower))
+        out.copy_(torch.where(take_upper, upper, lower).masked_fill_(piece.isnan(), 0))
+    return chosen.view(values.shape)
+
+
+@cache
+def dynamic_map() -> torch.Tensor:
+    """The 256 values of bitsandbytes' signed "dynamic" 8-bit type, ascending, float32.
+
+    For each of seven decades `10**-6 .. 1`, the means of 1, 2, .. 64 equal steps from 0.1 to 1, with both
+    signs, and 0 and 1. The least value is -1, to which bitsandbytes' CPU code moves it before use.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        means = (10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        values += means + [-mean for mean in means]
+    ordered = torch.tensor(sorted(values), dtype=torch.float32)
+    ordered[0] = -1
+    return ordered

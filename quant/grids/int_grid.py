@@ -1,0 +1,125 @@
+"""Uniform grids of integer codes: where a group's range goes, and rounding to the nearest point."""
+
+from __future__ import annotations
+
+import torch
+
+from ..base.errors import BadInput
+from ..base.scheme import IntScheme
+from ..tensors.integer import IntTensor
+
+_SEARCH_STEPS = 80
+_SEARCH_NORM = 2.4
+_SEARCH_VALUES = 2**16  # weights searched at a time: small enough to stay in a core's cache
+
+
+def group_ranges(
+    grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero code of each group, such that nothing is clipped.
+
+    Symmetric: `scale = max|w| / ((2**b - 1) / 2)`, the range rule of compressed-tensors. Asymmetric:
+    `scale = (max - min) / (2**b - 1)` with 0 inside the range, `zero = round(-min / scale)`. The scale
+    is rounded to `dtype`, in which it will be stored, before anything is derived from it; otherwise the
+    codes would be the best ones for a grid that nobody ever reads back.
+
+    Args:
+        grouped: float32 `[..., group_size]`.
+
+    Returns:
+        Scales in `dtype` and zeros as uint8, both `[...]`.
+    """
+    low, high = grouped.aminmax(dim=-1)
+    return range_grid(low, high, scheme, dtype)
+
+
+def range_grid(
+    low: torch.Tensor, high: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The grid of `group_ranges` for groups whose smallest and largest weights are given, float32."""
+    if scheme.symmetric:
+        scales = torch.maximum(-low, high) / (scheme.max_code / 2)
+    else:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scales = (high - low) / scheme.max_code
+    scales = scales.to(dtype)
+    # A group of zeros, or of weights too small for `dtype`, is exactly zero under any finite scale.
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    if scheme.symmetric:
+        zeros = torch.full_like(low, scheme.middle)
+    else:
+        zeros = torch.round(-low / scales.to(torch.float32)).clamp(0, scheme.max_code)
+    return scales, zeros.to(torch.uint8)
+
+
+def search_ranges(
+    grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero code of each group, its range shrunk to where `sum |w - w'|**2.4` is least.
+
+    The search of GPTQ's `mse` option: ranges from the full one down to a fifth of it, in steps of 1/100.
+    Arguments and results are those of `group_ranges`.
+    """
+    shape, flat = grouped.shape[:-1], grouped.reshape(-1, grouped.shape[-1])
+    at_once = max(1, _SEARCH_VALUES // flat.shape[1])
+    parts = [_search(part, scheme, dtype) for part in flat.split(at_once)]
+    scales, zeros = (torch.cat(column) for column in zip(*parts, strict=True))
+    return scales.view(shape), zeros.view(shape)
+
+
+def _search(
+    groups: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = groups.aminmax(dim=-1)
+    best_scales, best_zeros = range_grid(low, high, scheme, dtype)
+    least = torch.full_like(low, torch.inf)
+    for step in range(_SEARCH_STEPS):
+        share = 1 - step / 100
+        scales, zeros = range_grid(low * share, high * share, scheme, dtype)
+        step_size, zero = (part.to(torch.float32).unsqueeze(-1) for part in (scales, zeros))
+        rounded = (groups / step_size).round_().add_(zero).clamp_(0, scheme.max_code)
+        lost = rounded.sub_(zero).mul_(step_size).sub_(groups).abs_().pow_(_SEARCH_NORM)
+        error = lost.sum(dim=-1)
+        better = error < least
+        least = torch.where(better, error, least)
+        best_scales = torch.where(better, scales, best_scales)
+        best_zeros = torch.where(better, zeros, best_zeros)
+    return best_scales, best_zeros
+
+
+def round_to_nearest(
+    weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype, *, name: str = "weight"
+) -> IntTensor:
+    """Quantize a weight `[out, in]` without looking at any data.
+
+    Args:
+        scale_dtype: the dtype that the format stores scales in.
+        name: how an error calls this weight.
+
+    Raises:
+        BadInput: the weight holds NaN or infinity, a scale overflows `scale_dtype`, or the group size
+            does not divide the row.
+    """
+    out_features, in_features = weight.shape
+    num_groups = scheme.num_groups(in_features)
+    grouped = weight.to(torch.float32).reshape(out_features, num_groups, -1)
+    scales, zeros = group_ranges(grouped, scheme, scale_dtype)
+    if not bool(torch.isfinite(scales).all()):  # as for any group that holds NaN or infinity
+        if not bool(torch.isfinite(grouped).all()):
+            raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
+        raise BadInput(f"{name} holds values too large for {scale_dtype} scales")
+    codes = torch.round(grouped / scales.to(torch.float32).unsqueeze(-1))
+    codes = codes.add_(zeros.to(torch.float32).unsqueeze(-1)).clamp_(0, scheme.max_code)
+    return IntTensor(
+        codes=codes.to(torch.uint8).view(out_features, in_features),
+        scales=scales,
+        zeros=zeros,
+        scheme=scheme,
+        group_index=sequential_groups(scheme, in_features) if scheme.permuted else None,
+    )
+
+
+def sequential_groups(scheme: IntScheme, in_features: int) -> torch.Tensor:
+    """int32 `[in]`: the group of each input channel where groups lie one after the other."""
+    size = in_features // scheme.num_groups(in_features)
+    return (torch.arange(in_features) // size).to(torch.int32)

@@ -1,0 +1,101 @@
+"""Round to a table of values for each output channel, with a few weights left out of it."""
+
+from __future__ import annotations
+
+import torch
+
+from ..base.errors import BadInput
+from ..base.scheme import LookupScheme
+from ..tensors.lookup import LookupTensor
+
+_ROWS = 256  # that many at a time, because indices take twice the memory of the weights
+_PIECE = 2**18
+
+
+def round_to_uniform_tables(
+    weight: torch.Tensor, scheme: LookupScheme, *, name: str = "weight"
+) -> LookupTensor:
+    """Quantize a weight `[out, in]` without looking at any data.
+
+    Each table runs in equal steps from the least to the largest weight of its row; the weights that stay
+    floats are the largest of the whole matrix.
+
+    Raises:
+        BadInput: the weight does not fit into float16 tables.
+    """
+    kept = largest_weights(weight, scheme.sparse_fraction)
+    return assign(weight, uniform_tables(weight, kept, scheme), kept, scheme, name=name)
+
+
+def largest_weights(scores: torch.Tensor, fraction: float) -> torch.Tensor:
+    """A mask `[out, in]` of that share of the largest magnitudes; of equal ones, the first."""
+    count = round(fraction * scores.numel())
+    mask = torch.zeros(scores.numel(), dtype=torch.bool)
+    if not count:
+        return mask.view(scores.shape)
+    pieces, largest = scores.flatten().split(_PIECE), torch.empty(0)
+    for piece in pieces:
+        largest = torch.cat([largest, piece.abs()])
+        largest = largest.topk(min(count, largest.numel()), sorted=False).values
+    least = largest.min()
+    equal = count - int((largest > least).sum())
+    for piece, chosen in zip(pieces, mask.split(_PIECE), strict=True):
+        magnitudes = piece.abs()
+        chosen.copy_(magnitudes > least)
+        first = (magnitudes == least).nonzero()[:equal, 0]
+        chosen[first] = True
+        equal -= first.numel()
+    return mask.view(scores.shape)
+
+
+def uniform_tables(weight: torch.Tensor, kept: torch.Tensor, scheme: LookupScheme) -> torch.Tensor:
+    """Float32 `[out, 2**bits]`, in equal steps over the range of the weights that are not `kept`."""
+    low = weight.masked_fill(kept, torch.inf).amin(dim=1, keepdim=True)
+    high = weight.masked_fill(kept, -torch.inf).amax(dim=1, keepdim=True)
+    empty = low > high  # a row of which every weight is kept
+    low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
+    return low + (high - low) * torch.linspace(0, 1, 2**scheme.bits)
+
+
+def assign(
+    weight: torch.Tensor,
+    table: torch.Tensor,
+    kept: torch.Tensor,
+    scheme: LookupScheme,
+    *,
+    name: str = "weight",
+) -> LookupTensor:
+    """Codes of the nearest values of the tables as they are stored, and the `kept` weights beside them.
+
+    Args:
+        table: float32 `[out, 2**bits]`, ascending.
+        kept: mask `[out, in]` of the weights of which the codes' error is stored too.
+
+    Raises:
+        BadInput: a table does not fit into float16.
+    """
+    stored = table.to(torch.float16)
+    if not bool(torch.isfinite(stored).all()):
+        raise BadInput(f"{name} holds values too large for float16 tables")
+    values = stored.to(torch.float32)
+    middles = (values[:, 1:] + values[:, :-1]) / 2
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    for begin in range(0, weight.shape[0], _ROWS):
+        rows = slice(begin, begin + _ROWS)
+        codes[rows] = torch.searchsorted(middles[rows], weight[rows].contiguous())
+    if not scheme.sparse_fraction:
+        return LookupTensor(codes, stored, scheme)
+    rows, columns = kept.nonzero(as_tuple=True)
+    missing = (weight[kept] - values[rows, codes[kept].long()]).to(torch.float16)
+    if not bool(torch.isfinite(missing).all()):
+        raise BadInput(f"{name} holds values too large for float16 sparse weights")
+    begins = torch.zeros(weight.shape[0] + 1, dtype=torch.int32)
+    begins[1:] = kept.sum(dim=1).cumsum(0)
+    return LookupTensor(
+        codes=codes,
+        table=stored,
+        scheme=scheme,
+        sparse_rows=begins,
+        sparse_columns=columns.to(torch.int32),
+        sparse_values=missing,
+    )

@@ -1,0 +1,1 @@
+"""One decoder layer: quantized, its statistics kept, its outputs propagated."""

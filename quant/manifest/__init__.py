@@ -1,0 +1,1 @@
+"""What a run leaves besides weights: journal, manifest, record of a conversion."""

@@ -1,0 +1,165 @@
+"""The work folder of a quantize run: what is finished, and all that is needed to go on from there.
+
+`<output>.partial/` holds
+
+    journal.jsonl           one header line, then one line for each finished layer
+    hidden-00003.safetensors  what enters layer 3, to the bit
+    checkpoint/             the output folder as far as it is written
+
+A line is appended only after the shard of its layer and the hidden states behind it are on the disk, so
+whatever a kill leaves, the journal never promises what is not there. At the end `checkpoint/` is renamed
+to `<output>`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..base.durable import flush_folder, make_folder, no_space_or, write_durably
+from ..base.errors import BadInput
+
+_JOURNAL = "journal.jsonl"
+_CHECKPOINT = "checkpoint"
+
+
+def sha256_of(data: bytes) -> str:
+    """Hex digest."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    """Hex digest of a file of any size."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def work_folder(output: Path) -> Path:
+    """Where the unfinished work for `output` lies."""
+    return output.with_name(output.name + ".partial")
+
+
+class Journal:
+    """The open journal of one run; one process at a time holds it.
+
+    Attributes:
+        folder: the work folder.
+        signature: digest of everything that the bytes of the result depend on.
+        threads: the thread count of the run that began the work; sums depend on it in the last bit.
+        layers: the records of the finished layers, in order.
+    """
+
+    def __init__(self, folder: Path, signature: str, threads: int):
+        """Begin the work in `folder`, or take up what another run left there.
+
+        Raises:
+            BadInput: the folder belongs to other work, is damaged, or another process is at it.
+        """
+        self.folder = folder
+        self.checkpoint = folder / _CHECKPOINT
+        path = folder / _JOURNAL
+        if not path.exists():
+            _require_ours(folder)
+            make_folder(folder, "--output")
+            header = {"signature": signature, "threads": threads}
+            write_durably(path, _line(header))
+        self._file = path.open("r+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise BadInput(f"another process is at work in {folder}: let it finish") from error
+        records = self._read()
+        if records[0].get("signature") != signature:
+            self.close()
+            raise BadInput(
+                f"{folder} holds unfinished work of another run (other model, data, options or "
+                "version): --restart throws it away, --output chooses another place"
+            )
+        self.signature = signature
+        self.threads = int(records[0]["threads"])
+        self.layers = records[1:]
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The whole lines; half a line that a kill left at the end is cut off."""
+        data = self._file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._file.truncate(len(whole))
+        self._file.seek(len(whole))
+        try:
+            records = [json.loads(line) for line in whole.splitlines()]
+        except ValueError:
+            records = []
+        if not records:
+            self.close()
+            raise BadInput(f"{self.folder / _JOURNAL} is damaged: --restart throws the work away")
+        return records
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Make a finished layer count."""
+        line = _line(record)
+        try:
+            self._file.write(line)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise no_space_or(error, self.folder / _JOURNAL) from error
+        # As a resumed run reads it, so that both go on from the same record to the same bytes.
+        self.layers.append(json.loads(line))
+
+    def hidden_path(self, index: int) -> Path:
+        """The file of the hidden states that enter layer `index`."""
+        return self.folder / f"hidden-{index:05d}.safetensors"
+
+    def close(self) -> None:
+        """Let go of the folder; what is in it stays."""
+        self._file.close()
+
+    def discard(self) -> None:
+        """Remove the work folder."""
+        remove_work(self.folder)
+        self.close()
+
+    def publish(self, output: Path) -> None:
+        """Rename the finished checkpoint to `output` and remove the work folder."""
+        flush_folder(self.checkpoint)
+        self.checkpoint.rename(output)
+        flush_folder(output.parent)
+        self.discard()
+
+
+def remove_work(folder: Path) -> None:
+    """Remove a work folder. The journal goes last: until then the folder explains itself.
+
+    Raises:
+        BadInput: the folder of that name holds something else.
+    """
+    if not folder.exists():
+        return
+    journal = folder / _JOURNAL
+    if not journal.exists():
+        _require_ours(folder)
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path != journal:
+            path.unlink()
+    journal.unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def _require_ours(folder: Path) -> None:
+    """A folder without a journal is ours only if a kill came before the journal was written."""
+    if folder.exists() and any(not path.name.startswith(_JOURNAL) for path in folder.iterdir()):
+        raise BadInput(
+            f"{folder} is in the way and no work folder of llmopt: move it, or use --output"
+        )
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True).encode() + b"\n"

@@ -1,0 +1,197 @@
+"""What a finished checkpoint says about itself: the manifest that `verify` proves, and the model card."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.scheme import scheme_record
+from ..calibration.calibration import Calibration
+from ..methods.base import MethodOptions, ModuleReport
+from ..plan.loaders import loaders, loads_in, stored
+from ..plan.plan import Plan, QuantizeRequest
+from ..tensors.base import QuantizedTensor
+from .journal import sha256_of, sha256_of_file
+
+MANIFEST_NAME = "llmopt_quantization.json"
+CARD_NAME = "README.md"
+ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens, X from the float layer"
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor in row order, as they lie on disk."""
+    flat = tensor.contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def is_worse(error: float, rounded: float) -> bool:
+    """Whether an error is above that of plain rounding by more than the last digits of a sum."""
+    return error > rounded * (1 + 1e-6)
+
+
+def judged(report: ModuleReport) -> tuple[float, float]:
+    """The errors that decide, of the method and of plain rounding: on held-out tokens where there are."""
+    if report.held_out_error is not None and report.rtn_held_out_error is not None:
+        return report.held_out_error, report.rtn_held_out_error
+    return report.error, report.rtn_error
+
+
+def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, Any]:
+    """One module for the manifest, with the digests of what was computed, before any packing."""
+    return asdict(report) | {
+        "worse_than_rounding": is_worse(*judged(report)),
+        "out_features": tensor.out_features,
+        "in_features": tensor.in_features,
+        "scheme": scheme_record(tensor.scheme),
+        "sha256": {name: sha256_of(tensor_bytes(part)) for name, part in tensor.parts().items()},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of a whole checkpoint, drawn from its modules.
+
+    Attributes:
+        num_worse: how many ended worse than plain rounding, on held-out tokens where there are any.
+        error, rtn_error: means of the relative output errors over the quantized linears.
+        source_bytes, checkpoint_bytes: all weight files before and after.
+        bits_per_weight: of the quantized linears with their scales and zeros.
+    """
+
+    num_modules: int
+    num_worse: int
+    error: float
+    rtn_error: float
+    source_bytes: int
+    checkpoint_bytes: int
+    bits_per_weight: float
+
+
+def summarise(
+    plan: Plan, modules: list[dict[str, Any]], *, checkpoint_bytes: int, quantized_bytes: int
+) -> Summary:
+    """Figures over all `modules` records; `quantized_bytes` are those of the quantized linears alone."""
+    num_weights = sum(out * inner for out, inner in plan.modules.values())
+    return Summary(
+        num_modules=len(modules),
+        num_worse=sum(module["worse_than_rounding"] for module in modules),
+        error=sum(module["error"] for module in modules) / len(modules),
+        rtn_error=sum(module["rtn_error"] for module in modules) / len(modules),
+        source_bytes=plan.checkpoint.weight_bytes,
+        checkpoint_bytes=checkpoint_bytes,
+        bits_per_weight=quantized_bytes * 8 / num_weights,
+    )
+
+
+def build_manifest(
+    plan: Plan,
+    number: int,
+    calibration: Calibration,
+    *,
+    request: QuantizeRequest,
+    signature: str,
+    source_hashes: dict[str, str],
+    modules: list[dict[str, Any]],
+    files: dict[str, dict[str, Any]],
+    summary: Summary,
+) -> dict[str, Any]:
+    """The manifest of the format of this number.
+
+    It holds no time and no path, so that equal runs write equal bytes.
+    """
+    samples, length = calibration.token_ids.shape
+    return {
+        "llmopt": version("llmopt"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "model": request.model_name or request.model.resolve().name,
+        "signature": signature,
+        "source_sha256": source_hashes,
+        "method": plan.method.name,
+        "format": plan.formats[number].name,
+        "scheme": plan.label,
+        "options": _options(request),
+        "ignored": list(plan.ignored),
+        "calibration": {
+            "source": calibration.source,
+            "samples": samples,
+            "tokens_per_sample": length,
+            "held_out_samples": calibration.held_out.shape[0],
+            "chat_template": calibration.chat_template,
+            "documents": calibration.documents,
+            "documents_with_bos": calibration.with_bos,
+            "duplicates_dropped": calibration.duplicates,
+            "tokens_by_document": calibration.lengths,
+            "seed": request.seed,
+            "sha256": calibration.sha256,
+            "compute": str(plan.compute).removeprefix("torch."),
+        },
+        "error": ERROR_FORMULA,
+        "summary": asdict(summary),
+        "modules": modules,
+        "files": files,
+    }
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Bytes and digest of every file that the manifest vouches for: all but itself and the card."""
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+        for path in sorted(folder.iterdir())
+        if path.name not in (MANIFEST_NAME, CARD_NAME)
+    }
+
+
+def to_json(value: dict[str, Any]) -> bytes:
+    """JSON for a file: indented, and refusing NaN."""
+    return json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
+
+
+def _options(request: QuantizeRequest) -> dict[str, Any]:
+    """What was asked for beyond method and scheme, wherever it is not the default."""
+    asked = asdict(request.options) | {
+        "overrides": list(request.overrides),
+        "revert_worse": request.revert_worse,
+        "stored_statistics": request.stats is not None,
+        "target_bpw": request.target_bpw,
+        "target_bytes": request.target_bytes,
+        "kv_cache": request.kv_cache,
+    }
+    usual: dict[str, Any] = dict.fromkeys(asked) | asdict(MethodOptions())
+    usual |= {"overrides": [], "revert_worse": False, "stored_statistics": False}
+    return {name: value for name, value in asked.items() if value != usual[name]}
+
+
+def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
+    """A short README, made from the manifest and nothing else."""
+    summary, calibration = manifest["summary"], manifest["calibration"]
+    worst = max(manifest["modules"], key=lambda module: module["error"])
+    lines = [
+        f"# {manifest['model']}, {plan.label}",
+        "",
+        f"Weights of `{manifest['model']}` quantized with the method `{manifest['method']}` of llmopt "
+        f"{manifest['llmopt']} and stored in the format `{manifest['format']}`.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| quantized linears | {summary['num_modules']} |",
+        f"| left as they were | {', '.join(plan.unquantized) or 'none'} (embeddings and norms always) |",
+        f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",
+        f"| bytes of all weights | {summary['checkpoint_bytes']:,}, from {summary['source_bytes']:,} |",
+        f"| mean relative output error | {summary['error']:.3e} "
+        f"(plain rounding: {summary['rtn_error']:.3e}) |",
+        f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
+        f"| calibration | {calibration['samples']} × {calibration['tokens_per_sample']} tokens, "
+        f"{calibration['source']} |",
+        f"| loads in | {loads_in(loaders(stored(plan), plan.formats[number].name))} |",
+        "",
+        f"The error is {ERROR_FORMULA}. All figures by module, and digests of the computed codes, are in "
+        f"`{MANIFEST_NAME}`; `llmopt verify` holds the files against them.",
+        "",
+    ]
+    return "\n".join(lines).encode()

@@ -1,0 +1,1 @@
+"""Checkpoints as they come: tensors, architecture, families, experts, meta models."""

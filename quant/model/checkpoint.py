@@ -1,0 +1,167 @@
+"""A checkpoint on disk: its config and its tensors, checked before anything is built on them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAPPED_SHARDS = 2  # mapped at a time: pages that were read count as memory until a shard is let go
+GGUF_SUFFIX = ".gguf"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or `BadInput` naming the file and the line."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadInput(f"{path} is missing") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is not valid JSON ({error}): it may be half-written") from error
+    if not isinstance(value, dict):
+        raise BadInput(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+class Checkpoint:
+    """A folder with `config.json` and safetensors shards, single or indexed.
+
+    Opening it reads every shard's header, so that a missing or cut-off file is found now, with its
+    name, and not after minutes of work.
+
+    Raises:
+        BadInput: no config, no weights, a shard that is missing, cut off, or lacks an indexed tensor.
+    """
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+        self.config = read_json(self.folder / "config.json")
+        self.shard_of: dict[str, str] = self._locate()
+        self._handles: dict[str, Any] = {}
+        for shard in sorted(set(self.shard_of.values())):
+            held = set(self._open(shard).keys())
+            lacking = [n for n, s in self.shard_of.items() if s == shard and n not in held]
+            if lacking:
+                raise BadInput(
+                    f"{self.folder / shard} lacks {lacking[0]!r}, which the index places there"
+                )
+
+    def _locate(self) -> dict[str, str]:
+        if (self.folder / INDEX_NAME).is_file():
+            weight_map = read_json(self.folder / INDEX_NAME).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise BadInput(f"{self.folder / INDEX_NAME} has no weight_map")
+            return weight_map
+        if (self.folder / SINGLE_NAME).is_file():
+            return dict.fromkeys(self._headers_of(SINGLE_NAME), SINGLE_NAME)
+        raise BadInput(
+            f"{self.folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there"
+        )
+
+    def _headers_of(self, shard: str) -> list[str]:
+        from safetensors import safe_open
+
+        with safe_open(self._checked(shard), framework="np") as handle:
+            return list(handle.keys())
+
+    def _checked(self, shard: str) -> str:
+        """The path of a shard whose header is whole; safetensors' own message names no file."""
+        from safetensors import SafetensorError, safe_open
+
+        path = self.folder / shard
+        if not path.is_file():
+            raise BadInput(f"{path} is missing: the checkpoint is incomplete")
+        try:
+            with safe_open(path, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise BadInput(
+                f"{path} is cut off or damaged ({error}): fetch or write it again"
+            ) from error
+        return str(path)
+
+    def _open(self, shard: str) -> Any:
+        if shard not in self._handles:
+            from safetensors import safe_open
+
+            if len(self._handles) >= MAPPED_SHARDS:
+                del self._handles[next(iter(self._handles))]
+            self._handles[shard] = safe_open(self._checked(shard), framework="pt")
+        return self._handles[shard]
+
+    def read_ahead(self) -> None:
+        """Ask the system to bring the shards into memory while other work goes on."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for shard in sorted(set(self.shard_of.values())):
+            with (self.folder / shard).open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def release(self) -> None:
+        """Unmap the shards: their pages no longer count as this process's memory; reading maps them anew."""
+        self._handles.clear()
+
+    @cached_property
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return sorted(self.shard_of)
+
+    @property
+    def quantization_config(self) -> dict[str, Any] | None:
+        """The `quantization_config` of `config.json`, or None for a plain checkpoint."""
+        return self.config.get("quantization_config")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shard_of
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor, read from its shard onto the CPU."""
+        if name not in self.shard_of:
+            raise BadInput(f"{self.folder} has no tensor {name!r}")
+        return self._open(self.shard_of[name]).get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header alone."""
+        return tuple(self._open(self.shard_of[name]).get_slice(name).get_shape())
+
+    def dtype_name(self, name: str) -> str:
+        """Dtype of a tensor as safetensors spells it (`BF16`), from the header alone."""
+        return self._open(self.shard_of[name]).get_slice(name).get_dtype()
+
+    def tensors(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor whose name starts with `prefix`, in name order."""
+        for name in self.names:
+            if name.startswith(prefix):
+                yield name, self.tensor(name)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all shards on disk."""
+        return sum((self.folder / shard).stat().st_size for shard in set(self.shard_of.values()))
+
+
+def gguf_file_of(path: Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one in a folder without safetensors; else None.
+
+    Raises:
+        BadInput: a folder with several of them.
+    """
+    if path.is_file():
+        return path if path.suffix == GGUF_SUFFIX else None
+    if (path / INDEX_NAME).is_file() or (path / SINGLE_NAME).is_file():
+        return None
+    found = sorted(path.glob(f"*{GGUF_SUFFIX}"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise BadInput(f"{path} holds several models ({names}): give the path of one of them")
+    return found[0] if found else None

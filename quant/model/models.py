@@ -1,0 +1,108 @@
+"""From what the user calls a model to a folder on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ...recipes import DEFAULT_MODEL, MODELS
+from ..base.errors import BadInput
+from .checkpoint import GGUF_SUFFIX, gguf_file_of
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def bundled_models() -> list[str]:
+    """Names of the models that ship with the package."""
+    return sorted(path.name for path in MODELS.iterdir() if (path / "config.json").is_file())
+
+
+def resolve_model(name: str | None) -> Path:
+    """Where a model lies: a directory, a `.gguf` file, the name of a bundled model, or a hub id.
+
+    Only a hub id (`owner/name` that is no directory here) touches the network, and not even that
+    under `HF_HUB_OFFLINE=1`, where the local hub cache must hold it.
+
+    Raises:
+        BadInput: nothing of that name is here, or the hub could not give it.
+    """
+    name = name or DEFAULT_MODEL
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file() and gguf_file_of(path) is None:
+            raise BadInput(f"{path} is not a model: it has no config.json")
+        return path
+    if path.is_file() and path.suffix == GGUF_SUFFIX:
+        return path
+    if name in bundled_models():
+        return MODELS / name
+    if path.exists():
+        raise BadInput(f"{path} is a file: give the folder that holds config.json and the weights")
+    if _HUB_ID.fullmatch(name) and not name.startswith((".", "/", "~")):
+        return _from_hub(name)
+    raise BadInput(
+        f"no model {name!r}: it is neither a folder, nor a bundled model "
+        f"({', '.join(bundled_models())}), nor a hub id (owner/name)"
+    )
+
+
+def tokenizer_arguments(model: Path) -> dict[str, Any]:
+    """What to call `AutoTokenizer.from_pretrained` with for a model that `resolve_model` found.
+
+    Raises:
+        BadInput: a GGUF file without a tokenizer beside it, where the package that reads its own is missing.
+    """
+    file = gguf_file_of(model)
+    folder = model if file is None else file.parent
+    arguments: dict[str, Any] = {"pretrained_model_name_or_path": folder, "local_files_only": True}
+    if file is not None and not (folder / "tokenizer.json").is_file():
+        if find_spec("gguf") is None:
+            raise BadInput(
+                f"{file} has no tokenizer.json beside it, and the tokenizer inside is read with a "
+                "package that is not installed: pip install 'llmopt[gguf]'"
+            )
+        arguments["gguf_file"] = file.name
+    return arguments
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer of a model that `resolve_model` found.
+
+    Raises:
+        BadInput: it does not load.
+    """
+    from transformers import AutoTokenizer
+
+    arguments = tokenizer_arguments(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**arguments)
+    except Exception as error:  # transformers raises whatever the broken file led to
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{model}: the tokenizer does not load: {reason}") from error
+    # Whoever encodes says how long is too long; the tokenizer's warning would only add noise.
+    tokenizer.model_max_length = int(1e30)
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
+
+
+def _from_hub(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    try:
+        return Path(
+            snapshot_download(
+                hub_id,
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+                local_files_only=offline,
+            )
+        )
+    except Exception as error:  # the hub raises a dozen types; the person needs one line
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
+        raise BadInput(
+            f"model {hub_id!r} is no folder here and {where} did not give it: {reason}"
+        ) from error

@@ -1,0 +1,1 @@
+"""The streaming pipeline: estimate, preflight, session, run, publish."""

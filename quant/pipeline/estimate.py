@@ -1,0 +1,221 @@
+"""Peak memory and arithmetic of a run, as stated functions of the sizes of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+from ..base.durable import entry_bytes
+from ..layers.layer_work import HEAD_FAMILY
+from ..methods.gptq import execution_stages
+from ..model.families import Family
+from ..plan.plan import Plan
+from ..request.selection import HEAD, Shapes, matrix_shape
+from ..stream.layer_stream import TOKENS_PER_BATCH
+
+_FLOAT = 4
+# Code and buffers of libraries that the first layer brings in; measured, the same for any model.
+_LIBRARY_BYTES = 32 * 2**20
+# Float copies of the largest linear that a method has at its worst moment, beside the weights themselves,
+# and bytes of codes that it keeps for every weight. GPTQ counts linears with one input as one.
+_COPIES = {"gptq": 3.25, "awq": 11.0, "smoothquant": 5.5, "hqq": 5.0, "squeezellm": 5.0, "nf4": 5.0}
+_CODES = {"awq": 2, "smoothquant": 2}
+_FEW_COPIES = 4.25
+_HOLES = 1.5  # of a heap, while activations come and go in it; measured
+_STAGES = 4  # of a decoder layer under true-sequential: attention in and out, MLP in and out
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Resident bytes beyond the process as it starts, at one moment of the work on a layer: their sum.
+
+    Attributes:
+        libraries: what the first use of torch's operations brings in.
+        hidden: hidden states of all calibration tokens, float32.
+        layer: the layer as it is stored (mapped pages), and its float32 copy.
+        grams: Gram matrices of inputs, of held-out tokens and those of calibration tokens so far.
+        codes: of the linears so far, one byte a weight.
+        work: the method's copies of weights and, with GPTQ, of Gram matrices.
+        activations: of one batch inside the layer, while it runs; they are given back afterwards.
+    """
+
+    libraries: int
+    hidden: int
+    layer: int
+    grams: int
+    codes: int
+    work: int
+    activations: int
+
+    @property
+    def bytes(self) -> int:
+        """The sum."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def estimate_memory(
+    plan: Plan, hidden_size: int, tokens: int, *, held_out: bool, sequential: bool
+) -> MemoryEstimate:
+    """Peak memory of a run: the worst moment of any layer.
+
+    Args:
+        tokens: of calibration and held-out samples together.
+        held_out: whether there are such.
+        sequential: whether statistics are measured stage by stage, behind what is quantized already.
+    """
+    hidden = tokens * hidden_size * _FLOAT
+    batch = min(tokens, TOKENS_PER_BATCH)
+    of_layers = _sequential_moments if sequential else _moments
+    parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]
+    if plan.lm_head:
+        parts.append((_head(plan), _moments))
+    moments = []
+    for layer, moments_of in parts:
+        activations = int(_HOLES * batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT)
+        for grams, codes, work, running in moments_of(layer, plan.method.name, held_out):
+            moments.append(
+                MemoryEstimate(
+                    libraries=_LIBRARY_BYTES,
+                    hidden=hidden,
+                    layer=layer.bytes,
+                    grams=grams,
+                    codes=codes,
+                    work=int(work),
+                    activations=activations if running else 0,
+                )
+            )
+    return max(moments, key=lambda moment: moment.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Sizes of one layer.
+
+    Attributes:
+        bytes: of all its tensors as they are stored, and of the float32 copies that they need.
+        family: how its linears belong together, by relative name.
+        shapes: of all of them.
+        chosen: those that are quantized.
+        widest: values of a token between its linears at most.
+        routers: bytes of the Gram matrices of their inputs.
+    """
+
+    bytes: int
+    family: Family
+    shapes: Shapes
+    chosen: tuple[str, ...]
+    widest: int
+    routers: int = 0
+
+    def square(self, linear: str) -> int:
+        """Bytes of the Gram matrix of its input."""
+        return self.shapes[linear][1] ** 2 * _FLOAT
+
+    def weights(self, linears: Iterable[str]) -> int:
+        """How many weights these have together."""
+        return sum(self.shapes[name][0] * self.shapes[name][1] for name in linears)
+
+    @property
+    def grams(self) -> int:
+        """Bytes of the Gram matrices of all inputs."""
+        return self.routers + sum(self.square(group[0]) for group in self.family.shared_inputs)
+
+
+def _decoder_layer(plan: Plan, index: int) -> _Layer:
+    checkpoint, family = plan.checkpoint, plan.architecture.layers[index]
+    start = plan.architecture.layer_prefix(index) + "."
+    stored = floats = 0
+    for name in checkpoint.names:
+        if name.startswith(start):
+            dtype, shape = checkpoint.dtype_name(name), checkpoint.shape(name)
+            stored += entry_bytes((dtype, shape))
+            floats += 0 if dtype == "F32" else entry_bytes(("F32", shape))
+    shapes = {name: matrix_shape(checkpoint, start + name) for name in family.linears}
+    widths = [checkpoint.shape(f"{start}{name}.weight")[-1] for name in family.routers]
+    return _Layer(
+        bytes=stored + floats,
+        family=family,
+        shapes=shapes,
+        chosen=tuple(name for name in shapes if start + name in plan.modules),
+        widest=max(max(shape) for shape in shapes.values()),
+        routers=sum(width**2 for width in widths) * _FLOAT,
+    )
+
+
+def _head(plan: Plan) -> _Layer:
+    """The output projection, which is a layer of one linear."""
+    rows, width = plan.modules[HEAD]
+    stored = entry_bytes((plan.checkpoint.dtype_name(f"{HEAD}.weight"), (rows, width)))
+    return _Layer(
+        bytes=stored + rows * width * _FLOAT,
+        family=HEAD_FAMILY,
+        shapes={HEAD: (rows, width)},
+        chosen=(HEAD,),
+        widest=width,  # it reads statistics of the final norm's outputs and is not run
+    )
+
+
+_Moment = tuple[int, int, float, bool]
+"""Bytes of grams, codes and work, and whether the layer is running."""
+
+
+def _moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
+    """The moments that may be the worst, where everything is measured before anything is quantized."""
+    grams = layer.grams * (1 + held_out)
+    yield grams, 0, 0, True
+    codes = _CODES.get(method, 1) * layer.weights(layer.chosen)
+    if method == "gptq":
+        for stage in execution_stages(layer.family, layer.chosen):
+            yield grams, codes, max(_solving(layer, group) for group in stage), False
+        return
+    largest = max((layer.weights((name,)) for name in layer.chosen), default=0)
+    yield grams, codes, _COPIES.get(method, _FEW_COPIES) * largest * _FLOAT, False
+
+
+def _sequential_moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
+    """The same for GPTQ that measures each stage behind the finished ones."""
+    grams = layer.grams * held_out
+    yield grams, 0, 0, True
+    done = 0
+    for stage in execution_stages(layer.family, layer.chosen):
+        grams += sum(layer.square(group[0]) for group in stage)
+        yield grams, done, done * _FLOAT, True  # it runs with finished weights in place of its own
+        done += sum(layer.weights(group) for group in stage)
+        yield grams, done, max(_solving(layer, group) for group in stage), False
+
+
+def _solving(layer: _Layer, group: tuple[str, ...]) -> float:
+    """What GPTQ has beside the weights of linears with one input: the factor of their Hessian, and copies."""
+    square, weights = layer.square(group[0]), layer.weights(group) * _FLOAT
+    copies = _COPIES["gptq"] + (len(group) > 1)  # side by side in one matrix
+    return max(2 * square, square + copies * weights)
+
+
+def _distinct_layers(plan: Plan) -> list[int]:
+    """One layer of each shape."""
+    seen: dict[tuple[tuple[str, tuple[int, int]], ...], int] = {}
+    for index in range(plan.num_layers):
+        start = plan.architecture.layer_prefix(index) + "."
+        linears = {
+            name.removeprefix(start): shape
+            for name, shape in plan.modules.items()
+            if name.startswith(start)
+        }
+        seen.setdefault(tuple(linears.items()), index)
+    return list(seen.values())
+
+
+def estimate_operations(plan: Plan, tokens: int) -> float:
+    """Multiplications and additions of the whole run, at the rate of large matrix products."""
+    passes = 2.0 + (_STAGES - 1) * (plan.method.name == "gptq" and plan.options.true_sequential)
+    total = 0.0
+    for out_features, in_features in plan.modules.values():
+        square = in_features**2
+        total += passes * 2 * tokens * out_features * in_features  # the layer itself
+        total += passes / 2 * 2 * tokens * square / 2  # Gram matrices, shared by two or three
+        total += 4 * out_features * square  # the errors in the report
+        if plan.method.name == "gptq":
+            total += 2 * out_features * square + 2 * square * in_features
+        if plan.method.name == "awq":
+            total += 30 * out_features * square
+    return 2 * total  # what is done besides, and shapes that products like less

@@ -1,0 +1,273 @@
+"""Quantize a checkpoint, one decoder layer in memory at a time, so that a kill costs one layer at most.
+
+For each layer: learn what its linears read, choose codes, and write the finished layer to its own shard
+and into the journal; see `propagation` for what the next layer then sees.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.durable import layout_of, write_tensors
+from ..base.errors import BadInput
+from ..base.memory import PeakMemory, give_back
+from ..base.progress import Progress, Silent
+from ..layers.layer_work import HEAD_FAMILY, Work, quantize_tensors
+from ..layers.propagation import Live, Source
+from ..layers.statistics_folder import Stored
+from ..manifest.journal import Journal, remove_work, work_folder
+from ..manifest.manifest import MANIFEST_NAME
+from ..model.checkpoint import read_json
+from ..plan.plan import Plan, QuantizeRequest
+from ..request.selection import HEAD
+from .preflight import Preflight, preflight
+from .publish import layer_folder, shard_folder, write_final_files
+from .session import Session, prepare, statistics_path
+
+__all__ = ["QuantizeResult", "Session", "prepare", "quantize"]
+
+_SLACK_BYTES = 16 * 2**20  # headers, tokenizer, manifest
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeResult:
+    """A finished checkpoint.
+
+    Attributes:
+        output: its folder; with several formats, the folder of one folder for each.
+        manifest: the content of its manifest (of the first format).
+        loads_in: who can read it.
+        notes: choices that were made for the user.
+        resumed_layers: how many layers an earlier run had finished.
+        layer_seconds: what choosing the codes took, for each layer.
+        preflight: what was predicted.
+        peak_bytes: the most memory that the run had, beyond the process as it began.
+    """
+
+    output: Path
+    manifest: dict[str, Any]
+    loads_in: str
+    notes: tuple[str, ...]
+    resumed_layers: int
+    layer_seconds: tuple[float, ...]
+    preflight: Preflight
+    peak_bytes: int
+
+
+def quantize(request: QuantizeRequest, progress: Progress | None = None) -> QuantizeResult:
+    """Do what `request` asks, going on where an interrupted run of the same request stopped.
+
+    Raises:
+        BadInput: the request cannot be done as asked, or the disk is full. Layers that were finished
+            stay in the work folder; without any, nothing stays.
+    """
+    progress = progress or Silent()
+    output = request.output
+    if output.exists() and not work_folder(output).exists():
+        raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
+    session = prepare(request, progress)
+    for note in session.notes:
+        progress.note(note)
+    expected = preflight(session)
+    progress.note(expected.line())
+    give_back()
+    memory = PeakMemory()
+    resumed, seconds = 0, ()
+    if output.exists():
+        _require_same_work(session)
+        remove_work(work_folder(output))
+    else:
+        if request.restart:
+            remove_work(work_folder(output))
+        journal = Journal(work_folder(output), session.signature, torch.get_num_threads())
+        resumed = len(journal.layers)
+        try:
+            _check_space(session, journal)
+            with _threads(journal.threads):
+                _quantize_layers(session, journal, progress, memory)
+            write_final_files(
+                journal, session.plan, session.calibration, request, session.source_hashes
+            )
+            seconds = tuple(record["seconds"] for record in journal.layers)
+            journal.publish(output)
+            if request.stats is None and (left := statistics_path(request)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+        except BadInput:
+            if not journal.layers:
+                journal.discard()
+            raise
+        finally:
+            journal.close()
+    plan = session.plan
+    return QuantizeResult(
+        output=output,
+        manifest=read_json(shard_folder(output, plan, 0) / MANIFEST_NAME),
+        loads_in=expected.loads_in,
+        notes=session.notes,
+        resumed_layers=resumed,
+        layer_seconds=seconds,
+        preflight=expected,
+        peak_bytes=memory.bytes,
+    )
+
+
+def _check_space(session: Session, journal: Journal) -> None:
+    """Raises BadInput when the disk cannot hold the results and the hidden states of two layers."""
+    plan, calibration = session.plan, session.calibration
+    tokens = calibration.token_ids.numel() + calibration.held_out.numel()
+    hidden_bytes = 2 * 4 * tokens * session.stream.hidden_size
+    rest = plan.checkpoint.weight_bytes - plan.plain_bytes
+    needed = len(plan.formats) * (plan.quantized_bytes + rest + _SLACK_BYTES) + hidden_bytes
+    needed -= sum(
+        shard["bytes"] for record in journal.layers for shard in record["shards"].values()
+    )
+    free = shutil.disk_usage(journal.folder).free
+    if free < needed:
+        raise BadInput(
+            f"no space for the result: about {needed / 2**30:.2f} GiB are needed beside "
+            f"{journal.folder}, {free / 2**30:.2f} GiB are free"
+        )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Sums depend on the thread count in their last bit, so a resumed run takes that of the first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _require_same_work(session: Session) -> None:
+    """An output beside a work folder: fine where a kill came between the last rename and the tidying up."""
+    output = session.request.output
+    path = shard_folder(output, session.plan, 0) / MANIFEST_NAME
+    if not path.is_file() or read_json(path).get("signature") != session.signature:
+        raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
+
+
+def _quantize_layers(
+    session: Session, journal: Journal, progress: Progress, memory: PeakMemory
+) -> None:
+    plan, stream = session.plan, session.stream
+    first, total = len(journal.layers), stream.num_layers + plan.lm_head
+    if first == total:
+        return
+    for index in range(len(plan.formats)):
+        shard_folder(journal.checkpoint, plan, index).mkdir(parents=True, exist_ok=True)
+        layer_folder(journal, plan, index).mkdir(exist_ok=True)
+    if first:
+        progress.note(f"going on after layer {first} of {stream.num_layers}")
+    source = _source(session, journal.hidden_path(first) if first else None, progress)
+    progress.start("quantizing", total, "layers")
+    progress.advance(first)
+    for index in range(first, total):
+        if index < stream.num_layers:
+            work = _quantize_layer(session, source, index)
+        else:
+            work = _quantize_head(session, source)
+        record = _write_layer(plan, journal, index, work)
+        if index + 1 < total:
+            source.save(journal.hidden_path(index + 1))
+        journal.append(record)
+        journal.hidden_path(index).unlink(missing_ok=True)
+        del work  # what it has of the checkpoint would keep the layer's pages
+        plan.checkpoint.release()
+        give_back()
+        progress.status(f"error {_mean_error(journal):.2e}, {memory.bytes / 2**20:.0f} MiB")
+        progress.advance()
+    progress.finish()
+
+
+def _source(session: Session, saved: Path | None, progress: Progress) -> Source:
+    """Statistics from the folder, measured now if it lacks them, or computed layer by layer."""
+    folder, calibration, plan = session.statistics, session.calibration, session.plan
+    kv = plan.kv_cache is not None
+    if folder is None:
+        sequential = plan.method.sequential and plan.options.true_sequential
+        return Live(session.stream, calibration, saved, sequential=sequential, kv=kv)
+    if not folder.complete:
+        folder.measure(session.stream, calibration, progress, head=plan.lm_head, kv=kv)
+    return Stored(folder, session.stream)
+
+
+def _mean_error(journal: Journal) -> float:
+    """Mean relative output error of the linears so far."""
+    errors = [
+        module["error"]
+        for record in journal.layers
+        for module in next(iter(record["shards"].values()))["modules"]
+    ]
+    return sum(errors) / max(1, len(errors))
+
+
+def _quantize_layer(session: Session, source: Source, index: int) -> Work:
+    plan, stream = session.plan, session.stream
+    family, prefix = stream.family(index), stream.prefix(index)
+    tensors = stream.tensors(index)
+    measured = source.measure(index, tensors)
+    work = quantize_tensors(
+        plan,
+        family,
+        prefix,
+        tensors,
+        source.weights(index, family.linears),
+        measured,
+        revert_worse=session.request.revert_worse,
+    )
+    ranges = source.finish(index, work)
+    if plan.kv_cache is not None:
+        if ranges is None or not ranges.key:
+            raise BadInput(
+                f"--kv-cache: no keys and values of {prefix} were measured (statistics that were made "
+                "without --kv-cache do not have them)"
+            )
+        work.others.update(ranges.scales(plan.kv_cache))
+    return work
+
+
+def _quantize_head(session: Session, source: Source) -> Work:
+    checkpoint = session.plan.checkpoint
+    tensors = {
+        f"{HEAD}.{part}": checkpoint.tensor(f"{HEAD}.{part}")
+        for part in ("weight", "bias")
+        if f"{HEAD}.{part}" in checkpoint
+    }
+    measured = source.measure_head()
+    revert = session.request.revert_worse
+    return quantize_tensors(
+        session.plan, HEAD_FAMILY, "", tensors, None, measured, revert_worse=revert
+    )
+
+
+def _write_layer(plan: Plan, journal: Journal, index: int, work: Work) -> dict[str, Any]:
+    """Write the shards of a layer, one for each format; the record for the journal."""
+    name = f"model-layer-{index:05d}.safetensors" if work.prefix else "model-head.safetensors"
+    began = time.perf_counter()
+    shards = {}
+    for number, weight_format in enumerate(plan.formats):
+        stored, modules = work.packed(plan, weight_format)
+        path = layer_folder(journal, plan, number) / name
+        digest = write_tensors(path, stored, layout_of(stored))
+        shards[weight_format.name] = {
+            "shard": name,
+            "sha256": digest,
+            "bytes": path.stat().st_size,
+            "tensors": {name: tensor.nbytes for name, tensor in sorted(stored.items())},
+            "modules": modules,
+        }
+    return {
+        "layer": index,
+        "seconds": work.seconds + time.perf_counter() - began,
+        "shards": shards,
+    }

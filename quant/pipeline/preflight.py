@@ -1,0 +1,186 @@
+"""What a run will write, how long it will take and how much memory, before any work is done."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..base.durable import entry_bytes
+from ..base.scheme import Scheme
+from ..formats.base import WeightFormat
+from ..plan.loaders import Loader, loaders, loads_in, stored
+from ..plan.plan import Plan
+from ..request.selection import TORCH_DTYPES
+from ..tensors.blank import blank_tensor
+from .estimate import MemoryEstimate, estimate_memory, estimate_operations
+
+if TYPE_CHECKING:
+    from .pipeline import Session
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleKind:
+    """All modules of one name and scheme, such as every `down_proj`.
+
+    Attributes:
+        scheme: None: they stay as they are.
+        bytes: that will be written for them, in the first format.
+    """
+
+    name: str
+    scheme: str | None
+    count: int
+    weights: int
+    bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """With scales and all else that belongs to the weights."""
+        return self.bytes * 8 / self.weights
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The answer of `--dry-run`.
+
+    Attributes:
+        kinds: what becomes of every linear.
+        tensor_bytes: of all tensors to be written, by format.
+        source_bytes: of all tensors as they are now.
+        memory: what will be resident beyond the process as it starts.
+        seconds: from a measured rate of matrix products; a guide, no promise.
+        loaders: who can load the result.
+    """
+
+    kinds: tuple[ModuleKind, ...]
+    tensor_bytes: dict[str, int]
+    source_bytes: int
+    memory: MemoryEstimate
+    seconds: float
+    loaders: tuple[Loader, ...]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the quantized linears."""
+        chosen = [kind for kind in self.kinds if kind.scheme]
+        return sum(kind.bytes for kind in chosen) * 8 / sum(kind.weights for kind in chosen)
+
+    @property
+    def loads_in(self) -> str:
+        """Who can load the first format, with what it needs."""
+        first = self.loaders[0].format
+        return loads_in(loader for loader in self.loaders if loader.format == first)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {
+            "bits_per_weight": self.bits_per_weight,
+            "memory": asdict(self.memory) | {"bytes": self.memory.bytes},
+        }
+
+    def line(self) -> str:
+        """The short form."""
+        chosen = [kind for kind in self.kinds if kind.scheme]
+        size = next(iter(self.tensor_bytes.values()))
+        return (
+            f"{sum(kind.count for kind in chosen)} linears at {self.bits_per_weight:.2f} bits a weight, "
+            f"{size / 2**20:.1f} MiB of tensors to write from {self.source_bytes / 2**20:.1f}; about "
+            f"{self.seconds:.0f} s and {self.memory.bytes / 2**20:.0f} MiB of memory beyond the start; "
+            f"loads in {self.loads_in}"
+        )
+
+
+def preflight(session: Session) -> Preflight:
+    """Predict the run of a prepared session; writes nothing."""
+    plan, calibration = session.plan, session.calibration
+    tokens = calibration.token_ids.numel() + calibration.held_out.numel()
+    sizes = [module_sizes(plan, weight_format) for weight_format in plan.formats]
+    others = unquantized_bytes(plan)
+    extra = others + plan.kv_scale_bytes
+    return Preflight(
+        kinds=_kinds(plan, sizes[0]),
+        tensor_bytes={
+            weight_format.name: sum(size.values()) + extra
+            for weight_format, size in zip(plan.formats, sizes, strict=True)
+        },
+        source_bytes=others + plan.plain_bytes,
+        memory=estimate_memory(
+            plan,
+            session.stream.hidden_size,
+            tokens,
+            held_out=bool(len(calibration.held_out)),
+            sequential=session.statistics is None
+            and plan.method.sequential
+            and plan.options.true_sequential,
+        ),
+        seconds=estimate_operations(plan, tokens) / _operations_per_second(),
+        loaders=tuple(
+            loader
+            for weight_format in plan.formats
+            for loader in loaders(stored(plan), weight_format.name, session.request.tensor_parallel)
+        ),
+    )
+
+
+def unquantized_bytes(plan: Plan) -> int:
+    """Bytes of every tensor that is copied as it is."""
+    checkpoint = plan.checkpoint
+    return sum(
+        entry_bytes((checkpoint.dtype_name(name), checkpoint.shape(name)))
+        for name in checkpoint.names
+        if name.removesuffix(".weight") not in plan.modules
+        and not name.endswith("rotary_emb.inv_freq")
+    )
+
+
+def module_sizes(plan: Plan, weight_format: WeightFormat) -> dict[str, int]:
+    """Bytes of the tensors of every module, by packing weights of zeros of the same shape."""
+    known: dict[tuple[Scheme, tuple[int, int], torch.dtype], int] = {}
+    sizes = {}
+    for module, shape in plan.modules.items():
+        scheme = plan.schemes[module]
+        stored = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
+        key = scheme, shape, weight_format.scale_dtype(stored, scheme)
+        if key not in known:
+            packed = weight_format.pack(module, blank_tensor(scheme, *shape, key[2]))
+            known[key] = sum(tensor.nbytes for tensor in packed.values())
+        sizes[module] = known[key]
+    return sizes
+
+
+def _kinds(plan: Plan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
+    """Modules by the last part of their name and their scheme."""
+    groups: dict[tuple[str, str | None], list[tuple[int, int]]] = defaultdict(list)
+    for module, (out_features, in_features) in plan.modules.items():
+        key = module.rpartition(".")[2], plan.schemes[module].label
+        groups[key].append((out_features * in_features, sizes[module]))
+    for module in plan.unquantized:
+        name = f"{module}.weight"
+        if name in plan.checkpoint:
+            rows, columns = plan.checkpoint.shape(name)
+            entry = plan.checkpoint.dtype_name(name), (rows, columns)
+            groups[module.rpartition(".")[2], None].append((rows * columns, entry_bytes(entry)))
+    return tuple(
+        ModuleKind(
+            name=name,
+            scheme=scheme,
+            count=len(members),
+            weights=sum(weights for weights, _ in members),
+            bytes=sum(size for _, size in members),
+        )
+        for (name, scheme), members in groups.items()
+    )
+
+
+def _operations_per_second() -> float:
+    """Rate of float32 matrix products on this machine, threads as they are now."""
+    square = torch.ones(512, 512)
+    torch.mm(square, square)  # the first product sets things up
+    began, rounds = time.perf_counter(), 8
+    for _ in range(rounds):
+        torch.mm(square, square)
+    return rounds * 2 * 512**3 / (time.perf_counter() - began)

@@ -1,0 +1,199 @@
+"""The files of a finished checkpoint that belong to no single layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.durable import TEMPORARY_SUFFIX, Entry, entry_bytes, write_durably, write_tensors
+from ..base.errors import BadInput
+from ..calibration.calibration import Calibration
+from ..formats.base import WeightFormat
+from ..formats.compressed_tensors import CompressedTensorsFormat
+from ..gguf.assemble import assemble, gguf_name
+from ..manifest.journal import Journal, sha256_of_file
+from ..manifest.manifest import (
+    CARD_NAME,
+    MANIFEST_NAME,
+    build_manifest,
+    describe_files,
+    model_card,
+    summarise,
+    to_json,
+)
+from ..model.checkpoint import INDEX_NAME, Checkpoint
+from ..plan.plan import Plan, QuantizeRequest
+from ..request.selection import HEAD
+
+OTHER_SHARD = "model-other.safetensors"
+_COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_COPIED_PATTERNS = ("LICENSE*", "NOTICE*")
+
+
+def shard_folder(checkpoint: Path, plan: Plan, number: int) -> Path:
+    """The folder of the format of this number: one of its own where there are several."""
+    return checkpoint / plan.formats[number].name if len(plan.formats) > 1 else checkpoint
+
+
+def layer_folder(journal: Journal, plan: Plan, number: int) -> Path:
+    """Where the layer shards of a format go: a GGUF file is made of them at the end, and has none."""
+    if plan.formats[number].name == "gguf":
+        return journal.folder / "layers-gguf"
+    return shard_folder(journal.checkpoint, plan, number)
+
+
+def write_final_files(
+    journal: Journal,
+    plan: Plan,
+    calibration: Calibration,
+    request: QuantizeRequest,
+    source_hashes: dict[str, str],
+) -> None:
+    """Everything but the layer shards, into the checkpoint folder of the work folder.
+
+    Writing it twice gives the same bytes, so a kill in here costs nothing.
+
+    Raises:
+        BadInput: a finished shard was changed since, or the disk is full.
+    """
+    for number in range(len(plan.formats)):
+        _write_format(journal, plan, number, calibration, request, source_hashes)
+
+
+def _write_format(
+    journal: Journal,
+    plan: Plan,
+    number: int,
+    calibration: Calibration,
+    request: QuantizeRequest,
+    source_hashes: dict[str, str],
+) -> None:
+    weight_format = plan.formats[number]
+    folder = shard_folder(journal.checkpoint, plan, number)
+    layers = layer_folder(journal, plan, number)
+    for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):  # of a kill in the middle of a write
+        leftover.unlink()
+    shards = [record["shards"][weight_format.name] for record in journal.layers]
+    for written in shards:
+        shard = layers / written["shard"]
+        if not shard.is_file() or sha256_of_file(shard) != written["sha256"]:
+            raise BadInput(f"{shard} was changed after it was written: begin again with --restart")
+    name = request.model_name or request.model.resolve().name
+    if weight_format.name == "gguf":
+        assemble(
+            plan.checkpoint,
+            [layers / written["shard"] for written in shards],
+            folder / gguf_name(name, plan.gguf_type),
+            plan.schemes,
+            plan.gguf_type,
+        )
+    else:
+        _write_index(folder, plan, shards)
+    for path in _files_to_copy(plan.checkpoint.folder):
+        write_durably(folder / path.name, path.read_bytes())
+    config = dict(plan.checkpoint.config)
+    config["quantization_config"] = quantization_config(plan, weight_format)
+    write_durably(folder / "config.json", to_json(config))
+
+    modules = [module for written in shards for module in written["modules"]]
+    stored = {name: size for shard in shards for name, size in shard["tensors"].items()}
+    manifest = build_manifest(
+        plan,
+        number,
+        calibration,
+        request=request,
+        signature=journal.signature,
+        source_hashes=source_hashes,
+        modules=modules,
+        files=describe_files(folder),
+        summary=summarise(
+            plan,
+            modules,
+            checkpoint_bytes=sum(
+                path.stat().st_size
+                for path in folder.iterdir()
+                if path.suffix in (".safetensors", ".gguf")
+            ),
+            quantized_bytes=sum(
+                stored[module + suffix]
+                for module in plan.modules
+                for suffix in weight_format.suffixes
+                if module + suffix in stored
+            ),
+        ),
+    )
+    write_durably(folder / MANIFEST_NAME, to_json(manifest))
+    write_durably(folder / CARD_NAME, model_card(plan, number, manifest))
+
+
+def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None:
+    """The tensors that belong to no layer, and where each tensor lies."""
+    weight_map, total_bytes = _write_other_tensors(folder, plan)
+    for written in shards:
+        weight_map |= dict.fromkeys(written["tensors"], written["shard"])
+        total_bytes += sum(written["tensors"].values())
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    write_durably(folder / INDEX_NAME, to_json(index))
+
+
+def quantization_config(plan: Plan, weight_format: WeightFormat) -> dict[str, Any]:
+    """What `config.json` says about the quantized linears, and the cache if scales for it are stored."""
+    if plan.kv_cache is not None and isinstance(weight_format, CompressedTensorsFormat):
+        return weight_format.config(plan.schemes, plan.unquantized, kv_cache=plan.kv_cache)
+    return weight_format.config(plan.schemes, plan.unquantized)
+
+
+def other_tensors(plan: Plan) -> dict[str, Entry]:
+    """What lies beside the quantized layers: embeddings, final norm, and the head where it stays."""
+    layers = range(plan.num_layers)
+    prefixes = tuple(f"{plan.architecture.layer_prefix(index)}." for index in layers)
+    if plan.lm_head:
+        prefixes += (f"{HEAD}.",)
+    checkpoint = plan.checkpoint
+    return {
+        name: (checkpoint.dtype_name(name), checkpoint.shape(name))
+        for name in checkpoint.names
+        if not name.startswith(prefixes)
+    }
+
+
+class _OneByOne:
+    """Tensors of a checkpoint, none of which stays mapped after the next is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, name: str, /) -> torch.Tensor:
+        self._checkpoint.release()
+        return self._checkpoint.tensor(name)
+
+
+def _write_other_tensors(folder: Path, plan: Plan) -> tuple[dict[str, str], int]:
+    """Write what is left as it is; its part of the weight map, and its bytes."""
+    layout = other_tensors(plan)
+    write_tensors(folder / OTHER_SHARD, _OneByOne(plan.checkpoint), layout)
+    plan.checkpoint.release()
+    return dict.fromkeys(layout, OTHER_SHARD), sum(map(entry_bytes, layout.values()))
+
+
+def _files_to_copy(source: Path) -> list[Path]:
+    paths: list[Path] = [source / name for name in _COPIED]
+    for pattern in _COPIED_PATTERNS:
+        paths += sorted(source.glob(pattern))
+    return [path for path in paths if path.is_file()]

@@ -1,0 +1,352 @@
+"""Everything that can be known to go wrong before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from ..base.errors import BadInput
+from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ..formats.base import WeightFormat
+from ..formats.gguf_integer import block_type_of
+from ..formats.registry import FORMATS
+from ..gguf.assemble import check_source
+from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_notes
+from ..methods.base import Method, MethodOptions, SchemeOptions
+from ..methods.options import refuse_knobs
+from ..methods.registry import METHODS
+from ..model.architecture import Architecture, architecture_of
+from ..model.checkpoint import Checkpoint
+from ..request.request import QuantizeRequest, parse_override
+from ..request.selection import (
+    BYTES_OF,
+    DEFAULT_GROUP_SIZES,
+    HEAD,
+    TORCH_DTYPES,
+    Shapes,
+    find_head,
+    find_ignored,
+    find_linears,
+    options_by_module,
+    split_fusions,
+)
+from ..stream.kv_scales import LARGEST
+from ..stream.layer_stream import compute_dtype
+
+__all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
+
+DEFAULT_SEQ_LEN = 256
+# Methods that move scales between operations need to know where they may.
+_SMOOTHING = ("awq", "smoothquant")
+# Methods that end in a rounding to whatever grid, ggml's blocks included.
+_BLOCK_METHODS = ("rtn", "awq")
+_Entry = TypeVar("_Entry")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request that was checked against the checkpoint.
+
+    Attributes:
+        architecture: its decoder layers.
+        formats: every format to write.
+        modules: `(out_features, in_features)` of every linear to quantize, by full name.
+        schemes: what each of them becomes.
+        ignored: linears that stay as they are because they were asked to.
+        options: the knobs of the method.
+        seq_len: tokens in a calibration sample.
+        compute: dtype of the matrix products of the calibration passes.
+        gguf_type: how a GGUF file calls the mix; empty where none is written.
+        kv_cache: the kind of cache that scales are stored for.
+        notes: choices made for the user, one line each.
+    """
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    method: Method
+    formats: tuple[WeightFormat, ...]
+    modules: Shapes
+    schemes: dict[str, Scheme]
+    ignored: tuple[str, ...]
+    options: MethodOptions
+    seq_len: int
+    compute: torch.dtype
+    gguf_type: str
+    kv_cache: str | None
+    notes: tuple[str, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.architecture.layers)
+
+    @property
+    def lm_head(self) -> bool:
+        """Whether the output projection is quantized."""
+        return HEAD in self.modules
+
+    @property
+    def unquantized(self) -> list[str]:
+        """The linears that stay floats, as the configs of formats list them."""
+        return [*([] if self.lm_head or HEAD in self.ignored else [HEAD]), *self.ignored]
+
+    @property
+    def format(self) -> WeightFormat:
+        """The first format."""
+        return self.formats[0]
+
+    @property
+    def label(self) -> str:
+        """The schemes in use, the commonest first."""
+        labels = [scheme.label for scheme in self.schemes.values()]
+        return ", ".join(sorted(set(labels), key=lambda label: (-labels.count(label), label)))
+
+    def scale_dtype(self, module: str) -> torch.dtype:
+        """The dtype that the scales of a module are chosen in: one that every format holds exactly."""
+        stored = TORCH_DTYPES[self.checkpoint.dtype_name(f"{module}.weight")]
+        wanted = [one.scale_dtype(stored, self.schemes[module]) for one in self.formats]
+        return min(wanted, key=lambda dtype: -torch.finfo(dtype).eps)
+
+    @property
+    def kv_scale_bytes(self) -> int:
+        """Bytes of the scales of the KV cache, two float32 for every layer."""
+        return 8 * self.num_layers if self.kv_cache else 0
+
+    @property
+    def quantized_bytes(self) -> int:
+        """Bytes that the quantized linears will take on disk, without headers."""
+        bits = (
+            self.schemes[name].bits_per_weight(*shape) * shape[0] * shape[1]
+            for name, shape in self.modules.items()
+        )
+        return int(sum(bits)) // 8
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the same linears in the source."""
+        return sum(
+            out_features * in_features * BYTES_OF[self.checkpoint.dtype_name(f"{name}.weight")]
+            for name, (out_features, in_features) in self.modules.items()
+        )
+
+
+def make_plan(request: QuantizeRequest) -> Plan:
+    """Check a request against the headers of the checkpoint.
+
+    Raises:
+        BadInput: anything that would make the work fail later; the message names the module, file or
+            option.
+    """
+    method = known(METHODS, request.method, "method")
+    refuse_knobs(method.name, request.options)
+    formats = _formats(request, method)
+    if request.gguf_type is not None and all(one.name != "gguf" for one in formats):
+        raise BadInput("--gguf-type belongs to --format gguf")
+    if blocks_asked(request, formats):
+        return _blocks_plan(request, method, formats)
+    base = _base_options(request, formats)
+    # Widths are checked before the group size is chosen: what cannot be packed at all comes first.
+    probe = method.scheme(replace(base, group_size=PER_CHANNEL) if method.grouped else base)
+    for weight_format in formats:
+        weight_format.check_scheme(probe)
+
+    checkpoint, architecture, modules, ignored = _selected(request)
+    if not request.overrides:
+        _check_widths(formats, modules, dict.fromkeys(modules, probe))
+    overrides = [parse_override(text) for text in request.overrides]
+    options, notes = options_by_module(modules, base, overrides, grouped=method.grouped)
+    schemes = {name: method.scheme(one) for name, one in options.items()}
+    _check_widths(formats, modules, schemes)
+    plan = Plan(
+        checkpoint=checkpoint,
+        architecture=architecture,
+        method=method,
+        formats=formats,
+        modules=modules,
+        schemes=schemes,
+        ignored=ignored,
+        options=request.options,
+        seq_len=_seq_len(request, checkpoint),
+        compute=_compute(request, checkpoint, modules),
+        gguf_type=_gguf_type(formats, schemes),
+        kv_cache=request.kv_cache,
+        notes=(),
+    )
+    check_plan(plan)
+    return replace(plan, notes=(*notes, *plan_notes(plan)))
+
+
+def blocks_asked(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> bool:
+    """Whether ggml's own block types are wanted, and not an integer grid that happens to fit them."""
+    alone = [weight_format.name for weight_format in formats] == ["gguf"]
+    return (
+        alone
+        and (request.gguf_type is not None or request.scheme_options == SchemeOptions())
+        and (request.method in _BLOCK_METHODS)
+    )
+
+
+def _blocks_plan(
+    request: QuantizeRequest, method: Method, formats: tuple[WeightFormat, ...]
+) -> Plan:
+    """A plan for a GGUF file of one of llama.cpp's mixes."""
+    if request.overrides or request.scheme_options != SchemeOptions():
+        raise BadInput("--gguf-type decides the bits of every weight: leave the other options out")
+    type_name = request.gguf_type or DEFAULT_GGUF_TYPE
+    checkpoint, architecture, modules, ignored = _selected(request)
+    num_layers = len(architecture.layers)
+    schemes: dict[str, Scheme] = dict(mix(type_name, modules, num_layers))
+    if not schemes:
+        raise BadInput(f"no linear of {request.model} has inputs in whole blocks of 32")
+    misfits = tuple(name for name in modules if name not in schemes)
+    plan = Plan(
+        checkpoint=checkpoint,
+        architecture=architecture,
+        method=method,
+        formats=formats,
+        modules={name: modules[name] for name in schemes},
+        schemes=schemes,
+        ignored=(*ignored, *misfits),
+        options=request.options,
+        seq_len=_seq_len(request, checkpoint),
+        compute=_compute(request, checkpoint, modules),
+        gguf_type=type_name,
+        kv_cache=request.kv_cache,
+        notes=(),
+    )
+    check_plan(plan)
+    notes = mix_notes(type_name, modules, num_layers)
+    return replace(plan, notes=(*notes, *architecture.notes))
+
+
+def _selected(
+    request: QuantizeRequest,
+) -> tuple[Checkpoint, Architecture, Shapes, tuple[str, ...]]:
+    """The source, its layers, the linears to quantize, and those that were asked to stay."""
+    checkpoint = Checkpoint(request.model)
+    if checkpoint.quantization_config is not None:
+        raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
+    architecture = architecture_of(checkpoint)
+    linears = find_linears(checkpoint, architecture)
+    if request.lm_head:
+        linears[HEAD] = find_head(checkpoint)
+    ignored = find_ignored(request.ignore, list(linears))
+    modules = {name: shape for name, shape in linears.items() if name not in ignored}
+    if not modules:
+        raise BadInput("--ignore matches every linear of the model: nothing is left to quantize")
+    return checkpoint, architecture, modules, ignored
+
+
+def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -> str:
+    """What a GGUF file of integer weights calls itself."""
+    if all(weight_format.name != "gguf" for weight_format in formats):
+        return ""
+    return max((block_type_of(scheme) or "" for scheme in schemes.values()), default="")
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises BadInput where the formats cannot hold the schemes of a plan together."""
+    if plan.kv_cache is not None:
+        if plan.kv_cache not in LARGEST:
+            raise BadInput(f"--kv-cache {plan.kv_cache}: choose {' or '.join(LARGEST)}")
+        if any(weight_format.name != "compressed-tensors" for weight_format in plan.formats):
+            raise BadInput(
+                "--kv-cache: only --format compressed-tensors has a place for its scales"
+            )
+    for weight_format in plan.formats:
+        weight_format.config(plan.schemes, plan.unquantized)
+        if weight_format.name == "gguf":
+            check_source(plan.checkpoint)
+    unmapped = not all(family.mapped for family in plan.architecture.layers)
+    if unmapped and plan.method.name in _SMOOTHING:
+        raise BadInput(
+            f"no smoothing map is known for model type {plan.architecture.model_type!r}, "
+            f"which method {plan.method.name} needs: use rtn, gptq, fp8 or nf4"
+        )
+
+
+def plan_notes(plan: Plan) -> list[str]:
+    """What a person should know about a plan that can be carried out."""
+    notes = list(plan.architecture.notes)
+    asymmetric = any(isinstance(s, IntScheme) and not s.symmetric for s in plan.schemes.values())
+    if asymmetric and any(f.name == "compressed-tensors" for f in plan.formats):
+        notes.append(
+            "note: transformers loads asymmetric compressed-tensors checkpoints only with "
+            "CompressedTensorsConfig(dequantize=True); --symmetric needs nothing"
+        )
+    split = split_fusions(plan.architecture, plan.schemes)
+    if split:
+        more = f" (and {len(split) - 1} more such groups)" if len(split) > 1 else ""
+        notes.append(
+            f"warning: {', '.join(split[0])} do not share one scheme: vLLM refuses that{more}"
+        )
+    return notes
+
+
+def known(table: Mapping[str, _Entry], name: str, kind: str) -> _Entry:
+    """An entry of a registry, or BadInput listing what there is."""
+    if name not in table:
+        raise BadInput(f"unknown {kind} {name!r}: choose one of {', '.join(sorted(table))}")
+    return table[name]
+
+
+def _formats(request: QuantizeRequest, method: Method) -> tuple[WeightFormat, ...]:
+    """The formats that were asked for; else the one of the method, if it can hold the scheme."""
+    if request.format is not None:
+        names = [name.strip() for name in request.format.split(",")]
+        if len(set(names)) != len(names):
+            raise BadInput(f"--format {request.format}: a format is named twice")
+        return tuple(known(FORMATS, name, "format") for name in names)
+    own = FORMATS[method.default_format]
+    options = request.scheme_options
+    if method.grouped and options.group_size is None:
+        options = replace(options, group_size=PER_CHANNEL)
+    try:
+        own.check_scheme(method.scheme(options))
+    except BadInput:
+        return (FORMATS["compressed-tensors"],)
+    return (own,)
+
+
+def _base_options(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> SchemeOptions:
+    """The options of all modules, symmetric as the formats prefer where nothing was asked."""
+    options = request.scheme_options
+    names = {weight_format.name for weight_format in formats}
+    if options.symmetric is not None or request.method == "hqq":
+        return options
+    if "awq" in names:
+        return replace(options, symmetric=False)
+    if names & {"compressed-tensors", "gptq"}:
+        return replace(options, symmetric=True)
+    return options
+
+
+def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
+    context = checkpoint.config.get("max_position_embeddings", DEFAULT_SEQ_LEN)
+    if not isinstance(context, int) or context < 1:
+        raise BadInput(f"{checkpoint.folder}/config.json has no usable max_position_embeddings")
+    if request.seq_len is None:
+        return min(DEFAULT_SEQ_LEN, context)
+    if request.seq_len > context:
+        raise BadInput(
+            f"--seq-len {request.seq_len} is longer than the model's context of {context} tokens"
+        )
+    return request.seq_len
+
+
+def _compute(request: QuantizeRequest, checkpoint: Checkpoint, modules: Shapes) -> torch.dtype:
+    stored = [checkpoint.dtype_name(f"{module}.weight") for module in modules]
+    return compute_dtype(request.compute, TORCH_DTYPES[max(stored, key=stored.count)])
+
+
+def _check_widths(
+    formats: Sequence[WeightFormat], modules: Shapes, schemes: Mapping[str, Scheme]
+) -> None:
+    for weight_format in formats:
+        for scheme in dict.fromkeys(schemes.values()):
+            weight_format.check_scheme(scheme)
+        for name, (out_features, in_features) in modules.items():
+            weight_format.check(name, out_features, in_features, schemes[name])

@@ -1,0 +1,168 @@
+"""What can be asked of a quantization, before anything is known about the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from ..base.errors import BadInput
+from ..methods.base import MethodOptions, SchemeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeRequest:
+    """What was asked for. None means: choose, and say what was chosen.
+
+    Attributes:
+        model: folder of the source checkpoint.
+        output: folder to create; with several formats, the folder of a folder for each.
+        bits: of integer weights; None takes the method's own.
+        group_size: None takes the largest usual size that divides every quantized width.
+        symmetric: None takes what the format prefers.
+        granularity, activations, double_quant, outlier_threshold, sparse_fraction: see `SchemeOptions`.
+        gguf_type: block type or mix of a GGUF file; None takes `gguf.mix.DEFAULT_GGUF_TYPE`.
+        options: the knobs of single methods.
+        format: one name or several with commas; None takes the format that belongs to the method, if
+            it can hold the scheme.
+        overrides: such as `down_proj$=bits:8,group_size:64`; of several that match, the last holds.
+        calibration: see `calibration.load_calibration`.
+        seq_len: tokens in a sample; None is 256 or the model's context, whichever is less.
+        held_out: samples that no method sees, to measure on; None is an eighth of `num_samples`.
+        evaluation: a file whose texts must not be among the calibration texts; None: the bundled one.
+        ignore: regular expressions searched in module names; what matches stays as it is.
+        lm_head: whether the output projection is quantized too.
+        revert_worse: whether linears of layers that end worse than plain rounding are rounded plainly.
+        compute: dtype of the products of the calibration passes, see `layer_stream.compute_dtype`.
+        stats: folder of statistics measured once, on the float model; made where it does not exist.
+        target_bpw, target_bytes: what method `auto` may spend: bits per quantized weight, or bytes of all
+            tensors.
+        kv_cache: `fp8` or `int8`: measure and store scales for an 8-bit KV cache.
+        tensor_parallel: ranks that vLLM would split the model over; for the table of loaders alone.
+        restart: throw away the unfinished work of an earlier run.
+        model_name: how the records call the model; empty: the name of its folder.
+    """
+
+    model: Path
+    output: Path
+    method: str = "awq"
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    granularity: str | None = None
+    activations: str | None = None
+    double_quant: bool = False
+    outlier_threshold: float | None = None
+    sparse_fraction: float | None = None
+    gguf_type: str | None = None
+    options: MethodOptions = field(default_factory=MethodOptions)
+    format: str | None = None
+    overrides: tuple[str, ...] = ()
+    calibration: str | None = None
+    num_samples: int = 64
+    seq_len: int | None = None
+    held_out: int | None = None
+    evaluation: str | None = None
+    ignore: tuple[str, ...] = ()
+    lm_head: bool = False
+    revert_worse: bool = False
+    compute: str = "auto"
+    stats: Path | None = None
+    target_bpw: float | None = None
+    target_bytes: int | None = None
+    kv_cache: str | None = None
+    tensor_parallel: int = 1
+    seed: int = 0
+    restart: bool = False
+    model_name: str = ""
+
+    @property
+    def scheme_options(self) -> SchemeOptions:
+        """What was asked of the grid."""
+        return SchemeOptions(
+            bits=self.bits,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            granularity=self.granularity,
+            activations=self.activations,
+            double_quant=self.double_quant,
+            outlier_threshold=self.outlier_threshold,
+            sparse_fraction=self.sparse_fraction,
+            act_order=self.options.act_order,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """Other options for the modules whose names a regular expression finds."""
+
+    pattern: re.Pattern[str]
+    changes: Mapping[str, Any]
+
+    def apply(self, options: SchemeOptions) -> SchemeOptions:
+        """The options with the changes made."""
+        return replace(options, **self.changes)
+
+
+_Kind = Literal["int", "float", "bool", "word"]
+_KEYS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "bits": "int",
+        "group_size": "int",
+        "symmetric": "bool",
+        "granularity": "word",
+        "activations": "word",
+        "double_quant": "bool",
+        "outlier_threshold": "float",
+        "sparse_fraction": "float",
+    }
+)
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def parse_override(text: str) -> Override:
+    """Read `REGEX=key:value,key:value`.
+
+    Raises:
+        BadInput: no regular expression, an unknown key, or a value that the key cannot have.
+    """
+    pattern, divider, rest = text.rpartition("=")
+    if not divider or not pattern or not rest:
+        raise BadInput(f"--override {text!r}: write REGEX=key:value, such as 'down_proj$=bits:8'")
+    changes: dict[str, Any] = {}
+    for item in rest.split(","):
+        key, _, value = (part.strip() for part in item.partition(":"))
+        key = key.replace("-", "_")
+        if key not in _KEYS:
+            raise BadInput(
+                f"--override {text!r}: unknown key {key!r}, choose of {', '.join(_KEYS)}"
+            )
+        changes[key] = _value(text, key, value)
+    return Override(compiled("--override", pattern), MappingProxyType(changes))
+
+
+def compiled(option: str, pattern: str) -> re.Pattern[str]:
+    """A regular expression, or BadInput naming the option."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise BadInput(f"{option} {pattern!r} is no regular expression: {error}") from error
+
+
+def _value(text: str, key: str, value: str) -> int | float | bool | str:
+    kind = _KEYS[key]
+    try:
+        if kind == "int":
+            return int(value)
+        if kind == "float":
+            return float(value)
+        if kind == "bool":
+            return _BOOLEANS[value.lower()]
+    except (ValueError, KeyError) as error:
+        raise BadInput(f"--override {text!r}: {value!r} is no value for {key}") from error
+    if not value:
+        raise BadInput(f"--override {text!r}: {key} has no value")
+    return value
