@@ -26,7 +26,7 @@ test: $(INSTALLED)
 
 # The random walk over scheduler and block pool, of more than 20,000 steps.
 nightly: $(INSTALLED)
-	LLMOPT_WALK_EXAMPLES=2000 $(VENV)/bin/python -m pytest tests/engine/test_scheduler_walk.py
+	LLMOPT_WALK_EXAMPLES=2000 $(VENV)/bin/python -m pytest tests/engine/scheduling/test_scheduler_walk.py
 
 # On a machine with a GPU, by a Python that has torch, triton and transformers: nothing is installed or fetched.
 gpu-check gpu-bench: export PYTHONPATH = $(LINKS)
@@ -34,11 +34,11 @@ gpu-check gpu-bench: export HF_HUB_OFFLINE = 1
 
 # Is it right: every Triton kernel in small and real sizes, the engine in every mode, all formats. Under 8 minutes.
 gpu-check: $(LINKS)/llmopt
-	timeout --signal=INT 470 $(PYTHON) -m pytest -rs -n $(GPU_JOBS) --dist worksteal tests/gpu tests/engine/test_triton_*.py
+	timeout --signal=INT 470 $(PYTHON) -m pytest -rs -n $(GPU_JOBS) --dist worksteal tests/gpu tests/engine/kernels/test_triton_*.py
 
 # How fast is it, beside transformers, as shares of what the GPU can do. Under 9 minutes.
 gpu-bench: $(LINKS)/llmopt
-	$(PYTHON) tools/gpu_bench.py --out $(RESULT) $(if $(COMMIT),--commit $(COMMIT))
+	$(PYTHON) -m tools.gpu_bench --out $(RESULT) $(if $(COMMIT),--commit $(COMMIT))
 
 $(LINKS)/llmopt:
 	mkdir -p $@

@@ -3,20 +3,17 @@ file may grow, what is packaged."""
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("quant", "engine", "bench", "cli")  # each may import those before it
-DATA = "recipes"  # bundled data: anyone may import it
+from tools import structure
+from tools.structure import DATA, FLOORS, ROOT
+
 TORCH_FREE = (
     "engine.scheduling",
     "engine.base.sampling_params",
@@ -25,57 +22,26 @@ TORCH_FREE = (
     "engine.planner",
     "cli",
 )
-MAX_LINES = 500
+MODULES = structure.read_modules()
+
+
+def imports(module: str, *, in_functions: bool = True) -> frozenset[str]:
+    """What a module imports when it runs."""
+    return structure.imports(MODULES[module], MODULES, in_functions=in_functions, for_types=False)
 
 
 def source_files() -> list[Path]:
-    return sorted(p for folder in (*FLOORS, DATA) for p in (ROOT / folder).rglob("*.py"))
+    return [module.path for module in MODULES.values()]
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(path): path for path in source_files()}
-
-
-def statements(tree: ast.AST, inside_functions: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements that run, so not those under TYPE_CHECKING."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for other in node.orelse:
-                yield from statements(other, inside_functions)
-        elif inside_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from statements(node, inside_functions)
-
-
-@cache
-def imports(module: str, inside_functions: bool) -> frozenset[str]:
-    """Modules that a module imports: ours by their place in the tree, others by their top name."""
-    path = MODULES[module]
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    found: set[str] = set()
-    for node in statements(ast.parse(path.read_text(encoding="utf-8")), inside_functions):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif node.level == 0:
-            found.add((node.module or "").split(".")[0])
-        else:
-            base = package[: len(package) - node.level + 1]
-            target = ".".join([*base, *(node.module.split(".") if node.module else [])])
-            for alias in node.names:
-                inner = f"{target}.{alias.name}" if target else alias.name
-                found.add(inner if inner in MODULES else target)
-    return frozenset(found)
+    return next(name for name, module in MODULES.items() if module.path == path)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_one_way(module: str) -> None:
     floor = module.split(".")[0]
-    for imported in imports(module, inside_functions=True):
+    for imported in imports(module):
         top = imported.split(".")[0]
         assert top != "llmopt", (
             f"{module} imports {imported} by its installed name: use a relative one"
@@ -85,23 +51,23 @@ def test_imports_run_one_way(module: str) -> None:
             assert FLOORS.index(top) < FLOORS.index(floor), f"{module} imports {imported}, above it"
 
 
-def test_no_cycles() -> None:
-    state: dict[str, str] = {}
+def test_folders_of_a_floor_import_one_way() -> None:
+    """Imports for types alone count too: who reads a module must know what they name."""
+    assert not structure.cycles(structure.folder_graph(MODULES))
 
-    def visit(module: str, trail: tuple[str, ...]) -> None:
-        assert state.get(module) != "open", f"import cycle: {' -> '.join((*trail, module))}"
-        if module in state:
-            return
-        state[module] = "open"
-        for imported in imports(module, inside_functions=not module.endswith("main")):
-            # A package's own __init__ hands out names of its modules on demand; that is no dependence.
-            if imported in MODULES and MODULES[imported].name != "__init__.py":
-                visit(imported, (*trail, module))
-        state[module] = "done"
 
-    for module, path in MODULES.items():
-        if path.name != "__init__.py":
-            visit(module, ())
+def test_modules_import_one_way() -> None:
+    assert not structure.cycles(structure.module_graph(MODULES))
+
+
+def test_a_circle_is_seen() -> None:
+    graph = {"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a"), "d": frozenset("a")}
+    assert structure.cycles(graph) == [["a", "b", "c"]]
+
+
+def test_no_folder_holds_too_many_modules() -> None:
+    counts = structure.modules_in(MODULES)
+    assert {f: n for f, n in counts.items() if n > structure.MAX_MODULES} == {}
 
 
 @pytest.mark.parametrize(
@@ -115,12 +81,12 @@ def test_policy_planner_and_command_line_load_no_torch(module: str) -> None:
         if current in seen:
             continue
         seen.add(current)
-        for imported in imports(current, inside_functions=False):
+        for imported in imports(current, in_functions=False):
             assert imported not in ("torch", "transformers"), f"{trail} imports {imported}"
             if imported in MODULES:
                 pending.append((imported, f"{trail} -> {imported}"))
     if not module.startswith("cli"):
-        assert "torch" not in imports(module, inside_functions=True)
+        assert "torch" not in imports(module)
 
 
 def test_no_file_is_too_long() -> None:
@@ -128,7 +94,7 @@ def test_no_file_is_too_long() -> None:
     long = {
         str(path.relative_to(ROOT)): count
         for path in files
-        if (count := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
+        if (count := len(path.read_text(encoding="utf-8").splitlines())) > structure.MAX_LINES
     }
     assert not long
 

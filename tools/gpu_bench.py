@@ -1,4 +1,4 @@
-"""The engine on this machine's GPU, in one file: `python tools/gpu_bench.py --out FILE`.
+"""The engine on this machine's GPU, in one file: `python -m tools.gpu_bench --out FILE`.
 
 Every section runs in a process of its own, within its time: one that fails or takes too long loses what it
 had not yet found, and no more. The roofs (bytes copied and products a second) are measured in each of them.
@@ -22,6 +22,8 @@ from typing import Any
 
 SCHEMA = "llmopt-gpu-bench/1"
 LINES = "findings.jsonl"
+SELF = (sys.executable, "-m", "tools.gpu_bench")
+"""How a section is started in a process of its own."""
 
 
 def main() -> None:
@@ -40,7 +42,7 @@ def main() -> None:
         name, home = given.measure
         measure(name, Path(home), given.small, given.interpret)
         return
-    from gpu_figures.figure import markdown
+    from .gpu_figures.figure import markdown
 
     record = run(given)
     print(markdown(record))
@@ -54,7 +56,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SystemExit: an unknown section.
     """
-    from gpu_figures.sections import SECTIONS
+    from .gpu_figures.sections import SECTIONS
 
     known = {section.name: section for section in SECTIONS}
     names = given.sections.split(",") if given.sections else list(known)
@@ -84,7 +86,7 @@ def in_a_process(
     """What a section found, and the environment that it found it in."""
     with tempfile.TemporaryDirectory(dir=roomy()) as home:
         lines = Path(home) / LINES
-        words = [sys.executable, __file__, "--measure", name, home]
+        words = [*SELF, "--measure", name, home]
         words += [f"--{flag}" for flag in ("small", "interpret") if getattr(given, flag)]
         begin = time.perf_counter()
         try:
@@ -106,10 +108,11 @@ def in_a_process(
 def measure(name: str, home: Path, small: bool, interpret: bool) -> None:
     """Measure a section here; every finding is a line of JSON in `home` as soon as it is known."""
     import torch
-    from gpu_figures.sections import SECTIONS, World
-    from gpu_figures.shapes import FULL, SMALL
     from llmopt.bench.machine.environment import describe
     from llmopt.engine.doctor.kernel_table import table
+
+    from .gpu_figures.sections import SECTIONS, World
+    from .gpu_figures.shapes import FULL, SMALL
 
     has_gpu = torch.cuda.is_available() and not interpret
     if not has_gpu and not small:

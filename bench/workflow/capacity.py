@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from ...quant.model.models import resolve_model
 from ..files.run_folder import write_whole
 from ..options.options import BenchOptions
 from ..options.sweep_loads import parse_loads
+from ..recipes.capacity_run import CapacityRun
 from ..recipes.stages import Stages
 from ..record.result import plain, to_json
 from ..report.sweep_page import SWEEP_NAME, write_sweep
@@ -29,27 +28,6 @@ from ..session.sweep import Rig, sweep_loads
 from .workflow import keep
 
 SINGLE, SWEEP, PLAN_NAME = "single", "sweep", "plan.json"
-FORMULAS = {
-    "predicted sequences": "tokens that the planned KV cache holds / tokens of a sequence, rounded down",
-    "predicted TPOT": "the planner's decode step for that many sequences at the mean context (prompt + "
-    "half of the output), with the roofs measured here and the shares of them that one user reached",
-    "predicted tokens/s": "users / predicted TPOT: decode alone, no prompts",
-    "residual": "measured / predicted − 1",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class CapacityRun:
-    """A finished capacity recipe.
-
-    Attributes:
-        sweep: the record of the sweep.
-        record: the recipe's `result.json`.
-    """
-
-    folder: Path
-    sweep: Mapping[str, Any]
-    record: Mapping[str, Any]
 
 
 def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRun:

@@ -6,15 +6,11 @@ differ. A feature is of the engine (an option turns it on), of the checkpoint, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from ...quant.base.errors import BadInput
-
-if TYPE_CHECKING:
-    from .config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,71 +19,31 @@ class Feature:
 
     Attributes:
         name: as it stands in a sentence.
-        source: the option that turns it on, or where else it comes from.
-        is_asked_for: whether a config turns it on; None where a config does not say.
+        source: the option that turns it on (`EngineConfig.features` says when), or where else it comes from.
     """
 
     name: str
     source: str
-    is_asked_for: Callable[[EngineConfig], bool] | None = None
 
 
 FEATURES: Mapping[str, Feature] = {
-    "chunks": Feature(
-        "chunked prefill", "`prefill_chunk_size`", lambda c: c.prefill_chunk_size is not None
-    ),
-    "no-prefix-cache": Feature(
-        "no prefix cache", "`--no-prefix-caching`", lambda c: not c.enable_prefix_caching
-    ),
-    "policy": Feature(
-        "a scheduling policy", "`--scheduling-policy`", lambda c: c.scheduling_policy != "fcfs"
-    ),
-    "overlap": Feature("async scheduling", "`--overlapped-loop`", lambda c: c.overlapped_loop),
-    "eager": Feature("eager steps", "`--enforce-eager`", lambda c: c.enforce_eager),
-    "swap": Feature("a swap space", "`--swap-space`", lambda c: c.swap_space_bytes > 0),
-    "kv-fp8": Feature(
-        "a KV cache in fp8", "`--kv-cache-dtype fp8`", lambda c: c.kv_cache_dtype == "fp8"
-    ),
-    "kv-int8": Feature(
-        "a KV cache in int8", "`--kv-cache-dtype int8`", lambda c: c.kv_cache_dtype == "int8"
-    ),
-    "ngram": Feature(
-        "prompt lookup",
-        "`--speculative ngram`",
-        lambda c: c.speculation is not None and c.speculation.method == "ngram",
-    ),
-    "draft": Feature(
-        "a draft model",
-        "`--speculative draft`",
-        lambda c: c.speculation is not None and c.speculation.method == "draft",
-    ),
-    "medusa": Feature(
-        "Medusa heads",
-        "`--speculative medusa`",
-        lambda c: c.speculation is not None and c.speculation.method == "medusa",
-    ),
-    "eagle": Feature(
-        "an EAGLE head",
-        "`--speculative eagle`",
-        lambda c: c.speculation is not None and c.speculation.method == "eagle",
-    ),
-    "rejection": Feature(
-        "rejection sampling",
-        "`--speculative-acceptance rejection`",
-        lambda c: c.speculation is not None and c.speculation.acceptance == "rejection",
-    ),
-    "streams": Feature(
-        "attention sinks", "`--window`, `--attention-sinks`", lambda c: c.window is not None
-    ),
-    "lora": Feature("LoRA adapters", "`--lora`", lambda c: bool(c.loras)),
-    "tensor-parallel": Feature(
-        "tensor parallelism",
-        "`--tensor-parallel-size`",
-        lambda c: c.tensor_parallel_size > 1,
-    ),
-    "activations-8": Feature(
-        "8-bit activations", "`--cpu-activations 8`", lambda c: c.cpu_activations == 8
-    ),
+    "chunks": Feature("chunked prefill", "`prefill_chunk_size`"),
+    "no-prefix-cache": Feature("no prefix cache", "`--no-prefix-caching`"),
+    "policy": Feature("a scheduling policy", "`--scheduling-policy`"),
+    "overlap": Feature("async scheduling", "`--overlapped-loop`"),
+    "eager": Feature("eager steps", "`--enforce-eager`"),
+    "swap": Feature("a swap space", "`--swap-space`"),
+    "kv-fp8": Feature("a KV cache in fp8", "`--kv-cache-dtype fp8`"),
+    "kv-int8": Feature("a KV cache in int8", "`--kv-cache-dtype int8`"),
+    "ngram": Feature("prompt lookup", "`--speculative ngram`"),
+    "draft": Feature("a draft model", "`--speculative draft`"),
+    "medusa": Feature("Medusa heads", "`--speculative medusa`"),
+    "eagle": Feature("an EAGLE head", "`--speculative eagle`"),
+    "rejection": Feature("rejection sampling", "`--speculative-acceptance rejection`"),
+    "streams": Feature("attention sinks", "`--window`, `--attention-sinks`"),
+    "lora": Feature("LoRA adapters", "`--lora`"),
+    "tensor-parallel": Feature("tensor parallelism", "`--tensor-parallel-size`"),
+    "activations-8": Feature("8-bit activations", "`--cpu-activations 8`"),
     "windows": Feature("sliding windows", "the checkpoint"),
     "quantized": Feature("quantized weights", "the checkpoint"),
     "transformers": Feature(
@@ -156,13 +112,4 @@ def refusal_line(pair: frozenset[str]) -> str:
     """How the refusal of a pair begins."""
     return (
         " and ".join(FEATURES[key].name for key in FEATURES if key in pair) + " do not go together"
-    )
-
-
-def asked_for(config: EngineConfig) -> frozenset[str]:
-    """The features that a config turns on."""
-    return frozenset(
-        key
-        for key, feature in FEATURES.items()
-        if feature.is_asked_for is not None and feature.is_asked_for(config)
     )

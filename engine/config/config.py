@@ -9,7 +9,7 @@ from pathlib import Path
 from ...quant.base.errors import BadInput
 from ..scheduling.scheduling_policy import POLICIES
 from ..scheduling.window import Window
-from .compatibility import asked_for, refuse
+from .compatibility import refuse
 from .speculation import SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -130,9 +130,31 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadInput(f"{name} = {value}: need 1 or more")
-        refuse(asked_for(self))
+        refuse(self.features)
 
     @property
     def stream(self) -> Window | None:
         """What stays of a stream without end; None: sequences end at the model's context."""
         return None if self.window is None else Window(self.window, self.attention_sinks)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features of `compatibility.FEATURES` that these options turn on."""
+        turned_on = {
+            "chunks": self.prefill_chunk_size is not None,
+            "no-prefix-cache": not self.enable_prefix_caching,
+            "policy": self.scheduling_policy != "fcfs",
+            "overlap": self.overlapped_loop,
+            "eager": self.enforce_eager,
+            "swap": self.swap_space_bytes > 0,
+            "kv-fp8": self.kv_cache_dtype == "fp8",
+            "kv-int8": self.kv_cache_dtype == "int8",
+            "streams": self.window is not None,
+            "lora": bool(self.loras),
+            "tensor-parallel": self.tensor_parallel_size > 1,
+            "activations-8": self.cpu_activations == 8,
+        }
+        if self.speculation is not None:
+            turned_on[self.speculation.method] = True
+            turned_on["rejection"] = self.speculation.acceptance == "rejection"
+        return frozenset(name for name, is_on in turned_on.items() if is_on)

@@ -20,7 +20,8 @@ from ..kernels.elementwise.head_norms import HeadNorms
 from ..kernels.elementwise.layer_kernels import GATE, GELU_GATE, NORM, TURN, RowSituation
 from ..kernels.linear.linear import LINEAR, LinearSituation
 from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
-from ..kernels.moe.expert_kernels import EXPERTS, ExpertsKernel, ExpertsSituation
+from ..kernels.moe.expert_kernels import EXPERTS, ExpertsSituation
+from ..kernels.moe.experts import ExpertsKernel
 from ..model.layers.mlp import GatedMlp
 from ..model.layers.projection import Projection
 from ..sampling.kernels import SAMPLING, SamplingKernel, SamplingSituation

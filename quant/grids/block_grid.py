@@ -6,28 +6,31 @@ import torch
 
 from ..base.scheme import GgufScheme
 from ..ggml.blocks import quantize_blocks
-from ..methods.base import LayerProblem
 from ..tensors.gguf import GgufTensor
+from .input_statistics import InputStatistics
 
 
 def round_to_blocks(
-    problem: LayerProblem, linear: str, weight: torch.Tensor, scheme: GgufScheme
+    weight: torch.Tensor,
+    scheme: GgufScheme,
+    *,
+    original: torch.Tensor,
+    statistics: InputStatistics | None,
+    name: str,
 ) -> GgufTensor:
-    """Round `weight` `[out, in]`, which may be the linear's own with scaled columns.
+    """Round `weight` `[out, in]`, which is the linear's `original` or that with scaled columns.
 
     The importance of a column is the mean square of its input, llama.cpp's importance matrix.
 
     Raises:
         BadInput: weights too large for float16 scales.
     """
-    statistics = problem.statistics.get(linear)
     importance = None
     if statistics is not None and statistics.num_tokens:
         importance = statistics.gram.diagonal() / statistics.num_tokens
-        original = problem.weights[linear]
         if weight is not original:
             # Columns that were multiplied see inputs that were divided.
             before, after = original.square().sum(dim=0), weight.square().sum(dim=0)
             importance = torch.where(after > 0, importance * before / after, importance)
-    data = quantize_blocks(weight, scheme.type, importance, name=f"{problem.prefix}.{linear}")
+    data = quantize_blocks(weight, scheme.type, importance, name=name)
     return GgufTensor(data, scheme)

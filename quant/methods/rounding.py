@@ -47,7 +47,13 @@ def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qu
         return round_to_rows(weight, scheme, name=module)
     if isinstance(scheme, LookupScheme):
         return round_to_uniform_tables(weight, scheme, name=module)
-    return round_to_blocks(problem, linear, weight, scheme)
+    return round_to_blocks(
+        weight,
+        scheme,
+        original=problem.weights[linear],
+        statistics=problem.statistics.get(linear),
+        name=module,
+    )
 
 
 def require_finite(weight: torch.Tensor, module: str) -> None:

@@ -29,8 +29,9 @@ from ..model.checkpoint import read_json
 from ..plan.plan import Plan, QuantizeRequest
 from ..request.selection import HEAD
 from .preflight import Preflight, preflight
+from .prepare import prepare, statistics_path
 from .publish import layer_folder, shard_folder, write_final_files
-from .session import Session, prepare, statistics_path
+from .session import Session
 
 __all__ = ["QuantizeResult", "Session", "prepare", "quantize"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,7 @@ from ..plan.plan import Plan
 from ..request.selection import TORCH_DTYPES
 from ..tensors.blank import blank_tensor
 from .estimate import MemoryEstimate, estimate_memory, estimate_operations
-
-if TYPE_CHECKING:
-    from .pipeline import Session
+from .session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from ...recipes import DATA
-from ..base.errors import BadInput
-from ..base.progress import Progress, Silent
-from ..base.scheme import scheme_record
-from ..calibration.calibration import Calibration, load_calibration
+from ..calibration.calibration import Calibration
 from ..layers.statistics_folder import StatisticsFolder
-from ..manifest.journal import sha256_of, sha256_of_file
-from ..model.checkpoint import Checkpoint
-from ..model.models import load_tokenizer
-from ..plan.plan import Plan, QuantizeRequest, make_plan
+from ..plan.plan import Plan, QuantizeRequest
 from ..stream.layer_stream import LayerStream
-from .sensitivity import mixed_plan
-
-BUNDLED_EVALUATION = DATA / "evaluation.txt"
-AUTO, AUTO_METHOD = "auto", "gptq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,119 +28,3 @@ class Session:
     signature: str
     statistics: StatisticsFolder | None
     notes: tuple[str, ...]
-
-
-def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Session:
-    """Check a request and read its calibration data. Nothing is written, except by method `auto`, which
-    has to measure the model in order to know what it will do.
-
-    Raises:
-        BadInput: the request cannot be done as asked.
-    """
-    progress = progress or Silent()
-    plan = make_plan(_planned(request))
-    notes: list[str] = []
-    asked = request.num_samples // 8 if request.held_out is None else request.held_out
-    calibration = load_calibration(
-        request.calibration,
-        load_tokenizer(plan.checkpoint.folder),
-        num_samples=request.num_samples,
-        seq_len=plan.seq_len,
-        seed=request.seed,
-        held_out=asked,
-        evaluation=Path(request.evaluation) if request.evaluation else BUNDLED_EVALUATION,
-    )
-    samples, length = calibration.token_ids.shape
-    if (samples, length) != (request.num_samples, plan.seq_len):
-        notes.append(f"note: the calibration text gives {samples} samples of {length} tokens")
-    if len(calibration.held_out) < asked:
-        notes.append(
-            f"note: the text left gives {len(calibration.held_out)} held-out samples, not {asked}"
-        )
-    if calibration.duplicates:
-        notes.append(f"note: {calibration.duplicates} repeated calibration texts were dropped")
-    stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute)
-    if int(calibration.token_ids.max()) >= stream.vocab_size:
-        raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
-    source_hashes = _source_hashes(plan.checkpoint)
-    measured = {
-        "source": source_hashes,
-        "calibration": calibration.sha256,
-        "compute": str(plan.compute),
-        "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
-    }
-    statistics = None
-    if (folder := statistics_path(request)) is not None:
-        statistics = StatisticsFolder(folder, _digest(measured))
-    if request.method == AUTO:
-        assert statistics is not None
-        if not statistics.complete:
-            statistics.measure(stream, calibration, progress, head=plan.lm_head, kv=_kv(request))
-        plan = mixed_plan(plan, request.target_bpw, request.target_bytes, statistics, progress)
-    facts = measured | {
-        "model_name": request.model_name,
-        "calibration_source": calibration.source,
-        "seed": request.seed,
-        "method": plan.method.name,
-        "options": asdict(plan.options),
-        "revert_worse": request.revert_worse,
-        "stored_statistics": statistics is not None,
-        "formats": [weight_format.name for weight_format in plan.formats],
-        "gguf_type": plan.gguf_type,
-        "kv_cache": plan.kv_cache,
-        "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
-        "ignored": plan.ignored,
-    }
-    return Session(
-        request=request,
-        plan=plan,
-        calibration=calibration,
-        stream=stream,
-        source_hashes=source_hashes,
-        signature=_digest(facts),
-        statistics=statistics,
-        notes=(*plan.notes, *notes),
-    )
-
-
-def statistics_path(request: QuantizeRequest) -> Path | None:
-    """Where statistics are kept: where it was asked, or beside the output while `auto` is at work."""
-    if request.stats is None and request.method == AUTO:
-        return request.output.with_name(request.output.name + ".statistics")
-    return request.stats
-
-
-def _kv(request: QuantizeRequest) -> bool:
-    return request.kv_cache is not None
-
-
-def _planned(request: QuantizeRequest) -> QuantizeRequest:
-    """The request itself; for `auto` the one whose modules and groups it will vary.
-
-    Raises:
-        BadInput: a target without `auto`, `auto` without one, or options that it decides itself.
-    """
-    targets = [request.target_bpw, request.target_bytes]
-    if request.method != AUTO:
-        if targets != [None, None]:
-            raise BadInput("--target-bpw and --target-size belong to --method auto")
-        return request
-    if targets.count(None) != 1:
-        raise BadInput("--method auto needs one of --target-bpw and --target-size")
-    if request.bits is not None or request.overrides:
-        raise BadInput(
-            "--method auto chooses the bits of every linear: leave --bits and --override out"
-        )
-    return replace(request, method=AUTO_METHOD, format=request.format or "compressed-tensors")
-
-
-def _digest(facts: dict[str, Any]) -> str:
-    return sha256_of(json.dumps(facts, sort_keys=True).encode())
-
-
-def _source_hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Digests of the config and of every weight file."""
-    hashes = {"config.json": sha256_of((checkpoint.folder / "config.json").read_bytes())}
-    for shard in sorted(set(checkpoint.shard_of.values())):
-        hashes[shard] = sha256_of_file(checkpoint.folder / shard)
-    return hashes

@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gpu_bench
 import pytest
 import torch
-from gpu_figures.figure import Figure, compared, markdown
-from gpu_figures.sections import SECTIONS, World
-from gpu_figures.shapes import SMALL
-from gpu_figures.theirs import Theirs
 from llmopt.bench.machine.ceilings import copy_bandwidth
+
+from tools import gpu_bench
+from tools.gpu_figures.figure import Figure, compared, markdown
+from tools.gpu_figures.sections import SECTIONS, World
+from tools.gpu_figures.shapes import SMALL
+from tools.gpu_figures.theirs import Theirs
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,15 +60,14 @@ def test_a_run_with_triton_interpreted_leaves_a_file_and_a_table(tmp_path):
     for name in LACKING:
         (tmp_path / "lacking" / f"{name}.py").write_text("raise ImportError('it is not here')")
     words = [
-        sys.executable,
-        ROOT / "tools" / "gpu_bench.py",
+        *gpu_bench.SELF,
         "--small",
         "--out",
         tmp_path / "a.json",
     ]
     words += ["--interpret", "--sections", "llama-70b", "--commit", "abc"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "lacking")}
-    found = subprocess.run(words, capture_output=True, text=True, env=environment)
+    found = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert found.returncode == 0, found.stderr
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["commit"] == "abc" and record["small"]
@@ -87,7 +87,7 @@ def test_a_section_out_of_time_keeps_what_it_found(tmp_path, monkeypatch):
         '(home / \'findings.jsonl\').write_text(\'{"left_out": "a"}\\n{"figure": {}}\\n\')\n'
         "time.sleep(30)\n"
     )
-    monkeypatch.setattr(gpu_bench, "__file__", str(script))
+    monkeypatch.setattr(gpu_bench, "SELF", (sys.executable, str(script)))
     given: Any = type("Given", (), {"small": True, "interpret": False})
     section, environment = gpu_bench.in_a_process("x", 1.0, given)
     assert section["ended"] == "cut off after 1 s"

@@ -18,8 +18,9 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import GgufScheme, Scheme
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.recipes import MODELS
-from quantized_world import random_model, write_checkpoint
 from transformers import AutoModelForCausalLM
+
+from ..support.quantized_world import random_model, write_checkpoint
 
 NUM_TOKENS = 40
 PROMPTS = [[1, 403, 407, 261, 378], [1] + [5 + 7 * i for i in range(70)], [1, 300], [9] * 33]
@@ -112,7 +113,7 @@ def holders(schemes: Sequence[Scheme]) -> list[tuple[str, Scheme]]:
     found: list[tuple[str, Scheme]] = []
     for scheme in schemes:
         if isinstance(scheme, GgufScheme):
-            continue  # tests/engine/test_gguf_models.py: they need the package that writes them
+            continue  # tests/engine/model/test_gguf_models.py: they need the package that writes them
         for name in FORMATS:
             try:
                 FORMATS[name].check_scheme(scheme)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_world import STORED, World
 from llmopt.engine.kernels.activations.activations import round_inputs
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
@@ -19,11 +18,14 @@ from llmopt.engine.kernels.elementwise.layer_kernels import (
     torch_silu_gate,
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
-from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation, LoopedExperts
+from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation
+from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, CodebookScheme, FloatScheme, IntScheme, Scheme
-from quantized_world import quantized
+
+from ..support.attention_world import STORED, World
+from ..support.quantized_world import quantized
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quant"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 PROMPT = "Once upon a time, there was a little girl named Lily."
 TEXTS = (

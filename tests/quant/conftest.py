@@ -11,7 +11,8 @@ import pytest
 import torch
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan.plan import QuantizeRequest
-from quant_support import LENGTH, SAMPLES, STORIES, llmopt_command, llmopt_environment
+
+from ..support.quant_support import LENGTH, SAMPLES, STORIES, llmopt_command, llmopt_environment
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +12,8 @@ from ..linear.linear import LinearKernel, TorchLinear
 from ..linear.triton_linear import FloatInputLinear, RoundedInputLinear
 from ..linear.triton_product import Parts, multiply
 from ..linear.triton_tile_weight import TileWeight, stack_tiles, tiles_of_floats
+from .experts import Expert, ExpertLinear
 from .triton_deal import deal
-
-if TYPE_CHECKING:
-    from .expert_kernels import Expert, ExpertLinear
 
 
 class GroupedLinear:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from ...kernels.activations.rounded_rows import Rounding, Rows
-from ...kernels.moe.expert_kernels import ExpertsKernel
+from ...kernels.moe.experts import ExpertsKernel
 from ..spec.spec import RouterSpec
 from .mlp import Block
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from live_server import RunningServer, make_engine, running
 from llmopt.engine import LLM
 from llmopt.engine.server.protocol.server_options import ServerOptions
+
+from ...support.live_server import RunningServer, make_engine, running
 
 
 @pytest.fixture(scope="session")

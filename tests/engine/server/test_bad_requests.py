@@ -7,7 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from live_server import RunningServer
+
+from ...support.live_server import RunningServer
 
 USER = [{"role": "user", "content": "hi"}]
 

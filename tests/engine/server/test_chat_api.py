@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import RunningServer, events
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
 from llmopt.engine.server.text.text import Tokenization
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
+
+from ...support.live_server import RunningServer, events
 
 MESSAGES: Any = [
     {"role": "system", "content": "Tell stories."},

@@ -8,8 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from live_server import RunningServer, events
 from llmopt.engine import LLM, SamplingParams
+
+from ...support.live_server import RunningServer, events
 
 PROMPT = "Once upon a time"
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

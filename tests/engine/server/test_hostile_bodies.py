@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import RunningServer, make_engine, running
+
+from ...support.live_server import RunningServer, make_engine, running
 
 CHAT = [{"role": "user", "content": "hi"}]
 RIGHT: dict[str, dict[str, Any]] = {

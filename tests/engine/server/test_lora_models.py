@@ -11,15 +11,16 @@ from typing import Any
 import openai
 import pytest
 import torch
-from live_server import RunningServer, running, slow_steps
 from llmopt.cli.main import main
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.recipes import MODELS
-from lora_world import write_adapter
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ...support.live_server import RunningServer, running, slow_steps
+from ...support.lora_world import write_adapter
 
 PROMPT = "Once upon a time"
 

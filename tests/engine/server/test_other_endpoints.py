@@ -13,7 +13,6 @@ import numpy as np
 import openai
 import pytest
 import torch
-from live_server import RunningServer, make_engine, running, slow_steps
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.text.pooling import read_pooling
 from llmopt.quant.base.errors import BadInput
@@ -22,6 +21,8 @@ from openai.types import CreateEmbeddingResponse
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from transformers import AutoModel, AutoTokenizer
+
+from ...support.live_server import RunningServer, make_engine, running, slow_steps
 
 AS_TEXT = "System: Tell stories.\nUser: Who was Lily?\nAssistant:"
 BODY: dict[str, Any] = {

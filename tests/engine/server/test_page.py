@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from browser import CHROMIUM, opened_page
-from live_server import RunningServer, make_engine, running, slow_steps
 from llmopt.engine.server.page.page import FOLDER
 from llmopt.engine.server.protocol.server_options import ServerOptions
+
+from ...support.browser import CHROMIUM, opened_page
+from ...support.live_server import RunningServer, make_engine, running, slow_steps
 
 browses = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 TEXT = "document.querySelector('.turn.assistant .text:not(.who)')?.textContent ?? ''"

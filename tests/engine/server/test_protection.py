@@ -12,9 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import RunningServer, make_engine, running, slow_steps
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.base.errors import BadInput
+
+from ...support.live_server import RunningServer, make_engine, running, slow_steps
 
 LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 1}
 KEYS = ("sesame", "rosebud")

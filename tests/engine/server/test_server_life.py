@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import RunningServer, make_engine, running, slow_steps
 from llmopt.engine.scheduling.outputs import RequestOutput
+
+from ...support.live_server import RunningServer, make_engine, running, slow_steps
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 3, "seed": 1}
 

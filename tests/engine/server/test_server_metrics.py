@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import RunningServer, make_engine, running
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.server.metrics import exposition
 from prometheus_client.parser import text_string_to_metric_families
+
+from ...support.live_server import RunningServer, make_engine, running
 
 Samples = dict[str, float]
 PROMPT = "Once upon a time there was a little girl who liked to play outside with her big dog. "

@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 import pytest
-from live_server import RunningServer, events
+
+from ...support.live_server import RunningServer, events
 
 USER = [{"role": "user", "content": "Who is Lily?"}]
 PERSON: dict[str, Any] = {

@@ -9,7 +9,6 @@ from typing import Any
 
 import openai
 import pytest
-from live_server import RunningServer, events, make_engine, running
 from llmopt.cli.main import main
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.sampling.grammar import GrammarCompiler, choice
@@ -23,6 +22,8 @@ from llmopt.engine.server.text.tool_calls import (
     ToolReader,
     format_of_template,
 )
+
+from ...support.live_server import RunningServer, events, make_engine, running
 
 TEMPLATE = (
     "{% if tools %}Tools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}"

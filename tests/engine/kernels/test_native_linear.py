@@ -1,0 +1,295 @@
+"""The C kernels of linear layers on every path that this processor has, against torch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llmopt.engine.kernels.activations.activations import (
+    round_activations,
+    round_inputs,
+    split_outliers,
+)
+from llmopt.engine.kernels.common.build import Native
+from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
+from llmopt.engine.kernels.linear.grid import grid_of, refuses_grid
+from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_linear
+from llmopt.engine.kernels.linear.native_pack import pack_codes, pack_codes_torch
+from llmopt.engine.kernels.linear.packed_linear import PackedOutlierLinear
+from llmopt.engine.kernels.linear.quantized_linear import (
+    QUANTIZED_LINEAR,
+    QuantizedLinearSituation,
+    TiledDequantLinear,
+    prepare_quantized_linear,
+)
+from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.scheme import (
+    GGUF_BLOCKS,
+    Activations,
+    CodebookScheme,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    LookupScheme,
+    Scheme,
+    VectorwiseScheme,
+)
+from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.tensors.base import QuantizedTensor
+from llmopt.quant.tensors.gguf import GgufTensor
+from llmopt.quant.tensors.integer import IntTensor
+from llmopt.quant.tensors.vectorwise import VectorwiseTensor
+
+from ...support.quantized_world import quantized
+
+INT8 = Activations("int8")
+HERE = [path.name for path in PATHS if path.needs <= processor_flags()]
+pytestmark = pytest.mark.skipif(not HERE, reason="the C kernels want a processor with AVX2")
+
+
+@pytest.fixture(params=HERE or ["none"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every path, forced; the test runs on it and on no other."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    found = native_linear()
+    if found.library is None:
+        pytest.skip(str(found.reason))
+    assert found.path == request.param
+    yield request.param
+
+
+def weight_of(scheme: Scheme, out: int, inputs: int, seed: int = 0) -> QuantizedTensor:
+    weight = torch.randn(out, inputs, generator=torch.Generator().manual_seed(seed)) / inputs**0.5
+    if isinstance(scheme, GgufScheme):
+        return GgufTensor(quantize_blocks(weight, scheme.type), scheme)
+    return quantized(weight, scheme, torch.float16)
+
+
+def inputs_of(rows: int, width: int, seed: int = 1) -> torch.Tensor:
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    return x * torch.logspace(-2, 2, rows).unsqueeze(1)
+
+
+def error(got: torch.Tensor, x: torch.Tensor, weight: QuantizedTensor) -> float:
+    """The worst row's distance from the product in float64, over the product of the norms' scale."""
+    exact = x.double() @ weight.dequantize().double().T
+    scale = x.double().norm(dim=1) * weight.dequantize().double().norm(dim=1).mean()
+    return float(((got.double() - exact).norm(dim=1) / (scale * exact.shape[1] ** 0.5)).max())
+
+
+integers = st.builds(
+    lambda bits, group, symmetric: IntScheme(bits, group, symmetric),
+    st.sampled_from([2, 3, 4, 5, 6, 8]),
+    st.sampled_from([-1, 16, 32, 64, 96, 128, 384]),
+    st.booleans(),
+)
+others = st.sampled_from(
+    [
+        *(GgufScheme(kind) for kind in GGUF_BLOCKS),
+        CodebookScheme("nf4"),
+        CodebookScheme("fp4", 32, double_quant=True),
+        FloatScheme("tensor"),
+        FloatScheme("channel"),
+        FloatScheme("block"),
+        IntScheme(4, 32, False, permuted=True),
+    ]
+)
+
+
+def width_for(scheme: Scheme, around: int) -> int:
+    """A width near `around` that the scheme has: odd ones wherever there can be."""
+    unit = 1
+    if isinstance(scheme, IntScheme) and scheme.group_size > 0:
+        unit = scheme.group_size
+    elif isinstance(scheme, CodebookScheme):
+        unit = scheme.block_size
+    elif isinstance(scheme, GgufScheme):
+        unit = scheme.block[0]
+    return max(1, around // unit) * unit
+
+
+def test_sixteen_bit_inputs_give_the_weights_numbers(path: str) -> None:
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(
+        st.one_of(integers, others), st.integers(1, 140), st.integers(1, 900), st.integers(1, 20)
+    )
+    def sweep(scheme: Scheme, out: int, around: int, rows: int) -> None:
+        weight = weight_of(scheme, out, width_for(scheme, around))
+        assert refuses_grid(scheme, weight.in_features) is None
+        grid = grid_of(weight)
+        assert grid is not None
+        x = inputs_of(rows, weight.in_features)
+        assert error(PackedLinear(grid, "float32")(x), x, weight) < 2e-6
+        half = x.bfloat16()
+        assert error(PackedLinear(grid, "bfloat16")(half), half, weight) < 6e-3
+
+    sweep()
+
+
+def test_eight_bit_inputs_are_the_reference_s(path: str) -> None:
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(
+        st.one_of(integers, st.sampled_from([GgufScheme(kind) for kind in GGUF_BLOCKS])),
+        st.integers(1, 140),
+        st.integers(1, 900),
+        st.integers(2, 20),
+    )
+    def sweep(scheme: Scheme, out: int, around: int, rows: int) -> None:
+        weight = weight_of(scheme, out, width_for(scheme, around))
+        grid = grid_of(weight)
+        assert grid is not None
+        x = inputs_of(rows, weight.in_features)
+        x[0] = 0
+        got = PackedLinear(grid, "int8")(x)
+        assert error(got[1:], round_activations(x, INT8)[1:], weight) < 2e-6
+        assert not got[0].any()
+
+    sweep()
+
+
+@pytest.mark.parametrize("way", ["int8", "bfloat16", "float32"])
+def test_a_row_never_depends_on_its_neighbours(path: str, way: Any) -> None:
+    for scheme in (IntScheme(4, 32, False), IntScheme(8, -1, True), GgufScheme("Q5_K")):
+        grid = grid_of(weight_of(scheme, 70, 768))
+        assert grid is not None
+        linear = PackedLinear(grid, way)
+        x = inputs_of(140, 768)
+        x = x.bfloat16() if way == "bfloat16" else x
+        together = linear(x)
+        for rows in (slice(0, 1), slice(3, 8), slice(60, 77), slice(127, 140)):
+            assert torch.equal(linear(x[rows]), together[rows])
+        torch.set_num_threads(2)
+        try:
+            assert torch.equal(linear(x), together)
+        finally:
+            torch.set_num_threads(1)
+
+
+def test_every_path_gives_the_same_bits_for_8_bit_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = inputs_of(9, 1152)
+    for scheme in (IntScheme(4, 128, False), IntScheme(8, -1, True), GgufScheme("Q4_0")):
+        results = []
+        for name in HERE:
+            monkeypatch.setenv(VARIABLE, name)
+            if native_linear().library is None:
+                pytest.skip(str(native_linear().reason))
+            grid = grid_of(weight_of(scheme, 50, 1152))
+            assert grid is not None
+            results.append(PackedLinear(grid, "int8")(x))
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_the_largest_codes_do_not_saturate(path: str) -> None:
+    """255 x -128 twice overflows the 16 bits in which AVX2 adds pairs of bytes."""
+    scheme = IntScheme(8, -1, False)
+    extreme = IntTensor(
+        torch.full((32, 256), 255, dtype=torch.uint8),
+        torch.ones(32, 1),
+        torch.zeros(32, 1, dtype=torch.uint8),
+        scheme,
+    )
+    grid = grid_of(extreme)
+    assert grid is not None
+    for sign in (-1.0, 1.0):
+        got = PackedLinear(grid, "int8", fixed_scale=1.0)(torch.full((2, 256), sign * 500))
+        assert torch.equal(got, torch.full((2, 32), (127.0 if sign > 0 else -128.0) * 255 * 256))
+
+
+def test_outliers_are_multiplied_as_floats(path: str) -> None:
+    scheme = VectorwiseScheme(3.0)
+    weight = weight_of(scheme, 50, 200)
+    grid = grid_of(weight)
+    assert grid is not None and isinstance(weight, VectorwiseTensor)
+    x = torch.randn(6, 200, generator=torch.Generator().manual_seed(2))
+    x[2, 11], x[4, 150] = 50.0, -3.0
+    got = PackedOutlierLinear(weight, grid)(x)
+    assert split_outliers(x, 3.0)[2].count_nonzero() >= 2
+    assert error(got, round_inputs(x, scheme), weight) < 2e-6
+
+
+def test_static_scales_and_biases(path: str) -> None:
+    scheme = IntScheme(8, -1, True, Activations("int8", "tensor", dynamic=False))
+    weight, x = weight_of(scheme, 50, 200), inputs_of(6, 200)
+    bias = torch.randn(50, generator=torch.Generator().manual_seed(3))
+    got = Projection([weight], bias, torch.float32)(x)
+    rounded = round_inputs(x, scheme, weight.parts()["input_scale"])
+    assert error(got - bias, rounded, weight) < 1e-5
+    assert torch.equal(Projection([weight], bias, torch.float32)(x[::2]), got[::2])
+
+
+def test_slices_of_a_wider_input_are_read_where_they_lie(path: str) -> None:
+    weight, wide = weight_of(IntScheme(4, 32, True), 40, 64), inputs_of(5, 200)
+    kernel = prepare_quantized_linear(weight, torch.float32)
+    x = wide[:, 70:134]
+    assert torch.equal(kernel(x), kernel(x.contiguous()))
+    assert torch.equal(kernel(x.T.contiguous().T), kernel(x.contiguous()))
+    assert kernel(x[:0]).shape == (0, 40)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "input_bits", "chosen"),
+    [
+        (IntScheme(4, 128, True), 16, "native-16bit-inputs"),
+        (IntScheme(4, 128, True), 8, "native-8bit-inputs"),
+        (IntScheme(8, -1, True, INT8), 16, "native-8bit-inputs"),
+        (IntScheme(8, -1, True, Activations("int8", "group128")), 16, "native-16bit-inputs"),
+        (VectorwiseScheme(), 16, "native-8bit-inputs"),
+        (GgufScheme("Q4_K"), 8, "native-8bit-inputs"),
+        (CodebookScheme("nf4"), 8, "native-16bit-inputs"),
+        (FloatScheme("block", Activations("fp8", "group128")), 8, "native-16bit-inputs"),
+        (LookupScheme(4), 8, "tiled-dequant"),
+        (IntScheme(4, 24, True), 16, "tiled-dequant"),
+    ],
+    ids=lambda x: getattr(x, "label", str(x)),
+)
+def test_the_kernel_follows_the_scheme_and_the_wish(
+    path: str, scheme: Scheme, input_bits: int, chosen: str
+) -> None:
+    situation = QuantizedLinearSituation("cpu", torch.bfloat16, 64, 768, scheme, input_bits)
+    assert QUANTIZED_LINEAR.select(situation).name == chosen
+
+
+def test_unequal_groups_of_a_permuted_weight_are_dequantized(path: str) -> None:
+    weight: Any = weight_of(IntScheme(4, 32, True, permuted=True), 40, 128)
+    weight.group_index[weight.group_index == 1] = 0
+    kernel = prepare_quantized_linear(weight, torch.float32)
+    assert isinstance(kernel, TiledDequantLinear)
+    x = inputs_of(3, 128)
+    assert error(kernel(x), x, weight) < 2e-6
+
+
+def test_packed_weights_take_the_bits_of_their_codes(path: str) -> None:
+    for scheme, most in [
+        (IntScheme(4, 128, True), 4.13),
+        (IntScheme(3, 128, False), 3.2),
+        (IntScheme(8, -1, True), 8.05),
+        (GgufScheme("Q4_K"), 4.65),
+        (GgufScheme("Q6_K"), 6.6),
+        (CodebookScheme("nf4"), 4.51),
+    ]:
+        weight = weight_of(scheme, 256, 1024)
+        kernel = prepare_quantized_linear(weight, torch.bfloat16)
+        assert kernel.weight_bytes * 8 / (256 * 1024) < most
+
+
+def test_off_is_reported_and_served_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
+    assert native_linear() == Native(None, None, f"{VARIABLE}=off")
+    situation = QuantizedLinearSituation("cpu", torch.float32, 64, 768, IntScheme(4, 128, True))
+    choice = QUANTIZED_LINEAR.explain(situation)
+    assert choice.chosen == "tiled-dequant"
+    assert dict(choice.reasons)["native-16bit-inputs"] == f"{VARIABLE}=off"
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_packing_in_c_is_packing_in_torch(path: str, bits: int) -> None:
+    g = torch.Generator().manual_seed(bits)
+    for out, inputs in ((1, 1), (33, 31), (64, 96), (95, 1000)):
+        codes = torch.randint(0, 2**bits, (out, inputs), dtype=torch.uint8, generator=g)
+        assert torch.equal(pack_codes(codes, bits), pack_codes_torch(codes, bits))
+        wide = torch.randint(0, 2**bits, (out, 2 * inputs), dtype=torch.uint8, generator=g)
+        assert torch.equal(pack_codes(wide[:, ::2], bits), pack_codes_torch(wide[:, ::2], bits))

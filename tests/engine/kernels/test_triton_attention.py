@@ -1,0 +1,162 @@
+"""Triton's paged attention against the definition."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from llmopt.engine.kernels.attention import paged_attention as pa
+from llmopt.engine.kernels.attention.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from llmopt.engine.kernels.common.runtime import VARIABLE
+
+from ...support.attention_world import STORED, World
+from ...support.triton_world import DEVICE
+
+SINKS = torch.linspace(-3, 3, 4, device=DEVICE)
+CASES: list[tuple[dict[str, Any], dict[str, Any], list[int], list[int]]] = [
+    ({}, {}, [20, 9, 1, 13], [1, 9, 1, 3]),
+    ({"stored": torch.int8}, {"softcap": 2.0}, [70], [1]),
+    ({"stored": torch.float8_e4m3fn}, {"window": 9}, [70, 5], [66, 1]),
+    ({"stored": torch.bfloat16}, {"chunk": 7}, [64, 65], [1, 12]),
+    ({"block_size": 1}, {"window": 1}, [12, 30], [12, 1]),
+    ({"block_size": 5}, {"window": 20, "kept": 3}, [90, 17], [10, 1]),
+    ({"block_size": 32}, {"window": 70, "kept": 65}, [200, 150], [1, 2]),
+    ({"block_size": 16}, {"sinks": SINKS}, [300, 513], [1, 2]),
+    ({"block_size": 64}, {"sinks": SINKS, "softcap": 3.0, "window": 4}, [65, 64], [20, 1]),
+    ({"dims": (80, 48)}, {}, [33, 66], [33, 1]),
+    ({"dims": (24, 24), "stored": torch.int8}, {"window": 5, "kept": 2}, [33, 6], [12, 1]),
+    ({"dims": (8, 8)}, {}, [1, 9], [1, 9]),
+    ({"dims": (96, 96), "heads": 10, "kv_heads": 2}, {}, [17, 2], [10, 1]),
+    ({"heads": 3, "kv_heads": 1}, {"chunk": 3}, [70, 4], [1, 4]),
+]
+
+
+def check(world: World, rule: pa.AttentionRule, bound: float = 2e-5) -> None:
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
+
+    got, expected = world.attend(attend_triton, rule), world.attend(pa.attend_reference, rule)
+    torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize(("shape", "rule", "lengths", "news"), CASES)
+def test_it_agrees_with_the_definition(
+    shape: dict[str, Any], rule: dict[str, Any], lengths: list[int], news: list[int]
+) -> None:
+    given = {"heads": 4, "kv_heads": 2, "dims": (32, 32), "device": DEVICE, **shape}
+    check(World(lengths, news, **given), pa.AttentionRule(0.2, **rule))
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_bfloat16_queries_meet_every_stored_type(stored: torch.dtype) -> None:
+    shape: Any = {"heads": 4, "kv_heads": 1, "stored": stored, "dtype": torch.bfloat16}
+    check(World([30, 40], [1, 12], device=DEVICE, **shape), pa.AttentionRule(0.2), 2e-2)
+
+
+@pytest.mark.parametrize("dims", [(80, 64), (96, 64), (64, 40)], ids=str)
+def test_values_in_the_front_of_the_keys(dims: tuple[int, int]) -> None:
+    shape: Any = {"heads": 20, "kv_heads": 1, "dims": dims, "in_keys": True, "block_size": 4}
+    check(World([41, 13], [1, 12], device=DEVICE, **shape), pa.AttentionRule(0.1))
+
+
+def test_what_a_table_leaves_out_was_not_seen() -> None:
+    """First tokens stay in sight; the blocks between them and the window are not in the table."""
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
+
+    shape: Any = {"heads": 4, "kv_heads": 2, "block_size": 4, "device": DEVICE}
+    world = World([50, 30, 33], [1, 1, 9], **shape)
+    rule = pa.AttentionRule(0.3, window=7, kept=6)
+    whole = world.attend(pa.attend_reference, rule)
+    front, spans, tables, gaps = 2, [], [], []
+    for index, first in enumerate((49, 29, 24)):
+        stop = max(front, (first - 6) // 4)
+        table = world.tables[index]
+        tables.append([*table[:front], *table[stop:]])
+        gaps.append((stop - front) * 4)
+    width = max(map(len, tables[:2]))
+    of_decode = [block for own in tables[:2] for block in own + [0] * (width - len(own))]
+
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, device=DEVICE)
+
+    decode = pa.DecodeGroup(
+        tensor([0, 1]), tensor(of_decode), tensor([50, 30]), tensor(gaps[:2]), front * 4
+    )
+    spans = [pa.SequenceSpan(2, 11, 33, tensor(tables[2]), front * 4, gaps[2])]
+    batch = pa.AttentionBatch(spans, decode, 4, world.dtype)
+    got = attend_triton(world.queries, world.keys, world.values, batch, rule, world.anchored)
+    torch.testing.assert_close(got, whole, atol=2e-5, rtol=2e-5)
+
+
+def test_a_row_depends_on_its_own_past_alone() -> None:
+    """Bit for bit: alone or beside others."""
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
+
+    lengths, news = [300, 20, 70], [1, 20, 3]
+    world = World(lengths, news, heads=2, kv_heads=1, device=DEVICE)
+    rule = pa.AttentionRule(0.2)
+    together = world.attend(attend_triton, rule)
+    for index in range(3):
+        rows, _ = world.batch([index])
+        assert torch.equal(world.attend(attend_triton, rule, [index]), together[rows])
+
+
+@pytest.mark.parametrize("given", [{}, {"sinks": SINKS}, {"window": 300, "kept": 3}], ids=str)
+def test_the_grid_changes_no_bit(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    """One program for all parts of a sequence, or one for each, and more programs than parts."""
+    from llmopt.engine.kernels.attention import triton_attention as attention
+
+    world = World([700, 20, 300], [1, 1, 2], heads=4, kv_heads=2, device=DEVICE)
+    rule, found = pa.AttentionRule(0.2, **given), []
+    for programs in (1, 24, 4096):
+        monkeypatch.setattr(attention, "FULL_GRID", programs)
+        found.append(world.attend(attention.attend_triton, rule))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    torch.testing.assert_close(
+        found[0], world.attend(pa.attend_reference, rule), atol=2e-5, rtol=2e-5
+    )
+
+
+def test_heads_of_a_wider_tensor_are_read_where_they_lie() -> None:
+    from llmopt.engine.kernels.attention.triton_attention import attend_triton
+
+    world = World([20, 7], [1, 7], heads=4, kv_heads=2, device=DEVICE)
+    wide = torch.randn(8, 9, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    _, batch = world.batch()
+    rule = pa.AttentionRule(0.3)
+    for queries in (wide[:, 3:7], wide.transpose(1, 2).contiguous().transpose(1, 2)[:, :4]):
+        got = attend_triton(queries, world.keys, world.values, batch, rule)
+        expected = pa.attend_reference(queries, world.keys, world.values, batch, rule)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(device: str, dtype: torch.dtype, trees: bool = False) -> str | None:
+        situation = AttentionSituation(device, dtype, 64, 64, trees)
+        return dict(PAGED_ATTENTION.explain(situation).reasons)["triton-paged"]
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert reason("cuda", torch.bfloat16) is None
+    assert reason("cpu", torch.bfloat16) == "it is a GPU kernel"
+    assert str(reason("cuda", torch.float64)).startswith("it takes bfloat16, float16 and float32")
+    assert reason("cuda", torch.bfloat16, True) == "it knows no guesses that form trees"
+    monkeypatch.setenv(VARIABLE, "off")
+    assert reason("cuda", torch.bfloat16) == f"{VARIABLE}=off"
+    if DEVICE == "cpu":
+        monkeypatch.setenv(VARIABLE, "interpret")
+        assert reason("cpu", torch.bfloat16) is None
+
+
+def test_triton_that_was_imported_too_early_is_refused() -> None:
+    script = (
+        "import triton; from llmopt.engine.kernels.common.runtime import refuses_triton;"
+        "print(refuses_triton('cpu'))"
+    )
+    environment = {**os.environ, VARIABLE: "interpret"}
+    environment.pop("TRITON_INTERPRET", None)
+    run = [sys.executable, "-c", script]
+    said = subprocess.run(run, capture_output=True, text=True, env=environment, check=True).stdout
+    assert said.startswith("Triton was imported before it was told to interpret")

@@ -1,0 +1,95 @@
+"""The whole engine on Triton's kernels gives the tokens of the torch path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.execution import step_graphs
+from llmopt.engine.kernels.activations.rounded_rows import RoundedRows
+from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.scheme import Activations, FloatScheme, IntScheme
+
+from ...support.model_families import save_model
+from ...support.quantized_world import random_model, write_checkpoint
+from ...support.triton_world import DEVICE
+
+PROMPTS = [[1, 403, 407], [1] + [5 + 7 * i for i in range(11)]]
+
+
+def tokens(model: str | Path = "stories260K", **options: Any) -> list[tuple[int, ...]]:
+    built = LLM(model, device=DEVICE, dtype="float32", **options)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    return [tuple(result.token_ids) for result in built.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_cache_dtype": "int8", "prefill_chunk_size": 9, "block_size": 16}], ids=str
+)
+def test_greedy_tokens(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
+    expected = tokens(**options)
+    monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+    assert tokens(**options) == expected
+
+
+def test_rows_that_fill_a_graph_change_no_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_model(tmp_path, "LlamaConfig", {"num_hidden_layers": 1})
+    monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+    expected = tokens(tmp_path, enforce_eager=True)
+    monkeypatch.setattr(step_graphs, "CPU_SIZES", (5,))
+    monkeypatch.setattr(step_graphs, "CUDA_SIZES", (5,))
+    assert tokens(tmp_path) == expected
+
+
+def test_steps_with_experts_are_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which experts the rows visit changes, what is launched does not."""
+    save_model(tmp_path, "MixtralConfig", {"num_local_experts": 4, "num_hidden_layers": 1})
+    monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+    expected = tokens(tmp_path, enforce_eager=True)
+    monkeypatch.setattr(step_graphs, "CPU_SIZES", (3,))
+    calls: list[int] = []
+    repeat = step_graphs.CalledAgain.repeat
+    monkeypatch.setattr(
+        step_graphs.CalledAgain, "repeat", lambda self: calls.append(1) or repeat(self)
+    )
+    assert tokens(tmp_path) == expected
+    assert calls or DEVICE == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rounded"),
+    [
+        (IntScheme(4, 32, False), 0),
+        (IntScheme(8, -1, True, Activations("int8")), 6),
+        (FloatScheme("channel", Activations("fp8")), 6),
+    ],
+    ids=str,
+)
+def test_greedy_tokens_of_a_quantized_model(
+    scheme: IntScheme | FloatScheme,
+    rounded: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Where the scheme rounds inputs, two norms and a gate of each layer hand them over in 8 bits."""
+    write_checkpoint(tmp_path, random_model(), "compressed-tensors", scheme)
+    monkeypatch.setenv(VARIABLE, "off")
+    expected = tokens(tmp_path)
+    monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+    seen: list[bool] = []
+    call = Projection.__call__
+
+    def watched(self: Projection, x: Any) -> Any:
+        seen.append(isinstance(x, RoundedRows))
+        return call(self, x)
+
+    monkeypatch.setattr(Projection, "__call__", watched)
+    assert tokens(tmp_path) == expected
+    # Four linears a layer and the head, in two layers.
+    assert sum(seen) * 9 == len(seen) * rounded

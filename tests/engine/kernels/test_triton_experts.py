@@ -1,0 +1,136 @@
+"""Experts in two products of Triton's against one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.elementwise.layer_kernels import RowSituation
+from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation
+from llmopt.engine.kernels.moe.experts import LoopedExperts
+from llmopt.engine.model.layers.mlp import CLAMPED_SWIGLU, GatedMlp, gating
+from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.scheme import (
+    Activations,
+    CodebookScheme,
+    FloatScheme,
+    IntScheme,
+    LookupScheme,
+    Scheme,
+)
+
+from ...support.model_families import FAMILIES, save_model
+from ...support.quantized_world import quantized
+from ...support.triton_world import DEVICE
+
+HIDDEN, INNER, COUNT = 128, 64, 5
+SCHEMES: list[Scheme | None] = [
+    None,
+    IntScheme(4, 32, False),
+    CodebookScheme("nf4", 32),
+    LookupScheme(4),
+    FloatScheme("block"),
+    IntScheme(8, -1, True, Activations("int8")),
+    FloatScheme("channel", Activations("fp8")),
+]
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+
+
+def expert(number: int, scheme: Scheme | None, bias: bool, activation: str) -> GatedMlp:
+    g = torch.Generator().manual_seed(number)
+
+    def projection(out: int, inputs: int) -> Projection:
+        weight = torch.randn(out, inputs, generator=g) * inputs**-0.5
+        held = weight if scheme is None else quantized(weight, scheme, torch.float32)
+        add = torch.randn(out, generator=g).to(DEVICE) if bias else None
+        return Projection([held.to(DEVICE)], add, torch.float32)
+
+    combine = gating(activation, RowSituation(DEVICE, torch.float32, INNER))
+    return GatedMlp(projection(2 * INNER, HIDDEN), projection(HIDDEN, INNER), combine)
+
+
+def visits(tokens: int, per_token: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, weights, and experts, of which the last is never visited."""
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=g)
+    chosen = torch.rand(tokens, COUNT - 1, generator=g).topk(per_token, dim=1)
+    return x.to(DEVICE), chosen.values.to(DEVICE), chosen.indices.to(DEVICE)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_they_are_the_sum_of_the_experts(scheme: Scheme | None) -> None:
+    experts = [expert(number, scheme, False, "silu") for number in range(COUNT)]
+    situation = ExpertsSituation(DEVICE, torch.float32)
+    kernel = EXPERTS.select(situation).run(experts, range(COUNT), COUNT, False)
+    assert type(kernel).__name__ == "GroupedExperts"
+    reference = LoopedExperts(experts, range(COUNT), COUNT, False)
+    many = [(170, 3)] if scheme is None else []
+    for tokens, per_token in ((1, 1), (3, 3), (20, 2), *many):
+        given = visits(tokens, per_token)
+        torch.testing.assert_close(kernel(*given), reference(*given), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("on_inputs", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", CLAMPED_SWIGLU])
+def test_biases_and_weights_on_the_inputs(activation: str, on_inputs: bool) -> None:
+    experts = [expert(number, None, True, activation) for number in range(COUNT)]
+    situation = ExpertsSituation(DEVICE, torch.float32)
+    kernel = EXPERTS.select(situation).run(experts, range(COUNT), COUNT, on_inputs)
+    reference = LoopedExperts(experts, range(COUNT), COUNT, on_inputs)
+    assert type(kernel) is not type(reference)
+    given = visits(9, 3)
+    torch.testing.assert_close(kernel(*given), reference(*given), atol=2e-5, rtol=1e-4)
+
+
+def test_experts_of_different_kinds_are_run_one_by_one() -> None:
+    kinds: list[Scheme | None] = [None, IntScheme(4, 32, False), None]
+    experts = [expert(number, scheme, False, "silu") for number, scheme in enumerate(kinds)]
+    situation = ExpertsSituation(DEVICE, torch.float32)
+    kernel = EXPERTS.select(situation).run(experts, range(3), 3, False)
+    assert isinstance(kernel, LoopedExperts)
+    some = EXPERTS.explain(ExpertsSituation(DEVICE, torch.float32, is_whole=False))
+    assert some.chosen == "loop"
+    assert dict(some.reasons)["triton-grouped"] == "it wants all experts in one process"
+
+
+@pytest.mark.parametrize("total", [1, 16, 40, 333, 5000])
+@pytest.mark.parametrize("spread", ["even", "one", "first and last"])
+def test_every_visit_is_in_a_tile_of_its_expert(total: int, spread: str) -> None:
+    from llmopt.engine.kernels.moe.triton_deal import MOST_RANKED, deal
+
+    assert MOST_RANKED < 5000
+    g, count = torch.Generator().manual_seed(total), 7
+    experts = torch.randint(0, count, (total,), generator=g)
+    if spread != "even":
+        experts = torch.full((total,), 3) if spread == "one" else experts.remainder(2) * (count - 1)
+    parts = deal(experts.to(DEVICE), count, 1)
+    order = parts.order.tolist()
+    assert order == experts.argsort(stable=True).tolist()
+    met: list[int] = []
+    for part, begin, end in parts.tiles.tolist():
+        assert end - begin <= parts.rows
+        assert {int(experts[order[place]]) for place in range(begin, end)} <= {part}
+        met += range(begin, end)
+    assert sorted(met) == list(range(total))
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_greedy_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, *FAMILIES[family])
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+
+    def tokens() -> list[tuple[int, ...]]:
+        built = LLM(tmp_path, device=DEVICE, dtype="float32")
+        prompts = [[1, 5, 9], [7 + 3 * i for i in range(6)]]
+        return [tuple(result.token_ids) for result in built.generate(prompts, params)]
+
+    got = tokens()
+    monkeypatch.setenv(VARIABLE, "off")
+    assert got == tokens()

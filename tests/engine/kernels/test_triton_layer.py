@@ -1,0 +1,188 @@
+"""Triton's kernels between a layer's linears against torch's operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from llmopt.engine.kernels.activations.rounded_rows import RoundedRows, Rounding
+from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
+from llmopt.engine.kernels.elementwise.layer_kernels import (
+    GATE,
+    GELU_GATE,
+    NORM,
+    TURN,
+    RowSituation,
+    TorchNorm,
+    TorchTurn,
+    torch_silu_gate,
+)
+from llmopt.engine.kernels.elementwise.rotary import expand_angles
+from llmopt.quant.base.scheme import Activations
+from torch.nn import functional
+
+from ...support.triton_world import DEVICE
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # the interpreter's: exp overflows
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(DEVICE, dtype)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.dtype is expected.dtype
+    bound = 2e-2 if got.dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 64, 65, 1000, 1024])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_norm(rows: int, size: int, dtype: torch.dtype) -> None:
+    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
+
+    weight = random(size, seed=1, dtype=dtype)
+    wide = random(rows, size + 3, seed=2, dtype=dtype)
+    x, added = wide[:, 1 : size + 1], random(rows, size, seed=3, dtype=dtype)
+    ours, theirs = TritonNorm(weight, 1e-5), TorchNorm(weight, 1e-5)
+    for other in (None, added):
+        for got, expected in zip(ours(x, other), theirs(x, other), strict=True):
+            close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 172, 1024, 1500])
+def test_gates(size: int, dtype: torch.dtype) -> None:
+    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
+
+    both = random(3, 2 * size, dtype=dtype) * 4
+    gate, up = both.split(size, dim=1)
+    close(TritonGate("silu")(gate, up), torch_silu_gate(gate, up))
+    close(TritonGate("gelu")(gate, up), functional.gelu(gate) * up)
+    tanh = functional.gelu(gate, approximate="tanh") * up
+    close(TritonGate("gelu_tanh")(gate, up), tanh)
+    assert TritonGate("silu")(gate[:0], up[:0]).shape == (0, size)
+
+
+def test_gates_far_from_zero_are_no_nan() -> None:
+    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
+
+    gate = torch.tensor([[-300.0, -90.0, 0.0, 90.0, 300.0]], device=DEVICE)
+    expected = torch.tensor([[0.0, 0.0, 0.0, 90.0, 300.0]], device=DEVICE)
+    for name in ("silu", "gelu", "gelu_tanh"):
+        close(TritonGate(name)(gate, torch.ones_like(gate)), expected)
+
+
+ROUNDINGS = [
+    Activations("int8"),
+    Activations("int8", "tensor", dynamic=False),
+    Activations("fp8", "group128"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activations", ROUNDINGS, ids=str)
+@pytest.mark.parametrize("size", [1, 80, 128, 172, 1000])
+def test_norms_and_gates_round_what_they_write(
+    size: int, activations: Activations, dtype: torch.dtype
+) -> None:
+    """To the bit as it is rounded where it comes in floats."""
+    from llmopt.engine.kernels.activations.triton_round_rows import round_rows
+    from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
+    from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
+
+    fixed = None if activations.dynamic else torch.tensor([0.02], device=DEVICE)
+    rounding = Rounding(activations, fixed)
+    x, added = (random(3, size, seed=seed, dtype=dtype) for seed in (1, 2))
+    x[1], added[1] = 0.0, 0.0
+    norm, gate = TritonNorm(random(size, seed=3, dtype=dtype), 1e-5), TritonGate("silu")
+    for other in (None, added):
+        (total, plain), (own, rows) = norm(x, other), norm.rounded(x, other, rounding)
+        assert torch.equal(own, total)
+        same_rows(rows, round_rows(plain, rounding))
+    front, back = random(3, 2 * size, seed=4, dtype=dtype).split(size, dim=1)
+    same_rows(gate.rounded(front, back, rounding), round_rows(gate(front, back), rounding))
+    assert norm.rounded(x[:0], None, rounding)[1].codes.shape == (0, size)
+
+
+def same_rows(got: RoundedRows, expected: RoundedRows) -> None:
+    assert torch.equal(got.codes.float(), expected.codes.float())
+    assert torch.equal(got.scales, expected.scales)
+
+
+TURNS: list[tuple[dict[str, Any], torch.dtype]] = [
+    ({}, torch.float32),
+    ({"normed": True}, torch.float32),
+    ({"normed": True, "width": 16}, torch.bfloat16),
+    ({"heads": 5, "kv_heads": 1, "dim": 24}, torch.bfloat16),
+    ({"heads": 2, "kv_heads": 2, "dim": 80, "width": 20, "normed": True}, torch.int8),
+    ({"heads": 10, "kv_heads": 2}, torch.int8),
+    ({"heads": 6, "kv_heads": 3, "normed": True}, torch.float8_e4m3fn),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "stored"), TURNS)
+def test_turn(shape: dict[str, Any], stored: torch.dtype, dtype: torch.dtype) -> None:
+    from llmopt.engine.kernels.elementwise.triton_turn import TritonTurn
+
+    given = {"heads": 4, "kv_heads": 2, "dim": 32, "width": None, "normed": False, **shape}
+    heads, kv_heads, dim = given["heads"], given["kv_heads"], given["dim"]
+    width = given["width"] or dim
+    tokens = 5
+    wide = random(tokens, (heads + 2 * kv_heads) * dim + 8, dtype=dtype)
+    stacked = wide[:, : (heads + 2 * kv_heads) * dim].unflatten(1, (-1, dim))
+    stacked[2, heads + kv_heads :] = 0.0
+    angle = random(tokens, 1, width // 2, seed=4) * 3
+    cos, sin = (part.to(dtype) for part in expand_angles(angle.cos(), angle.sin()))
+    slots = torch.tensor([7, 0, 3, 11, 2], device=DEVICE)
+    norms = None
+    if given["normed"]:
+        norms = HeadNorms(random(dim, seed=5, dtype=dtype), random(dim, seed=6, dtype=dtype), 1e-6)
+    results = []
+    for turn in (TorchTurn(), TritonTurn()):
+        caches = [
+            PagedTensor.zeros(3, 4, kv_heads, dim, torch.device(DEVICE), stored) for _ in range(2)
+        ]
+        queries = turn(stacked.clone(), heads, cos, sin, caches[0], caches[1], slots, norms)
+        blocks = torch.arange(3, device=DEVICE)
+        results.append([queries, *(cache.read(blocks, torch.float32) for cache in caches)])
+    # Torch rounds between its operations, so the last bit differs, and with it a code of a cache.
+    ulp = 1e-5 if dtype is torch.float32 else 3e-2
+    step = {torch.int8: 0.05, torch.float8_e4m3fn: 0.3, torch.bfloat16: 1e-2}.get(stored, 1e-5)
+    for expected, got, bound in zip(*results, (ulp, ulp + step, step), strict=True):
+        torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
+        assert (got - expected).abs().mean() < 4e-3
+
+
+def test_values_are_stored_bit_for_bit() -> None:
+    """They are only copied, so no rounding may differ: halves go to even codes, as with torch."""
+    from llmopt.engine.kernels.elementwise.triton_turn import TritonTurn
+
+    codes = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 3.49], device=DEVICE)
+    stacked = codes.view(1, 1, 8).repeat(3, 3, 1)
+    ones, zeros = torch.ones(3, 1, 8, device=DEVICE), torch.zeros(3, 1, 8, device=DEVICE)
+    slots = torch.arange(3, device=DEVICE)
+    for stored in (torch.int8, torch.float8_e4m3fn):
+        ours, theirs = (
+            [PagedTensor.zeros(1, 4, 1, 8, torch.device(DEVICE), stored) for _ in range(2)]
+            for _ in range(2)
+        )
+        TritonTurn()(stacked.clone(), 1, ones, zeros, ours[0], ours[1], slots)
+        TorchTurn()(stacked.clone(), 1, ones, zeros, theirs[0], theirs[1], slots)
+        for got, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(got.codes.float(), expected.codes.float())
+            assert torch.equal(got.parts[1], expected.parts[1])
+
+
+def test_a_gpu_takes_them() -> None:
+    situation = RowSituation("cuda", torch.bfloat16, 100)
+    for operation in (NORM, GATE, GELU_GATE, TURN):
+        assert operation.select(situation).name == "triton"

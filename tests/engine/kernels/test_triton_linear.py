@@ -1,0 +1,220 @@
+"""Triton's products with quantized weights against the floats that the codes stand for."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from llmopt.engine.kernels.activations.activations import round_activations, round_inputs
+from llmopt.engine.kernels.activations.rounded_rows import Rounding
+from llmopt.engine.kernels.common.runtime import VARIABLE
+from llmopt.engine.kernels.linear.quantized_linear import (
+    QUANTIZED_LINEAR,
+    QuantizedLinearSituation,
+    prepare_quantized_linear,
+)
+from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.scheme import (
+    Activations,
+    CodebookScheme,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    LookupScheme,
+    Scheme,
+    VectorwiseScheme,
+)
+from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.tensors.base import QuantizedTensor
+from llmopt.quant.tensors.fp8 import Fp8Tensor
+from llmopt.quant.tensors.gguf import GgufTensor
+
+from ...support.quantized_world import quantized
+from ...support.triton_world import DEVICE
+
+CASES: list[tuple[Scheme, int, int]] = [
+    (IntScheme(4, 128, False), 64, 256),
+    (IntScheme(4, 128, True), 65, 512),
+    (IntScheme(4, 32, False), 70, 192),
+    (IntScheme(4, 16, True), 33, 64),
+    (IntScheme(4, -1, False), 64, 640),
+    (IntScheme(4, 32, False, permuted=True), 20, 192),
+    (IntScheme(3, 64, True), 20, 128),
+    (IntScheme(8, -1, True), 130, 160),
+    (IntScheme(8, 32, False), 9, 96),
+    (IntScheme(6, 64, False), 9, 192),
+    (VectorwiseScheme(), 40, 144),
+    (FloatScheme("tensor"), 40, 144),
+    (FloatScheme("channel"), 129, 272),
+    (FloatScheme("block"), 200, 320),
+    (CodebookScheme("nf4"), 66, 192),
+    (CodebookScheme("fp4", 128, double_quant=True), 32, 256),
+    (CodebookScheme("mxfp4", 32), 32, 128),
+    (LookupScheme(4), 66, 192),
+    (LookupScheme(3), 130, 64),
+    (LookupScheme(8), 30, 80),
+    *((GgufScheme(kind), 7, 192) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
+    *((GgufScheme(kind), 7, 512) for kind in ("Q4_K", "Q5_K", "Q6_K")),
+]
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+
+
+def weight_of(scheme: Scheme, out: int, inputs: int) -> QuantizedTensor:
+    """A random weight of a scheme."""
+    floats = torch.randn(out, inputs, generator=torch.Generator().manual_seed(out))
+    if isinstance(scheme, GgufScheme):
+        return GgufTensor(quantize_blocks(floats, scheme.type), scheme).to(DEVICE)
+    return quantized(floats, scheme, torch.float32).to(DEVICE)
+
+
+def inputs_of(inputs: int, tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def is_close(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:
+    bound = 5e-3 if dtype is torch.bfloat16 else 1e-5
+    return bool((got.double() - exact).norm() <= bound * exact.norm())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products(case: tuple[Scheme, int, int]) -> None:
+    scheme, out, inputs = case
+    weight, x = weight_of(scheme, out, inputs), inputs_of(inputs, 70)
+    situation = QuantizedLinearSituation(DEVICE, torch.float32, out, inputs, scheme)
+    assert QUANTIZED_LINEAR.select(situation).name == "triton"
+    for dtype, counts in ((torch.float32, (0, 1, 3, 17, 70)), (torch.bfloat16, (1, 2))):
+        linear = prepare_quantized_linear(weight, dtype)
+        expected = weight.dequantize(dtype).double()
+        for tokens in counts:
+            given = x[:tokens].to(dtype)
+            got = linear(given)
+            assert got.dtype is dtype and got.shape == (tokens, out)
+            seen = round_inputs(given, scheme).double()
+            assert is_close(got, seen @ expected.T, dtype), tokens
+
+
+def test_codes_stay_packed() -> None:
+    for scheme, most in ((IntScheme(4, 128, False), 0.55), (IntScheme(8, -1, True), 1.1)):
+        linear = prepare_quantized_linear(weight_of(scheme, 128, 256), torch.bfloat16)
+        assert linear.weight_bytes < most * 128 * 256
+
+
+def test_a_token_depends_on_no_neighbour() -> None:
+    """Bit for bit, among the widths that the matrix units serve."""
+    linear = prepare_quantized_linear(weight_of(IntScheme(4, 32, False), 64, 640), torch.float32)
+    x = inputs_of(640, 16)
+    together = linear(x)
+    assert torch.equal(linear(x[3:6]), together[3:6])
+
+
+def test_every_e4m3_code_is_read_from_its_bits() -> None:
+    from llmopt.engine.kernels.linear.triton_tile_values import dequantize
+    from llmopt.engine.kernels.linear.triton_tile_weight import tiles_of
+
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
+    finite = torch.where(codes.float().isnan(), 0.0, codes.float()).to(codes.dtype)
+    scale = torch.ones(2, 1)
+    weight = Fp8Tensor(finite, scale, FloatScheme("channel")).to(DEVICE)
+    tiles = tiles_of(weight, [])
+    assert tiles is not None and tiles.kind == "e4m3"
+    assert torch.equal(dequantize(tiles, torch.float32), finite.to(DEVICE).float())
+
+
+ROUNDED: list[tuple[Scheme, int, int]] = [
+    (IntScheme(8, -1, True, Activations("int8")), 64, 160),
+    (IntScheme(8, -1, True, Activations("int8")), 33, 1024),
+    (IntScheme(8, -1, True, Activations("int8", "tensor", dynamic=False)), 33, 128),
+    (IntScheme(8, 64, True, Activations("int8", "group128")), 33, 192),
+    (IntScheme(4, 32, True, Activations("int8")), 65, 256),
+    (IntScheme(5, -1, True, Activations("int8")), 65, 128),
+    (FloatScheme("channel", Activations("fp8")), 130, 160),
+    (FloatScheme("tensor", Activations("fp8", "tensor", dynamic=False)), 48, 96),
+    (FloatScheme("block", Activations("fp8", "group128")), 200, 320),
+    (FloatScheme("block", Activations("fp8")), 200, 256),
+]
+
+
+@pytest.mark.parametrize("case", ROUNDED, ids=str)
+def test_rounded_inputs(case: tuple[Scheme, int, int]) -> None:
+    """Inputs on the grid of the reference, which the product leaves as they are."""
+    scheme, out, inputs = case
+    weight, x = weight_of(scheme, out, inputs), inputs_of(inputs, 70)
+    situation = QuantizedLinearSituation(DEVICE, torch.float32, out, inputs, scheme)
+    assert QUANTIZED_LINEAR.select(situation).name == "triton-8bit-inputs"
+    fixed = weight.parts().get("input_scale")
+    for dtype, counts in ((torch.float32, (1, 3, 70)), (torch.bfloat16, (2, 70))):
+        linear = prepare_quantized_linear(weight, dtype)
+        expected = weight.dequantize().double()
+        assert linear(x[:0].to(dtype)).shape == (0, out)
+        for tokens in counts:
+            given = x[:tokens].to(dtype)
+            got = linear(given)
+            assert got.dtype is dtype and got.shape == (tokens, out)
+            seen = round_inputs(given.float(), scheme, fixed)
+            assert is_close(got, seen.double() @ expected.T, dtype), tokens
+
+
+@pytest.mark.parametrize("granularity", ["token", "group128", "static"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("size", [1, 80, 320, 1000])
+def test_rows_are_rounded_to_the_bit(size: int, kind: Any, granularity: str) -> None:
+    from llmopt.engine.kernels.activations.triton_round_rows import round_rows
+
+    dynamic, shared_by = granularity != "static", cast(Any, granularity)
+    fixed = None if dynamic else torch.tensor([0.013], device=DEVICE)
+    activations = Activations(kind, shared_by if dynamic else "tensor", dynamic)
+    x = inputs_of(size + 5, 4)[:, 2 : size + 2] * 3
+    x[1], x[2, ::3] = 0.0, 0.0195  # a token of zeros, and halves between two codes
+    for dtype in (torch.float32, torch.bfloat16):
+        given = x.to(dtype)
+        rows = round_rows(given, Rounding(activations, fixed))
+        assert rows.codes.element_size() == 1
+        wide = rows.scales.repeat_interleave(128 if granularity == "group128" else size, dim=1)
+        got = rows.codes.float() * wide[:, :size]
+        assert torch.equal(got, round_activations(given.float(), activations, fixed))
+    assert round_rows(x[:0], Rounding(activations, fixed)).codes.shape == (0, size)
+
+
+def test_a_delta_gets_the_input_as_it_is() -> None:
+    """An adapter reads floats, so nobody else rounds what a projection with one takes."""
+    scheme = IntScheme(8, -1, True, Activations("int8"))
+    projection = Projection([weight_of(scheme, 32, 64)], None, torch.float32)
+    assert projection.rounding is not None
+    projection.add_delta(lambda x, y: None)
+    assert projection.rounding is None
+
+
+REFUSED: list[tuple[Scheme, int, str, str]] = [
+    (CodebookScheme("nf4"), 96, "triton", "blocks of 64 weights run on from row to row"),
+    (LookupScheme(4, 0.01), 96, "triton", "it has no sparse weights"),
+    (IntScheme(4, 8, False), 256, "triton", "it has no groups of 8"),
+    (IntScheme(4, -1, False), 48, "triton", "it wants rows of a multiple of 64"),
+    (FloatScheme("channel"), 100, "triton", "it wants rows of a multiple of 16"),
+    (IntScheme(8, -1, False, Activations("int8")), 96, "triton-8bit-inputs", "it is for symmetric"),
+    (IntScheme(8, 16, True, Activations("int8")), 96, "triton-8bit-inputs", "a product of 8-bit"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "inputs", "name", "reason"), REFUSED, ids=str)
+def test_what_they_refuse(scheme: Scheme, inputs: int, name: str, reason: str) -> None:
+    situation = QuantizedLinearSituation("cuda", torch.bfloat16, 64, inputs, scheme)
+    choice = QUANTIZED_LINEAR.explain(situation)
+    assert choice.chosen in ("tiled-dequant", "triton") and choice.chosen != name
+    assert str(dict(choice.reasons)[name]).startswith(reason)
+
+
+def test_an_old_gpu_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    scheme = FloatScheme("channel", Activations("fp8"))
+    choice = QUANTIZED_LINEAR.explain(
+        QuantizedLinearSituation("cuda", torch.bfloat16, 64, 128, scheme)
+    )
+    assert choice.chosen == "triton"
+    reason = str(dict(choice.reasons)["triton-8bit-inputs"])
+    assert reason == "a GPU of compute capability 8.0 has no FP8"

@@ -1,0 +1,78 @@
+"""The engine on GGUF files: what the dequantized weights say, whichever way the file is named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.read import quantized_modules, read_quantized
+from llmopt.quant.model import models
+from llmopt.quant.open import open_checkpoint
+from transformers import AutoModelForCausalLM
+
+from ...support.gguf_support import STORIES, TEXT, random_model, write_model
+
+TOKENS = torch.randint(3, 500, (1, 90), generator=torch.Generator().manual_seed(0))
+KINDS = ("stories3M", "llama-bias", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(source folder, GGUF file with config and tokenizer beside it)."""
+    name = request.param
+    folder = tmp_path_factory.mktemp("gguf")
+    source = STORIES if name == "stories3M" else random_model(folder / name, name)
+    path = write_model(source, folder / "out", "Q4_K_M")
+    for file in (*source.glob("*token*"), source / "config.json"):
+        shutil.copy(file, path.parent)
+    return source, path
+
+
+def engine(path: Path) -> Engine:
+    return Engine(EngineConfig(path, dtype="float32", device="cpu"))
+
+
+def test_logits_are_those_of_the_dequantized_weights(written):
+    source, path = written
+    read = open_checkpoint(path)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    quantized = quantized_modules(read)
+    state = {f"{name}.weight": read_quantized(read, name).dequantize() for name in quantized}
+    state |= {
+        name: read.tensor(name).float() for name in read.names if name.endswith(("weight", "bias"))
+    }
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    with torch.no_grad():
+        expected = model(TOKENS).logits[0]
+    built = engine(path)
+    got = built.prompt_logits(TOKENS[0].tolist())
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    # The blocks stay packed; only the embedding, which is looked up by row, is floats.
+    assert built.memory.weight_bytes_per_step < path.stat().st_size + 512 * 256 * 4
+
+
+@pytest.mark.parametrize("written", ["stories3M", "qwen2"], indirect=True)
+def test_a_file_alone_says_all(written, tmp_path):
+    pytest.importorskip("gguf")
+    _, path = written
+    alone, beside = engine(Path(shutil.copy(path, tmp_path))), engine(path.parent)
+    for text in TEXT.read_text(encoding="utf-8").split("\n\n")[:20]:
+        assert alone.tokenizer(text).input_ids == beside.tokenizer(text).input_ids
+    assert alone.eos_token_ids == beside.eos_token_ids
+    tokens = TOKENS[0].tolist()
+    assert torch.equal(alone.prompt_logits(tokens), beside.prompt_logits(tokens))
+
+
+def test_without_the_package_a_missing_tokenizer_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    path.touch()
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"no tokenizer\.json beside it.*llmopt\[gguf\]"):
+        models.tokenizer_arguments(path)

@@ -1,0 +1,263 @@
+"""Adapters: the numbers of the merged model, in any batch, over any base; and folders that are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.config.adapters import parse_adapters
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import IntScheme
+from llmopt.recipes import MODELS
+from transformers import AutoModelForCausalLM
+
+from ...support.lora_world import ATTENTION, LINEARS, merge, write_adapter
+from ...support.model_families import FAMILIES, VOCAB, save_model
+from ...support.quantized_world import random_model, write_checkpoint
+
+MODEL = MODELS / "stories3M"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+TOKENS = torch.randint(3, 512, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(base, tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        "all": write_adapter(root / "all", base, rank=8, alpha=16.0, seed=1),
+        "some": write_adapter(root / "some", base, ("q_proj", "v_proj", "up_proj"), seed=2),
+        "stable": write_adapter(root / "stable", base, ATTENTION, seed=3, use_rslora=True),
+        "uneven": write_adapter(
+            root / "uneven", base, seed=4, ranks={"q_proj": 2, "down_proj": 6},
+            alpha_pattern={"layers.*.q_proj": 1.0, "up_proj": 20.0},
+        ),
+    }  # fmt: skip
+
+
+SCALES: dict[str, Any] = {
+    "all": 2.0,
+    "some": 2.0,
+    "stable": 4.0,
+    "uneven": {**dict.fromkeys(LINEARS, 2.0), "q_proj": 0.5, "down_proj": 8 / 6, "up_proj": 5.0},
+}
+
+
+def build(folder: Path = MODEL, **options: Any) -> Engine:
+    return Engine(EngineConfig(folder, dtype="float32", device="cpu", num_threads=1, **options))
+
+
+@pytest.fixture(scope="module")
+def engine(folders) -> Engine:
+    return build(loras=folders, block_size=8, max_num_batched_tokens=64)
+
+
+def generate(
+    engine: Engine, requests: Sequence[tuple[list[int], str | None]]
+) -> tuple[list[list[int]], list[int]]:
+    """Greedy tokens of requests that run together, and how many of each prompt were cached."""
+    tokens: list[list[int]] = [[] for _ in requests]
+    cached = [0] * len(requests)
+    for index, (prompt, lora) in enumerate(requests):
+        engine.add_request(str(index), prompt, GREEDY, lora=lora)
+    while engine.has_unfinished():
+        for output in engine.step():
+            tokens[int(output.request_id)].extend(output.new_token_ids)
+            cached[int(output.request_id)] = output.num_cached_tokens
+        engine.scheduler.check_integrity()
+    return tokens, cached
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_logits_are_those_of_the_merged_model(base, engine, folders, name):
+    merged = merge(copy.deepcopy(base), folders[name], SCALES[name])
+    with torch.no_grad():
+        expected, plain = (m(torch.tensor([TOKENS])).logits[0] for m in (merged, base))
+    assert (expected - plain).abs().max() > 0.5, "the adapter is too weak to show"
+    got = engine.prompt_logits(TOKENS, name)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(engine.prompt_logits(TOKENS), plain, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_are_those_of_peft(base, engine, folders):
+    peft = pytest.importorskip("peft")
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folders["uneven"])
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+    got = engine.prompt_logits(TOKENS, "uneven")
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+NAMES = [None, "all", "some", None, "stable", "uneven", "all", None]
+
+
+def test_rows_of_a_batch_do_not_see_each_others_adapters(engine, folders):
+    requests = [(TOKENS[3 * i : 20 + 4 * i], name) for i, name in enumerate(NAMES)]
+    alone = [generate(engine, [request])[0][0] for request in requests]
+    engine.reset_prefix_cache()
+    assert generate(engine, requests)[0] == alone
+    chunked = build(loras=folders, block_size=4, prefill_chunk_size=5, enable_prefix_caching=False)
+    assert generate(chunked, requests)[0] == alone
+    plain = build()
+    without = generate(plain, [(prompt, None) for prompt, _ in requests])[0]
+    assert [without[i] == alone[i] for i in range(8)] == [name is None for name in NAMES]
+
+
+def test_adapters_share_no_prefix(engine):
+    engine.reset_prefix_cache()
+    prompt = TOKENS[:33]
+    first, cached = generate(engine, [(prompt, "all")])
+    assert cached == [0]
+    for name in (None, "some"):
+        assert generate(engine, [(prompt, name)])[1] == [0], "another adapter's keys and values"
+    again, cached = generate(engine, [(prompt, "all"), (prompt, None), (prompt, "stable")])
+    assert cached == [32, 32, 0]
+    assert again[0] == first[0]
+
+
+def test_preempted_requests_keep_their_adapters(engine, folders):
+    requests = [(TOKENS[i : 24 + i], name) for i, name in enumerate(NAMES)]
+    few = build(loras=folders, block_size=4, num_blocks=30, max_num_seqs=8)
+    expected = generate(engine, requests)[0]
+    assert generate(few, requests)[0] == expected
+    assert few.stats.num_preemptions > 2, "the pool was meant to be too small"
+
+
+def test_completions_of_a_fork_have_the_adapter_of_their_request(engine):
+    params = SamplingParams(n=3, seed=9, max_tokens=8, ignore_eos=True)
+    llm = LLM.__new__(LLM)
+    llm.engine, llm._next_id = engine, 0
+    forked = llm.generate([TOKENS[:21]], params, lora="some")[0]
+    for index in range(3):
+        own = SamplingParams(seed=9 + index, max_tokens=8, ignore_eos=True)
+        alone = llm.generate([TOKENS[:21]], own, lora=["some"])[0]
+        assert alone.token_ids == forked.completions[index].token_ids
+    with pytest.raises(BadInput, match="2 adapters for 1 prompts"):
+        llm.generate([TOKENS[:21]], params, lora=["some", None])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_adapter_on_a_quantized_base(tmp_path, bits):
+    model = random_model()
+    scheme = IntScheme(bits, 32, symmetric=False)
+    weights = write_checkpoint(tmp_path / "base", model, "compressed-tensors", scheme)
+    adapter = write_adapter(tmp_path / "adapter", model)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            model.get_submodule(name).weight.copy_(weight.dequantize())
+        expected = merge(model, adapter, 2.0)(torch.tensor([TOKENS])).logits[0]
+    engine = build(tmp_path / "base", loras={"a": adapter})
+    torch.testing.assert_close(engine.prompt_logits(TOKENS, "a"), expected, atol=1e-4, rtol=1e-4)
+
+
+FUSED = {
+    "phi-3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "gpt-2": ("c_attn", "c_proj", "c_fc"),
+    "qwen3": LINEARS,
+}
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_families_with_stacked_and_turned_weights(tmp_path, family):
+    model = save_model(tmp_path / "base", *FAMILIES[family][:2])
+    adapter = write_adapter(tmp_path / "adapter", model, FUSED[family], fan_in_fan_out=True)
+    tokens = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        expected = merge(model, adapter, 2.0)(torch.tensor([tokens])).logits[0]
+    engine = build(tmp_path / "base", loras={"a": adapter})
+    torch.testing.assert_close(engine.prompt_logits(tokens, "a"), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"r": 0}, "r is 0"),
+        ({"r": 5}, "r = 5"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"rank_pattern": {"q_proj": 3}}, "r = 3"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern"),
+        ({"target_modules": None}, "target_modules is None"),
+        ({"target_modules": ["q_proj"]}, "target_modules does not name"),
+    ],
+)
+def test_configs_that_cannot_be_served_are_refused(tmp_path, folders, change, words):
+    folder = shutil.copytree(folders["some"], tmp_path / "adapter")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(BadInput, match=r"adapter_config\.json") as refusal:
+        build(loras={"a": folder})
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("layers.0.self_attn.q_proj", "layers.9.self_attn.q_proj"),
+        ("model.layers.0.self_attn.q_proj", "lm_head"),
+        ("lora_A.weight", "lora_magnitude_vector"),
+        ("q_proj.lora_A", "q_proj.lora_B"),
+    ],
+)
+def test_weights_that_fit_nowhere_are_refused(tmp_path, base, old, new):
+    from safetensors.torch import load_file, save_file
+
+    folder = write_adapter(tmp_path / "adapter", base, ("q_proj",), target_modules="all-linear")
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name.replace(old, new): tensors[name] for name in reversed(tensors)}, path)
+    with pytest.raises(BadInput, match=r"adapter_model\.safetensors"):
+        build(loras={"a": folder})
+
+
+def test_missing_and_damaged_files_are_named(tmp_path, folders, engine):
+    with pytest.raises(BadInput, match=r"adapter_config\.json is missing"):
+        build(loras={"a": tmp_path})
+    folder = shutil.copytree(folders["some"], tmp_path / "adapter")
+    (folder / "adapter_model.safetensors").write_bytes(b"\1\0")
+    with pytest.raises(BadInput, match=r"adapter_model\.safetensors is cut off"):
+        build(loras={"a": folder})
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(BadInput, match="pickle"):
+        build(loras={"a": folder})
+    with pytest.raises(BadInput, match="no adapter 'other'"):
+        engine.prompt_logits(TOKENS, "other")
+
+
+def test_models_of_transformers_and_routed_experts_take_none(tmp_path, folders):
+    save_model(tmp_path / "neox", "GPTNeoXConfig", {})
+    with pytest.raises(BadInput, match="adapters are for the decoder's own model types"):
+        build(tmp_path / "neox", loras={"a": folders["some"]}, max_model_len=64)
+    model = save_model(tmp_path / "mixtral", *FAMILIES["mixtral"][:2])
+    attention = write_adapter(tmp_path / "attention", model, ("q_proj", "o_proj"))
+    tokens = TOKENS[:30]
+    with torch.no_grad():
+        expected = merge(copy.deepcopy(model), attention, 2.0)(torch.tensor([tokens])).logits[0]
+    engine = build(tmp_path / "mixtral", loras={"a": attention})
+    torch.testing.assert_close(engine.prompt_logits(tokens, "a"), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("words", [["a"], ["=b"], ["a="], ["a=b", "a=c"]])
+def test_words_of_the_command_line(words):
+    with pytest.raises(BadInput, match="--lora"):
+        parse_adapters(words)
+    assert parse_adapters(["x=folder/y=z"]) == {"x": Path("folder/y=z")}

@@ -1,0 +1,198 @@
+"""Tiny random models of every supported family: our logits against transformers', in float32."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.engine.model.decoder.families import model_spec
+from llmopt.engine.model.spec.rope import RopeSpec, rope_frequencies
+from llmopt.engine.model.spec.spec import ModelSpec
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.recipes import MODELS
+from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
+
+from ...support.model_families import ADAPTED, FAMILIES, LLAMA3_ROPE, SHAPE, VOCAB, save_model
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *ADAPTED])
+def checkpoint(request, tmp_path_factory):
+    """(folder, transformers' model) of a family."""
+    folder = tmp_path_factory.mktemp("model") / request.param
+    return folder, save_model(folder, *{**FAMILIES, **ADAPTED}[request.param][:2])
+
+
+def engine(folder, **options) -> Engine:
+    given = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 256}
+    return Engine(EngineConfig(folder, **given, **options))
+
+
+def test_logits_agree_with_transformers(checkpoint):
+    folder, model = checkpoint
+    built = engine(folder, block_size=4, num_blocks=40, max_num_batched_tokens=17)
+    tokens = torch.randint(3, VOCAB, (1, 90), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens).logits[0]
+    got = built.prompt_logits(tokens[0].tolist())  # in chunks of 17, through the paged cache
+    assert expected.std() > 0.1, "the model is too flat for the comparison to mean anything"
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_greedy_tokens_of_a_batch_agree_with_transformers(checkpoint):
+    folder, model = checkpoint
+    tokens = torch.randint(3, VOCAB, (100,), generator=torch.Generator().manual_seed(2)).tolist()
+    # The third shares a prefix with the first; each is longer than windows and original contexts.
+    prompts = [tokens[:50], tokens[50:90], tokens[:40] + tokens[90:]]
+    expected = [
+        model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
+            max_new_tokens=8, min_new_tokens=8,
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]  # fmt: skip
+    built = engine(folder, block_size=4, num_blocks=60, prefill_chunk_size=13)
+    got: list[list[int]] = [[] for _ in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8)
+    for index, prompt in enumerate(prompts):
+        built.add_request(str(index), prompt, params)
+        built.step()
+    while built.has_unfinished():
+        for output in built.step():
+            got[int(output.request_id)].extend(output.new_token_ids)
+    assert got == expected
+    assert built.stats.prefix_cache_hits >= 20
+
+
+def test_the_cache_holds_what_the_planner_says(checkpoint):
+    folder, _ = checkpoint
+    built = engine(folder, block_size=4, num_blocks=5)
+    if folder.name in ADAPTED:
+        token_bytes = ADAPTED[folder.name][3] * 4
+    else:
+        token_bytes = ModelShape.from_config(Checkpoint(folder).config).kv_bytes_per_token(4)
+    assert built.memory.kv_cache_bytes == 6 * 4 * token_bytes
+
+
+def test_a_multimodal_checkpoint_gives_its_text_model(tmp_path):
+    text = {**SHAPE, **FAMILIES["gemma-3"][1]}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    own: dict[str, Any] = {"image_token_index": 500, "boi_token_index": 501, "eoi_token_index": 502}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **own)
+    torch.manual_seed(0)
+    model: Any = Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+        model.save_pretrained(tmp_path)
+        AutoTokenizer.from_pretrained(MODELS / "stories260K").save_pretrained(tmp_path)
+        tokens = torch.randint(3, 490, (1, 40), generator=torch.Generator().manual_seed(1))
+        expected = model(tokens).logits[0]
+    assert expected.std() > 0.1
+    got = engine(tmp_path, block_size=4).prompt_logits(tokens[0].tolist())
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+WINDOWED = {"mistral-sliding": 7, "mixtral": 11, "phi-3": 9, "gemma-3": None, "llama-4": None}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_blocks_behind_every_window_are_returned(family, tmp_path):
+    """Where every layer has a window, a sequence holds no more than it; else it keeps all."""
+    save_model(tmp_path, *FAMILIES[family])
+    built = engine(tmp_path, block_size=4, num_blocks=60, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    built.add_request("a", list(range(3, 43)), params)
+    held = []
+    while built.has_unfinished():
+        built.step()
+        built.scheduler.check_integrity()
+        held.append(built.stats.kv_blocks_used)
+    window = WINDOWED[family]
+    if window is None:
+        assert max(held) == 25
+    else:
+        assert max(held[1:]) <= 1 + -(-window // 4)
+    assert held[-1] == 0
+
+
+def test_a_bf16_model_stays_close_to_float32():
+    tokens = list(range(3, 200))
+    exact, rounded = (
+        Engine(EngineConfig("stories3M", dtype=dtype, num_threads=1)).prompt_logits(tokens)
+        for dtype in ("float32", "bfloat16")
+    )
+    exact, rounded = exact.log_softmax(-1), rounded.log_softmax(-1)
+    divergence = (exact.exp() * (exact - rounded)).sum(-1).mean()
+    assert 0 < divergence < 5e-3
+
+
+def spec(**changes) -> ModelSpec:
+    config = json.loads((MODELS / "stories3M" / "config.json").read_text())
+    return model_spec({**config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not one of"),
+        ({"model_type": None}, "model_type None"),
+        ({"hidden_act": "glu"}, "hidden_act 'glu'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks low_freq_factor"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"vocab_size": "many"}, "vocab_size is .many. in the config"),
+    ],
+)
+def test_what_the_decoder_does_not_cover_is_refused(changes, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        spec(**changes)
+
+
+def test_a_missing_key_is_named():
+    config = json.loads((MODELS / "stories3M" / "config.json").read_text())
+    del config["hidden_size"]
+    with pytest.raises(BadInput, match="hidden_size is missing in the llama config"):
+        model_spec(config)
+
+
+def test_both_spellings_of_rope_are_read():
+    new = RopeSpec.from_config({"rope_parameters": LLAMA3_ROPE})
+    scaling = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
+    old = RopeSpec.from_config({"rope_theta": 500000.0, "rope_scaling": scaling})
+    assert torch.equal(rope_frequencies(new, 64)[0], rope_frequencies(old, 64)[0])
+
+
+def test_earlier_spellings_of_phi3_and_gemma3_mean_the_same():
+    """Files on the hub were written before transformers 5 and leave out what their class knows."""
+    longrope = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    base = {"model_type": "phi3", "original_max_position_embeddings": 64}
+    old = spec(**base, rope_scaling={**longrope, "type": "su"}).ropes[0]
+    new = spec(**base, rope_parameters={**longrope, "rope_type": "longrope"}).ropes[0]
+    assert old == new and new.kind == "longrope" and new.parameters["factor"] == 8.0
+    gemma = {"model_type": "gemma3_text", "sliding_window": 16, "rope_parameters": None}
+    local, *_, everywhere = spec(
+        **gemma, num_hidden_layers=6, rope_theta=5e5, rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ).ropes  # fmt: skip
+    assert (local.theta, local.kind) == (2e4, "default")
+    assert (everywhere.theta, everywhere.kind) == (5e5, "linear")
+
+
+def test_mistrals_window_defaults_as_its_class_does():
+    base = {"model_type": "mistral"}
+    assert spec(**base).shape.windows == (4096,) * 5
+    assert spec(**base, sliding_window=None).shape.windows == (None,) * 5
+    assert (
+        spec(model_type="qwen2", sliding_window=32, use_sliding_window=False).shape.windows
+        == (None,) * 5
+    )

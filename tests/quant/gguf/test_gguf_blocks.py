@@ -1,0 +1,254 @@
+"""ggml blocks: the bytes of its own quantizers, the floats of its own readers, and errors worth the search."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import GGUF_BLOCKS, GgufScheme, IntScheme
+from llmopt.quant.formats.gguf_integer import block_type_of, gguf_to_int, int_to_gguf
+from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
+from llmopt.quant.ggml.k_blocks import pack_affine
+from llmopt.quant.gguf.mix import GGUF_TYPES, mix, mix_notes, output_type
+from llmopt.quant.grids.block_grid import round_to_blocks
+from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.tensors.gguf import GgufTensor
+
+SIMPLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+
+
+def sample(rows: int = 40, columns: int = 512) -> torch.Tensor:
+    """Normal weights of several scales, with rows that are all that can go wrong."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(rows, columns, generator=generator)
+    weight *= torch.logspace(-3, 1, rows).unsqueeze(-1)
+    weight[0] = 0
+    weight[1, :32] = 0
+    weight[2] = 0.5
+    weight[3] = -0.25
+    weight[4, ::2] = 0
+    weight[5] = weight[5].abs() + 1
+    weight[6] = 1e-9
+    weight[7, 5] = 300.0
+    return weight
+
+
+def relative_error(weight: torch.Tensor, type_name: str, importance: Any = None) -> float:
+    """Squared error over squared norm, each channel weighed by its importance."""
+    found = dequantize_blocks(quantize_blocks(weight, type_name, importance), type_name)
+    weigh = torch.ones(weight.shape[1]) if importance is None else importance
+    return float(((found - weight).square() * weigh).sum() / (weight.square() * weigh).sum())
+
+
+@pytest.mark.parametrize("type_name", SIMPLE)
+def test_simple_blocks_are_the_owners_bytes(type_name):
+    quants = pytest.importorskip("gguf.quants")
+    kind = pytest.importorskip("gguf").GGMLQuantizationType[type_name]
+    weight = sample()
+    packed = quantize_blocks(weight, type_name)
+    assert np.array_equal(packed.numpy(), quants.quantize(weight.numpy(), kind))
+
+
+# Of `gguf` 0.19.0's bytes for the block (i - 16) / 7, i in 0 .. 31: what holds where it is not installed.
+DIGESTS = {
+    "Q4_0": "9c338a8cd5f58f02d002ddd05ed2388655b92c0e5c36de423f81cda4ae0683cf",
+    "Q4_1": "7862d559b4d357e2c06c814c3c7231a22f1213a9171c74f54f1f63eeb0749e0a",
+    "Q5_0": "e311d1c8dee70183b6d5cc53c21310b7ae6e2f6e61f24bedcfbfc282d15b5b47",
+    "Q5_1": "d4aad0af9b5ae7e171e8df39f4458d875b0ac2c773249349c94af6eeec5efd4f",
+    "Q8_0": "38454276b4051d1e3f6dd73189c92ec75f30f3d98e45c024b3cd7460daac930e",
+}
+
+
+def test_golden_bytes_of_a_block():
+    block = ((torch.arange(32) - 16) / 7).view(1, 32)
+    data = quantize_blocks(block, "Q8_0")[0]
+    assert data[:2].view(torch.float16).item() == pytest.approx(16 / 7 / 127, rel=1e-3)
+    assert data[2:].view(torch.int8).tolist()[:4] == [-127, -119, -111, -103]
+    digests = {
+        t: hashlib.sha256(quantize_blocks(block, t).numpy().tobytes()).hexdigest() for t in SIMPLE
+    }
+    assert digests == DIGESTS
+
+
+@pytest.mark.parametrize("type_name", GGUF_BLOCKS)
+def test_the_owner_reads_our_values(type_name):
+    quants = pytest.importorskip("gguf.quants")
+    kind = pytest.importorskip("gguf").GGMLQuantizationType[type_name]
+    packed = quantize_blocks(sample(), type_name)
+    ours = dequantize_blocks(packed, type_name)
+    assert np.array_equal(ours.numpy(), quants.dequantize(packed.numpy(), kind))
+
+
+@pytest.mark.parametrize("type_name", GGUF_BLOCKS)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_bytes_read_as_the_owner_reads_them(type_name, seed):
+    quants = pytest.importorskip("gguf.quants")
+    kind = pytest.importorskip("gguf").GGMLQuantizationType[type_name]
+    data = np.random.default_rng(seed).integers(0, 256, (2, GGUF_BLOCKS[type_name][1]), np.uint8)
+    # Any float16 may come out of random bytes, NaN too; those are equal as NaN.
+    with np.errstate(all="ignore"):
+        expected = quants.dequantize(data, kind)
+    ours = dequantize_blocks(torch.from_numpy(data), type_name).numpy()
+    assert np.array_equal(ours, expected, equal_nan=True)
+
+
+def test_more_bits_are_closer():
+    weight = sample()[8:]
+    errors = [relative_error(weight, name) for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0")]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] < 0.01 and errors[-1] < 5e-5
+    assert relative_error(weight, "Q4_K") < relative_error(weight, "Q4_1")
+
+
+@pytest.mark.parametrize("bits", [4, 5])
+def test_the_search_beats_scales_from_the_range(bits):
+    weight = sample()[8:]
+    runs = weight.view(-1, 8, 32)
+    low = (-runs.amin(dim=-1)).clamp(min=0)
+    steps = (runs.amax(dim=-1) + low) / (2**bits - 1)
+    heads = torch.stack([steps.amax(dim=-1) / 63, low.amax(dim=-1) / 63], dim=-1).half()
+    scale_codes = (steps / heads[:, :1].float()).round().clamp(1, 63)
+    low_codes = (low / heads[:, 1:].float()).round().clamp(0, 63)
+    step, offset = heads[:, :1].float() * scale_codes, heads[:, 1:].float() * low_codes
+    codes = (runs + offset.unsqueeze(-1)) / step.unsqueeze(-1)
+    codes = codes.round().clamp(0, 2**bits - 1).to(torch.uint8)
+    plain = pack_affine(scale_codes.byte(), codes, low_codes.byte(), heads, bits)
+    found = dequantize_blocks(plain.view(weight.shape[0], -1), f"Q{bits}_K")
+    plain_error = float((found - weight).square().sum() / weight.square().sum())
+    assert relative_error(weight, f"Q{bits}_K") < 0.9 * plain_error
+
+
+@pytest.mark.parametrize("type_name", K_TYPES)
+def test_importance_moves_the_error_to_where_it_costs_least(type_name):
+    weight = sample()[8:]
+    importance = torch.logspace(-2, 2, weight.shape[1])[torch.randperm(weight.shape[1])]
+    data = quantize_blocks(weight, type_name)
+    blind = (dequantize_blocks(data, type_name) - weight).square() * importance
+    blind_error = float(blind.sum() / (weight.square() * importance).sum())
+    assert relative_error(weight, type_name, importance) < blind_error
+    dead = torch.zeros(weight.shape[1])
+    assert torch.equal(quantize_blocks(weight, type_name, dead), data)
+
+
+@pytest.mark.parametrize("type_name", GGUF_BLOCKS)
+def test_zeros_stay_zeros_and_damage_is_named(type_name):
+    zeros = torch.zeros(2, 256)
+    assert torch.equal(dequantize_blocks(quantize_blocks(zeros, type_name), type_name), zeros)
+    for bad, word in ((float("nan"), "NaN"), (float("inf"), "infinite"), (1e30, "too large")):
+        broken = zeros.clone()
+        broken[1, 3] = bad
+        with pytest.raises(BadInput, match=f"q_proj.*{word}"):
+            quantize_blocks(broken, type_name, name="q_proj")
+    with pytest.raises(BadInput, match="blocks of"):
+        quantize_blocks(torch.zeros(2, 40), type_name)
+
+
+@pytest.mark.parametrize("type_name", GGUF_BLOCKS)
+def test_rows_of_a_tensor_are_rows_of_its_weight(type_name):
+    weight = sample()
+    tensor = GgufTensor(quantize_blocks(weight, type_name), GgufScheme(type_name))
+    assert tensor.shape == tuple(weight.shape)
+    assert torch.equal(tensor.rows(slice(8, 24)).dequantize(), tensor.dequantize()[8:24])
+    bits = tensor.scheme.bits_per_weight(*tensor.shape)
+    assert tensor.nbytes * 8 == bits * weight.numel()
+    with pytest.raises(ValueError, match="blocks"):
+        GgufTensor(tensor.data[:, 1:], tensor.scheme)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+def test_integer_grids_go_over_and_back_without_loss(bits, group_size):
+    tensor = round_to_nearest(sample(), IntScheme(bits, group_size, True), torch.float16)
+    packed = int_to_gguf(tensor)
+    assert packed.scheme.type == f"Q{bits}_0"
+    assert torch.equal(packed.dequantize(), tensor.dequantize())
+    back = gguf_to_int(packed)
+    assert back.scheme == IntScheme(bits, 32, True)
+    assert torch.equal(back.codes, tensor.codes)
+    assert torch.equal(back.dequantize(), tensor.dequantize())
+    assert torch.equal(int_to_gguf(back).data, packed.data)
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q8_0"])
+def test_ggmls_own_blocks_as_integers(type_name):
+    tensor = GgufTensor(quantize_blocks(sample(), type_name), GgufScheme(type_name))
+    assert torch.equal(gguf_to_int(tensor).dequantize(), tensor.dequantize())
+
+
+def test_what_does_not_fit_is_refused():
+    for scheme in (IntScheme(4, 32, False), IntScheme(3, 32, True), IntScheme(4, 16, True)):
+        assert block_type_of(scheme) is None
+        with pytest.raises(BadInput, match=r"v_proj.*fit no GGUF type"):
+            int_to_gguf(round_to_nearest(sample(), scheme, torch.float16), name="v_proj")
+    with pytest.raises(BadInput, match="not exact"):
+        int_to_gguf(round_to_nearest(sample(), IntScheme(4, 32, True), torch.float32))
+    with pytest.raises(BadInput, match="no multiple of 32"):
+        odd = round_to_nearest(torch.randn(8, 48), IntScheme(4, -1, True), torch.float16)
+        int_to_gguf(odd)
+    with pytest.raises(BadInput, match="Q4_K"):
+        gguf_to_int(GgufTensor(quantize_blocks(sample(), "Q4_K"), GgufScheme("Q4_K")))
+
+
+def test_the_mixes_are_llama_cpps():
+    modules = {
+        f"model.layers.{layer}.{linear}": (256, 256)
+        for layer in range(32)
+        for linear in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.up_proj")
+    }
+    schemes = mix("Q4_K_M", modules, 32)
+    better = [i for i in range(32) if schemes[f"model.layers.{i}.mlp.down_proj"].type == "Q6_K"]
+    # As in llama.cpp's files of 32 layers.
+    assert better == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
+    assert schemes["model.layers.0.self_attn.v_proj"].type == "Q6_K"
+    assert schemes["model.layers.0.self_attn.q_proj"].type == "Q4_K"
+    assert {s.type for s in mix("Q5_K_M", modules, 32).values()} == {"Q5_K", "Q6_K"}
+    assert {s.type for s in mix("Q4_K", modules, 32).values()} == {"Q4_K"}
+    assert mix_notes("Q4_K_M", modules, 32) == []
+    assert output_type("Q4_0", 256) == "Q6_K" and output_type("Q8_0", 256) == "Q8_0"
+
+
+def test_widths_that_a_type_does_not_fit():
+    modules = {"model.layers.0.mlp.down_proj": (64, 96), "model.layers.0.mlp.up_proj": (64, 40)}
+    assert mix("Q4_K", modules, 1) == {"model.layers.0.mlp.down_proj": GgufScheme("Q5_0")}
+    assert mix("Q4_K_M", modules, 1)["model.layers.0.mlp.down_proj"] == GgufScheme("Q8_0")
+    assert mix("Q5_K", modules, 1)["model.layers.0.mlp.down_proj"] == GgufScheme("Q5_1")
+    first, second = mix_notes("Q4_K", modules, 1)
+    assert "96 inputs" in first and "Q5_0" in first
+    assert "40 inputs" in second and "stay as they are" in second
+    with pytest.raises(BadInput, match="no GGUF type"):
+        mix("Q2_K", modules, 1)
+    assert "Q4_K_M" in GGUF_TYPES
+
+
+def test_rounding_takes_its_importance_from_the_inputs():
+    from llmopt.quant.grids.input_statistics import InputStatistics
+
+    weight = sample()[8:]
+    spread = torch.logspace(-2, 1, weight.shape[1])
+    statistics = InputStatistics(weight.shape[1])
+    statistics.add(
+        torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(0)) * spread
+    )
+    scheme = GgufScheme("Q4_K")
+
+    def rounded(of: torch.Tensor, seen: InputStatistics | None) -> GgufTensor:
+        return round_to_blocks(of, scheme, original=weight, statistics=seen, name="q")
+
+    seen = rounded(weight, statistics)
+    importance = statistics.gram.diagonal() / 64
+    assert torch.equal(seen.data, quantize_blocks(weight, "Q4_K", importance))
+    blind = rounded(weight, None)
+    assert torch.equal(blind.data, quantize_blocks(weight, "Q4_K"))
+    # Scaled columns see inputs that are divided: powers of two leave the importance of each product alone.
+    scales = 2.0 ** torch.arange(weight.shape[1]).remainder(3)
+    scaled = rounded(weight * scales, statistics)
+    expected = quantize_blocks(weight * scales, "Q4_K", importance / scales.square())
+    assert torch.equal(scaled.data, expected)

@@ -1,0 +1,362 @@
+"""GGUF files: the container, whole models as their owner reads them, and what is wrong with a broken one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import GgufScheme, IntScheme
+from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.formats.gguf import GgufFormat
+from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
+from llmopt.quant.gguf.architecture import architecture_keys, config_of, rope_factors
+from llmopt.quant.gguf.assemble import assemble, check_source
+from llmopt.quant.gguf.checkpoint import GgufCheckpoint
+from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, write_gguf
+from llmopt.quant.gguf.names import from_gguf, to_gguf, to_halves, to_interleaved
+from llmopt.quant.gguf.tokenizer import tokenizer_keys
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.models import resolve_model
+from llmopt.quant.open import open_checkpoint
+from transformers import AutoModelForCausalLM
+
+from ...support.gguf_support import (
+    RANDOM_MODELS,
+    SPLITS,
+    STORIES,
+    byte_level_tokenizer,
+    linears_of,
+    random_model,
+    write_model,
+)
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """stories3M as Q4_K_M."""
+    return write_model(STORIES, tmp_path_factory.mktemp("stories"), "Q4_K_M")
+
+
+@pytest.fixture
+def damaged(stories: Path, tmp_path: Path) -> Any:
+    """Write a changed copy of the file's bytes, and open it."""
+
+    def open_changed(data: bytes) -> GgufCheckpoint:
+        path = tmp_path / "changed.gguf"
+        path.write_bytes(data)
+        return GgufCheckpoint(path)
+
+    return open_changed
+
+
+VALUES: dict[str, Any] = {
+    "a.text": "Grüße, 世界",
+    "a.flag": True,
+    "a.count": 7,
+    "a.share": 0.5,
+    "a.words": ["", "one", "▁two"],
+    "a.numbers": [1, -2, 3],
+    "a.scores": [0.0, -1.5],
+}
+
+
+def test_a_file_gives_back_what_was_written(tmp_path):
+    path = tmp_path / "a.gguf"
+    first, second = np.arange(12, dtype=np.float32), bytes(range(36))
+    tensors = [
+        TensorToWrite(
+            "x.weight", (3, 4), "F32", lambda: [first[:5].tobytes(), first[5:].tobytes()]
+        ),
+        TensorToWrite("y.weight", (2, 32), "Q4_0", lambda: [second]),
+    ]
+    write_gguf(path, VALUES, tensors)
+    read = GgufFile(path)
+    assert read.metadata == VALUES
+    assert [(t.name, t.shape, t.type) for t in read.tensors.values()] == [
+        ("x.weight", (3, 4), "F32"),
+        ("y.weight", (2, 32), "Q4_0"),
+    ]
+    assert read.data("x.weight").tobytes() == first.tobytes()
+    assert read.data("y.weight").tobytes() == second
+    assert all(tensor.start % 32 == 0 for tensor in read.tensors.values())
+    assert [p.name for p in tmp_path.iterdir()] == ["a.gguf"]
+
+
+def test_the_owner_reads_the_container(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "a.gguf"
+    data = bytes(range(36))
+    write_gguf(path, VALUES, [TensorToWrite("y.weight", (2, 32), "Q4_0", lambda: [data])])
+    reader = gguf.GGUFReader(path)
+    assert {name: reader.fields[name].contents() for name in VALUES} == VALUES
+    assert reader.tensors[0].data.tobytes() == data
+    assert all(gguf.GGMLQuantizationType[n].value == number for n, number in TYPE_NUMBERS.items())
+
+
+def test_nothing_half_written_remains(tmp_path):
+    path = tmp_path / "a.gguf"
+    with pytest.raises(ValueError, match="gave 3 bytes"):
+        write_gguf(path, {}, [TensorToWrite("x", (4,), "F32", lambda: [b"abc"])])
+    assert not list(tmp_path.iterdir())
+
+
+@settings(max_examples=60, deadline=None)
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_file_that_is_cut_off_anywhere_says_so(stories, tmp_path_factory, share):
+    data = stories.read_bytes()
+    path = tmp_path_factory.getbasetemp() / "cut.gguf"
+    # Half of the cuts go through the header, where the structure is.
+    path.write_bytes(data[: int(share * (len(data) if share > 0.5 else 20_000))])
+    with pytest.raises(BadInput, match=r"cut\.gguf"):
+        GgufCheckpoint(path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(position=st.integers(0, 15_000), value=st.integers(0, 255))
+def test_a_damaged_byte_is_an_error_of_one_line_or_harmless(
+    stories, tmp_path_factory, position, value
+):
+    data = bytearray(stories.read_bytes())
+    data[position] = value
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    path.write_bytes(data)
+    try:
+        GgufCheckpoint(path)
+    except BadInput as error:
+        assert "damaged.gguf" in str(error) and "\n" not in str(error)
+
+
+def test_foreign_and_other_files_are_named(stories, damaged):
+    data = stories.read_bytes()
+    with pytest.raises(BadInput, match="does not begin with 'GGUF'"):
+        damaged(b"GGML" + data[4:])
+    with pytest.raises(BadInput, match="version 2: this reads version 3"):
+        damaged(b"GGUF" + struct.pack("<I", 2) + data[8:])
+    with pytest.raises(BadInput, match="architecture 'blama' is not read"):
+        damaged(data.replace(b"llama", b"blama", 1).replace(b"blama.context", b"llama.context"))
+    with pytest.raises(BadInput, match=r"lacks the key llama\.block_count"):
+        damaged(data.replace(b"llama.block_count", b"llama.block_coumt", 1))
+    with pytest.raises(BadInput, match="has no place in the models"):
+        damaged(data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight", 1))
+    name = b"blk.0.attn_q.weight"
+    at = data.index(name) + len(name) + 4 + 16
+    with pytest.raises(BadInput, match=r"attn_q\.weight has ggml type 10, which is not read here"):
+        damaged(data[:at] + struct.pack("<I", 10) + data[at + 4 :])
+    with pytest.raises(BadInput, match="cannot be read"):
+        GgufCheckpoint(stories.with_name("missing.gguf"))
+
+
+def test_names_and_rows_go_over_and_back():
+    for module in ("model.layers.11.self_attn.q_norm", "lm_head", "model.norm"):
+        assert from_gguf(to_gguf(module) or "") == module
+    assert to_gguf("model.layers.0.mlp.experts.0.w1") is None
+    assert from_gguf("blk.0.ffn_gate_exps") is None
+    rows = torch.arange(16).view(16, 1)
+    mixed = to_interleaved(rows, 2)
+    assert mixed.flatten().tolist()[:8] == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert torch.equal(to_halves(mixed, 2), rows)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("name", RANDOM_MODELS)
+def test_a_model_comes_back_as_its_blocks(name, type_name, tmp_path):
+    source = Checkpoint(random_model(tmp_path / "source", name))
+    path = write_model(source.folder, tmp_path / "out", type_name)
+    read = open_checkpoint(path)
+    linears = linears_of(source)
+    heads = {"lm_head"} & {n.removesuffix(".weight") for n in read.names} | (
+        {"lm_head"} if "lm_head.gguf_blocks" in read else set()
+    )
+    assert quantized_modules(read) == set(linears) | heads
+    for module in linears:
+        scheme = GgufScheme(read.quantization_config["types"][module])
+        expected = quantize_blocks(source.tensor(f"{module}.weight").float(), scheme.type)
+        assert torch.equal(read_quantized(read, module).parts()["data"], expected)
+        assert tensor_names(read, module) == {f"{module}.gguf_blocks"}
+    for one in source.names:
+        assert (one in read) == (one.removesuffix(".weight") not in quantized_modules(read))
+        if source.tensor(one).dim() == 1:
+            assert torch.equal(read.tensor(one), source.tensor(one).float())
+    embedding = "model.embed_tokens.weight"
+    assert read.shape(embedding) == tuple(read.tensor(embedding).shape) == source.shape(embedding)
+    assert (read.tensor(embedding) - source.tensor(embedding)).abs().max() < 0.06
+    assert read.weight_bytes == path.stat().st_size
+    for key in ("hidden_size", "num_key_value_heads", "vocab_size", "tie_word_embeddings"):
+        assert read.config[key] == source.config[key]
+    assert read.config["head_dim"] == (128 if name == "qwen3" else 64)
+    assert architecture_keys(read.config) == architecture_keys(source.config)
+
+
+# transformers gives no Llama from GGUF a bias, so that one is left out.
+@pytest.mark.parametrize("name", ["stories", "llama", "qwen2", "qwen3"])
+def test_transformers_loads_it_with_the_same_weights(name, stories, tmp_path):
+    pytest.importorskip("gguf")
+    if name == "stories":
+        path = stories
+    else:
+        path = write_model(random_model(tmp_path / "source", name), tmp_path / "out", "Q4_K_M")
+    theirs: Any = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    state, read = theirs.state_dict(), open_checkpoint(path)
+    for one in quantized_modules(read):
+        torch.testing.assert_close(
+            state[f"{one}.weight"], read_quantized(read, one).dequantize(), atol=0, rtol=0
+        )
+    for one in read.names:
+        if not one.endswith(".gguf_blocks"):
+            assert torch.equal(state[one], read.tensor(one))
+
+
+def test_a_config_beside_the_file_must_belong_to_it(stories, tmp_path):
+    shutil.copy(stories, tmp_path)
+    config = json.loads((STORIES / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    read = open_checkpoint(tmp_path)
+    assert read.config["rope_theta"] == 5.0
+    assert read.quantization_config["quant_method"] == "gguf"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    with pytest.raises(BadInput, match=r"num_hidden_layers 4.*do not belong together"):
+        open_checkpoint(tmp_path)
+
+
+def test_which_file_a_folder_means(stories, tmp_path):
+    shutil.copy(stories, tmp_path / "one.gguf")
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model(str(tmp_path / "one.gguf")) == tmp_path / "one.gguf"
+    assert isinstance(open_checkpoint(tmp_path), GgufCheckpoint)
+    shutil.copy(stories, tmp_path / "two.gguf")
+    with pytest.raises(BadInput, match=r"one\.gguf, two\.gguf"):
+        open_checkpoint(tmp_path)
+    assert not isinstance(open_checkpoint(STORIES), GgufCheckpoint)
+
+
+def test_parts_of_a_model_are_refused(stories, tmp_path):
+    whole = GgufFile(stories)
+    path = tmp_path / "part-00001-of-00002.gguf"
+    write_gguf(path, whole.metadata | {"split.count": 2}, [])
+    with pytest.raises(BadInput, match="one part of several"):
+        GgufCheckpoint(path)
+    write_gguf(path, whole.metadata, [])
+    with pytest.raises(BadInput, match=r"lacks tensor token_embd\.weight"):
+        GgufCheckpoint(path)
+
+
+def test_llama3_rope_goes_over_as_factors(tmp_path):
+    source = Checkpoint(random_model(tmp_path / "source", "llama-bias"))
+    file = GgufFile(write_model(source.folder, tmp_path / "out", "Q8_0"))
+    factors = rope_factors(source.config)
+    assert factors is not None and float(factors[0]) == 1 and float(factors.max()) <= 8
+    assert config_of(file)["rope_parameters"] == source.config["rope_parameters"] | {
+        "original_max_position_embeddings": 8192
+    }
+
+
+def test_rope_scalings(tmp_path):
+    config = json.loads((STORIES / "config.json").read_text())
+    linear = config | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    keys = architecture_keys(linear)
+    assert keys["llama.rope.scaling.type"] == "linear"
+    assert keys["llama.rope.scaling.factor"] == 2.0
+    yarn = config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert architecture_keys(yarn)["llama.rope.scaling.original_context_length"] == 512
+    with pytest.raises(BadInput, match="rope_type 'yarn' with"):
+        architecture_keys(config | {"rope_scaling": {"rope_type": "yarn", "beta_fast": 3}})
+
+
+def test_what_gguf_has_no_words_for(tmp_path, model_copy):
+    config = json.loads((STORIES / "config.json").read_text())
+    for change, message in (
+        ({"model_type": "gemma2"}, "model type 'gemma2'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding window of 64"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            architecture_keys(config | change)
+    check_source(Checkpoint(model_copy))
+    path = model_copy / "tokenizer.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"model": {"type": "Unigram", "vocab": []}}))
+    with pytest.raises(BadInput, match="a Unigram tokenizer"):
+        check_source(Checkpoint(model_copy))
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadInput, match="has ids up to 511, the embedding has 500 rows"):
+        tokenizer_keys(model_copy, 500)
+    byte_level_tokenizer(tmp_path / "odd", None)
+    path = tmp_path / "odd" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"ByteLevel","add_prefix', '"Whitespace","add_prefix'))
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"pre_tokenizer": {"type": "Digits"}}))
+    with pytest.raises(BadInput, match=r"Digits.*known are gpt-2, llama-bpe, qwen2"):
+        tokenizer_keys(tmp_path / "odd", 512)
+
+
+def test_tokenizers(tmp_path):
+    keys = tokenizer_keys(STORIES, 514)
+    assert keys["tokenizer.ggml.model"] == "llama"
+    assert keys["tokenizer.ggml.tokens"][-2:] == ["[PAD512]", "[PAD513]"]
+    assert keys["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
+    assert keys["tokenizer.ggml.token_type"][-3:] == [1, 5, 5]
+    assert keys["tokenizer.ggml.add_bos_token"] is True
+    assert keys["tokenizer.ggml.add_eos_token"] is False
+    assert keys["tokenizer.ggml.add_space_prefix"] is True
+    scores = keys["tokenizer.ggml.scores"]
+    assert min(scores) < -100 and max(scores) == 0
+    for split in (None, *SPLITS):
+        byte_level_tokenizer(tmp_path / str(split), split)
+        found = tokenizer_keys(tmp_path / str(split), 512)
+        assert found["tokenizer.ggml.model"] == "gpt2"
+        assert found["tokenizer.ggml.pre"] == (split or "gpt-2")
+        assert found["tokenizer.ggml.add_bos_token"] is False
+        assert len(found["tokenizer.ggml.merges"]) > 100
+
+
+def test_integer_codes_become_blocks(tmp_path):
+    from llmopt.quant.grids.int_grid import round_to_nearest
+    from safetensors.torch import save_file
+
+    source, scheme = Checkpoint(STORIES), IntScheme(4, 64, True)
+    stored, expected = {}, {}
+    for name, tensor in source.tensors("model.layers."):
+        module = name.removesuffix(".weight")
+        if module in linears_of(source):
+            codes = round_to_nearest(tensor.float(), scheme, torch.float16)
+            expected[module] = codes.dequantize()
+            stored |= GgufFormat().pack(module, codes)
+        else:
+            stored[name] = tensor
+    save_file(stored, tmp_path / "layers.safetensors")
+    path = tmp_path / "a.gguf"
+    assemble(
+        source, [tmp_path / "layers.safetensors"], path, dict.fromkeys(expected, scheme), "Q4_0"
+    )
+    (tmp_path / "layers.safetensors").unlink()
+    read = open_checkpoint(tmp_path)
+    for module, weight in expected.items():
+        assert torch.equal(read_quantized(read, module).dequantize(), weight)
+    embedding = read.tensor("model.embed_tokens.weight")
+    rounded = quantize_blocks(source.tensor("model.embed_tokens.weight"), "Q6_K")
+    assert torch.equal(embedding, dequantize_blocks(rounded, "Q6_K"))
+
+
+def test_the_format_refuses_what_it_cannot_hold():
+    weight_format = GgufFormat()
+    weight_format.check("q", 8, 64, IntScheme(8, -1, True))
+    with pytest.raises(BadInput, match="cannot hold int4 g32 asym"):
+        weight_format.check_scheme(IntScheme(4, 32, False))
+    with pytest.raises(BadInput, match="64 inputs, no multiple of the 256 weights in a Q4_K"):
+        weight_format.check("q", 8, 64, GgufScheme("Q4_K"))
+    config = weight_format.config({"q": IntScheme(4, 32, True)}, ["lm_head"])
+    assert config["types"] == {"q": "Q4_0"}
+    assert weight_format.scheme(config, "q") == GgufScheme("Q4_0")
+    with pytest.raises(BadInput, match="gives k no GGUF type"):
+        weight_format.scheme(config, "k")

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.methods.base import LayerProblem
+from llmopt.quant.methods.folding import can_fold, fold_into_norm, row_scales
+from llmopt.quant.model.architecture import Architecture, architecture_of
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.families import Family, Fold, family_of
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ...support.family_models import MAPPED, OTHERS, save_model, token_ids
+
+EXPERTS, SHARED = 4, 1
+# Folds that can be done in the two layers of each tiny model together.
+FOLDS = {
+    "llama": 8,
+    "llama-grouped": 6,  # two query heads read one value head
+    "mistral": 8,
+    "mixtral": 2 * (3 + EXPERTS),
+    "qwen2": 6,  # its value projection has a bias
+    "qwen3": 8,
+    "qwen3_moe": 4 + 3 + EXPERTS,  # the first layer is dense
+    "gemma2": 8,
+    "gemma3": 6,
+    "phi3": 8,
+    "gpt_oss": 2,
+    "deepseek_v2": 4 + 3 + 8 + SHARED,
+    "deepseek_v3": 5 + 4 + 8 + SHARED,
+}
+
+UNMAPPED_ROUTERS = {
+    "olmoe": {"mlp.gate"},
+    "qwen2_moe": {"mlp.gate", "mlp.shared_expert_gate"},
+}
+
+
+def problem_of(family: Family, tensors: dict[str, torch.Tensor]) -> LayerProblem:
+    linears = family.linears
+    return LayerProblem(
+        prefix="layer",
+        family=family,
+        schemes={},
+        scale_dtypes={},
+        weights={name: tensors[f"{name}.weight"] for name in linears},
+        statistics={},
+        norms={
+            name: tensors[f"{name}.weight"]
+            for name in {fold.source for fold in family.folds} - set(linears)
+        },
+        with_bias=frozenset(name for name in linears if f"{name}.bias" in tensors),
+        routers={name: tensors[f"{name}.weight"] for name in family.routers},
+    )
+
+
+def fold_layer(family: Family, tensors: dict[str, torch.Tensor], seed: int) -> int:
+    """Random scales into every fold of a layer, in place; how many there were."""
+    generator = torch.Generator().manual_seed(seed)
+    problem = problem_of(family, tensors)
+    done = 0
+    for fold in family.folds:
+        if not can_fold(fold, problem):
+            continue
+        width = tensors[f"{fold.targets[0]}.weight"].shape[1]
+        scales = torch.exp(0.7 * torch.randn(width, generator=generator))
+        source = f"{fold.source}.weight"
+        if fold.source in problem.norms:
+            tensors[source], scales = fold_into_norm(tensors[source], scales, fold.norm_offset)
+        else:
+            divisors = row_scales(fold, tensors[source].shape[0], scales)
+            tensors[source] = tensors[source] / divisors[:, None]
+        for target in fold.targets:
+            tensors[f"{target}.weight"] = tensors[f"{target}.weight"] * scales
+        done += 1
+    return done
+
+
+def fold_model(
+    folder: Path, output: Path, layers: Iterable[Family], architecture: Architecture
+) -> int:
+    """A copy of a checkpoint with random scales in every fold; how many."""
+    stored = load_file(folder / "model.safetensors")
+    done = 0
+    for index, family in enumerate(layers):
+        start = architecture.layer_prefix(index) + "."
+        tensors = {
+            name.removeprefix(start): tensor
+            for name, tensor in stored.items()
+            if name.startswith(start)
+        }
+        done += fold_layer(family, tensors, index)
+        stored |= {start + name: tensor for name, tensor in tensors.items()}
+    output.mkdir()
+    save_file(stored, output / "model.safetensors", {"format": "pt"})
+    (output / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return done
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(token_ids(samples=4)).logits
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_folded_scales_leave_the_logits_as_they_were(tmp_path: Path, name: str) -> None:
+    save_model(name, tmp_path / "plain")
+    architecture = architecture_of(Checkpoint(tmp_path / "plain"))
+    done = fold_model(tmp_path / "plain", tmp_path / "folded", architecture.layers, architecture)
+    assert done == FOLDS[name]
+    before, after = logits_of(tmp_path / "plain"), logits_of(tmp_path / "folded")
+    assert before.abs().max() > 0.1
+    assert (after - before).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_a_router_that_is_left_out_changes_the_logits(tmp_path: Path, name: str) -> None:
+    """What the test above would see if routers were forgotten."""
+    save_model(name, tmp_path / "plain")
+    architecture = architecture_of(Checkpoint(tmp_path / "plain"))
+
+    def without_routers(family: Family) -> Family:
+        folds = tuple(
+            replace(fold, targets=tuple(t for t in fold.targets if t not in family.routers))
+            for fold in family.folds
+        )
+        return replace(family, folds=folds)
+
+    layers = [without_routers(family) for family in architecture.layers]
+    fold_model(tmp_path / "plain", tmp_path / "folded", layers, architecture)
+    assert (logits_of(tmp_path / "folded") - logits_of(tmp_path / "plain")).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [*MAPPED, *OTHERS])
+def test_every_matrix_of_a_layer_is_a_linear_or_a_router(tmp_path: Path, name: str) -> None:
+    save_model(name, tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    architecture = architecture_of(checkpoint)
+    assert bool(architecture.notes) == (name in OTHERS or name == "gpt_oss")
+    for index, family in enumerate(architecture.layers):
+        assert family.mapped == (name in MAPPED)
+        start = architecture.layer_prefix(index) + "."
+        matrices = {
+            tensor.removeprefix(start).removesuffix(".weight")
+            for tensor in checkpoint.names
+            if tensor.startswith(start) and len(checkpoint.shape(tensor)) == 2
+        }
+        left_alone = UNMAPPED_ROUTERS.get(name, set(family.routers))
+        if name == "gpt_oss":
+            left_alone = {matrix for matrix in matrices if matrix.startswith("mlp.")}
+        assert matrices - left_alone == set(family.linears)
+        assert len(family.linears) == len(set(family.linears))
+
+
+def test_experts_are_in_order_and_share_the_norm_with_their_router(tmp_path: Path) -> None:
+    save_model("deepseek_v3", tmp_path)
+    dense, sparse = architecture_of(Checkpoint(tmp_path)).layers
+    assert dense.routers == () and sparse.routers == ("mlp.gate",)
+    readers = next(f for f in sparse.folds if f.source == "post_attention_layernorm").targets
+    assert readers[:3] == ("mlp.gate", "mlp.experts.0.gate_proj", "mlp.experts.0.up_proj")
+    assert readers[-2:] == ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    assert len(readers) == 1 + 2 * (8 + SHARED)
+
+
+def test_experts_that_lie_fused_on_disk_stay_with_a_note(tmp_path: Path) -> None:
+    save_model("qwen3_moe", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+    kept["model.layers.1.mlp.experts.gate_up_proj"] = torch.zeros(4, 64, 32)
+    kept["model.layers.1.mlp.experts.down_proj"] = torch.zeros(4, 32, 32)
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    architecture = architecture_of(Checkpoint(tmp_path))
+    assert any("fused 3-D" in note for note in architecture.notes)
+    sparse = architecture.layers[1]
+    assert all(name.startswith("self_attn.") for name in sparse.linears)
+    assert not sparse.routers
+    assert all(fold.source != "post_attention_layernorm" for fold in sparse.folds)
+
+
+def test_fused_projections_say_which_rows_feed_what() -> None:
+    config = {
+        "model_type": "phi3",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    folds = {fold.source: fold for fold in family_of(config).folds}
+    assert folds["self_attn.qkv_proj"] == Fold(
+        "self_attn.qkv_proj", ("self_attn.o_proj",), rows=(48, 64)
+    )
+    assert folds["mlp.gate_up_proj"].rows == (48, 96)
+    assert row_scales(Fold("a", ("b",), rows=(1, 3)), 4, torch.tensor([2.0, 3.0])).tolist() == [
+        1,
+        2,
+        3,
+        1,
+    ]
+
+
+def test_norms_that_add_one_are_divided_as_a_whole() -> None:
+    norm = torch.tensor([0.5, -0.25, 0.0], dtype=torch.bfloat16)
+    stored, scales = fold_into_norm(norm, torch.tensor([3.0, 0.7, 1.9]), offset=1.0)
+    assert stored.dtype == torch.bfloat16
+    product = (1 + stored.float()) * scales
+    assert (product - (1 + norm.float())).abs().max() < 1e-6
+    assert (scales - torch.tensor([3.0, 0.7, 1.9])).abs().max() < 0.05
+
+
+def test_more_layers_on_disk_than_the_config_counts_are_no_layers(tmp_path: Path) -> None:
+    """DeepSeek-V3 stores a layer for drafting behind the others."""
+    save_model("deepseek_v3", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.layers.2.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    assert len(architecture_of(Checkpoint(tmp_path)).layers) == 2
+
+
+def test_model_types_that_transformers_does_not_know_are_named(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"llama"', '"perceptron"'))
+    with pytest.raises(BadInput, match=r"config\.json is not usable: .*perceptron"):
+        architecture_of(Checkpoint(tmp_path))
+
+
+def test_models_of_more_than_text_are_refused(tmp_path: Path) -> None:
+    save_model("gemma3", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "text_config": {}}')
+    with pytest.raises(BadInput, match="'gemma3' is more than a text model"):
+        architecture_of(Checkpoint(tmp_path))

@@ -1,0 +1,422 @@
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from llmopt.quant.base import durable
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.manifest import journal
+from llmopt.quant.manifest.journal import work_folder
+from llmopt.quant.manifest.manifest import MANIFEST_NAME
+from llmopt.quant.model.architecture import architecture_of
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline import pipeline, prepare
+from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
+from llmopt.quant.plan.plan import QuantizeRequest
+from llmopt.quant.stream.layer_stream import LayerStream
+from llmopt.recipes import MODELS
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+STORIES = MODELS / "stories3M"
+Quantized = Callable[..., QuantizeResult]
+
+OPTIONS = [
+    {"method": "awq"},
+    {"method": "awq", "format": "compressed-tensors"},
+    {"method": "awq", "format": "compressed-tensors", "bits": 8, "group_size": -1},
+    {"method": "rtn"},
+]
+
+
+def ids(options: dict[str, object]) -> str:
+    return "-".join(str(value) for value in options.values())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+def test_no_linear_of_the_trained_model_is_worse_than_rounding(
+    quantized: Quantized, options: dict[str, object]
+) -> None:
+    modules = quantized(**options).manifest["modules"]
+    assert len(modules) == 35
+    for module in modules:
+        assert 0 < module["error"] <= module["rtn_error"]
+    if options["method"] == "awq" and "bits" not in options:
+        better = [module for module in modules if module["error"] < 0.98 * module["rtn_error"]]
+        assert len(better) > 20
+
+
+def plain_twin(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The source model in float32 with the weights of a quantized folder, dequantized to `dtype` first."""
+    checkpoint = Checkpoint(folder)
+    model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+    modules = quantized_modules(checkpoint)
+    stored_by_modules = set().union(*(tensor_names(checkpoint, module) for module in modules))
+    state = {f"{m}.weight": read_quantized(checkpoint, m).dequantize(dtype) for m in modules}
+    state |= {
+        name: checkpoint.tensor(name).float()
+        for name in checkpoint.names
+        if name not in stored_by_modules
+    }
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    return model
+
+
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[2], OPTIONS[3]], ids=ids)
+def test_transformers_loads_what_we_wrote(quantized: Quantized, options: dict[str, object]) -> None:
+    folder = quantized(**options).output
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = torch.tensor([[1, 403, 407, 261, 378, 31, 91, 300]])
+    with torch.inference_mode():
+        expected = plain_twin(folder)(prompt).logits
+        assert (theirs(prompt).logits - expected).abs().max() < 1e-5
+
+
+def test_asymmetric_compressed_tensors_load_with_dequantize(quantized: Quantized) -> None:
+    from transformers import CompressedTensorsConfig
+
+    result = quantized(method="rtn", symmetric=False)
+    assert any("dequantize=True" in note for note in result.notes)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        result.output,
+        dtype=torch.float32,
+        quantization_config=CompressedTensorsConfig(dequantize=True),
+    )
+    prompt = torch.tensor([[1, 403, 407, 261, 378, 31, 91, 300]])
+    with torch.inference_mode():
+        expected = plain_twin(result.output, torch.bfloat16)(prompt).logits
+        assert (theirs(prompt).logits - expected).abs().max() < 1e-5
+
+
+def test_quantized_model_stays_close_to_the_original(quantized: Quantized) -> None:
+    """The folded scales cancel: the whole AWQ model errs like its roundings, not like a broken fold."""
+    from llmopt.quant.calibration.calibration import load_calibration
+    from llmopt.recipes import DATA
+    from transformers import AutoTokenizer
+
+    held_out = load_calibration(
+        str(DATA / "evaluation.txt"),
+        AutoTokenizer.from_pretrained(STORIES),
+        num_samples=4,
+        seq_len=128,
+        seed=0,
+    ).token_ids
+    original = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+
+    def loss(model: torch.nn.Module) -> float:
+        with torch.inference_mode():
+            return float(model(held_out, labels=held_out).loss)
+
+    base, folded = loss(original), loss(plain_twin(quantized(method="awq").output))
+    assert base < 2.5  # trained: a random model sits at ln 512 = 6.2
+    assert abs(folded - base) < 0.1
+
+
+def test_default_of_awq_is_the_awq_format(quantized: Quantized) -> None:
+    config = json.loads((quantized(method="awq").output / "config.json").read_text())
+    assert config["quantization_config"] == {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": ["lm_head"],
+    }
+
+
+def test_output_is_a_whole_model_folder(quantized: Quantized) -> None:
+    folder = quantized(method="awq").output
+    names = {path.name for path in folder.iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "LICENSE",
+        "README.md",
+        "llmopt_quantization.json",
+        "model.safetensors.index.json",
+        "model-layer-00004.safetensors",
+        "model-other.safetensors",
+    } <= names
+    assert not [name for name in names if name.endswith(durable.TEMPORARY_SUFFIX)]
+    checkpoint, source = Checkpoint(folder), Checkpoint(STORIES)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(checkpoint.tensor(name), source.tensor(name))
+    assert checkpoint.tensor("model.layers.1.input_layernorm.weight").dtype == torch.bfloat16
+    assert not work_folder(folder).exists()
+
+
+def test_ignored_linears_stay_and_are_recorded(tmp_path: Path) -> None:
+    result = quantize(
+        QuantizeRequest(
+            STORIES, tmp_path / "out", ignore=(r"layers\.0\.", "o_proj$"), num_samples=2, seq_len=16
+        )
+    )
+    checkpoint, source = Checkpoint(result.output), Checkpoint(STORIES)
+    modules = quantized_modules(checkpoint)
+    assert len(modules) == 35 - 7 - 4
+    for name in ("model.layers.0.mlp.up_proj", "model.layers.3.self_attn.o_proj"):
+        assert name not in modules
+        assert torch.equal(checkpoint.tensor(f"{name}.weight"), source.tensor(f"{name}.weight"))
+        config = checkpoint.quantization_config or {}
+        assert name in config["modules_to_not_convert"]
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+CONFIGS = {
+    "llama-mha-biased": LlamaConfig(
+        **SIZES, num_key_value_heads=4, attention_bias=True, mlp_bias=True
+    ),
+    "mistral-window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=8),
+    "qwen2-biases": Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3-norms": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=24),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_streams_like_transformers_and_survives_quantization(
+    name: str, tmp_path: Path
+) -> None:
+    """8-bit weights change a random model by almost nothing, unless a bias, norm or mask went astray."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    for path in STORIES.glob("*token*"):
+        shutil.copy(path, source)
+
+    token_ids = torch.randint(0, 512, (3, 24))
+    checkpoint = Checkpoint(source)
+    stream = LayerStream(checkpoint, architecture_of(checkpoint))
+    stream.prepare(token_ids)
+    hidden = stream.embed(token_ids)
+    for index in range(stream.num_layers):
+        stream.load(index, stream.tensors(index))
+        hidden = stream.run(index, hidden)
+        stream.unload(index)
+    with torch.inference_mode():
+        expected = model.model(token_ids).last_hidden_state
+        assert (model.model.norm(hidden) - expected).abs().max() < 1e-5
+
+    output = quantize(
+        QuantizeRequest(
+            source,
+            tmp_path / "out",
+            method="awq",
+            bits=8,
+            group_size=32,
+            num_samples=4,
+            seq_len=24,
+        )
+    ).output
+    theirs = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    with torch.inference_mode():
+        logits, reference = theirs(token_ids).logits, model(token_ids).logits
+    assert (logits - reference).norm() < 0.02 * reference.norm()
+
+
+class Crash(BaseException):
+    """What `kill -9` does, where a test wants it."""
+
+
+class Steps:
+    def __init__(self) -> None:
+        self.count = 0
+        self.crash_at = -1
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """Count every durable step of a run, and crash before the one that is asked for."""
+    counter = Steps()
+
+    def counted(function: Callable[..., object]) -> Callable[..., object]:
+        def wrapper(*arguments: object, **keywords: object) -> object:
+            if counter.count == counter.crash_at:
+                raise Crash
+            counter.count += 1
+            return function(*arguments, **keywords)
+
+        return wrapper
+
+    for name in ("rename", "replace", "unlink", "rmdir", "mkdir"):
+        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
+    monkeypatch.setattr(journal.os, "fsync", counted(journal.os.fsync))
+    return counter
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def small_request(output: Path, **options: object) -> QuantizeRequest:
+    settings = {
+        "method": "rtn",
+        "bits": 8,
+        "group_size": -1,
+        "num_samples": 2,
+        "seq_len": 8,
+        "model_name": "tiny",
+    }
+    return QuantizeRequest(
+        MODELS / "stories260K",
+        output,
+        **(settings | options),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def test_a_crash_before_any_durable_step_changes_no_byte(
+    tmp_path: Path, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps that touch the disk: every third, and each of the last ones, which tidy up."""
+    tokenizer = prepare.load_tokenizer(MODELS / "stories260K")
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda _: tokenizer)
+    whole = quantize(small_request(tmp_path / "whole")).output
+    expected = contents(whole)
+    total = steps.count
+    assert total > 60
+    output = tmp_path / "out"
+    for step in sorted({*range(0, total, 3), *range(total - 8, total)}):
+        steps.count, steps.crash_at = 0, step
+        with pytest.raises(Crash):
+            quantize(small_request(output))
+        steps.crash_at = -1
+        quantize(small_request(output))
+        assert contents(output) == expected, f"crash before step {step}"
+        assert not work_folder(output).exists()
+        shutil.rmtree(output)
+
+
+def interrupted(output: Path, steps: Steps, at: int) -> Path:
+    steps.count, steps.crash_at = 0, at
+    with pytest.raises(Crash):
+        quantize(small_request(output))
+    steps.crash_at = -1
+    return work_folder(output)
+
+
+def test_half_a_journal_line_is_forgotten(tmp_path: Path, steps: Steps) -> None:
+    expected = contents(quantize(small_request(tmp_path / "whole")).output)
+    output = tmp_path / "out"
+    folder = interrupted(output, steps, 40)
+    with (folder / "journal.jsonl").open("ab") as file:
+        file.write(b'{"layer": 3, "sha')
+    result = quantize(small_request(output))
+    assert result.resumed_layers > 0
+    assert contents(output) == expected
+
+
+def test_work_of_another_run_is_not_touched(tmp_path: Path, steps: Steps) -> None:
+    output = tmp_path / "out"
+    folder = interrupted(output, steps, 40)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(BadInput, match="--restart"):
+        quantize(small_request(output, seed=1))
+    assert sorted(folder.rglob("*")) == before
+    result = quantize(small_request(output, seed=1, restart=True))
+    assert result.resumed_layers == 0
+
+
+def test_a_foreign_folder_in_the_way_is_not_touched(tmp_path: Path) -> None:
+    folder = work_folder(tmp_path / "out")
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    for restart in (False, True):
+        with pytest.raises(BadInput, match="in the way"):
+            quantize(small_request(tmp_path / "out", restart=restart))
+    assert (folder / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_changed_shard_is_noticed_on_resume(tmp_path: Path, steps: Steps) -> None:
+    folder = interrupted(tmp_path / "out", steps, 40)
+    shard = folder / "checkpoint" / "model-layer-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(BadInput, match="--restart"):
+        quantize(small_request(tmp_path / "out"))
+
+
+def test_a_second_process_is_kept_out(tmp_path: Path, steps: Steps) -> None:
+    import fcntl
+
+    folder = interrupted(tmp_path / "out", steps, 40)
+    with (folder / "journal.jsonl").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BadInput, match="another process"):
+            quantize(small_request(tmp_path / "out"))
+
+
+def test_a_full_disk_in_the_middle_keeps_the_finished_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = contents(quantize(small_request(tmp_path / "whole")).output)
+    real = durable.os.fsync
+    calls = iter(range(1000))
+
+    def full(descriptor: int) -> None:
+        if next(calls) >= 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    output = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.os, "fsync", full)
+        with pytest.raises(BadInput, match="no space left while writing"):
+            quantize(small_request(output))
+    folder = work_folder(output)
+    assert len((folder / "journal.jsonl").read_bytes().splitlines()) > 1
+    assert not list(folder.rglob("*" + durable.TEMPORARY_SUFFIX))
+    assert quantize(small_request(output)).resumed_layers > 0
+    assert contents(output) == expected
+
+
+def test_too_small_a_disk_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage(NamedTuple):
+        free: int = 1000
+
+    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda _: Usage())
+    with pytest.raises(BadInput, match="no space for the result"):
+        quantize(small_request(tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_dtype_of_the_passes_is_recorded(tmp_path: Path) -> None:
+    found = {}
+    for compute in ("float32", "bfloat16"):
+        output = tmp_path / compute
+        quantize(small_request(output, method="rtn", compute=compute))
+        found[compute] = json.loads((output / MANIFEST_NAME).read_text())
+        assert found[compute]["calibration"]["compute"] == compute
+    signatures = [manifest["signature"] for manifest in found.values()]
+    assert signatures[0] != signatures[1]
+
+
+def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (
+        quantize(
+            QuantizeRequest(STORIES, tmp_path / name, model_name="m", num_samples=2, seq_len=32)
+        ).output
+        for name in ("first", "second")
+    )
+    assert contents(first) == contents(second)

@@ -1,0 +1,212 @@
+"""What is predicted before a run, held against what the run does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmopt.engine.model.decoder.families import SUPPORTED_MODEL_TYPES
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.methods.base import MethodOptions
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.pipeline.preflight import preflight
+from llmopt.quant.pipeline.prepare import prepare
+from llmopt.quant.plan.loaders import ENGINE_TYPES, Stored, loaders, loads_in, stored
+from llmopt.quant.plan.plan import QuantizeRequest, make_plan
+from llmopt.quant.request.selection import split_fusions
+
+from ...support.quant_support import STORIES
+
+
+def request(output: Path, **options: Any) -> QuantizeRequest:
+    settings: dict[str, Any] = {"num_samples": 4, "seq_len": 32}
+    return QuantizeRequest(STORIES, output, **(settings | options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "awq"},
+        {"method": "gptq", "group_size": 32, "format": "gptq,compressed-tensors"},
+        {"method": "rtn", "bits": 8, "symmetric": False, "kv_cache": "int8"},
+        {"method": "rtn", "overrides": ("down_proj=bits:3,group_size:64",), "ignore": ("o_proj",)},
+        {"method": "fp8"},
+        {"method": "fp8", "granularity": "block"},
+        {"method": "fp8", "activations": "static"},
+        {"method": "nf4"},
+        {"method": "int8", "outlier_threshold": 6.0},
+        {"method": "squeezellm", "sparse_fraction": 0.0, "bits": 3},
+    ],
+    ids=str,
+)
+def test_predicted_bytes_are_those_written(tmp_path: Path, options: dict[str, Any]) -> None:
+    asked = request(tmp_path / "out", **options)
+    expected = preflight(prepare(asked))
+    result = quantize(asked)
+    for name, size in expected.tensor_bytes.items():
+        folder = result.output / name if len(expected.tensor_bytes) > 1 else result.output
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == size
+    assert expected.bits_per_weight == pytest.approx(result.manifest["summary"]["bits_per_weight"])
+    assert result.peak_bytes > 0
+
+
+def test_memory_follows_the_layer_and_not_the_number_of_layers(tmp_path: Path) -> None:
+    small = preflight(prepare(request(tmp_path / "out", method="gptq"))).memory
+    more = preflight(prepare(request(tmp_path / "out", method="gptq", num_samples=12))).memory
+    assert more.hidden == small.hidden * 13 // 4  # one more is held out of twelve, none of four
+    assert more.layer == small.layer and more.codes == small.codes
+    shapes = make_plan(request(tmp_path / "out", method="rtn")).modules
+    weights = sum(out * width for name, (out, width) in shapes.items() if ".layers.0." in name)
+    norms = 2 * 256
+    assert small.layer == (weights + norms) * (2 + 4)
+
+
+def test_no_linear_is_forgotten(tmp_path: Path) -> None:
+    answer = preflight(prepare(request(tmp_path / "out", method="rtn", ignore=("v_proj",))))
+    assert sum(kind.count for kind in answer.kinds) == 35  # lm_head is the embedding
+    (left,) = (kind for kind in answer.kinds if kind.scheme is None)
+    assert (left.name, left.count, left.bits_per_weight) == ("v_proj", 5, 16)
+
+
+def test_the_engine_runs_what_the_table_says() -> None:
+    assert frozenset(SUPPORTED_MODEL_TYPES) == ENGINE_TYPES
+
+
+def verdicts(options: dict[str, Any], ranks: int = 1) -> dict[str, tuple[bool, str]]:
+    plan = make_plan(request(Path("out"), **options))
+    return {
+        one.name.split(",")[0]: (one.loads, one.reason)
+        for one in loaders(stored(plan), plan.format.name, ranks)
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "loads", "words"),
+    [
+        ({"method": "gptq"}, 1, True, "Marlin"),
+        ({"method": "gptq"}, 4, True, "exllama"),
+        ({"method": "gptq", "bits": 3}, 1, False, "symmetric 4 and 8 bits"),
+        ({"method": "gptq"}, 1, True, "; tried on a CPU"),
+        ({"method": "gptq"}, 2, True, "; not tried"),
+        ({"method": "gptq", "symmetric": False}, 1, False, "symmetric 4 and 8 bits"),
+        ({"method": "gptq", "options": MethodOptions("dynamic")}, 1, False, "without dynamic"),
+        ({"method": "rtn", "symmetric": False}, 1, True, "Marlin; tried on a CPU"),
+        ({"method": "rtn", "bits": 8}, 1, True, "Marlin; not tried"),
+        ({"method": "smoothquant"}, 1, True, "CUTLASS W8A8; tried on a CPU"),
+        ({"method": "fp8", "granularity": "block"}, 1, True, "; not tried"),
+        ({"method": "rtn", "bits": 3}, 1, False, "no 3-bit weights"),
+        ({"method": "rtn", "bits": 8, "symmetric": False}, 1, False, "zero codes with 4 bits"),
+        ({"method": "rtn", "group_size": 16}, 1, False, "no groups of 16"),
+        ({"method": "awq"}, 1, True, "Marlin"),
+        ({"method": "awq", "group_size": 16}, 1, True, "AWQ GEMM"),
+        ({"method": "fp8"}, 1, True, "CUTLASS"),
+        ({"method": "fp8", "granularity": "block"}, 4, False, "multiples of 128"),
+        ({"method": "nf4"}, 1, False, "no longer reads bitsandbytes"),
+        ({"method": "squeezellm"}, 1, False, "no longer"),
+        ({"method": "rtn", "format": "gguf"}, 1, False, "plugin"),
+        ({"method": "rtn", "overrides": ("v_proj=bits:8",)}, 1, False, "one matrix"),
+        ({"method": "rtn", "ignore": ("v_proj",)}, 1, False, "one matrix"),
+    ],
+    ids=str,
+)
+def test_a_no_of_vllm_names_the_rule(
+    options: dict[str, Any], ranks: int, loads: bool, words: str
+) -> None:
+    answer, reason = verdicts(options, ranks)["vLLM"]
+    assert answer == loads
+    assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "rtn"}, "needs compressed-tensors"),
+        ({"method": "rtn", "symmetric": False}, "CompressedTensorsConfig(dequantize=True)"),
+        ({"method": "rtn", "bits": 2}, "not tried with such widths"),
+        ({"method": "gptq"}, "needs optimum and gptqmodel; not tried"),
+        ({"method": "awq"}, "not tried"),
+        ({"method": "squeezellm"}, "no reader"),
+    ],
+    ids=str,
+)
+def test_what_transformers_needs(options: dict[str, Any], words: str) -> None:
+    assert words in verdicts(options)["transformers"][1]
+    asymmetric = options.get("symmetric") is False
+    assert ("dequantize" in verdicts(options)["transformers"][1]) == asymmetric
+
+
+def test_the_line_names_those_that_load_and_what_they_need() -> None:
+    """The same rules for a plan, a finished run and a conversion, the model's type included."""
+    name = "transformer.h.0.self_attention.query_key_value"
+    scheme = IntScheme(4, 128, True)
+    foreign = Stored("bloom", {name: (768, 256)}, {name: scheme}, ())
+    assert loads_in(loaders(foreign, "compressed-tensors")) == (
+        "transformers (needs compressed-tensors); vLLM (Marlin; tried on a CPU)"
+    )
+    assert loads_in(loaders(foreign, "squeezellm")) == "no loader that is known here"
+
+
+def test_a_matrix_that_is_quantized_in_part_is_split() -> None:
+    query, key = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+    scheme = IntScheme(4, 128, True)
+    part = Stored("llama", {query: (256, 256)}, {query: scheme}, (key,))
+    vllm = next(one for one in loaders(part, "gptq") if one.name == "vLLM")
+    assert not vllm.loads and "one matrix" in vllm.reason
+
+
+def test_only_gguf_goes_to_llama_cpp() -> None:
+    assert verdicts({"method": "rtn", "format": "gguf"})["llama.cpp"][0]
+    assert not verdicts({"method": "rtn"})["llama.cpp"][0]
+
+
+def test_overrides_apply_in_order_and_split_matrices_are_warned_of(tmp_path: Path) -> None:
+    texts = ("v_proj=bits:8,group_size:64", r"layers\.0\..*v_proj=bits:3")
+    plan = make_plan(request(tmp_path / "out", method="rtn", overrides=texts))
+    assert plan.schemes["model.layers.0.self_attn.v_proj"] == IntScheme(3, 64, True)
+    assert plan.schemes["model.layers.1.self_attn.v_proj"] == IntScheme(8, 64, True)
+    assert plan.schemes["model.layers.1.self_attn.q_proj"] == IntScheme(4, 128, True)
+    assert len(split_fusions(plan.architecture, plan.schemes)) == 5
+    assert any("vLLM refuses" in note and "4 more" in note for note in plan.notes)
+    alike = dict.fromkeys(plan.schemes, IntScheme(4, 128, True))
+    assert not split_fusions(plan.architecture, replace(plan, schemes=alike).schemes)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"overrides": ("down_proj",)}, "write REGEX=key:value"),
+        ({"overrides": ("down_proj=width:3",)}, "unknown key 'width'"),
+        ({"overrides": ("down_proj=bits:three",)}, "'three' is no value for bits"),
+        ({"overrides": ("(=bits:3",)}, "no regular expression"),
+        ({"overrides": ("c_fc=bits:3",)}, "matches no quantized linear"),
+        ({"lm_head": True}, "embedding table (tied)"),
+        ({"options": MethodOptions(damp=0.1)}, "--damp belongs to method gptq, not to rtn"),
+        ({"options": MethodOptions(mse=True)}, "--mse belongs to method gptq"),
+        ({"options": MethodOptions(true_sequential=False)}, "--no-true-sequential belongs"),
+        ({"options": MethodOptions("none")}, "--act-order none: method rtn has no such choice"),
+        (
+            {"method": "gptq", "options": MethodOptions(alpha=0.8)},
+            "--alpha belongs to method smoothquant, not to gptq",
+        ),
+        ({"format": "gptq,gptq"}, "named twice"),
+        ({"gguf_type": "Q8_0"}, "belongs to --format gguf"),
+        ({"kv_cache": "fp4", "format": "compressed-tensors"}, "choose fp8 or int8"),
+        ({"kv_cache": "fp8", "format": "gptq"}, "has a place for its scales"),
+        ({"target_bpw": 4.5}, "belong to --method auto"),
+        ({"method": "auto"}, "needs one of"),
+        ({"method": "auto", "target_bpw": 4.0, "bits": 4}, "leave --bits"),
+        ({"method": "auto", "target_bpw": 1.0}, "the target is too small"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_met(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    asked = replace(request(tmp_path / "out", method="rtn"), **options)
+    with pytest.raises(BadInput) as caught:
+        prepare(asked)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,196 @@
+"""The structure of the source: modules a folder, import cycles, long files and functions, popular modules.
+
+    python tools/structure.py [--top 10]
+
+Exits with 1 where folders or modules import each other in a circle, or a folder holds too many modules.
+tests/test_architecture.py asserts the same from the same functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = ("quant", "engine", "bench", "cli")
+"""Each may import those before it."""
+DATA = "recipes"
+"""Bundled data: anyone may import it."""
+MAX_MODULES = 20
+MAX_LINES = 500
+
+Graph = Mapping[str, frozenset[str]]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file, by its dotted name from the root of the tree."""
+
+    name: str
+    path: Path
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8"))
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+    @property
+    def folder(self) -> str:
+        """The package that it lies in; a package's own `__init__` lies in the package."""
+        return self.name if self.is_package else self.name.rpartition(".")[0]
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.path.read_text(encoding="utf-8").splitlines())
+
+
+def read_modules(root: Path = ROOT) -> dict[str, Module]:
+    """All modules of the package, by name."""
+    modules = {}
+    for folder in (*FLOORS, DATA):
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            modules[name] = Module(name, path)
+    return modules
+
+
+def import_statements(
+    tree: ast.AST, *, in_functions: bool = True, for_types: bool = True
+) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements; `for_types`: also those under TYPE_CHECKING."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from import_statements(node, in_functions=in_functions, for_types=for_types)
+
+
+def imports(
+    module: Module,
+    modules: Mapping[str, Module],
+    *,
+    in_functions: bool = True,
+    for_types: bool = True,
+) -> frozenset[str]:
+    """What a module imports: ours by their names in the tree, others by their top name."""
+    package = module.folder.split(".")
+    found: set[str] = set()
+    for node in import_statements(module.tree, in_functions=in_functions, for_types=for_types):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif node.level == 0:
+            found.add((node.module or "").split(".")[0])
+        else:
+            base = package[: len(package) - node.level + 1]
+            target = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            for alias in node.names:
+                inner = f"{target}.{alias.name}" if target else alias.name
+                found.add(inner if inner in modules else target)
+    return frozenset(found)
+
+
+def module_graph(modules: Mapping[str, Module]) -> Graph:
+    """Which module imports which, types included. A package's `__init__` hands out names of its modules on
+    demand, and `cli.main` loads commands by name: those are no dependences."""
+    sources = {name: module for name, module in modules.items() if not module.is_package}
+    return {
+        name: imports(module, modules) & sources.keys() - {name} for name, module in sources.items()
+    }
+
+
+def folder_graph(modules: Mapping[str, Module]) -> Graph:
+    """Which folder's modules import which folder's, within a floor."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for name, imported in module_graph(modules).items():
+        here = modules[name].folder
+        graph[here] |= {
+            there
+            for other in imported
+            if (there := modules[other].folder) != here
+            and there.split(".")[0] == here.split(".")[0]
+        }
+    return {name: frozenset(folders) for name, folders in graph.items()}
+
+
+def cycles(graph: Graph) -> list[list[str]]:
+    """The strongly connected components of more than one node (Tarjan, 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def modules_in(modules: Mapping[str, Module]) -> Counter[str]:
+    """How many modules each folder holds, not counting its `__init__`."""
+    return Counter(module.folder for module in modules.values() if not module.is_package)
+
+
+def functions(modules: Iterable[Module]) -> Iterator[tuple[int, str]]:
+    """Every function with its number of lines, from its `def` to its end."""
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield (node.end_lineno or 0) - node.lineno + 1, f"{module.name}.{node.name}"
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("--top", type=int, default=10, help="rows of each list")
+    top = arguments.parse_args().top
+    modules = read_modules()
+    graph = module_graph(modules)
+    circles = [*cycles(folder_graph(modules)), *cycles(graph)]
+    counts = modules_in(modules)
+    print(f"{sum(counts.values())} modules in {len(counts)} folders")
+    for folder, count in sorted(counts.items()):
+        print(f"  {count:4} {folder.replace('.', '/')}/")
+    print(f"import cycles of folders and modules: {len(circles)}")
+    for circle in circles:
+        print(f"  {' <-> '.join(circle)}")
+    popular = Counter(other for imported in graph.values() for other in imported)
+    show("most imported modules", ((count, name) for name, count in popular.items()), top)
+    show("longest files", ((module.num_lines, name) for name, module in modules.items()), top)
+    show("longest functions", functions(modules.values()), top)
+    return 1 if circles or max(counts.values()) > MAX_MODULES else 0
+
+
+def show(title: str, rows: Iterable[tuple[int, str]], top: int) -> None:
+    print(title)
+    for number, name in sorted(rows, reverse=True)[:top]:
+        print(f"  {number:4} {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
