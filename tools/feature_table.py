@@ -1,4 +1,4 @@
-"""Write the table of what goes with what into the README: `python tools/feature_table.py [--check]`.
+"""Write the compatibility matrix into docs/compatibility.md: `python tools/feature_table.py [--check]`.
 
 It is made from `engine/config/compatibility.py`, which also refuses at start what the table says does not
 go. With `--check` nothing is written, and a table that is not the present one ends with exit code 1.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from itertools import count
 
+from document_part import put_part
 from llmopt.engine.config.compatibility import ALTERNATIVES, FEATURES, REFUSALS, refusal_line
-from readme_part import put_part
 
 
 def table() -> str:
@@ -30,7 +30,7 @@ def table() -> str:
         padded = [*cells, *[""] * (len(keys) - 1 - place)]
         name = f"**{chr(ord('a') + place)}** {FEATURES[key].name}"
         lines.append(line([name, FEATURES[key].source, *padded[: len(keys) - 1]]))
-    lines += ["", "✓ together, – one place asks for the one or the other, no: refused at start."]
+    lines += ["", "✓ works together, – alternatives of one option, no: refused at start-up."]
     for pair, reason in REFUSALS.items():
         lines += ["", f"<sup>{notes[pair]}</sup> {refusal_line(pair)}: {reason}."]
     return "\n".join(lines)
@@ -41,4 +41,4 @@ def line(cells: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    put_part("feature_table.py", __doc__, table)
+    put_part("docs/compatibility.md", "feature_table.py", __doc__, table)

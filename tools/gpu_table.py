@@ -1,4 +1,4 @@
-"""The figures of GPUs in the README, from the files of `make gpu-bench` under bench/results:
+"""The figures of GPUs in docs/gpu.md, from the files of `make gpu-bench` under bench/results:
 `python tools/gpu_table.py [--check]`.
 
 A run counts once it is committed as bench/results/<GPU>/gpu-bench.json. What no run has measured is not
@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from document_part import put_part
 from gpu_figures.figure import markdown
-from readme_part import put_part
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 
@@ -25,4 +25,4 @@ def made() -> str:
 
 
 if __name__ == "__main__":
-    put_part("gpu_table.py", __doc__, made)
+    put_part("docs/gpu.md", "gpu_table.py", __doc__, made)

@@ -1,7 +1,7 @@
-"""What goes with what: the features of the engine, and the pairs of them that refuse each other.
+"""Feature compatibility: the features of the engine, and the pairs of them that are refused.
 
-The refusals at start and the table in the README are made from these lists, so they cannot differ. A feature
-is of the engine (an option turns it on), of the checkpoint, or of a request.
+The refusals at start-up and the matrix in docs/compatibility.md are made from these lists, so they cannot
+differ. A feature is of the engine (an option turns it on), of the checkpoint, or of a request.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FEATURES: Mapping[str, Feature] = {
     "chunks": Feature("chunked prefill", "`prefill_chunk_size`"),
     "no-prefix-cache": Feature("no prefix cache", "`--no-prefix-caching`"),
     "policy": Feature("a scheduling policy", "`--scheduling-policy`"),
-    "overlap": Feature("the overlapped loop", "`--overlapped-loop`"),
-    "eager": Feature("no step graphs", "`--enforce-eager`"),
+    "overlap": Feature("async scheduling", "`--overlapped-loop`"),
+    "eager": Feature("eager steps", "`--enforce-eager`"),
     "swap": Feature("a swap space", "`--swap-space`"),
     "kv-fp8": Feature("a KV cache in fp8", "`--kv-cache-dtype fp8`"),
     "kv-int8": Feature("a KV cache in int8", "`--kv-cache-dtype int8`"),
@@ -39,10 +39,10 @@ FEATURES: Mapping[str, Feature] = {
     "draft": Feature("a draft model", "`--speculative draft`"),
     "medusa": Feature("Medusa heads", "`--speculative medusa`"),
     "eagle": Feature("an EAGLE head", "`--speculative eagle`"),
-    "rejection": Feature("rejection of guesses", "`--speculative-acceptance rejection`"),
-    "streams": Feature("streams without end", "`--window`, `--attention-sinks`"),
+    "rejection": Feature("rejection sampling", "`--speculative-acceptance rejection`"),
+    "streams": Feature("attention sinks", "`--window`, `--attention-sinks`"),
     "lora": Feature("LoRA adapters", "`--lora`"),
-    "tensor-parallel": Feature("tensor parallel", "`--tensor-parallel-size`"),
+    "tensor-parallel": Feature("tensor parallelism", "`--tensor-parallel-size`"),
     "activations-8": Feature("8-bit activations", "`--cpu-activations 8`"),
     "windows": Feature("sliding windows", "the checkpoint"),
     "quantized": Feature("quantized weights", "the checkpoint"),
@@ -69,7 +69,7 @@ REFUSALS: Mapping[frozenset[str], str] = {
     **{
         frozenset(
             {heads, "rejection"}
-        ): "a tree of the likeliest tokens holds no draws; use coupled"
+        ): "a tree of top-k tokens has no draft distribution to sample from; use coupled"
         for heads in ("medusa", "eagle")
     },
     **{

@@ -103,7 +103,7 @@ def test_speeds_stand_beside_those_that_they_are_held_against():
     assert found == [[], ["2.00 × bf16"], ["3.00 × transformers generate"], [], []]
 
 
-def test_the_readme_holds_the_table():
+def test_the_gpu_page_holds_the_table():
     tool = ROOT / "tools" / "gpu_table.py"
     found = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

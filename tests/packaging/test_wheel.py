@@ -90,9 +90,15 @@ def test_wheel_holds_what_ships(wheel: Path) -> None:
     assert "llmopt/recipes/models/stories3M/model.safetensors" in names
     assert "llmopt/recipes/models/stories3M/LICENSE" in names
     assert "llmopt/recipes/data/sharegpt_stand_in.json" in names
-    assert "llmopt/engine/planner/models.json" in names
+    assert "llmopt/engine/planner/model/models.json" in names
     assert "llmopt/engine/kernels/linear/linear.c" in names
     assert not [name for name in names if "/tests/" in name or name.endswith(".pyc")]
+
+
+def test_wheel_is_typed(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    packages = {name.split("/")[1] for name in names if name.startswith("llmopt/")}
+    assert {f"llmopt/{package}/py.typed" for package in packages} <= names
 
 
 def test_help_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ typedef struct {
     const Call *call;
     const int64_t *tiles_before; /* [num_spans + 1], tiles of rows */
     int64_t num_tiles;
-    int64_t most_rows;           /* of a tile */
+    int64_t most_rows; /* of a tile */
     int64_t heads_at_once, head_runs;
-    int64_t parts;               /* that the segments of a tile are shared out in; 1: they are not */
-    uint8_t *states;             /* [item][heads_at_once], where they are */
+    int64_t parts; /* that the segments of a tile are shared out in; 1: they are not */
+    uint8_t *states; /* [item][heads_at_once], where they are */
     int64_t state_bytes;
     atomic_long next;
     atomic_int failed;
@@ -96,7 +96,8 @@ static void merge(const Call *c, const Tile *tile, const State *from, State *int
         if (!(from->largest[r] > -INFINITY)) continue;
         int is_first = !(into->largest[r] > -INFINITY);
         float largest = is_first || from->largest[r] > into->largest[r] ? from->largest[r] : into->largest[r];
-        float old = is_first ? 0.0f : expf(into->largest[r] - largest), new = expf(from->largest[r] - largest);
+        float old = is_first ? 0.0f : expf(into->largest[r] - largest),
+              new = expf(from->largest[r] - largest);
         into->largest[r] = largest;
         into->sum[r] = (is_first ? 0.0f : into->sum[r] * old) + from->sum[r] * new;
         for (int64_t d = 0; d < dim; d += LANES) {
@@ -155,7 +156,8 @@ static void attend_items(void *argument) {
             tile.head = tile.heads_begin + h;
             load_queries(c, &tile, c->queries, c->query_stride, s->parts[h].queries);
             if (c->anchored) load_queries(c, &tile, c->anchored, c->anchored_stride, s->parts[h].anchored);
-            wholes[h] = job->parts > 1 ? shared_state(job, item * job->heads_at_once + h) : &s->parts[h].whole;
+            wholes[h] =
+                job->parts > 1 ? shared_state(job, item * job->heads_at_once + h) : &s->parts[h].whole;
             start(&tile, wholes[h]);
         }
         for (; begin < end; begin += SEGMENT) {

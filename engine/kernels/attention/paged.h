@@ -33,8 +33,7 @@ static inline int64_t word_floats(const Paged *p) {
 /* Float `part` of every word; 0 <= part < word_floats. */
 INLINE fvec word_part(int64_t type, ivec word, int part) {
     if (type == STORED_F32) return fbits(word);
-    if (type == STORED_BF16)
-        return fbits(part ? iand(word, iset((int32_t)0xffff0000)) : ISHL(word, 16));
+    if (type == STORED_BF16) return fbits(part ? iand(word, iset((int32_t)0xffff0000)) : ISHL(word, 16));
     ivec byte = ISHR(word, 8 * part);
     return type == STORED_S8 ? itof(isign_low_byte(byte)) : e4m3_to_float(byte);
 }

@@ -153,8 +153,7 @@ INLINE void multiply_keys(const int rows, const int pairs, const float *queries,
 
 /* Adds a run of values, weighed, to 32 or 16 elements of a few rows; `depth` positions or pairs of them. */
 INLINE void multiply_values(const int rows, const int vectors, const int pairs, const float *weights,
-                            int64_t stride, const float *values, int64_t depth, int64_t dim,
-                            float *mixed) {
+                            int64_t stride, const float *values, int64_t depth, int64_t dim, float *mixed) {
     fvec sums[MAX_ROWS][VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) sums[r][v] = fload(mixed + r * dim + v * LANES);
@@ -168,6 +167,7 @@ INLINE void multiply_values(const int rows, const int vectors, const int pairs, 
         for (int v = 0; v < vectors; v++) fstore(mixed + r * dim + v * LANES, sums[r][v]);
 }
 
+/* clang-format off */
 #if MAX_ROWS == 8
 #define FOR_ROWS(count, DO) \
     switch (count) { \
@@ -180,6 +180,7 @@ INLINE void multiply_values(const int rows, const int vectors, const int pairs, 
     case 2: DO(2); break; default: DO(1); break; \
     }
 #endif
+/* clang-format on */
 
 INLINE void score_rows(const int pairs, const Call *c, int64_t rows, const float *queries,
                        const float *columns, float *scores) {

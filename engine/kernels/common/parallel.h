@@ -7,8 +7,7 @@
 
 /* GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are awake already, and a second
  * pool of threads would fight with it for the cores. */
-typedef void (*parallel_function)(void (*work)(void *), void *argument, unsigned threads,
-                                  unsigned flags);
+typedef void (*parallel_function)(void (*work)(void *), void *argument, unsigned threads, unsigned flags);
 static parallel_function parallel;
 
 void llmopt_set_parallel(parallel_function function) { parallel = function; }
@@ -22,7 +21,10 @@ static inline void run_parallel(void (*work)(void *), void *argument, int64_t th
 /* Memory that a thread keeps for its calls, 64 bytes aligned; NULL where there is none. What is asked for
  * under one number is lost when the same is asked for again: 0 is of a call, 1 of a thread's part in it. */
 static inline uint8_t *workspace(int number, int64_t bytes) {
-    static _Thread_local struct { uint8_t *memory; int64_t held; } kept[2];
+    static _Thread_local struct {
+        uint8_t *memory;
+        int64_t held;
+    } kept[2];
     if (bytes > kept[number].held) {
         free(kept[number].memory);
         int64_t rounded = (bytes + 4095) / 4096 * 4096;

@@ -55,9 +55,7 @@ static inline ivec ibits(fvec v) { return _mm512_castps_si512(v); }
 static inline fvec fload_f16(const void *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
-static inline void istore_s8(void *p, ivec v) {
-    _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(v));
-}
+static inline void istore_s8(void *p, ivec v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(v)); }
 static inline void istore_u16(void *p, ivec v) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(v));
 }
@@ -107,11 +105,11 @@ static inline ivec dot4(ivec sum, ivec weights, ivec inputs, int narrow) {
 }
 
 /* table[low four bits of each lane] */
-typedef struct { fvec values; } ftable;
+typedef struct {
+    fvec values;
+} ftable;
 static inline ftable table_load(const float *p) { return (ftable){fload(p)}; }
-static inline fvec table_look(ftable t, ivec codes) {
-    return _mm512_permutexvar_ps(codes, t.values);
-}
+static inline fvec table_look(ftable t, ivec codes) { return _mm512_permutexvar_ps(codes, t.values); }
 
 #else /* AVX2 */
 
@@ -158,17 +156,15 @@ static inline fvec itof(ivec v) { return _mm256_cvtepi32_ps(v); }
 static inline ivec ftoi(fvec v) { return _mm256_cvtps_epi32(v); }
 static inline fvec fbits(ivec v) { return _mm256_castsi256_ps(v); }
 static inline ivec ibits(fvec v) { return _mm256_castps_si256(v); }
-static inline fvec fload_f16(const void *p) {
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-}
+static inline fvec fload_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 static inline void istore_s8(void *p, ivec v) {
     __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
 }
 static inline void istore_u16(void *p, ivec v) {
     v = _mm256_and_si256(v, _mm256_set1_epi32(0xffff));
-    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(v),
-                                                    _mm256_extracti128_si256(v, 1)));
+    _mm_storeu_si128((__m128i *)p,
+                     _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
 }
 static inline fvec fzero_unless_below(fvec v, fvec bound) {
     return _mm256_and_ps(_mm256_cmp_ps(fabs_(v), bound, _CMP_LT_OQ), v);
@@ -229,7 +225,9 @@ static inline ivec dot4(ivec sum, ivec weights, ivec inputs, int narrow) {
 #endif
 }
 
-typedef struct { fvec low, high; } ftable;
+typedef struct {
+    fvec low, high;
+} ftable;
 static inline ftable table_load(const float *p) { return (ftable){fload(p), fload(p + 8)}; }
 static inline fvec table_look(ftable t, ivec codes) {
     fvec low = _mm256_permutevar8x32_ps(t.low, codes);

@@ -77,8 +77,7 @@ static void round_row(const Rounded *to, int64_t row, int64_t size, const float 
     int8_t *codes = to->codes + row * size;
     to->scales[row] = scale;
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        istore_s8(codes + i, round_to(fload(values + i), fset(scale)));
+    for (; i + LANES <= size; i += LANES) istore_s8(codes + i, round_to(fload(values + i), fset(scale)));
     if (i < size) {
         int8_t last[LANES];
         istore_s8(last, round_to(fload(values + i), fset(scale)));

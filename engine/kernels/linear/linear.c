@@ -51,8 +51,7 @@ INLINE void load_chunk(const Call *call, int64_t row, int64_t begin, int64_t in,
     if (call->is_bf16) {
         const uint16_t *x = (const uint16_t *)call->x + at;
         if (count == CHUNK) {
-            for (int i = 0; i < CHUNK; i += LANES)
-                fstore(values + i, fbits(ISHL(iwiden_u16(x + i), 16)));
+            for (int i = 0; i < CHUNK; i += LANES) fstore(values + i, fbits(ISHL(iwiden_u16(x + i), 16)));
             return;
         }
         for (int i = 0; i < CHUNK; i++) {
@@ -235,6 +234,7 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
         const uint8_t *x = job->values + (first + r) * job->stride + k * width;
         const uint8_t *sums = (const uint8_t *)job->sums + ((first + r) * b->steps + step_at) * 4;
         float *to = acc + r * PANEL;
+        /* clang-format off */
 #define S8_OF(n, narrow, offsets, nibbles) \
     tile_s8(n, b, narrow, offsets, nibbles, (const int8_t *)x, job->stride, sums, to, ahead)
 #define S8_AS(n, narrow, nibbles) \
@@ -272,6 +272,7 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
                 FLOATS(2, 0) FLOATS(1, 0)
             }
         }
+        /* clang-format on */
         r += count;
         ahead += b->channels * b->ahead_rate;
     }

@@ -26,8 +26,8 @@ INLINE void fetch_ahead(const Block *b, const uint8_t *ahead, int64_t channel) {
 }
 
 INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int has_offsets,
-                    const int in_nibbles, const int8_t *x, int64_t stride, const uint8_t *sums,
-                    float *acc, const uint8_t *ahead) {
+                    const int in_nibbles, const int8_t *x, int64_t stride, const uint8_t *sums, float *acc,
+                    const uint8_t *ahead) {
     const int quads = in_nibbles ? 2 : 1; /* in a register of weights */
     int64_t step = b->step;
     fvec whole[MAX_ROWS][VECTORS];
@@ -61,7 +61,8 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int 
             for (int r = 0; r < rows; r++) {
                 whole[r][v] = ffma(itof(part[r][v]), scales, whole[r][v]);
                 if (has_offsets)
-                    whole[r][v] = ffnma(offsets, fbits(ibroadcast(sums + (r * b->steps + s) * 4)), whole[r][v]);
+                    whole[r][v] =
+                        ffnma(offsets, fbits(ibroadcast(sums + (r * b->steps + s) * 4)), whole[r][v]);
             }
         }
     }
@@ -78,8 +79,8 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int 
 #endif
 
 /* Weights and inputs as floats; with `halves` as pairs of bfloat16. */
-INLINE void tile_float(const int rows, const Block *b, const int halves, const uint8_t *x,
-                       int64_t stride, const float *sums, float *acc, const uint8_t *ahead) {
+INLINE void tile_float(const int rows, const Block *b, const int halves, const uint8_t *x, int64_t stride,
+                       const float *sums, float *acc, const uint8_t *ahead) {
     int64_t step = b->step;
     const int width = halves ? 2 : 1; /* input channels in a lane */
     for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {

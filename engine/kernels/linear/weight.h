@@ -39,9 +39,7 @@ typedef struct {
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t num_chunks(const Weight *w) { return ceil_div(w->in_features, CHUNK); }
 static inline int64_t num_groups(const Weight *w) { return ceil_div(w->in_features, w->group); }
-static inline int64_t num_steps(const Weight *w) {
-    return ceil_div(num_chunks(w) * CHUNK, w->step);
-}
+static inline int64_t num_steps(const Weight *w) { return ceil_div(num_chunks(w) * CHUNK, w->step); }
 static inline int64_t chunk_bytes(const Weight *w) { return w->bits * PANEL * CHUNK / 8; }
 
 /* Whether the offsets are other than base * scale. */
@@ -50,16 +48,14 @@ static inline int has_own_offsets(const Weight *w) { return w->offset_kind != OF
 /* The scales of one group of a panel and its own offsets, where it has some: what remains of them once
  * `base` has been taken from every code. */
 INLINE void group_scales(const Weight *w, int64_t panel, int64_t group, int64_t base, float *scales,
-                        float *offsets) {
+                         float *offsets) {
     int64_t at = (panel * num_groups(w) + group) * PANEL;
     int64_t outer = 0;
     if (w->nested) outer = (panel * ceil_div(num_groups(w), w->nested) + group / w->nested) * PANEL;
     for (int i = 0; i < PANEL; i += LANES) {
         fvec scale;
-        if (w->scale_kind == SCALE_F32)
-            scale = fload((const float *)w->scales + at + i);
-        else if (w->scale_kind == SCALE_F16)
-            scale = fload_f16((const uint16_t *)w->scales + at + i);
+        if (w->scale_kind == SCALE_F32) scale = fload((const float *)w->scales + at + i);
+        else if (w->scale_kind == SCALE_F16) scale = fload_f16((const uint16_t *)w->scales + at + i);
         else
             scale = fmul(fload_f16((const uint16_t *)w->outer_scales + outer + i),
                          itof(iwiden_s8((const int8_t *)w->scales + at + i)));
@@ -71,8 +67,7 @@ INLINE void group_scales(const Weight *w, int64_t panel, int64_t group, int64_t 
             continue;
         }
         fvec offset;
-        if (w->offset_kind == OFFSET_F16)
-            offset = fload_f16((const uint16_t *)w->offsets + at + i);
+        if (w->offset_kind == OFFSET_F16) offset = fload_f16((const uint16_t *)w->offsets + at + i);
         else
             offset = fmul(fload_f16((const uint16_t *)w->outer_offsets + outer + i),
                           itof(iwiden_s8((const int8_t *)w->offsets + at + i)));

@@ -1,4 +1,4 @@
-"""Every pair of features runs, or is refused at start with the line of the table in the README."""
+"""Every pair of features runs, or is refused at start with the line of the matrix in docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_more_than_two_are_refused_for_the_pair_that_does_not_go():
     refuse(["lora", "chunks", "windows"])
 
 
-def test_the_table_in_the_readme_is_the_present_one(tmp_path):
+def test_the_matrix_of_the_docs_is_the_present_one():
     tool = ROOT / "tools" / "feature_table.py"
     found = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -228,12 +228,14 @@ def test_the_table_in_the_readme_is_the_present_one(tmp_path):
 
 def test_a_stale_table_is_noticed(tmp_path):
     (tmp_path / "tools").mkdir()
-    for name in ("feature_table.py", "readme_part.py"):
+    for name in ("feature_table.py", "document_part.py"):
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "README.md").write_text(readme.replace("** prompt lookup |", "** prompt look-up |"))
+    page = Path("docs", "compatibility.md")
+    present = (ROOT / page).read_text(encoding="utf-8")
+    (tmp_path / page).parent.mkdir()
+    (tmp_path / page).write_text(present.replace("** prompt lookup |", "** prompt look-up |"))
     words = [sys.executable, tmp_path / "tools" / "feature_table.py"]
     stale = subprocess.run([*words, "--check"], capture_output=True, text=True)
     assert stale.returncode == 1 and "not the present one" in stale.stderr
     assert subprocess.run(words).returncode == 0
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == readme
+    assert (tmp_path / page).read_text(encoding="utf-8") == present

@@ -216,7 +216,7 @@ def test_codes_that_cannot_be_divided_there_are_refused(scheme, rows, columns):
         (
             "olmo-2",
             2,
-            "tensor parallel and a model that runs through transformers do not go together",
+            "tensor parallelism and a model that runs through transformers do not go together",
         ),
     ],
 )
