@@ -115,8 +115,6 @@ def test_package_data_lists_every_data_file() -> None:
     for path in tracked_files():
         if path.parts[0] not in (*FLOORS, DATA) or path.suffix == ".py":
             continue
-        if path.parts[:2] == ("bench", "results"):
-            continue  # recorded measurements: evidence, which no command reads
         packaged = any(
             (ROOT / path) in set((ROOT / package_folder(package)).glob(pattern))
             for package, globs in patterns.items()

@@ -1,6 +1,6 @@
 """Print how often the gate is wrong on recorded runs.
 
-    python tools/gate_error_rates.py bench/results/cpu/identical-runs*.parquet
+    python tools/gate_error_rates.py docs/measured/cpu/identical-runs*.parquet
 
 Exit code 1 if a false alarm is more frequent than 2 %, or if a slowdown of 15 % ever passes.
 """

@@ -1,7 +1,7 @@
-"""The figures of GPUs in docs/gpu.md, from the files of `make gpu-bench` under bench/results:
+"""The figures of GPUs in docs/gpu.md, from the files of `make gpu-bench` under docs/measured:
 `python tools/gpu_table.py [--check]`.
 
-A run counts once it is committed as bench/results/<GPU>/gpu-bench.json. What no run has measured is not
+A run counts once it is committed as docs/measured/<GPU>/gpu-bench.json. What no run has measured is not
 there.
 """
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from document_part import put_part
 from gpu_figures.figure import markdown
 
-RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+MEASURED = Path(__file__).resolve().parents[1] / "docs" / "measured"
 
 
 def made() -> str:
     """A table for each GPU, or a sentence."""
-    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/gpu-bench.json"))]
+    runs = [json.loads(path.read_text()) for path in sorted(MEASURED.glob("*/gpu-bench.json"))]
     if not runs:
         return "Nothing has been measured on a GPU yet."
     return "\n\n".join(markdown(run) for run in runs)

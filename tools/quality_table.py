@@ -1,6 +1,6 @@
 """Quantize a model with every method at every width, and measure what is left of it.
 
-    python tools/quality_table.py --output bench/results/cpu/quality-table.json --docs docs/quantization.md
+    python tools/quality_table.py --output docs/measured/cpu/quality-table.json --docs docs/quantization.md
 
 The bundled stories3M by default. Perplexity, KL from the original and top-1 agreement are taken on the
 bundled evaluation text, with inputs and arithmetic in float32, so that a difference is the weights'

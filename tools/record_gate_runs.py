@@ -1,6 +1,6 @@
 """Record identical runs of the bundled model, for the error rates of the gate.
 
-    python tools/record_gate_runs.py bench/results/cpu/identical-runs.parquet
+    python tools/record_gate_runs.py docs/measured/cpu/identical-runs.parquet
 
 Every start loads the model anew and makes as many passes as `llmopt bench` does. The table has a row a
 request: start, pass, the pass's duration and the share of the machine that others kept busy meanwhile,

@@ -1,4 +1,4 @@
-"""The gate's error rates on recorded runs of the same model (bench/results/cpu)."""
+"""The gate's error rates on recorded runs of the same model (docs/measured/cpu)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from llmopt.bench.gate.judge import other_load
 from llmopt.bench.gate.rates import RunData, error_rates, read_starts, slowed
 
-RECORDED = Path(__file__).parents[3] / "bench" / "results" / "cpu"
+RECORDED = Path(__file__).parents[3] / "docs" / "measured" / "cpu"
 NAMES = ("identical-runs", "identical-runs-quiet", "identical-runs-held-out")
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 LOOK_UPS = ("aten::embedding", "aten::index", "aten::index_select")
-RECORDED = Path(__file__).parents[3] / "bench" / "results" / "cpu" / "rooflines.json"
+RECORDED = Path(__file__).parents[3] / "docs" / "measured" / "cpu" / "rooflines.json"
 
 
 @pytest.mark.parametrize("name", ["original", "rtn-8bit", "rtn-4bit", "awq-4bit"])
