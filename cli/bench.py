@@ -354,7 +354,7 @@ def _report(
     """Write the run, and its base where it was measured beside it; print the run."""
     from ..bench.files.run_folder import stamped
     from ..bench.report.console_table import console_table
-    from ..bench.session.session import write_run
+    from ..bench.session.run_files import write_run
     from .output import emit_json, people, result_console
 
     run = judged.run

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.record.result import requests_table
+from llmopt.bench.record.requests_table import requests_table
 from llmopt.bench.session.session import BenchSession
 from llmopt.quant.base.progress import Silent
 

@@ -13,7 +13,7 @@ import numpy as np
 from ...quant.base.progress import Progress
 from ..machine.environment import describe
 from .fleet import Fleet, FleetPass, default_workers
-from .job import Endpoint, Shot
+from .job import EncodedRequest, Endpoint
 from .known_server import known_server
 
 TTFT_MS, ITL_MS = 50.0, 10.0
@@ -66,13 +66,13 @@ def measure_client(
 ) -> ClientError:
     """Drive the known server with `streams` streams for about two seconds."""
     body = json.dumps({"prompt": "x", "max_tokens": TOKENS, "stream": True}).encode()
-    shots = [Shot(f"known-{number}", body) for number in range(streams * ROUNDS)]
+    requests = [EncodedRequest(f"known-{number}", body) for number in range(streams * ROUNDS)]
     with known_server(TTFT_MS, ITL_MS) as port:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         endpoint = Endpoint("127.0.0.1", port, head, timeout=60.0)
         one = fleet.run(
             endpoint,
-            shots,
+            requests,
             streams,
             burden=burden,
             progress=progress,

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...quant.base.progress import Progress, Silent
 from ..machine.machine_load import process_seconds
-from .job import Endpoint, Exchange, Job, Report, Shot
+from .job import EncodedRequest, Endpoint, Exchange, Job, Report
 
 PIPE_BYTES = 1 << 16  # what a pipe holds on Linux
 START_SECONDS = 0.05  # from the last worker's readiness to the first request
@@ -49,7 +49,7 @@ class Fleet:
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._inbox: queue.Queue[tuple[int, Any]] = queue.Queue()
+        self._inbox: queue.Queue[Any] = queue.Queue()
         # A byte for every free place in flight; all workers take from it and give back.
         self._places = os.pipe()
         self._open_ends = list(self._places)
@@ -64,8 +64,8 @@ class Fleet:
             )
             for _ in range(num_workers)
         ]
-        for number, worker in enumerate(self._workers):
-            threading.Thread(target=self._listen, args=(number, worker), daemon=True).start()
+        for worker in self._workers:
+            threading.Thread(target=self._listen, args=(worker,), daemon=True).start()
 
     def __enter__(self) -> Fleet:
         return self
@@ -86,34 +86,64 @@ class Fleet:
     def run(
         self,
         endpoint: Endpoint,
-        shots: Sequence[Shot],
+        requests: Sequence[EncodedRequest],
         limit: int | None,
         *,
         burden: float = 0.0,
         progress: Progress | None = None,
         description: str = "bench",
     ) -> FleetPass:
-        """Send `shots`, in the order in which they are due, split over the workers in turn.
+        """Send `requests`, in the order in which they are due, split over the workers in turn.
 
         A concurrency limit holds over all workers together. An interrupt ends the pass; what was answered
         stays.
         """
+        count = self._hand_out(endpoint, requests, limit, burden)
         progress = progress or Silent()
-        count = min(len(self._workers), len(shots), limit or len(shots))
+        progress.start(description, len(requests), "requests")
+        origin, stopped, reports = self._collect(count, progress)
+        progress.finish()
+        exchanges = [exchange for report in reports for exchange in report.exchanges]
+        # Without an interrupt a pass ends with its last request, as vLLM has it.
+        last = max((exchange.ended for exchange in exchanges), default=time.perf_counter())
+        return FleetPass(
+            origin,
+            last if stopped is None else stopped,
+            exchanges,
+            {key: max(report.lag_ms[key] for report in reports) for key in ("mean", "p99", "max")},
+            sum(report.late_connections for report in reports),
+            interrupted=stopped is not None,
+        )
+
+    def _hand_out(
+        self,
+        endpoint: Endpoint,
+        requests: Sequence[EncodedRequest],
+        limit: int | None,
+        burden: float,
+    ) -> int:
+        """Give every worker its share of the requests; returns how many workers got one."""
+        count = min(len(self._workers), len(requests), limit or len(requests))
         # More places than requests are no limit, and a pipe holds no more than so many bytes.
-        places = self._places if limit is not None and limit < len(shots) else None
+        places = self._places if limit is not None and limit < len(requests) else None
         if places is not None and limit is not None:
             self._set_places(min(limit, PIPE_BYTES))
-        ordered = sorted(shots, key=lambda shot: shot.due)
+        ordered = sorted(requests, key=lambda request: request.due)
         for number in range(count):
             job = Job(endpoint, tuple(ordered[number::count]), limit, burden, places)
             self._tell(number, job)
-        reports: dict[int, Report] = {}
-        ready, interrupted, origin, ended = 0, False, time.perf_counter(), 0.0
-        progress.start(description, len(shots), "requests")
+        return count
+
+    def _collect(self, count: int, progress: Progress) -> tuple[float, float | None, list[Report]]:
+        """Start the clock when all `count` workers are ready, and wait for their reports.
+
+        Returns the origin of the clock, the time of an interrupt (None without one), and the reports.
+        """
+        reports: list[Report] = []
+        ready, origin, stopped = 0, time.perf_counter(), None
         while len(reports) < count:
             try:
-                number, message = self._inbox.get(timeout=WAKE_SECONDS)
+                message = self._inbox.get(timeout=WAKE_SECONDS)
                 if message == "ready":
                     ready += 1
                     if ready == count:
@@ -122,30 +152,18 @@ class Fleet:
                 elif message == "ended":
                     progress.advance()
                 elif isinstance(message, Report):
-                    reports[number] = message
+                    reports.append(message)
                 else:
                     raise RuntimeError("a load worker died; its words are above")
             except queue.Empty:
                 continue
             except KeyboardInterrupt:
-                if not interrupted:
-                    interrupted, ended = True, time.perf_counter()
+                if stopped is None:
+                    stopped = time.perf_counter()
                     if ready < count:
                         self._tell_all(count, origin)
                     self._tell_all(count, "stop")
-        progress.finish()
-        exchanges = [one for report in reports.values() for one in report.exchanges]
-        # Without an interrupt a pass ends with its last request, as vLLM has it.
-        ended = ended or max((one.ended for one in exchanges), default=time.perf_counter())
-        lags = [report.lag_ms for report in reports.values()]
-        return FleetPass(
-            origin,
-            ended,
-            exchanges,
-            {key: max(lag[key] for lag in lags) for key in ("mean", "p99", "max")},
-            sum(report.late_connections for report in reports.values()),
-            interrupted,
-        )
+        return origin, stopped, reports
 
     def cpu_seconds(self) -> float:
         """Processor time that the workers have had; 0 where the system does not say."""
@@ -168,13 +186,13 @@ class Fleet:
         pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
         stream.flush()
 
-    def _listen(self, number: int, worker: subprocess.Popen[bytes]) -> None:
+    def _listen(self, worker: subprocess.Popen[bytes]) -> None:
         """In a thread for each worker: its messages, and None when it is gone."""
         assert worker.stdout is not None
         while True:
             try:
                 message = pickle.load(worker.stdout)
             except (EOFError, pickle.UnpicklingError):
-                self._inbox.put((number, None))
+                self._inbox.put(None)
                 return
-            self._inbox.put((number, message))
+            self._inbox.put(message)

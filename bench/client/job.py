@@ -28,7 +28,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Shot:
+class EncodedRequest:
     """One request, encoded before the clock starts, and when it is due (seconds from the origin)."""
 
     request_id: str
@@ -49,7 +49,7 @@ class Job:
     """
 
     endpoint: Endpoint
-    shots: tuple[Shot, ...]
+    requests: tuple[EncodedRequest, ...]
     limit: int | None
     burden: float = 0.0
     places: tuple[int, int] | None = None
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(slots=True)
 class Exchange:
-    """What happened to one shot. Times are `time.perf_counter()`, one clock for all processes."""
+    """What happened to one request. Times are `time.perf_counter()`, one clock for all processes."""
 
     request_id: str
     sent: float

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from .answer import Answer, read_document, read_stream, refusal
 from .http1 import Connection, NotHttp, Response
-from .job import Endpoint, Exchange, Job, Report, Shot
+from .job import EncodedRequest, Endpoint, Exchange, Job, Report
 
 MOST_OPENED_AHEAD = 1024
 OPENING_AT_ONCE = 64
@@ -115,7 +115,7 @@ def _settle(future: asyncio.Future[None]) -> None:
 
 
 class Pass:
-    """One pass over the shots of a job."""
+    """One pass over the requests of a job."""
 
     def __init__(self, job: Job, pool: Pool, say: BinaryIO, stop: asyncio.Event) -> None:
         self._job = job
@@ -123,13 +123,13 @@ class Pass:
         self._say = say
         self._stop = stop
         self._heads = [
-            job.endpoint.head + b"Content-Length: %d\r\n\r\n" % len(s.body) for s in job.shots
+            job.endpoint.head + b"Content-Length: %d\r\n\r\n" % len(s.body) for s in job.requests
         ]
-        self._ended: list[tuple[Shot, float, float, Response, str]] = []
+        self._ended: list[tuple[EncodedRequest, float, float, Response, str]] = []
         self._lags: list[float] = []
 
     async def run(self, origin: float) -> None:
-        """Send every shot when it is due and there is room; ends with the last answer or `stop`."""
+        """Send every request when it is due and there is room; ends with the last answer or `stop`."""
         room = Places(self._job.places) if self._job.places else None
         tasks: set[asyncio.Task[None]] = set()
         helpers = [asyncio.create_task(self._watch_lag())]
@@ -149,18 +149,18 @@ class Pass:
     async def _send_all(
         self, origin: float, room: Places | None, tasks: set[asyncio.Task[None]]
     ) -> None:
-        for shot, head in zip(self._job.shots, self._heads, strict=True):
-            if (wait := origin + shot.due - time.perf_counter()) > 0:
+        for request, head in zip(self._job.requests, self._heads, strict=True):
+            if (wait := origin + request.due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             if room is not None:
                 await room.take()
-            task = asyncio.create_task(self._one(shot, head))
+            task = asyncio.create_task(self._exchange(request, head))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             if room is not None:
                 task.add_done_callback(room.give_back)
 
-    async def _one(self, shot: Shot, head: bytes) -> None:
+    async def _exchange(self, request: EncodedRequest, head: bytes) -> None:
         response, error = Response(), ""
         sent = time.perf_counter()
         timeout = self._job.endpoint.timeout
@@ -168,7 +168,7 @@ class Pass:
             async with asyncio.timeout(timeout):
                 connection = await self._pool.take()
                 try:
-                    sent = await connection.exchange(head + shot.body, response)
+                    sent = await connection.exchange(head + request.body, response)
                 finally:
                     self._pool.give_back(connection)
         except TimeoutError:
@@ -179,7 +179,7 @@ class Pass:
             error = f"TLS: {fault.reason or fault}"
         except OSError as fault:
             error = _connection_error(fault, response)
-        self._ended.append((shot, sent, time.perf_counter(), response, error))
+        self._ended.append((request, sent, time.perf_counter(), response, error))
         _tell(self._say, "ended")
 
     async def _watch_lag(self) -> None:
@@ -198,10 +198,10 @@ class Pass:
     def report(self, late_connections: int) -> Report:
         """Parse what came. Only now: while requests fly, nothing is looked into."""
         exchanges = []
-        for shot, sent, ended, response, error in self._ended:
+        for request, sent, ended, response, error in self._ended:
             answer = _read(response)
             answer.error = error or answer.error
-            exchanges.append(Exchange(shot.request_id, sent, ended, answer))
+            exchanges.append(Exchange(request.request_id, sent, ended, answer))
         lags = sorted(lag * 1000 for lag in self._lags) or [0.0]
         return Report(
             exchanges,
@@ -271,7 +271,7 @@ async def serve_jobs(say: BinaryIO) -> None:
     while isinstance(job := await inbox.get(), Job):
         pool = Pool(job.endpoint)
         one = Pass(job, pool, say, stop)
-        await pool.fill(min(job.limit or MOST_OPENED_AHEAD, len(job.shots), MOST_OPENED_AHEAD))
+        await pool.fill(min(job.limit or MOST_OPENED_AHEAD, len(job.requests), MOST_OPENED_AHEAD))
         opened = pool.num_opened
         gc.collect()
         gc.freeze()

@@ -167,9 +167,9 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def in_turns(base: RunData, new: RunData) -> bool:
     """Whether the two were measured pass by pass in turns, so that both saw the same machine."""
-    arms = [side.result["llmopt"]["arms"] for side in (base, new)]
+    pairs = [side.result["llmopt"]["arms"] for side in (base, new)]
     passes = [side.result["llmopt"]["runs"] for side in (base, new)]
-    return bool(arms[0]) and arms[0] == arms[1] and len(passes[0]) == len(passes[1]) > 1
+    return bool(pairs[0]) and pairs[0] == pairs[1] and len(passes[0]) == len(passes[1]) > 1
 
 
 def other_load(data: RunData) -> float:
@@ -241,7 +241,7 @@ def paired_error(
 ) -> float:
     """Bootstrap standard error of the mean log ratio of a percentile, resampling requests in pairs.
 
-    The same requests are drawn in both arms, so that differences between prompts cancel.
+    The same requests are drawn on both sides, so that differences between prompts cancel.
     """
     shared = [request for request in base if request in new]
     passes_base = min((len(base[r]) for r in shared), default=0)
@@ -249,8 +249,8 @@ def paired_error(
     if len(shared) < 2 or not passes_base or not passes_new:
         return 0.0
     tables = [
-        np.array([arm[request][:passes] for request in shared]).T
-        for arm, passes in ((base, passes_base), (new, passes_new))
+        np.array([side[request][:passes] for request in shared]).T
+        for side, passes in ((base, passes_base), (new, passes_new))
     ]
     rng = np.random.default_rng(seed)
     draws = rng.integers(0, len(shared), size=(RESAMPLES, len(shared)))

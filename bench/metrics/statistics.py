@@ -12,7 +12,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
-# With one run an arm its run-to-run spread cannot be seen; this is what identical runs on a quiet
+# With one run a side its run-to-run spread cannot be seen; this is what identical runs on a quiet
 # machine commonly show, and it keeps a single lucky run from proving a small change.
 ASSUMED_RUN_CV = 0.05
 
@@ -121,7 +121,7 @@ def order_interval(
 
 
 def smallest_visible_change(run_cv: float, num_runs: int, *, power: float = 0.8) -> float:
-    """The relative change that two arms of `num_runs` runs each would notice with `power`, in a
+    """The relative change that two sides of `num_runs` runs each would notice with `power`, in a
     one-sided test at 5 %: (t₀.₉₅ + t_power) · CV · √(2/k), with 2k − 2 degrees of freedom.
 
     With one run the spread is taken as known, so the normal quantiles serve.
@@ -140,7 +140,7 @@ def run_cv(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """A relative difference between two arms, as a logarithm: log(new / base).
+    """A relative difference between two sides, as a logarithm: log(new / base).
 
     Attributes:
         log_ratio: the estimate.
@@ -182,15 +182,15 @@ def effect_of_runs(
     assumed_cv: float = ASSUMED_RUN_CV,
     believed: int = 2,
 ) -> Effect:
-    """The change between repeated runs of two arms, with the larger of two uncertainties.
+    """The change between repeated runs of two sides, with the larger of two uncertainties.
 
-    One is the spread between runs: pooled over both arms on the log scale, or the assumed one where an
-    arm has fewer than `believed` runs and the measured one is not larger. The other, `paired_error`, is
+    One is the spread between runs: pooled over both sides on the log scale, or the assumed one where a
+    side has fewer than `believed` runs and the measured one is not larger. The other, `paired_error`, is
     the spread of the change from request to request.
 
     Args:
         between: variance between two starts of the same thing, in variances between the runs of one
-            start: the runs of an arm share its start, so more of them do not make that part smaller.
+            start: the runs of a side share its start, so more of them do not make that part smaller.
     """
     logs_base, logs_new = np.log(base), np.log(new)
     estimate = float(logs_new.mean() - logs_base.mean())

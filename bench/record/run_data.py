@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from .result import REQUESTS_NAME, BenchRun, read_result, requests_table
+from .requests_table import REQUESTS_NAME, requests_table
+from .result import BenchRun, read_result
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ...recipes import DEFAULT_MODEL
 from ..client.address import Address
+from ..client.served_model import find_served
 from ..files.run_folder import write_whole
 from ..gate.compare import Comparison, compare
 from ..gate.gate import Limit, parse_gate
@@ -18,8 +19,7 @@ from ..gate.outputs import write_benchmark_json, write_junit
 from ..options.options import BenchOptions
 from ..record.result import BenchRun, plain
 from ..record.run_data import RunData
-from .http_session import find_served
-from .session import run_bench, run_interleaved
+from .run_sessions import run_bench, run_interleaved
 
 OPTION_NAMES = ("baseline", "against", "gate", "junit", "benchmark_json")
 
@@ -98,7 +98,7 @@ def run_judged(
 
 
 def in_turns(options: BenchOptions, against: str) -> list[BenchOptions]:
-    """The two arms, the base first. The base is the new one's reference unless it has another."""
+    """The paired runs, the base first. The base is the new one's reference unless it has another."""
     is_url = against.startswith(("http://", "https://"))
     if is_url != (options.base_url is not None):
         raise BadInput(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +15,11 @@ from ..metrics.steady import steady_state
 from ..metrics.trace import LoadPass
 from ..options.options import BenchOptions
 from ..options.sweep_loads import Kind
-from ..record import result as record
+from ..record.result import plain
+from ..record.run_record import workload_part
 from .http_session import HttpSession
 from .session import BenchSession
+from .session_base import Session
 
 SCHEMA_VERSION = 1
 METRICS = ("ttft", "tpot", "itl", "e2el", "e2el_including_client_queue")
@@ -74,7 +75,7 @@ class Sweep:
     def as_dict(self) -> dict[str, Any]:
         """The record that is written."""
         knee = self.knee
-        return record.plain(
+        return plain(
             {
                 "schema": SCHEMA_VERSION,
                 "kind": self.kind,
@@ -133,8 +134,7 @@ class Rig:
         else:
             load = {"request_rate": float(value)}
         options = self._options.model_copy(update=load)
-        with ExitStack() as stack:
-            session = self._open(options, stack)
+        with self._open(options) as session:
             if session.workload.is_timed:
                 raise BadInput(
                     f"{session.workload.source} has arrival times of its own, so there is no rate "
@@ -146,7 +146,7 @@ class Rig:
                     self.kind,
                     session.name,
                     varied_away(session.identity()),
-                    record.workload_part(session.workload),
+                    workload_part(session.workload),
                 )
             for _ in range(options.num_runs):
                 if not session.run_pass():
@@ -173,9 +173,9 @@ class Rig:
         self.sweep.serial_rate = rate
         return rate
 
-    def _open(self, options: BenchOptions, stack: ExitStack) -> BenchSession | HttpSession:
+    def _open(self, options: BenchOptions) -> Session:
         if options.base_url is not None:
-            return stack.enter_context(HttpSession(options, self._progress))
+            return HttpSession(options, self._progress)
         session = BenchSession(options, self._progress, engine=self._engine)
         self._engine = session.engine
         return session

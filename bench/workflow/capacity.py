@@ -23,7 +23,7 @@ from ..recipes.capacity_run import CapacityRun
 from ..recipes.stages import Stages
 from ..record.result import plain, to_json
 from ..report.sweep_page import SWEEP_NAME, write_sweep
-from ..session.session import run_bench
+from ..session.run_sessions import run_bench
 from ..session.sweep import Rig, sweep_loads
 from .workflow import keep
 

@@ -23,7 +23,8 @@ from ..recipes.recipe_run import RecipeRun, VariantRun
 from ..recipes.stages import Stages
 from ..record.result import BenchRun, to_json
 from ..report.recipe_page import write_recipe_report
-from ..session.session import run_bench, run_interleaved, write_run
+from ..session.run_files import write_run
+from ..session.run_sessions import run_bench, run_interleaved
 
 
 def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:

@@ -17,7 +17,7 @@ import pytest
 import typer
 from llmopt.bench.client.address import Address
 from llmopt.bench.client.fleet import Fleet
-from llmopt.bench.client.job import Endpoint, Shot
+from llmopt.bench.client.job import EncodedRequest, Endpoint
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.quant.base.errors import BadInput
@@ -143,13 +143,13 @@ def endpoint(url: str, timeout: float = 5.0) -> Endpoint:
     return Address.parse(url, api_key="secret").endpoint(timeout)
 
 
-def shots(count: int) -> list[Shot]:
-    return [Shot(f"r{number}", b"{}") for number in range(count)]
+def requests(count: int) -> list[EncodedRequest]:
+    return [EncodedRequest(f"r{number}", b"{}") for number in range(count)]
 
 
 @pytest.mark.parametrize("script", ["good", "slow-headers", "dribble"])
 def test_good_answers(server: Server, fleet: Fleet, script: str) -> None:
-    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/{script}"), shots(6), 4)
+    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/{script}"), requests(6), 4)
     assert [one.answer.error for one in found.exchanges] == [""] * 6
     assert all(one.answer.tokens == [1, 1] and one.answer.text == " x x" for one in found.exchanges)
     assert all(found.origin <= one.sent <= one.answer.times[0] for one in found.exchanges)
@@ -171,19 +171,19 @@ def test_good_answers(server: Server, fleet: Fleet, script: str) -> None:
 )
 def test_failures_in_words(server: Server, fleet: Fleet, script: str, said: str) -> None:
     url = f"http://127.0.0.1:{server.port}/{script}"
-    found = fleet.run(endpoint(url, timeout=0.3 if "hang" in script else 5.0), shots(3), 2)
+    found = fleet.run(endpoint(url, timeout=0.3 if "hang" in script else 5.0), requests(3), 2)
     assert len(found.exchanges) == 3
     for one in found.exchanges:
         assert said in one.answer.error
 
 
 def test_refused(fleet: Fleet) -> None:
-    found = fleet.run(endpoint("http://127.0.0.1:1"), shots(5), 2)
+    found = fleet.run(endpoint("http://127.0.0.1:1"), requests(5), 2)
     assert [one.answer.error for one in found.exchanges] == ["connection refused"] * 5
 
 
 def test_tls_against_plain(server: Server, fleet: Fleet) -> None:
-    found = fleet.run(endpoint(f"https://127.0.0.1:{server.port}/good", 0.5), shots(2), 2)
+    found = fleet.run(endpoint(f"https://127.0.0.1:{server.port}/good", 0.5), requests(2), 2)
     assert len(found.exchanges) == 2 and all(one.answer.error for one in found.exchanges)
 
 
@@ -208,27 +208,27 @@ def test_plain_against_tls_and_an_unknown_certificate(fleet: Fleet, tmp_path: Pa
     port = one.loop.run_until_complete(start())
     thread = threading.Thread(target=one.loop.run_forever, daemon=True)
     thread.start()
-    plain = fleet.run(endpoint(f"http://127.0.0.1:{port}/good", 0.5), shots(1), 1)
+    plain = fleet.run(endpoint(f"http://127.0.0.1:{port}/good", 0.5), requests(1), 1)
     assert plain.exchanges[0].answer.error
-    strict = fleet.run(endpoint(f"https://127.0.0.1:{port}/good"), shots(1), 1)
+    strict = fleet.run(endpoint(f"https://127.0.0.1:{port}/good"), requests(1), 1)
     assert strict.exchanges[0].answer.error.startswith("TLS: ")
     trusting = Address.parse(f"https://127.0.0.1:{port}/good", verify_tls=False).endpoint(5.0)
-    assert fleet.run(trusting, shots(1), 1).exchanges[0].answer.error == ""
+    assert fleet.run(trusting, requests(1), 1).exchanges[0].answer.error == ""
     stop(one, thread)
 
 
 def test_connections_are_kept_and_reopened(server: Server, fleet: Fleet) -> None:
     before = server.connections
-    fleet.run(endpoint(f"http://127.0.0.1:{server.port}/good"), shots(20), 4)
+    fleet.run(endpoint(f"http://127.0.0.1:{server.port}/good"), requests(20), 4)
     # Each of the two workers may have all four places, and opens what it may need before the clock starts.
     assert server.connections - before == 8
     # A server that closes after each answer makes the client open again, while the clock runs.
-    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/closed-early"), shots(16), 4)
+    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/closed-early"), requests(16), 4)
     assert found.late_connections == 8
 
 
 def test_one_limit_holds_over_all_workers(server: Server, fleet: Fleet) -> None:
-    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/slow-headers"), shots(13), 3)
+    found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/slow-headers"), requests(13), 3)
     spans = [(one.sent, one.ended) for one in found.exchanges]
     in_flight = [sum(begin <= sent < end for begin, end in spans) for sent, _ in spans]
     assert len(spans) == 13 and max(in_flight) == 3
@@ -236,7 +236,7 @@ def test_one_limit_holds_over_all_workers(server: Server, fleet: Fleet) -> None:
     last = max(sent for sent, _ in spans[:-1])
     assert sum(begin <= last < end for begin, end in spans) >= 2
     # The places are all there again: for a larger limit, and after a pass that was cut short.
-    again = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/good"), shots(40), 5)
+    again = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/good"), requests(40), 5)
     assert len(again.exchanges) == 40
 
 

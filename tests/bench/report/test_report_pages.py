@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from llmopt.bench.files.run_folder import stamped, whole_folder, write_whole
 from llmopt.bench.gate.compare import Outcome, QualityGate, RunData, compare, parse_share
+from llmopt.bench.metrics import run_statistics
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.page.page import Page, Section, Table, Verdict, to_html, to_markdown
-from llmopt.bench.record import result as record
+from llmopt.bench.record.requests_table import requests_table, write_requests
+from llmopt.bench.record.result import SCHEMA_VERSION, plain, to_json
+from llmopt.bench.record.vllm_record import vllm_part
 from llmopt.bench.report.comparison_page import comparison_page
 from llmopt.bench.report.console_table import console_table
 from llmopt.bench.report.plan_residuals import plan_section
@@ -72,10 +75,10 @@ def passes(count: int = 3, factor: float = 1.0) -> list[LoadPass]:
 
 
 def a_result(options: BenchOptions, made: list[LoadPass], name: str = "run") -> dict[str, Any]:
-    found = record.vllm_part(options, made, model_id="m", date="20260101-000000")
-    runs = [record.of_one_run(one) for one in made]
+    found = vllm_part(options, made, model_id="m", date="20260101-000000")
+    runs = [run_statistics.summarize_pass(one) for one in made]
     found["llmopt"] = {
-        "schema": record.SCHEMA_VERSION,
+        "schema": SCHEMA_VERSION,
         "run_id": f"{name}-id",
         "arms": None,
         "name": name,
@@ -113,11 +116,11 @@ def a_result(options: BenchOptions, made: list[LoadPass], name: str = "run") -> 
         "num_warmups": 0,
         "num_runs": len(made),
         "runs": [{**run, "prefix_cache_hit_rate": 0.0} for run in runs],
-        "metrics": record.distributions(made, 0),
-        "spread": record.spread(runs),
-        "peaks": record.peaks(made),
-        "client_lag_ms": record.client_lag(made),
-        "phases": record.phases(made),
+        "metrics": run_statistics.distributions(made, 0),
+        "spread": run_statistics.spread(runs),
+        "peaks": run_statistics.peaks(made),
+        "client_lag_ms": run_statistics.client_lag(made),
+        "phases": run_statistics.phases(made),
         "preemptions": 0,
         "prefix_cache_hit_rate": 0.0,
         "memory": {
@@ -141,12 +144,12 @@ def a_result(options: BenchOptions, made: list[LoadPass], name: str = "run") -> 
         "roofline": None,
         "environment": {"libraries": {"torch": "1"}},
     }
-    return record.plain(found)
+    return plain(found)
 
 
 def data(name: str = "run", factor: float = 1.0, **options: Any) -> RunData:
     made = passes(factor=factor)
-    return RunData(a_result(BenchOptions(**options), made, name), record.requests_table(made))
+    return RunData(a_result(BenchOptions(**options), made, name), requests_table(made))
 
 
 def test_every_vllm_key_is_there_with_its_type() -> None:
@@ -155,7 +158,7 @@ def test_every_vllm_key_is_there_with_its_type() -> None:
     assert found["request_rate"] == "inf" and isinstance(found["max_concurrency"], int)
     assert isinstance(found["duration"], float) and isinstance(found["completed"], int)
     assert not set(DETAILED.split()) & set(found)
-    json.loads(record.to_json(found), parse_constant=lambda word: pytest.fail(word))
+    json.loads(to_json(found), parse_constant=lambda word: pytest.fail(word))
     assert data(request_rate=2.5).result["request_rate"] == 2.5
 
 
@@ -170,7 +173,7 @@ def test_nothing_measured_is_null(tmp_path: Path) -> None:
     failed = RequestTrace("bench-0", 3, 2, 0.0, 0.0, [], [], False, "refused")
     found = a_result(BenchOptions(), [LoadPass([failed], 0.5)])
     assert found["mean_ttft_ms"] is None and found["failed"] == 1
-    assert "NaN" not in record.to_json(found)
+    assert "NaN" not in to_json(found)
     write_report(found, [LoadPass([failed], 0.5)], tmp_path)
     assert "No request succeeded" in (tmp_path / "report.html").read_text()
 
@@ -178,7 +181,7 @@ def test_nothing_measured_is_null(tmp_path: Path) -> None:
 def test_requests_table_has_a_row_a_request(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    record.write_requests(tmp_path / "r.parquet", passes())
+    write_requests(tmp_path / "r.parquet", passes())
     table = pq.read_table(tmp_path / "r.parquet").to_pydict()
     assert table["run"] == [0] * 12 + [1] * 12 + [2] * 12
     assert table["ttft_ms"][0] == pytest.approx(20, rel=0.1)

@@ -15,7 +15,7 @@ import pytest
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.server.presets import PRESETS, preset
 from llmopt.bench.server.served import served
-from llmopt.bench.session.session import run_bench
+from llmopt.bench.session.run_sessions import run_bench
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 

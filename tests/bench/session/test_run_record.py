@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llmopt.bench.client.known_server import known_server
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.session.session import run_bench
+from llmopt.bench.session.run_sessions import run_bench
 
 # By the path of the object that holds them, `llmopt` being "". What is "*" differs from machine to
 # machine or from run to run.

@@ -1,0 +1,202 @@
+"""HTTP load driver: a workload sent by the worker processes, and what they saw as traces of requests."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...quant.base.progress import Progress
+from ..metrics.trace import LoadPass, RequestTrace
+from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
+from ..workloads.workload import Workload, WorkloadItem
+from .address import BACKENDS, Address, Body
+from .answer import Answer, chunk_tokens
+from .certify import ClientError, judge, measure_client
+from .fleet import Fleet, FleetPass, default_workers
+from .job import EncodedRequest, Exchange
+from .served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPass:
+    """One pass over a workload.
+
+    Attributes:
+        prefix_cache_hit_rate: share of the prompt tokens that came from the server's cache, over the
+            answers that say so; None where none does.
+        worker_seconds: processor time of the workers.
+    """
+
+    load: LoadPass
+    prefix_cache_hit_rate: float | None
+    worker_seconds: float
+
+
+class HttpDriver:
+    """Sends passes to one endpoint, and keeps account of what the client itself did to them.
+
+    `close` ends the worker processes.
+    """
+
+    def __init__(
+        self, options: BenchOptions, address: Address, served: ServedModel, progress: Progress
+    ) -> None:
+        self._options = options
+        self._progress = progress
+        self._tokenizer = served.tokenizer
+        self._body = Body(
+            served.model,
+            BACKENDS[options.backend],
+            served.tokenizer.decode,
+            options.ignore_eos,
+            options.temperature,
+            options.seed,
+            tuple(options.extra_body.items()),
+        )
+        self._endpoint = address.endpoint(options.request_timeout)
+        self._streams = options.concurrency or DEFAULT_CONCURRENCY
+        self.num_workers = options.client_workers or default_workers(self._streams)
+        self._first_tokens = first_tokens(served.tokenizer, options.num_runs + 1)
+        self._error: ClientError | None = None
+        self._reset_account()
+        self._fleet = Fleet(self.num_workers)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._fleet.__exit__()
+
+    def check(self) -> None:
+        """Measure the client's own error against a server of known latency."""
+        self._error = measure_client(
+            self._fleet,
+            self.num_workers,
+            self._streams,
+            burden=self._options.client_burden_ms / 1000,
+            progress=self._progress,
+        )
+
+    def warm_up(self, workload: Workload, description: str) -> bool:
+        """Send a pass that is no part of the run; False when it was interrupted."""
+        warmup = self.drive(workload, 0, description)
+        self._reset_account()
+        return not warmup.load.interrupted
+
+    def drive(self, workload: Workload, number: int, description: str) -> HttpPass:
+        """Pass `number` over the workload, 0 being the warm-up."""
+        seconds = self._fleet.cpu_seconds()
+        seen = self._fleet.run(
+            self._endpoint,
+            [self._request(item, self._first_tokens[number]) for item in workload.items],
+            self._options.concurrency,
+            burden=self._options.client_burden_ms / 1000,
+            progress=self._progress,
+            description=description,
+        )
+        self._lags.append(seen.lag_ms)
+        self._late_connections += seen.late_connections
+        return HttpPass(
+            self._load_pass(workload, seen),
+            prefix_cache_hit_rate(seen.exchanges),
+            self._fleet.cpu_seconds() - seconds,
+        )
+
+    def client_part(self, metrics: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[str, Any]:
+        """`llmopt.client` of a result: what the client did to the numbers."""
+        lag = {
+            "mean": float(np.mean([each["mean"] for each in self._lags])),
+            "p99": max(each["p99"] for each in self._lags),
+            "max": max(each["max"] for each in self._lags),
+        }
+        error, late = self._error, self._lateness_ms(passes)
+        reasons = judge(error, metrics, loop_lag_ms=lag["mean"], send_lag_ms=late)
+        return {
+            "certified": not reasons,
+            "reasons": reasons,
+            "workers": self.num_workers,
+            "client_ttft_error_ms": error.client_ttft_error_ms if error else None,
+            "client_itl_error_ms": error.client_itl_error_ms if error else None,
+            "check": error.as_dict() if error else None,
+            "loop_lag_ms": lag,
+            "late_connections": self._late_connections,
+            "burden_ms": self._options.client_burden_ms,
+            "request_timeout_s": self._options.request_timeout,
+            "token_counts_by": dict(self._counters),
+            "first_token_of_pass": self._first_tokens,
+        }
+
+    def _lateness_ms(self, passes: Sequence[LoadPass]) -> float | None:
+        """Median lateness of sending; None under a concurrency limit, where waiting is the load's doing."""
+        if self._options.concurrency is not None:
+            return None
+        queued = [trace.queued * 1000 for load in passes for trace in load.traces]
+        return float(np.median(queued or [0]))
+
+    def _reset_account(self) -> None:
+        """Begin the account anew."""
+        self._counters: Counter[str] = Counter()
+        self._lags: list[dict[str, float]] = []
+        self._late_connections = 0
+
+    def _request(self, item: WorkloadItem, first_token: int) -> EncodedRequest:
+        # A server's prefix cache cannot be emptied from here. Another first token makes every prompt
+        # of a pass new to it; what the prompts of a pass share among themselves stays shared.
+        prompt = (first_token, *item.prompt_token_ids[1:])
+        body = self._body.encode(prompt, item.output_len)
+        return EncodedRequest(item.request_id, body, item.arrival_seconds)
+
+    def _load_pass(self, workload: Workload, seen: FleetPass) -> LoadPass:
+        by_id = {exchange.request_id: exchange for exchange in seen.exchanges}
+        traces = [
+            self._trace(item, by_id[item.request_id], seen.origin)
+            for item in workload.items
+            if item.request_id in by_id
+        ]
+        began_at = time.time() - (time.perf_counter() - seen.origin)
+        return LoadPass(traces, seen.ended - seen.origin, [], seen.interrupted, began_at)
+
+    def _trace(self, item: WorkloadItem, exchange: Exchange, origin: float) -> RequestTrace:
+        answer = exchange.answer
+        tokens, source = chunk_tokens(answer, self._recount(answer))
+        if not answer.error:
+            self._counters[source] += 1
+        trace = RequestTrace(
+            item.request_id,
+            answer.prompt_tokens or len(item.prompt_token_ids),
+            item.output_len,
+            scheduled=item.arrival_seconds,
+            sent=exchange.sent - origin,
+            chunk_times=[time - origin for time in answer.times],
+            chunk_tokens=tokens,
+            text=answer.text,
+            cached_tokens=answer.cached_tokens or 0,
+        )
+        trace.error = answer.error or ("" if trace.output_len else "it ended without a token")
+        trace.success = not trace.error
+        return trace
+
+    def _recount(self, answer: Answer) -> int | None:
+        if answer.total is not None or not answer.times:
+            return None
+        return len(self._tokenizer.encode(answer.text, add_special_tokens=False))
+
+
+def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:
+    """Share of the prompt tokens that came from the server's cache, over the answers that say so."""
+    answers = [e.answer for e in exchanges if e.answer.cached_tokens is not None]
+    tokens = sum(answer.prompt_tokens or 0 for answer in answers)
+    hits = sum(answer.cached_tokens or 0 for answer in answers)
+    return hits / tokens if tokens else None
+
+
+def first_tokens(tokenizer: Any, count: int) -> list[int]:
+    """`count` different ordinary token ids. Drawn anew in every run, and recorded: with the seed's they
+    would be in the cache of a server that has seen this benchmark before."""
+    special = set(tokenizer.all_special_ids)
+    ordinary = [token for token in range(len(tokenizer)) if token not in special]
+    return random.SystemRandom().sample(ordinary, count)

@@ -1,0 +1,59 @@
+"""The model behind a server: the name to ask for, its tokenizer and its longest sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ...quant.model.models import bundled_models, load_tokenizer, resolve_model
+from ..options.options import BenchOptions
+from .address import Address
+
+DEFAULT_CONTEXT = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What is known of the model behind a server, and the tokenizer of its prompts."""
+
+    model: str
+    tokenizer_name: str
+    tokenizer: Any
+    max_model_len: int
+
+
+def find_served(options: BenchOptions, address: Address) -> ServedModel:
+    """The model to ask for and the tokenizer for its prompts.
+
+    Raises:
+        BadInput: no `--model` and a server that does not list one, or no tokenizer under any of its names.
+    """
+    card: dict[str, Any] = {}
+    try:
+        card = address.model_card()
+    except BadInput:
+        # With everything given, what is wrong with the server shows in the requests, and is counted.
+        if options.model is None:
+            raise
+    model = options.model or card["id"]
+    names = [options.tokenizer] if options.tokenizer else [model, card.get("root")]
+    tokenizer_name, folder = find_tokenizer([name for name in names if name], options)
+    limit = options.max_model_len or card.get("max_model_len")
+    return ServedModel(model, tokenizer_name, load_tokenizer(folder), limit or DEFAULT_CONTEXT)
+
+
+def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Path]:
+    """(name, folder) of the first of `names` that is a model here. Only a name that the person gave may
+    be looked for on the hub; what a server says is looked for on this machine."""
+    for name in names:
+        given = name in (options.tokenizer, options.model)
+        is_here = name in bundled_models() or (Path(name).expanduser() / "config.json").is_file()
+        if is_here or (given and (options.tokenizer or "/" in name)):
+            return name, resolve_model(name)
+    raise BadInput(
+        f"no tokenizer for {' or '.join(map(repr, names))}: give --tokenizer FOLDER, a bundled model or a "
+        "hub id"
+    )

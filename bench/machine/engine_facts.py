@@ -1,0 +1,56 @@
+"""What only an engine in this process can tell for a record: its memory, and its place under the roofs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...quant.base.errors import BadInput
+from ...quant.open import open_checkpoint
+from ..metrics.trace import LoadPass
+from .ceilings import measure_ceilings
+from .roofline import roofline_part
+
+if TYPE_CHECKING:
+    from ...engine.engine import Engine
+
+
+def memory_part(engine: Engine, model: Path, peak_bytes: int | None) -> dict[str, Any]:
+    """`llmopt.memory`: bytes that the engine holds, that the checkpoint has, and that the process had at
+    most; None where other models share the process."""
+    return {
+        "weight_bytes": engine.memory.weight_bytes,
+        "checkpoint_bytes": open_checkpoint(model).weight_bytes,
+        "kv_cache_bytes": engine.memory.kv_cache_bytes,
+        "kv_cache": {
+            "dtype": engine.stats.kv_dtype,
+            "bytes_per_token": engine.memory.kv_bytes_per_token,
+            "tokens": engine.stats.kv_tokens_total,
+            "blocks": engine.stats.kv_blocks_total,
+        },
+        "peak_resident_bytes": peak_bytes,
+    }
+
+
+def place_on_roofline(
+    engine: Engine, model: Path, passes: Sequence[LoadPass]
+) -> dict[str, Any] | None:
+    """Measured roofs and points; None for a model whose shape the planner does not know."""
+    from ...engine.planner.model.shapes import ModelShape
+
+    try:
+        shape = ModelShape.from_config(open_checkpoint(model).config)
+    except BadInput:
+        return None
+    memory = engine.memory
+    # A tied embedding is the output head too, and the planner counts it once, as read.
+    weight_bytes = memory.weight_bytes_per_step if shape.tied else memory.weight_bytes
+    return roofline_part(
+        [step for load_pass in passes for step in load_pass.steps],
+        shape,
+        measure_ceilings(engine.device, engine.dtype, weight_bytes),
+        weight_bytes=weight_bytes,
+        kv_bytes_per_element=engine.memory.kv_bytes_per_token / shape.kv_bytes_per_token(1),
+        unquantized_bytes=engine.dtype.itemsize,
+    )

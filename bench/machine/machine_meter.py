@@ -1,0 +1,53 @@
+"""Energy, other processes' load and the machine's state around the passes of a session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .energy import EnergyMeter, no_energy
+from .environment import describe
+from .machine_load import CpuTimes, other_load
+from .machine_state import machine_state
+
+
+class MachineMeter:
+    """Reads this machine's counters before, around and after what is measured.
+
+    Args:
+        device: whose counters and clocks are read, `cpu` or a GPU.
+        no_energy_because: why this machine's energy is not the target's; None where it is.
+    """
+
+    def __init__(self, device: str, *, no_energy_because: str | None = None) -> None:
+        self._device = device
+        self._no_energy_because = no_energy_because
+        self._energy = EnergyMeter(device)
+        self._state_before = machine_state(device)
+        self._clock = CpuTimes.now()
+
+    def start(self) -> None:
+        """A pass begins."""
+        self._clock = CpuTimes.now()
+        self._energy.start()
+
+    def stop(self, helper_seconds: float = 0.0) -> float | None:
+        """A pass ends: the share of the processors that others kept busy meanwhile, as `other_load`.
+
+        `helper_seconds` is the processor time that helper processes of ours took since `start`.
+        """
+        self._energy.stop()
+        return other_load(self._clock, CpuTimes.now(), helper_seconds)
+
+    def energy(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
+        """`llmopt.energy` of a result: of all passes together, and per million tokens."""
+        if self._no_energy_because is not None:
+            return no_energy(self._no_energy_because)
+        return self._energy.part(input_tokens, output_tokens)
+
+    def environment(self) -> dict[str, Any]:
+        """`llmopt.environment` of a result: the machine, and its state before and now."""
+        return {
+            **describe(self._device),
+            "before": self._state_before,
+            "after": machine_state(self._device),
+        }

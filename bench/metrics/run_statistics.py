@@ -1,0 +1,97 @@
+"""What a record says of its passes in numbers: distributions, spread between passes, peaks, lags, phases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from . import statistics
+from .metrics import aggregate, exact_peaks, samples, summary
+from .trace import LoadPass
+
+PERCENTILES = (50, 90, 95, 99)
+# What a comparison decides on. Medians, because one stall of a shared machine must not carry a mean.
+HEADLINES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
+POOLED = ("itl", "token_gap")
+RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+def summarize_pass(load_pass: LoadPass) -> dict[str, Any]:
+    """The figures of one pass, for the spread between passes."""
+    return aggregate([load_pass], metrics=RUN_METRICS, percentiles=PERCENTILES)
+
+
+def distributions(passes: Sequence[LoadPass], seed: int) -> dict[str, Any]:
+    """Every metric's summary over all passes, with 95 % bootstrap intervals over requests."""
+    traces = [trace for load_pass in passes for trace in load_pass.traces]
+    by_request = [samples([trace]) for trace in traces if trace.success]
+    by_metric: dict[str, Any] = {}
+    for metric, values in samples(traces).items():
+        groups = [sample[metric] for sample in by_request if len(sample[metric])]
+        by_metric[metric] = {
+            **summary(values, PERCENTILES),
+            "count": len(values),
+            "interval_95": {
+                "mean": statistics.bootstrap_interval(groups, np.mean, seed=seed),
+                "median": statistics.bootstrap_interval(groups, np.median, seed=seed),
+                "p99": statistics.bootstrap_interval(
+                    groups, partial(np.percentile, q=99), seed=seed
+                ),
+            },
+            # Gaps of one request depend on each other, so theirs have no such interval.
+            "order_interval_95": None
+            if metric in POOLED
+            else {f"p{q}": statistics.order_interval(values, q) for q in PERCENTILES},
+        }
+    return by_metric
+
+
+def spread(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Per headline metric: coefficient of variation over the runs, and the smallest change that a
+    comparison with an equal run could see."""
+    by_metric: dict[str, Any] = {}
+    for key in HEADLINES:
+        values = [run[key] for run in runs if run[key]]
+        if not values:
+            continue
+        cv = statistics.run_cv(values)
+        by_metric[key] = {
+            "run_cv": cv,
+            "run_cv_is_assumed": len(values) < 2,
+            "interval_95": statistics.mean_interval(values),
+            "smallest_visible_change": statistics.smallest_visible_change(cv, len(values)),
+        }
+    return by_metric
+
+
+def client_lag(passes: Sequence[LoadPass]) -> dict[str, float | None]:
+    """How late requests were sent after they were due and allowed, in milliseconds.
+
+    Under a concurrency limit this is the wait for a free place, which is the load's own doing.
+    """
+    lag = np.asarray([trace.queued * 1000 for load_pass in passes for trace in load_pass.traces])
+    return {**summary(lag, (99,)), "max": float(lag.max()) if len(lag) else None}
+
+
+def peaks(passes: Sequence[LoadPass]) -> dict[str, float]:
+    """The largest of any pass of `metrics.exact_peaks`."""
+    each = [exact_peaks(load_pass.traces) for load_pass in passes]
+    return {key: max(peak[key] for peak in each) for key in each[0]}
+
+
+def phases(passes: Sequence[LoadPass]) -> dict[str, float]:
+    """Where the time of the passes went, in seconds: steps that only decode, steps that compute
+    prompts (decoding beside them), and everything outside the steps."""
+    steps = [step for load_pass in passes for step in load_pass.steps]
+    decode = sum(step.seconds for step in steps if step.decode_only)
+    prefill = sum(step.seconds for step in steps) - decode
+    whole = sum(load_pass.duration for load_pass in passes)
+    return {
+        "decode_seconds": decode,
+        "prefill_seconds": prefill,
+        "between_steps_seconds": max(0.0, whole - decode - prefill),
+        "num_steps": len(steps),
+    }

@@ -1,0 +1,212 @@
+"""The record of a run, built in one place: what was measured, and what is known of its target."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from ..machine.machine_meter import MachineMeter
+from ..metrics.cost import cost_part
+from ..metrics.run_statistics import client_lag, peaks, spread, summarize_pass
+from ..metrics.steady import steady_state
+from ..metrics.trace import LoadPass
+from ..options.options import BenchOptions
+from ..workloads.workload import Workload
+from .result import SCHEMA_VERSION, BenchRun, plain
+from .vllm_record import vllm_part
+
+# Every key under `llmopt`, in the order of the file. A kind of target may lack some of them.
+KEYS = (
+    "schema",
+    "run_id",
+    "arms",
+    "name",
+    "interrupted",
+    "slowdown",
+    "slowdown_where",
+    "identity",
+    "workload",
+    "num_warmups",
+    "num_runs",
+    "runs",
+    "metrics",
+    "spread",
+    "peaks",
+    "steady_state",
+    "client_lag_ms",
+    "client",
+    "server",
+    "phases",
+    "step_split",
+    "step_trace",
+    "preemptions",
+    "speculation",
+    "prefix_cache_hit_rate",
+    "memory",
+    "quality",
+    "layer_errors",
+    "tasks",
+    "roofline",
+    "energy",
+    "environment",
+    "cost",
+    "plan",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPass:
+    """One pass over the workload, and what its session saw around it.
+
+    Attributes:
+        prefix_cache_hit_rate: share of the prompt tokens that the prefix cache gave; None where the
+            target does not say.
+        cpu_loads: {key of the record: share of the machine's processors that others kept busy}.
+    """
+
+    load: LoadPass
+    prefix_cache_hit_rate: float | None
+    cpu_loads: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What every session measures, whatever its target is.
+
+    Attributes:
+        paired_runs: the same id in runs whose passes were taken in turns; None for a run alone.
+        metrics: `run_statistics.distributions` over all passes.
+    """
+
+    options: BenchOptions
+    name: str
+    paired_runs: str | None
+    workload: Workload
+    passes: Sequence[MeasuredPass]
+    metrics: Mapping[str, Any]
+    machine: MachineMeter
+    interrupted: bool
+
+    @property
+    def loads(self) -> list[LoadPass]:
+        """The passes as the load driver saw them."""
+        return [measured.load for measured in self.passes]
+
+    @property
+    def prefix_cache_hit_rate(self) -> float | None:
+        """The mean over the passes of which it is known."""
+        rates = [measured.prefix_cache_hit_rate for measured in self.passes]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What only a session knows of its target. None is what a target of its kind does not tell.
+
+    Attributes:
+        model_id: for vLLM's key, and `tokenizer_id` too, which is the model's where it is None.
+        identity: what decides whether two runs may be compared.
+        of_kind: the keys that only records of this kind of target have, with their values.
+    """
+
+    model_id: str
+    identity: Mapping[str, Any]
+    memory: Mapping[str, Any]
+    backend: str = "llmopt"
+    tokenizer_id: str | None = None
+    phases: Mapping[str, float] | None = None
+    preemptions: int | None = None
+    quality: Mapping[str, Any] | None = None
+    roofline: Mapping[str, Any] | None = None
+    of_kind: Mapping[str, Any] = field(default_factory=dict)
+
+
+def build_run(measured: Measurement, target: TargetFacts) -> BenchRun:
+    """The run with its record: vLLM's keys on top, ours under `llmopt`, plain values only."""
+    record = vllm_part(
+        measured.options,
+        measured.loads,
+        model_id=target.model_id,
+        tokenizer_id=target.tokenizer_id,
+        backend=target.backend,
+        date=datetime.now().strftime("%Y%m%d-%H%M%S"),
+    )
+    parts = {
+        "schema": SCHEMA_VERSION,
+        "run_id": uuid.uuid4().hex,
+        **_load_parts(measured),
+        **_pass_parts(measured),
+        **_machine_parts(measured, record),
+        "identity": target.identity,
+        "phases": target.phases,
+        "preemptions": target.preemptions,
+        "memory": target.memory,
+        "quality": target.quality,
+        "roofline": target.roofline,
+        **target.of_kind,
+    }
+    assert parts.keys() <= set(KEYS), f"not in the record's order: {parts.keys() - set(KEYS)}"
+    record["llmopt"] = {key: parts[key] for key in KEYS if key in parts}
+    return BenchRun(plain(record), measured.loads)
+
+
+def workload_part(workload: Workload) -> dict[str, Any]:
+    """What was sent, in numbers and words."""
+    return {
+        "name": workload.name,
+        "source": workload.source,
+        "is_stand_in": workload.is_stand_in,
+        "notes": workload.notes,
+        "num_requests": len(workload.items),
+        "prompt_tokens": workload.prompt_tokens,
+        "output_tokens": workload.output_tokens,
+    }
+
+
+def _load_parts(measured: Measurement) -> dict[str, Any]:
+    """What was sent, and how it went on the whole."""
+    options = measured.options
+    return {
+        # The file keeps the name under which older results have it.
+        "arms": measured.paired_runs,
+        "name": measured.name,
+        "interrupted": measured.interrupted,
+        "slowdown": options.slowdown,
+        "workload": workload_part(measured.workload),
+        "num_warmups": options.warmups,
+        "num_runs": len(measured.passes),
+    }
+
+
+def _pass_parts(measured: Measurement) -> dict[str, Any]:
+    """The figures of the passes, each for itself and all together."""
+    loads = measured.loads
+    summaries = [summarize_pass(load) for load in loads]
+    return {
+        "runs": [
+            {**figures, "prefix_cache_hit_rate": one.prefix_cache_hit_rate, **one.cpu_loads}
+            for figures, one in zip(summaries, measured.passes, strict=True)
+        ],
+        "metrics": measured.metrics,
+        "spread": spread(summaries),
+        "peaks": peaks(loads),
+        "steady_state": steady_state(loads, measured.options.concurrency),
+        "client_lag_ms": client_lag(loads),
+        "prefix_cache_hit_rate": measured.prefix_cache_hit_rate,
+    }
+
+
+def _machine_parts(measured: Measurement, totals: Mapping[str, Any]) -> dict[str, Any]:
+    """Energy, environment and, with a price, cost."""
+    tokens = totals["total_input_tokens"], totals["total_output_tokens"]
+    parts = {
+        "energy": measured.machine.energy(*tokens),
+        "environment": measured.machine.environment(),
+    }
+    if (price := measured.options.gpu_hour_price) is not None:
+        parts["cost"] = cost_part(price, totals["duration"], *tokens)
+    return parts

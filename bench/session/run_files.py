@@ -1,0 +1,34 @@
+"""The run folder: the record, its tables and its report, written whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..files.interrupt import interrupts_held
+from ..files.run_folder import whole_folder
+from ..metrics.step_trace import STEPS_NAME, write_steps
+from ..record.requests_table import (
+    REQUESTS_CSV_NAME,
+    REQUESTS_NAME,
+    write_requests,
+    write_requests_csv,
+)
+from ..record.result import RESULT_NAME, BenchRun, to_json
+from ..report.report import write_report
+
+ENVIRONMENT_NAME = "environment.json"
+
+
+def write_run(run: BenchRun, target: Path, *, with_csv: bool = False) -> Path:
+    """Write the run folder `target`, whole or not at all; returns it."""
+    with interrupts_held():
+        environment = to_json(run.result["llmopt"]["environment"])
+        with whole_folder(target) as folder:
+            (folder / RESULT_NAME).write_text(to_json(run.result), encoding="utf-8")
+            (folder / ENVIRONMENT_NAME).write_text(environment, encoding="utf-8")
+            write_requests(folder / REQUESTS_NAME, run.passes)
+            write_steps(folder / STEPS_NAME, run.passes)
+            if with_csv:
+                write_requests_csv(folder / REQUESTS_CSV_NAME, run.passes)
+            write_report(run.result, run.passes, folder)
+        return target
