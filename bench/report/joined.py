@@ -11,20 +11,13 @@ from ..page.page import Figure, Page, Section, Table, Tone, Verdict
 from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
 from ..record.run_data import RunData
-from .comparison_page import bars_svg, latency_samples
+from .comparison_plots import bars_svg, latency_samples
+from .formula_table import formula_table
 from .money import money_sections
 from .pareto import Candidate, front, pareto_svg
-from .plots import distributions_svg, roofline_svg
-from .report import (
-    CAPTIONS,
-    environment_table,
-    formula_table,
-    identity_table,
-    load_words,
-    quality_and_memory,
-    roofline_table,
-    warnings,
-)
+from .plots import CAPTIONS, distributions_svg, roofline_svg
+from .result_tables import environment_table, identity_table, quality_and_memory, roofline_table
+from .run_words import load_words, warnings
 
 HEADER = ("run", "weights", "perplexity", "KL nats", "top-1", "tokens/s", "TTFT", "TPOT", "front")
 
@@ -43,45 +36,18 @@ def joined_page(runs: Sequence[RunData]) -> Page:
     candidates = {name: candidate(result) for name, result in results.items()}
     quality_name = shared_quality(candidates)
     best = front(candidates, quality_name)
-    rows = [row(name, result, name in best) for name, result in results.items()]
-    tones: dict[int, Tone] = {n: "good" for n, name in enumerate(results) if name in best}
-    figures = []
-    if quality_name is not None:
-        figures = [
-            Figure("pareto-size", pareto_svg(candidates, quality_name, "size"), half=True),
-            Figure("pareto-speed", pareto_svg(candidates, quality_name, "speed"), half=True),
-        ]
-    roofs = {name: result["llmopt"]["roofline"] for name, result in results.items()}
-    plotted_roofs = {name: roof for name, roof in roofs.items() if roof and roof["points"]}
-    latencies = {name: latency_samples(run) for name, run in named.items() if run.requests}
-    first = next(iter(results.values()))
+    first, last = (runs[at].result["llmopt"] for at in (0, -1))
     return Page(
         title=f"{len(runs)} runs: {', '.join(results)}",
-        subtitle=f"{first['llmopt']['identity']['workload']} · "
-        f"{load_words(first['llmopt']['identity']['load'])} · "
-        f"{first['llmopt']['identity']['machine']}",
+        subtitle=f"{first['identity']['workload']} · {load_words(first['identity']['load'])} · "
+        f"{first['identity']['machine']}",
         verdict=joined_verdict(results, best, quality_name),
         cards=(),
         sections=[
-            Section(
-                "All runs", (), figures, (Table(HEADER, rows, tones=tones),), tables_first=True
-            ),
-            Section(
-                "Latency",
-                (),
-                [Figure("distributions", distributions_svg(latencies), CAPTIONS["distributions"])]
-                if latencies
-                else (),
-            ),
+            front_section(results, candidates, quality_name, best),
+            latency_section(named),
             Section("Side by side", (), (Figure("side-by-side", bars_svg(results)),)),
-            Section(
-                "Roofline",
-                (),
-                [Figure("roofline", roofline_svg(plotted_roofs), CAPTIONS["roofline"])]
-                if plotted_roofs
-                else (),
-                (roofline_table(roofs),),
-            ),
+            roofline_section(results),
             Section("Quality and memory", (), (), quality_and_memory(results)),
             *layer_sections(results),
             *money_sections(results),
@@ -94,12 +60,50 @@ def joined_page(runs: Sequence[RunData]) -> Page:
                 "Environment of the last run",
                 (),
                 (),
-                (environment_table(list(results.values())[-1]["llmopt"]["environment"]),),
+                (environment_table(last["environment"]),),
                 folded=True,
             ),
         ],
         warnings=differences(results),
     )
+
+
+def front_section(
+    results: Mapping[str, Mapping[str, Any]],
+    candidates: Mapping[str, Candidate],
+    quality_name: str | None,
+    best: Sequence[str],
+) -> Section:
+    """The table that decides, and the Pareto fronts where quality can be put side by side."""
+    rows = [row(name, result, name in best) for name, result in results.items()]
+    tones: dict[int, Tone] = {n: "good" for n, name in enumerate(results) if name in best}
+    figures = []
+    if quality_name is not None:
+        figures = [
+            Figure("pareto-size", pareto_svg(candidates, quality_name, "size"), half=True),
+            Figure("pareto-speed", pareto_svg(candidates, quality_name, "speed"), half=True),
+        ]
+    table = Table(HEADER, rows, tones=tones)
+    return Section("All runs", (), figures, (table,), tables_first=True)
+
+
+def latency_section(named: Mapping[str, RunData]) -> Section:
+    """Distributions of the runs whose requests are there."""
+    samples = {name: latency_samples(run) for name, run in named.items() if run.requests}
+    if not samples:
+        return Section("Latency")
+    caption = CAPTIONS["distributions"]
+    return Section("Latency", (), [Figure("distributions", distributions_svg(samples), caption)])
+
+
+def roofline_section(results: Mapping[str, Mapping[str, Any]]) -> Section:
+    """All runs under the roofs of the first that has some."""
+    roofs = {name: result["llmopt"]["roofline"] for name, result in results.items()}
+    plotted = {name: roof for name, roof in roofs.items() if roof and roof["points"]}
+    figures = []
+    if plotted:
+        figures.append(Figure("roofline", roofline_svg(plotted), CAPTIONS["roofline"]))
+    return Section("Roofline", (), figures, (roofline_table(roofs),))
 
 
 def unique_names(runs: Sequence[RunData]) -> dict[str, RunData]:

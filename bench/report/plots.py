@@ -8,12 +8,21 @@ from typing import Any
 import numpy as np
 
 from ..metrics.metrics import samples
+from ..metrics.step_trace import CAPTION as STEPS_CAPTION
 from ..metrics.step_trace import steps_svg
 from ..metrics.trace import LoadPass
 from ..page.plot_style import DECODE, INK, MUTED, PREFILL, SERIES, WAIT, canvas, title, to_svg
 
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "End to end"}
 MOST_BARS = 120
+CAPTIONS = {
+    "distributions": "How many of the values lie at or below a latency. ITL pools the gaps of all "
+    "requests; the other three have one value per request.",
+    "timeline": "First pass. Requests that wait for a place under the concurrency limit are grey.",
+    "steps": STEPS_CAPTION,
+    "roofline": "Points are model bytes and model FLOP over measured time. The roofs were measured on "
+    "this machine just after the run, with the same threads.",
+}
 
 
 def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:

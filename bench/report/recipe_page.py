@@ -11,26 +11,14 @@ from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
 from ..recipes.recipe_run import RecipeRun, VariantRun, all_results
-from .comparison_page import (
-    RULES,
-    TONES,
-    bars_svg,
-    deltas_table,
-    latency_samples,
-    slowdown_bounds,
-)
-from .plots import distributions_svg, roofline_svg
-from .report import (
-    CAPTIONS,
-    environment_table,
-    formula_table,
-    identity_table,
-    quality_and_memory,
-    roofline_table,
-    subtitle,
-    warnings,
-    write_page,
-)
+from .comparison_page import RULES
+from .comparison_plots import bars_svg, latency_samples, slowdown_bounds
+from .comparison_tables import TONES, deltas_table
+from .formula_table import formula_table
+from .page_files import write_page
+from .plots import CAPTIONS, distributions_svg, roofline_svg
+from .result_tables import environment_table, identity_table, quality_and_memory, roofline_table
+from .run_words import subtitle, warnings
 
 HEADER = (
     "model",

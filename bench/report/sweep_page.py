@@ -12,7 +12,7 @@ from ..page.page import Card, Figure, Page, Section, Table, Verdict
 from ..page.plot_style import BASE, MUTED, NEW, canvas, title, to_svg
 from ..page.text import MISSING, number, percent
 from ..record.result import to_json
-from .report import write_page
+from .page_files import write_page
 
 SWEEP_NAME = "sweep.json"
 UNITS = {"concurrency": "users", "rate": "requests/s"}

@@ -14,7 +14,7 @@ from llmopt.bench.gate.gate import COUNTED, MEASURED, Outcome, parse_gate, speed
 from llmopt.bench.gate.judge import crowding
 from llmopt.bench.gate.outputs import benchmark_entries, junit
 from llmopt.bench.page.page import markdown_table
-from llmopt.bench.report.comparison_page import deltas_table
+from llmopt.bench.report.comparison_tables import deltas_table
 from llmopt.quant.base.errors import BadInput
 
 

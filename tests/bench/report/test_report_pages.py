@@ -20,8 +20,9 @@ from llmopt.bench.record.result import SCHEMA_VERSION, plain, to_json
 from llmopt.bench.record.vllm_record import vllm_part
 from llmopt.bench.report.comparison_page import comparison_page
 from llmopt.bench.report.console_table import console_table
+from llmopt.bench.report.formula_table import formulas
 from llmopt.bench.report.plan_residuals import plan_section
-from llmopt.bench.report.report import formulas, write_report
+from llmopt.bench.report.report import write_report
 from llmopt.quant.base.errors import BadInput
 
 VLLM_KEYS = [

@@ -1,0 +1,86 @@
+"""A comparison as tables: gated metrics, checks, quality and memory before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from ..gate.compare import Comparison
+from ..gate.gate import Outcome
+from ..gate.judge import Check, Delta
+from ..page.page import Table, Tone
+from ..page.text import number, percent, size
+
+TONES: dict[Outcome, Tone] = {
+    Outcome.PASS: "good",
+    Outcome.REGRESSION: "bad",
+    Outcome.NO_VERDICT: "unsure",
+}
+
+
+def deltas_table(deltas: Sequence[Delta], caption: str = "", checks: Sequence[Check] = ()) -> Table:
+    """The gated metrics with change, interval, limit and answer."""
+    rows, tones = [], {}
+    for row, delta in enumerate(deltas):
+        rows.append(
+            [
+                f"{delta.label} ({delta.unit})",
+                number(delta.base),
+                number(delta.new),
+                percent(delta.change, signed=True),
+                f"{percent(delta.low, signed=True)} to {percent(delta.high, signed=True)}",
+                delta.limit,
+                delta.outcome.value,
+            ]
+        )
+        tones[row] = TONES[delta.outcome]
+    for row in check_rows(checks):
+        tones[len(rows)] = TONES[Outcome(row[-1])]
+        rows.append(row)
+    header = ["metric", "base", "new", "change", "90 % interval", "limit", "verdict"]
+    return Table(header, rows, caption=caption, tones=tones)
+
+
+def check_rows(checks: Sequence[Check]) -> list[list[str]]:
+    """Rows of what needs no statistics, in the columns of `deltas_table`."""
+    found = []
+    for one in checks:
+        base, new = one.base, one.new
+        change = percent(new / base - 1, 2, signed=True) if base and new is not None else ""
+        shown = size if one.unit == "bytes" else partial(number, digits=4)
+        label = one.label if one.unit in ("", "bytes") else f"{one.label} ({one.unit})"
+        found.append([label, shown(base), shown(new), change, "", one.limit, one.outcome.value])
+    return found
+
+
+def memory_rows(comparison: Comparison) -> list[list[str]]:
+    """What is held in memory, before and after."""
+    names = {
+        "weight_bytes": "Weights held",
+        "checkpoint_bytes": "Checkpoint on disk",
+        "kv_cache_bytes": "KV cache",
+        "peak_resident_bytes": "Peak resident",
+    }
+    return [
+        [names[key], size(base), size(new), percent(new / base - 1, signed=True)]
+        for key, (base, new) in comparison.memory.items()
+        if base and new
+    ]
+
+
+def quality_rows(comparison: Comparison) -> list[list[str]]:
+    """Perplexity before and after, and the distance from the reference."""
+    scored = comparison.quality
+    if not scored:
+        return []
+    base, new = scored["perplexity"]
+    return [
+        [
+            "Perplexity",
+            number(base, 4),
+            number(new, 4),
+            percent(scored["perplexity_change"], 2, signed=True),
+        ],
+        ["KL from the reference (nats)", "", number(scored["kl_nats"], 5), ""],
+        ["Top-1 agreement with the reference", "", percent(scored["top1_agreement"], 2), ""],
+    ]

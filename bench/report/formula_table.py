@@ -1,0 +1,30 @@
+"""The formula of every metric that a report shows."""
+
+from __future__ import annotations
+
+from ..client import certify
+from ..machine import roofline
+from ..metrics import metrics, steady
+from ..page.page import Table
+from ..quality import quality
+
+
+def formula_table() -> Table:
+    """The formula of every metric that a report shows."""
+    return Table(
+        ["metric", "formula"],
+        [[name, text] for name, text in formulas().items()],
+        is_prose=True,
+        caption="Latency and throughput definitions are those of vllm bench serve.",
+    )
+
+
+def formulas() -> dict[str, str]:
+    """{metric: formula}, all of them."""
+    return {
+        **metrics.FORMULAS,
+        **steady.FORMULAS,
+        **quality.FORMULAS,
+        **roofline.FORMULAS,
+        **certify.FORMULAS,
+    }

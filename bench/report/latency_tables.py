@@ -1,0 +1,119 @@
+"""Latency of one run as tables: percentiles, their intervals, spread between passes, steady state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..page.page import Table
+from ..page.text import bounds, interval, number, percent
+from .plots import SHORT
+
+
+def latency_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Latencies, their spread between passes, and the steady state where there was one."""
+    ours = result["llmopt"]
+    tables = [latency_table(ours), percentile_table(ours), spread_table(ours)]
+    if found := ours.get("steady_state"):
+        tables.append(steady_table(result, found))
+    return tables
+
+
+def steady_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> Table:
+    """The steady state beside the whole run, ramp and drain included."""
+    metrics = result["llmopt"]["metrics"]
+    window = sum(one["duration_s"] for one in found["windows"])
+    short = [one for one in found["windows"] if one["warning"]]
+    rows = [
+        [name, number(result[key]), number(found[key])]
+        for name, key in (
+            ("Requests/s", "request_throughput"),
+            ("Output tokens/s", "output_throughput"),
+            ("All tokens/s", "total_token_throughput"),
+        )
+    ]
+    rows += [
+        [f"Median {SHORT[m]}, ms", number(metrics[m]["median"]), number(found[f"median_{m}_ms"])]
+        for m in ("ttft", "tpot", "itl", "e2el")
+    ]
+    caption = (
+        f"Steady: with at least {found['windows'][0]['threshold_abs']} requests in flight, "
+        f"{window:.1f} s of {result['duration']:.1f} s."
+    )
+    if short:
+        caption += " Its windows are shorter than 10 s or a tenth of a pass: read them as a hint."
+    return Table(["", "whole run", "steady state"], rows, caption=caption)
+
+
+def latency_table(ours: Mapping[str, Any]) -> Table:
+    """Every metric with its percentiles and the interval of its mean."""
+    names = {
+        "ttft": "TTFT",
+        "tpot": "TPOT",
+        "itl": "ITL, per chunk",
+        "token_gap": "ITL, per token",
+        "e2el": "End to end",
+        "client_queue_time": "Client queue",
+        "ttft_from_schedule": "TTFT from schedule",
+        "e2el_including_client_queue": "End to end from schedule",
+    }
+    rows = []
+    for metric, name in names.items():
+        one = ours["metrics"][metric]
+        rows.append(
+            [
+                name,
+                *(number(one[key]) for key in ("mean", "median", "p90", "p95", "p99", "std")),
+                interval(one["interval_95"]["mean"]),
+                f"{one['count']:,}",
+            ]
+        )
+    header = ["ms", "mean", "median", "p90", "p95", "p99", "std", "95 % interval of the mean", "n"]
+    return Table(header, rows)
+
+
+def percentile_table(ours: Mapping[str, Any]) -> Table:
+    """How sure the percentiles are."""
+    return Table(
+        ["ms", "p50", "p90", "p95", "p99"],
+        percentile_rows(ours),
+        caption="95 % order-statistic intervals: two of the measured values that enclose the percentile "
+        "whatever the distribution. Unbounded: there are too few requests to say.",
+    )
+
+
+def percentile_rows(ours: Mapping[str, Any]) -> list[list[str]]:
+    """The order-statistic intervals of the metrics that have one value a request."""
+    names = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "End to end"}
+    found = []
+    for metric, name in names.items():
+        intervals = ours["metrics"][metric].get("order_interval_95")
+        if intervals:
+            found.append([name, *(bounds(intervals[q]) for q in ("p50", "p90", "p95", "p99"))])
+    return found
+
+
+def spread_table(ours: Mapping[str, Any]) -> Table:
+    """Spread between the passes, and what a comparison could see."""
+    names = {
+        "output_throughput": "Output throughput",
+        "median_ttft_ms": "Median TTFT",
+        "median_tpot_ms": "Median TPOT",
+        "median_e2el_ms": "Median end to end",
+    }
+    rows = []
+    for key, name in names.items():
+        if key not in ours["spread"]:
+            continue
+        one = ours["spread"][key]
+        values = ", ".join(number(run[key]) for run in ours["runs"])
+        cv = percent(one["run_cv"]) + (" (assumed)" if one["run_cv_is_assumed"] else "")
+        mean = interval(one.get("interval_95"))
+        rows.append([name, values, mean, cv, percent(one["smallest_visible_change"])])
+    return Table(
+        ["per pass", "values", "95 % interval of the mean", "CV", "smallest visible change"],
+        rows,
+        caption="CV: standard deviation over mean. "
+        "Smallest visible change: what a comparison with an equal run would notice in four of "
+        "five cases, (t₀.₉₅ + t₀.₈) · CV · √(2 / passes).",
+    )

@@ -1,0 +1,22 @@
+"""The files of a page: HTML, Markdown, and an SVG file per figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..files.run_folder import write_whole
+from ..page.page import Page, to_html, to_markdown
+
+
+def write_page(page: Page, folder: Path) -> None:
+    """The files of a page, the HTML last, so that it is there only when everything is."""
+    for section in page.sections:
+        for figure in section.figures:
+            write_whole(folder / f"{figure.name}.svg", standalone(figure.svg))
+    write_whole(folder / "report.md", to_markdown(page))
+    write_whole(folder / "report.html", to_html(page))
+
+
+def standalone(svg: str) -> str:
+    """The SVG as a file of its own."""
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg

@@ -1,0 +1,137 @@
+"""What a record holds as tables: roofline, quality and memory, identity, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..page.page import Table
+from ..page.text import number, per_second, percent, size
+from ..quality.eval_tasks import task_tables
+from .run_words import load_words
+
+
+def roofline_table(series: Mapping[str, Mapping[str, Any] | None]) -> Table:
+    """Points of one or several runs, as numbers."""
+    rows = []
+    for name, one in series.items():
+        for point in one["points"] if one else ():
+            rows.append(
+                [
+                    f"{point['phase']}, {name}" if len(series) > 1 else point["phase"],
+                    size(point["bytes_per_step"]),
+                    per_second(point["achieved_bandwidth"], "B"),
+                    percent(point["mbu"]),
+                    per_second(point["achieved_flops"], "FLOP"),
+                    percent(point["mfu"]),
+                    number(point["intensity"], 1),
+                    point["bound"],
+                ]
+            )
+    header = [
+        "phase",
+        "bytes/step",
+        "bandwidth",
+        "MBU",
+        "arithmetic",
+        "MFU",
+        "FLOP/byte",
+        "limited by",
+    ]
+    return Table(header, rows)
+
+
+def quality_and_memory(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """Quality and memory of one or several runs."""
+    memory_rows, quality_rows = [], []
+    for name, result in results.items():
+        memory = result["llmopt"]["memory"]
+        memory_rows.append(
+            [
+                name,
+                size(memory["weight_bytes"]),
+                size(memory["checkpoint_bytes"]),
+                size(memory["kv_cache_bytes"]) + _stored(memory),
+                size(memory["peak_resident_bytes"]),
+            ]
+        )
+        scored = result["llmopt"]["quality"]
+        if scored:
+            quality_rows.append(
+                [
+                    name,
+                    number(scored["perplexity"], 4),
+                    number(scored["kl_nats"], 5),
+                    percent(scored["top1_agreement"], 2),
+                    f"{scored['num_tokens']:,}",
+                    scored["reference"] or "none",
+                ]
+            )
+    tables = []
+    if quality_rows:
+        scored = next(r["llmopt"]["quality"] for r in results.values() if r["llmopt"]["quality"])
+        tables.append(
+            Table(
+                ["model", "perplexity", "KL (nats)", "top-1 agreement", "tokens", "reference"],
+                quality_rows,
+                caption=f"On {scored['source']}: {scored['protocol']}; tokens {scored['token_sha256'][:12]}.",
+            )
+        )
+    header = ["model", "weights held", "checkpoint on disk", "KV cache", "peak resident"]
+    return [*tables, *task_tables(results), Table(header, memory_rows)]
+
+
+def _stored(memory: Mapping[str, Any]) -> str:
+    """How the cache was stored and what it held, where the result tells."""
+    if not (cache := memory.get("kv_cache")):
+        return ""
+    return f" ({cache['dtype']}, {cache['tokens']:,} tokens)"
+
+
+def identity_table(result: Mapping[str, Any]) -> Table:
+    """What decides whether another run may be compared with this one."""
+    ours = result["llmopt"]
+    identity, workload = ours["identity"], ours["workload"]
+    engine = ", ".join(f"{k} {v}" for k, v in identity["engine"].items() if v is not None)
+    rows = [
+        ["Model", f"{identity['model']}, {identity['model_hash'][:30]}"],
+        ["Precision", f"{identity['dtype']}, quantization {identity['quantization'] or 'none'}"],
+        [
+            "Workload",
+            f"{workload['source']}: {workload['num_requests']} requests, "
+            f"{workload['prompt_tokens']:,} prompt and {workload['output_tokens']:,} output tokens, "
+            f"sha256 {identity['workload_sha256'][:16]}",
+        ],
+        ["Load", f"{load_words(identity['load'])}; {ours['num_warmups']} warm-up requests before"],
+        [
+            "Outputs",
+            f"{'fixed lengths (end tokens ignored)' if identity['load']['ignore_eos'] else 'free lengths'}, "
+            f"temperature {identity['load']['temperature']:g}, seed {identity['load']['seed']}",
+        ],
+        ["Passes", f"{ours['num_runs']}, prefix cache emptied before each"],
+        ["Engine", f"{identity['target']}, {engine}"],
+        ["Machine", f"{identity['machine']}, device {identity['device']}"],
+    ]
+    return Table(["", ""], rows, is_prose=True)
+
+
+def environment_table(environment: Mapping[str, Any]) -> Table:
+    """Everything about the machine, flattened."""
+    rows = []
+    for key, value in environment.items():
+        if isinstance(value, Mapping):
+            rows += [[f"{key}: {inner}", flat(v)] for inner, v in value.items()]
+        elif isinstance(value, list):
+            rows.append([key, " ".join(map(str, value))])
+        else:
+            rows.append([key, flat(value)])
+    return Table(["", ""], rows, is_prose=True)
+
+
+def flat(value: Any) -> str:
+    """A value of the environment as text; what the machine does not tell is said to be unknown."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {flat(inner)}" for key, inner in value.items())
+    return " ".join(map(flat, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,85 @@
+"""One run in sentences: its load, where its time went, and what to know before believing a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..page.text import number, percent
+
+
+def subtitle(result: Mapping[str, Any]) -> str:
+    """Model, precision, load and machine in one line."""
+    identity = result["llmopt"]["identity"]
+    precision = identity["quantization"] or identity["dtype"]
+    return (
+        f"{identity['model']} ({precision}) · {identity['workload']} · {load_words(identity['load'])} · "
+        f"{identity['device']} · {identity['machine']} · {result['date']}"
+    )
+
+
+def load_words(load: Mapping[str, Any]) -> str:
+    """`closed loop of 8`, `5 requests/s`."""
+    limit = load["max_concurrency"]
+    if strategy := load.get("ramp_up_strategy"):
+        first, last = load["ramp_up_start_rps"], load["ramp_up_end_rps"]
+        ramp = f"{strategy} ramp from {first:g} to {last:g} requests/s"
+        return f"{ramp}, at most {limit} in flight" if limit else ramp
+    if load["request_rate"] == "inf":
+        return f"closed loop of {limit}" if limit else "all requests at once"
+    shape = {1: "Poisson", math.inf: "constant"}.get(
+        load["burstiness"] or math.inf, f"gamma, burstiness {load['burstiness']}"
+    )
+    if load.get("arrivals") == "replayed":
+        shape = "mean of the replayed times"
+    rate = f"{load['request_rate']:g} requests/s ({shape})"
+    return f"{rate}, at most {limit} in flight" if limit else rate
+
+
+def phase_sentence(ours: Mapping[str, Any]) -> str:
+    """Where the time went."""
+    phases = ours["phases"]
+    peaks = (
+        f"At most {ours['peaks']['requests_in_flight']:.0f} requests were in flight, and at most "
+        f"{ours['peaks']['output_tokens_in_one_second']:,.0f} tokens came within one second."
+    )
+    if phases is None:
+        rate = ours["prefix_cache_hit_rate"]
+        said = f"The server says that its prefix cache gave {percent(rate)} of the prompt tokens. "
+        return (said if rate is not None else "") + peaks
+    return (
+        f"Over all passes {number(phases['prefill_seconds'])} s went to steps that compute prompts, "
+        f"{number(phases['decode_seconds'])} s to steps that only decode, and "
+        f"{number(phases['between_steps_seconds'])} s to the client between {phases['num_steps']:,} "
+        f"steps. The prefix cache gave {percent(ours['prefix_cache_hit_rate'])} of the prompt tokens. "
+        + peaks
+    )
+
+
+def warnings(result: Mapping[str, Any]) -> list[str]:
+    """What a reader must know before believing a number."""
+    ours = result["llmopt"]
+    found = []
+    if (client := ours.get("client")) and not client["certified"]:
+        found += [f"Not certified: {reason}." for reason in client["reasons"]]
+    if ours["slowdown"] != 1.0:
+        found.append(
+            f"Every {'draw of the sampler' if ours.get('slowdown_where') == 'sampler' else 'step'} was "
+            f"made {ours['slowdown']:g} times as long on purpose (--slowdown)."
+        )
+    found += [f"{note[0].upper()}{note[1:]}." for note in ours["workload"]["notes"]]
+    metric_count = ours["metrics"]["ttft"]["count"]
+    if 0 < metric_count < 300:
+        found.append(
+            f"p99 of {metric_count} requests is close to their maximum: read it as such, and use "
+            "more prompts to learn about the tail."
+        )
+    if ours["preemptions"]:
+        found.append(f"{ours['preemptions']} sequences were preempted: the KV cache was too small.")
+    if guessed := ours.get("speculation"):
+        found.append(
+            f"Speculation ({guessed['method']}): {guessed['num_accepted']:,} of "
+            f"{guessed['num_guesses']:,} guesses stood, {guessed['acceptance']:.1%}."
+        )
+    return found
