@@ -79,55 +79,41 @@ class Page:
     sections: Sequence[Section]
     warnings: Sequence[str] = ()
 
+    @property
+    def card_rows(self) -> list[list[str]]:
+        """The key numbers as rows of a table."""
+        return [[card.label, f"{card.value} {card.unit}".strip(), card.note] for card in self.cards]
+
     def without_figures(self) -> Page:
         """The same page for a file that stands alone without figure files."""
         return replace(self, sections=[replace(one, figures=()) for one in self.sections])
 
 
 @cache
-def _template() -> jinja2.Template:
+def _environment() -> jinja2.Environment:
     import jinja2
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("llmopt.bench.page", "."),
-        autoescape=True,
+        # HTML escapes everything but figures; Markdown stands as it is written.
+        autoescape=jinja2.select_autoescape(enabled_extensions=("html.jinja",), default=False),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template("report.html.jinja")
 
 
 def to_html(page: Page) -> str:
     """One self-contained file: style and figures inside, nothing fetched."""
-    return _template().render(page=page)
+    return _environment().get_template("report.html.jinja").render(page=page)
 
 
 def to_markdown(page: Page) -> str:
     """The same words and tables; figures are links to the SVG files beside it."""
-    lines = [f"# {page.title}", "", page.subtitle, ""]
-    lines += [f"**{page.verdict.headline}** {page.verdict.sentence}", ""]
-    lines += [f"> Note: {warning}" for warning in page.warnings]
-    if page.cards:
-        cards = [[c.label, f"{c.value} {c.unit}".strip(), c.note] for c in page.cards]
-        lines += ["", *markdown_table(("", "value", ""), cards)]
-    for section in page.sections:
-        lines += ["", f"## {section.title}"]
-        for paragraph in section.paragraphs:
-            lines += ["", paragraph]
-        for figure in section.figures:
-            lines += ["", f"![{figure.caption or figure.name}]({figure.name}.svg)"]
-        for table in section.tables:
-            lines += ["", *([table.caption, ""] if table.caption else [])]
-            lines += markdown_table(table.header, table.rows)
-    return "\n".join(lines).rstrip() + "\n"
+    return _environment().get_template("report.md.jinja").render(page=page).rstrip() + "\n"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table; bars in cells are escaped."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    rule = "|" + "|".join([" --- ", *[" ---: "] * (len(header) - 1)]) + "|"
-    return [line(header), rule, *map(line, rows)]
+    text = _environment().get_template("table.md.jinja").render(header=header, rows=rows)
+    return text.rstrip("\n").split("\n")

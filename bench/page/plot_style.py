@@ -6,6 +6,7 @@ import hashlib
 import io
 import re
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 import matplotlib as mpl
@@ -70,5 +71,4 @@ def to_svg(figure: Figure, alt: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    head = f'<svg role="img" aria-label="{alt}" '
-    return re.sub(r"^<svg ", head, svg, count=1)
+    return f'<svg role="img" aria-label="{escape(alt)}" ' + svg.removeprefix("<svg ")

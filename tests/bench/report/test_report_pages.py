@@ -15,6 +15,7 @@ from llmopt.bench.metrics import run_statistics
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.page.page import Page, Section, Table, Verdict, to_html, to_markdown
+from llmopt.bench.page.plot_style import canvas, to_svg
 from llmopt.bench.record.requests_table import requests_table, write_requests
 from llmopt.bench.record.result import SCHEMA_VERSION, plain, to_json
 from llmopt.bench.record.vllm_record import vllm_part
@@ -222,7 +223,9 @@ def test_page_escapes_text_and_markdown_bars() -> None:
     table = Table(("a", "b"), [["x|y", "<b>"]])
     page = Page("T <i>", "s", Verdict("good", "h", "s"), (), [Section("S", (), (), (table,))])
     assert "T &lt;i&gt;" in to_html(page) and "<b>" not in to_html(page)
-    assert "x\\|y" in to_markdown(page)
+    assert "x\\|y" in to_markdown(page) and "# T <i>\n" in to_markdown(page)
+    figure, _ = canvas()
+    assert 'aria-label="&lt;b&gt; &quot;c&quot;"' in to_svg(figure, '<b> "c"')
 
 
 def test_comparison_page_for_every_outcome() -> None:
