@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,21 +19,49 @@ if TYPE_CHECKING:
     from ...engine.scheduling.outputs import EngineStats
 
 
-def identity(
-    options: BenchOptions, engine: Engine, model: Path, workload: Workload
+def identity_part(
+    options: BenchOptions,
+    workload: Workload,
+    *,
+    model: str,
+    model_hash: str,
+    quantization: str | None,
+    dtype: str,
+    target: str,
+    engine: Mapping[str, Any],
+    device: str,
+    machine: str,
 ) -> dict[str, Any]:
-    """What was measured and how: the part that decides whether two results may be compared."""
-    quantization = open_checkpoint(model).quantization_config
+    """`llmopt.identity`: what was measured and how, which decides whether two results may be compared."""
     return {
-        "model": options.model or model.name,
-        "model_hash": checkpoint_hash(model),
-        "quantization": quantization.get("quant_method") if quantization else None,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "target": InProcessTarget.name,
+        "model": model,
+        "model_hash": model_hash,
+        "quantization": quantization,
+        "dtype": dtype,
+        "target": target,
         "workload": workload.name,
         "workload_sha256": workload.sha256,
         "load": load_words(options, workload),
-        "engine": {
+        "engine": dict(engine),
+        "device": device,
+        "machine": machine,
+    }
+
+
+def engine_identity(
+    options: BenchOptions, engine: Engine, model: Path, workload: Workload
+) -> dict[str, Any]:
+    """The identity of a run on an engine of this process."""
+    quantization = open_checkpoint(model).quantization_config
+    return identity_part(
+        options,
+        workload,
+        model=options.model or model.name,
+        model_hash=checkpoint_hash(model),
+        quantization=quantization.get("quant_method") if quantization else None,
+        dtype=str(engine.dtype).removeprefix("torch."),
+        target=InProcessTarget.name,
+        engine={
             "max_model_len": engine.max_model_len,
             "max_num_seqs": options.max_num_seqs,
             "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -41,9 +70,9 @@ def identity(
             "num_threads": options.num_threads,
             **_unusual(options),
         },
-        "device": str(engine.device),
-        "machine": machine_name(str(engine.device)),
-    }
+        device=str(engine.device),
+        machine=machine_name(str(engine.device)),
+    )
 
 
 def load_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:

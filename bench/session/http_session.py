@@ -14,7 +14,7 @@ from ..client.served_model import find_served
 from ..machine.environment import machine_name
 from ..machine.machine_meter import MachineMeter
 from ..options.options import BenchOptions
-from ..record.identity import load_words
+from ..record.identity import identity_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, TargetFacts, build_run
 from ..workloads.datasets import build_workload, settled, warmup_workload
@@ -69,25 +69,23 @@ class HttpSession(Session):
 
     def identity(self) -> dict[str, Any]:
         """What is measured and how, as far as it is known from here."""
-        options, workload = self._options, self._workload
-        return {
-            "model": self._served.model,
-            "model_hash": "not known: it is behind a server",
-            "quantization": None,
-            "dtype": "not known",
-            "target": TARGET,
-            "workload": workload.name,
-            "workload_sha256": workload.sha256,
-            "load": load_words(options, workload),
-            "engine": {
-                "backend": CHAT if BACKENDS[options.backend] == CHAT else COMPLETIONS,
+        return identity_part(
+            self._options,
+            self._workload,
+            model=self._served.model,
+            model_hash="not known: it is behind a server",
+            quantization=None,
+            dtype="not known",
+            target=TARGET,
+            engine={
+                "backend": CHAT if BACKENDS[self._options.backend] == CHAT else COMPLETIONS,
                 "path": self._address.path,
                 "client_workers": self._driver.num_workers,
-                "extra_body": options.extra_body or None,
+                "extra_body": self._options.extra_body or None,
             },
-            "device": "behind a server",
-            "machine": f"client: {machine_name('cpu')}",
-        }
+            device="behind a server",
+            machine=f"client: {machine_name('cpu')}",
+        )
 
     def finish(self, *, interrupted: bool = False) -> BenchRun:
         """Hand the record over, with whether the client disturbed the run. Needs one pass."""

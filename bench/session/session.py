@@ -24,7 +24,7 @@ from ..options.options import BenchOptions
 from ..quality.engine_quality import score_quality
 from ..quality.eval_tasks import prepare_tasks, run_tasks
 from ..quality.layer_errors import recorded_layer_errors
-from ..record.identity import identity, speculation_part
+from ..record.identity import engine_identity, speculation_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts, build_run
 from ..report.plan_residuals import plan_for_folder, residuals
@@ -96,7 +96,7 @@ class BenchSession(Session):
         return self._engine
 
     def identity(self) -> dict[str, Any]:
-        return identity(self._options, self._engine, self._model, self._workload)
+        return engine_identity(self._options, self._engine, self._model, self._workload)
 
     def finish(self, *, interrupted: bool = False) -> BenchRun:
         """Score quality, place the run under the roofs, and hand the record over.
