@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import server_options as s
-from . import speculation_options as speculation
-from . import sweep_options as sweep
-from . import verdict_options as v
-from . import workload_options as w
-from .options import (
+from .options import engine as speculation
+from .options import server as s
+from .options import sweep
+from .options import verdict as v
+from .options import workload as w
+from .options.common import (
     AttentionSinks,
     CpuActivations,
     EnforceEager,
@@ -269,7 +269,7 @@ def bench(
     from ..engine.base.units import parse_bytes
     from ..engine.config.adapters import parse_adapters
     from ..quant.base.errors import BadInput
-    from .output import TerminalProgress
+    from .output.console import TerminalProgress
 
     if check_client and base_url is None and serve is None:
         _print_client_errors(client_workers, client_burden_ms, as_json)
@@ -336,7 +336,7 @@ def _judge(judged: Judged, wanted: VerdictWanted, folder: Path, as_json: bool) -
     """The verdict, its files and its exit code."""
     from ..bench.session.gate_run import write_verdict
     from .compare import print_comparison
-    from .output import result_console
+    from .output.console import result_console
 
     write_verdict(judged, wanted, folder)
     if (comparison := judged.comparison) is None:
@@ -354,8 +354,8 @@ def _report(
     """Write the run, and its base where it was measured beside it; print the run."""
     from ..bench.files.run_folder import stamped
     from ..bench.report.console_table import console_table
-    from ..bench.session.run_files import write_run
-    from .output import emit_json, people, result_console
+    from ..bench.session.session import write_run
+    from .output.console import emit_json, people, result_console
 
     run = judged.run
     if not any(one.traces for one in run.passes):
@@ -428,7 +428,7 @@ def _print_client_errors(client_workers: int | None, burden_ms: float, as_json: 
     """The load client against a server of known latency, at each number of streams."""
     from ..bench.client.certify import check_client
     from ..bench.report.client_words import check_table
-    from .output import TerminalProgress, emit_json, result_console
+    from .output.console import TerminalProgress, emit_json, result_console
 
     progress = TerminalProgress()
     try:

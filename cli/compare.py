@@ -59,7 +59,7 @@ def compare(
     from ..bench.gate.compare import QualityGate, RunData, parse_share
     from ..bench.gate.compare import compare as judge
     from ..bench.gate.gate import parse_gate
-    from .output import emit_json, result_console
+    from .output.console import emit_json, result_console
 
     quality = QualityGate(
         None if max_ppl_increase is None else parse_share(max_ppl_increase),

@@ -36,7 +36,7 @@ def convert(
 
     from ..quant.convert.convert import convert as run
     from ..quant.open import open_checkpoint
-    from .output import TerminalProgress, emit_json, result_console
+    from .output.console import TerminalProgress, emit_json, result_console
 
     folder = output or Path(f"{source.resolve().name.removesuffix('.gguf')}-{target}")
     result = run(

@@ -84,7 +84,7 @@ def deploy(
     from ..engine.deploy.deployment import Choices, deployment_for
     from ..engine.planner.plan.ask import Ask, plan_for
     from ..quant.base.durable import write_durably
-    from .output import emit_json, people, result_console
+    from .output.console import emit_json, people, result_console
 
     short = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")
     choices = Choices(

@@ -24,7 +24,7 @@ def doctor(
     the kernels are right. Ends with 1 where one is not."""
     from ..bench.machine.health import check_health
     from ..engine.doctor.machine import examine
-    from .output import emit_json, result_console
+    from .output.console import emit_json, result_console
 
     findings = examine()
     wanted = bool(findings["cuda"]) if self_test is None else self_test

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import workload_options as w
+from .options import workload as w
 
 
 def freeze(
@@ -64,7 +64,7 @@ def freeze(
     from ..bench.options.options import BenchOptions, checked
     from ..bench.workloads.datasets import freeze_workload
     from ..quant.base.errors import BadInput
-    from .output import emit_json, people, result_console
+    from .output.console import emit_json, people, result_console
 
     if model is not None and model_option is not None and model != model_option:
         raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")

@@ -63,7 +63,7 @@ def hand_over(name: str, given: Mapping[str, Any]) -> None:
 
     from ..engine.deploy.vllm_command import find_vllm, vllm_command
     from ..quant.model.models import bundled_models, resolve_model
-    from .output import people
+    from .output.console import people
 
     options = {key: value for key, value in given.items() if key not in _OF_THE_HANDOVER}
     is_here = name in bundled_models() or Path(name).expanduser().is_dir()

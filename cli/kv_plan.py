@@ -173,8 +173,8 @@ def kv_plan(
     from ..engine.planner.plan.plan_json import plan_as_dict
     from ..quant.base.durable import write_durably
     from ..quant.base.errors import BadInput
-    from .output import emit_json, people, result_console
-    from .plan_tables import show_engines, show_explanation, show_plan
+    from .output.console import emit_json, people, result_console
+    from .output.plan_tables import show_engines, show_explanation, show_plan
 
     for target in (out, html):
         if target is not None and not target.parent.is_dir():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .options import ModelArgument, ModelOption
+from .options.common import ModelArgument, ModelOption
 
 if TYPE_CHECKING:
     from ..quant.plan.plan import QuantizeRequest
@@ -309,8 +309,8 @@ def _default_output(label: str, method: str, bits: int | None, kind: str | None)
 def _dry_run(request: QuantizeRequest, as_json: bool) -> None:
     from ..quant.pipeline.pipeline import prepare
     from ..quant.pipeline.preflight import preflight
-    from .output import TerminalProgress, emit_json, people, result_console
-    from .quantize_tables import show_preflight
+    from .output.console import TerminalProgress, emit_json, people, result_console
+    from .output.quantize_tables import show_preflight
 
     session = prepare(request, TerminalProgress())
     for note in session.notes:
@@ -327,8 +327,8 @@ def _run(request: QuantizeRequest, as_json: bool) -> None:
 
     from ..quant.manifest.journal import work_folder
     from ..quant.pipeline.pipeline import quantize as run
-    from .output import TerminalProgress, emit_json, people, result_console
-    from .quantize_tables import show_result
+    from .output.console import TerminalProgress, emit_json, people, result_console
+    from .output.quantize_tables import show_result
 
     progress = TerminalProgress()
     began = time.monotonic()

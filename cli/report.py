@@ -24,7 +24,7 @@ def report(
     from ..bench.page.page import to_html, to_markdown
     from ..bench.record.run_data import RunData
     from ..bench.report.joined import joined_page
-    from .output import result_console
+    from .output.console import result_console
 
     page = joined_page([RunData.read(path) for path in runs])
     write_whole(output, to_html(page))

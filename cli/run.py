@@ -41,7 +41,7 @@ def run(
 
     stages, steps = _wanted(recipe, resume)
     if dry_run:
-        from .output import emit_json, result_console
+        from .output.console import emit_json, result_console
 
         if as_json:
             emit_json({"name": steps.name, "steps": steps_of(steps)})
@@ -51,7 +51,7 @@ def run(
 
     from ..bench.files.run_folder import stamped
     from ..bench.recipes.stages import Stages
-    from .output import TerminalProgress, emit_json, people, result_console
+    from .output.console import TerminalProgress, emit_json, people, result_console
 
     stages = stages or Stages.begin(stamped(result_dir, steps.name), steps)
     progress = TerminalProgress()

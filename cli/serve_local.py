@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import handover
-from . import protection_options as protection
-from . import speculation_options as speculation
-from .options import (
+from .options import engine as speculation
+from .options import protection
+from .options.common import (
     AttentionSinks,
     CpuActivations,
     EnforceEager,
@@ -120,7 +120,7 @@ def serve_local(
     from ..quant.base.errors import BadInput
     from ..quant.model.models import resolve_model
     from ..recipes import DEFAULT_MODEL
-    from .output import people
+    from .output.console import people
 
     if model is not None and model_option is not None and model != model_option:
         raise BadInput(f"two models were given, {model!r} and {model_option!r}: give one")

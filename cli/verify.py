@@ -20,7 +20,7 @@ def verify(
     from dataclasses import asdict
 
     from ..quant.convert.verify import verify as run
-    from .output import TerminalProgress, emit_json, result_console
+    from .output.console import TerminalProgress, emit_json, result_console
 
     report = run(folder, TerminalProgress())
     console = result_console(as_json)

@@ -9,15 +9,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..engine.base.units import format_gib, format_tokens
-from ..engine.planner.model.kv_dtypes import kv_dtype
+from ...engine.base.units import format_gib, format_tokens
+from ...engine.planner.model.kv_dtypes import kv_dtype
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from ..engine.planner.device.speed import StepTime
-    from ..engine.planner.model.shapes import ModelShape
-    from ..engine.planner.plan.plan import DevicePlan, Plan
+    from ...engine.planner.device.speed import StepTime
+    from ...engine.planner.model.shapes import ModelShape
+    from ...engine.planner.plan.plan import DevicePlan, Plan
 
 WIDE = 110
 BAR_CELLS = 24
@@ -61,7 +61,7 @@ def show_engines(answer: dict[str, Any], console: Console) -> None:
 
 def show_explanation(plan: Plan, console: Console) -> None:
     """Each formula, the numbers in it, and the result."""
-    from ..engine.planner.plan.explain import explain
+    from ...engine.planner.plan.explain import explain
 
     for formula in explain(plan):
         console.print(Text(formula.name, style="bold"))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ..bench.options.options import BenchOptions
-    from ..bench.options.sweep_loads import Kind
+    from ...bench.options.options import BenchOptions
+    from ...bench.options.sweep_loads import Kind
 
 SWEEP = "Sweep"
 
@@ -53,14 +53,14 @@ def run_several(
     as_json: bool,
 ) -> None:
     """Carry out a sweep or a search, write its folder and print its table and its answer."""
-    from ..bench.metrics.metrics import parse_goodput
-    from ..bench.options.sweep_loads import parse_loads
-    from ..bench.report.sweep_page import points_table, sweep_verdict, write_sweep
-    from ..bench.server.served import served
-    from ..bench.session.slo import search_slo
-    from ..bench.session.sweep import Rig, sweep_loads
-    from ..quant.base.errors import BadInput
-    from .output import TerminalProgress, emit_json, people, result_console
+    from ...bench.metrics.metrics import parse_goodput
+    from ...bench.options.sweep_loads import parse_loads
+    from ...bench.report.sweep_page import points_table, sweep_verdict, write_sweep
+    from ...bench.server.served import served
+    from ...bench.session.slo import search_slo
+    from ...bench.session.sweep import Rig, sweep_loads
+    from ...quant.base.errors import BadInput
+    from ..output.console import TerminalProgress, emit_json, people, result_console
 
     if sum(asked is not None for asked in (concurrency, rate, slo)) != 1:
         raise BadInput("give one of --sweep-concurrency, --sweep-rate and --slo")
@@ -88,7 +88,7 @@ def run_several(
     from rich import box
     from rich.table import Table
 
-    from ..bench.files.run_folder import stamped
+    from ...bench.files.run_folder import stamped
 
     folder = write_sweep(
         record, stamped(result_dir, f"{record['name']}-{'slo' if slo else 'sweep'}")

@@ -11,8 +11,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..quant.pipeline.pipeline import QuantizeResult
-    from ..quant.pipeline.preflight import Preflight
+    from ...quant.pipeline.pipeline import QuantizeResult
+    from ...quant.pipeline.preflight import Preflight
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ..engine.config.speculation import SpeculationConfig
+    from ...engine.config.speculation import SpeculationConfig
 
 PANEL = "Speculative decoding"
 OPTION_NAMES = (
@@ -71,7 +71,7 @@ def speculation(
     speculative_acceptance: str,
 ) -> SpeculationConfig | None:
     """What these options ask for; a draft model alone asks for its use."""
-    from ..engine.config.speculation import SpeculationConfig
+    from ...engine.config.speculation import SpeculationConfig
 
     if speculative is None and draft_model is None:
         return None

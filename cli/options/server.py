@@ -125,7 +125,7 @@ def extra_body(text: str | None) -> dict[str, object]:
     """
     import json
 
-    from ..quant.base.errors import BadInput
+    from ...quant.base.errors import BadInput
 
     try:
         found = json.loads(text or "{}")

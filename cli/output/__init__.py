@@ -1,0 +1,1 @@
+"""What commands print: the two consoles, progress, and results as tables."""
