@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .options.common import Json
+
 
 def convert(
     source: Annotated[
@@ -27,9 +29,7 @@ def convert(
         bool,
         typer.Option("--allow-loss", help="Round anew what the format cannot hold as it is."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a quantized checkpoint in another format, with the same numbers wherever the grids allow it."""
     from dataclasses import asdict

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def doctor(
@@ -25,6 +22,7 @@ def doctor(
     from ..bench.machine.health import check_health
     from ..engine.doctor.machine import examine
     from .output.console import emit_json, result_console
+    from .output.doctor_tables import show_findings
 
     findings = examine()
     wanted = bool(findings["cuda"]) if self_test is None else self_test
@@ -33,93 +31,6 @@ def doctor(
     if as_json:
         emit_json(findings)
     else:
-        _show(findings, result_console(as_json))
+        show_findings(findings, result_console(as_json))
     if health is not None and not health["passed"]:
         raise typer.Exit(1)
-
-
-def _show(findings: dict[str, Any], console: Console) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from ..engine.base.units import format_gib
-
-    versions, cpu, memory = findings["versions"], findings["cpu"], findings["memory"]
-    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column()
-    facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
-    facts.add_row(
-        "processor", f"{cpu['model']}: {cpu['usable_cores']} of {cpu['cores']} cores usable"
-    )
-    facts.add_row(
-        "instructions", f"{cpu['capability']} ({', '.join(cpu['features']) or 'no extras'})"
-    )
-    native = findings["native"]
-    extra = " with bfloat16 products" if native["bfloat16_products"] else ""
-    facts.add_row(
-        "C kernels",
-        f"{native['path']}{extra}, threads of {native['threads']}, in {native['cache']}"
-        if native["path"]
-        else f"none: {native['reason']}",
-    )
-    facts.add_row(
-        "memory",
-        f"{format_gib(memory['available_bytes'])} free of {format_gib(memory['total_bytes'])}",
-    )
-    for device in findings["cuda"]:
-        facts.add_row(
-            "CUDA device",
-            f"{device['name']}: {format_gib(device['memory_bytes'])}, capability {device['capability']}",
-        )
-    if not findings["cuda"]:
-        facts.add_row("CUDA devices", "none")
-    console.print(facts)
-    console.print()
-    for section in findings["kernels"]:
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            title=f"Kernels on {section['device']} in {section['dtype']}",
-            title_justify="left",
-        )
-        table.add_column("operation")
-        table.add_column("chosen")
-        table.add_column("why not the others")
-        for choice in section["operations"]:
-            refused = [
-                f"{other['name']}: {other['refused']}"
-                for other in choice["candidates"]
-                if other["refused"]
-            ]
-            table.add_row(
-                f"{choice['operation']}\n[dim]{choice['situation']}[/dim]",
-                choice["chosen"] or "[red]none[/red]",
-                "\n".join(refused),
-            )
-        console.print(table)
-    if findings["health"] is not None:
-        _show_health(findings["health"], console)
-
-
-def _show_health(health: dict[str, Any], console: Console) -> None:
-    from rich import box
-    from rich.table import Table
-
-    for device in health["devices"]:
-        roofs = ", ".join(
-            f"{name.replace('_', ' ')} {rate / 1e9:,.1f} G"
-            for name, rate in device["roofs"].items()
-        )
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            title=f"Kernels of {device['device']} against their references ({roofs})",
-            title_justify="left",
-        )
-        for name in ("operation", "kernel", "error", ""):
-            table.add_column(name)
-        for test in device["tests"]:
-            error = test["reason"] or f"{test['error']:.1e} of {test['most']:.0e}"
-            verdict = "pass" if test["passed"] else "[red]FAIL[/red]"
-            what = f"{test['operation']}\n[dim]{test['situation']}[/dim]"
-            table.add_row(what, test["kernel"], error, verdict)
-        console.print(table)

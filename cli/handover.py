@@ -1,34 +1,14 @@
-"""`llmopt serve-local --engine vllm`: the options, and the way to vLLM's own server."""
+"""`llmopt serve-local --engine vllm`: from the options that were given to vLLM's own server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-PANEL = "Another engine"
+from .options.groups import shown_name
 
-EngineName = Annotated[
-    str,
-    typer.Option(
-        "--engine",
-        help="llmopt, or vllm: its server is started in place of this one, with these options.",
-        rich_help_panel=PANEL,
-    ),
-]
-PipelineParallelSize = Annotated[
-    int,
-    typer.Option(help="vllm: groups of layers, each on GPUs of its own.", rich_help_panel=PANEL),
-]
-Ray = Annotated[
-    bool,
-    typer.Option("--ray", help="vllm: over the nodes of a Ray cluster.", rich_help_panel=PANEL),
-]
-PrintCommand = Annotated[
-    bool,
-    typer.Option("--print-command", help="vllm: print its command and end.", rich_help_panel=PANEL),
-]
 _OF_THE_HANDOVER = ("model", "model_option", "engine", "print_command", "debug")
 
 
@@ -36,7 +16,7 @@ def asked(context: typer.Context) -> dict[str, Any]:
     """The options that the user named, on the command line or in the environment."""
     named = ("COMMANDLINE", "ENVIRONMENT")
     return {
-        name: value
+        shown_name(name): value
         for name, value in context.params.items()
         if getattr(context.get_parameter_source(name), "name", "") in named
     }

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .options.common import Json
+from .options.groups import with_groups
+from .options.result import FolderOptions
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -17,7 +21,9 @@ if TYPE_CHECKING:
     from ..quant.base.progress import Progress
 
 
+@with_groups
 def run(
+    folder: FolderOptions,
     recipe: Annotated[
         str | None,
         typer.Argument(
@@ -31,14 +37,15 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print its steps; do nothing.")
     ] = False,
-    result_dir: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Carry out a recipe: bench, quantize, verify, bench again, compare, report."""
     from ..bench.recipes.recipe import steps_of
+    from ..quant.base.errors import BadInput
 
+    folder.check()
+    if resume is not None and folder.output is not None:
+        raise BadInput("--output names the folder of a new run: leave it away with --resume")
     stages, steps = _wanted(recipe, resume)
     if dry_run:
         from .output.console import emit_json, result_console
@@ -49,11 +56,10 @@ def run(
             result_console(as_json).print(f"{number}. {line}", markup=False, soft_wrap=True)
         return
 
-    from ..bench.files.run_folder import stamped
     from ..bench.recipes.stages import Stages
     from .output.console import TerminalProgress, emit_json, people, result_console
 
-    stages = stages or Stages.begin(stamped(result_dir, steps.name), steps)
+    stages = stages or Stages.begin(folder.folder(steps.name), steps)
     progress = TerminalProgress()
     try:
         done = _carry_out(stages, progress)

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
+from .options.common import Json
+
 
 def verify(
     folder: Annotated[
         Path, typer.Argument(help="The folder of a quantized checkpoint, or a .gguf file.")
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was computed."""
     from dataclasses import asdict

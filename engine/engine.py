@@ -212,7 +212,7 @@ class Engine:
             PrefixCache(pool, block_size, enabled=config.enable_prefix_caching),
             SwapSpace(on_host),
         )
-        self._loop = open_loop(self.runner, self.device, overlapped=config.overlapped_loop)
+        self._loop = open_loop(self.runner, self.device, overlapped=config.async_scheduling)
         self._under_way: StepUnderWay | None = None
         self.answers = Answers(self.scheduler, self.tokenizer)
         self.recorder: StepRecorder | None = None

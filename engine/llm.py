@@ -11,6 +11,7 @@ from ..quant.base.errors import BadInput
 from .base.sampling_params import SamplingParams
 from .beam_search import BeamSearchParams, BeamSearchResult, beam_search
 from .config.config import EngineConfig
+from .config.option import keywords
 from .engine import Engine
 from .scheduling.outputs import Completion, GenerationResult, RequestOutput
 
@@ -18,14 +19,14 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model that generates. `options` are the fields of `EngineConfig`.
+    """A model that generates. `options` are the fields of `EngineConfig`, as values or in words ("4GiB").
 
     >>> llm = LLM("stories3M", dtype="float32")
     >>> llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0].text
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        self.engine = Engine(EngineConfig(model=model, **options))
+        self.engine = Engine(EngineConfig(model=model, **keywords(EngineConfig, options)))
         self._next_id = 0
 
     def generate(

@@ -22,7 +22,7 @@ from static_batching import continuous, one_pass
 def compare(model: str, batch_size: int, output_len: int, rounds: int) -> dict[str, Any]:
     """Tokens a second of both loops in every round, and the share of a serial step that is the host's."""
     engines = {
-        name: Engine(EngineConfig(model, max_num_seqs=batch_size, overlapped_loop=overlapped))
+        name: Engine(EngineConfig(model, max_num_seqs=batch_size, async_scheduling=overlapped))
         for name, overlapped in (("serial", False), ("overlapped", True))
     }
     items = [

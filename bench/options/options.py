@@ -8,9 +8,11 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ...engine.config.speculation import SpeculationConfig
+from ...engine.config.config import EngineConfig
+from ...engine.config.option import options_of
 from ...quant.base.errors import BadInput
 from ..metrics.metrics import METRICS, parse_goodput
+from .engine_fields import model_of
 
 DEFAULT_CONCURRENCY = 8
 Model = TypeVar("Model", bound=BaseModel)
@@ -18,8 +20,13 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PositiveRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class BenchOptions(BaseModel):
-    """Options of one benchmark. Names are those of `vllm bench serve` where it has them.
+# Its fields are not known to a type checker; `BenchOptions.engine` gives them with their types.
+EngineFields: Any = model_of(EngineConfig)
+
+
+class BenchOptions(EngineFields, BaseModel):
+    """Options of one benchmark: those of `EngineConfig`, and what is sent, how, and what becomes of it.
+    Names are those of `vllm bench serve` where it has them.
 
     With neither `request_rate` nor `max_concurrency` the load is a closed loop of 8 users. With a rate
     and no limit it is an open loop; a rate of infinity then sends everything at once. A ramp-up is an
@@ -60,33 +67,10 @@ class BenchOptions(BaseModel):
     max_concurrency: PositiveInt | None = None
     num_warmups: Annotated[int, Field(ge=0)] | None = None
     num_runs: PositiveInt = 5
-    seed: int = 0
     ignore_eos: bool = True
     temperature: Annotated[float, Field(ge=0)] = 0.0
     slowdown: Annotated[float, Field(ge=1)] = 1.0
     slowdown_where: Literal["step", "sampler"] = "step"
-
-    dtype: str = "auto"
-    device: str = "auto"
-    kv_cache_dtype: Literal["auto", "bfloat16", "float32", "fp8", "int8"] = "auto"
-    num_threads: PositiveInt | None = None
-    cpu_activations: Literal[8, 16] = 16
-    tensor_parallel_size: PositiveInt = 1
-    window: PositiveInt | None = None
-    attention_sinks: Annotated[int, Field(ge=0)] = 0
-    lora: dict[str, Path] = {}
-    speculation: SpeculationConfig | None = None
-    max_model_len: PositiveInt | None = None
-    max_num_seqs: PositiveInt | None = None
-    max_num_batched_tokens: PositiveInt | None = None
-    scheduling_policy: Literal["fcfs", "priority", "shortest-prefill"] = "fcfs"
-    overlapped_loop: bool = False
-    enforce_eager: bool = False
-    block_size: PositiveInt | None = None
-    kv_cache_memory_bytes: PositiveInt | None = None
-    swap_space_bytes: Annotated[int, Field(ge=0)] = 0
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    enable_prefix_caching: bool = True
 
     serve: str | None = None
     serve_args: str | None = None
@@ -146,6 +130,11 @@ class BenchOptions(BaseModel):
         return words
 
     @model_validator(mode="after")
+    def _engine_options_go_together(self) -> Self:
+        _ = self.engine
+        return self
+
+    @model_validator(mode="after")
     def _whole_ramp(self) -> Self:
         ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
         if None in ramp and ramp != (None, None, None):
@@ -166,7 +155,7 @@ class BenchOptions(BaseModel):
 
     @model_validator(mode="after")
     def _adapters_in_process(self) -> Self:
-        if self.lora and (self.base_url is not None or self.serve is not None):
+        if self.loras and (self.base_url is not None or self.serve is not None):
             raise ValueError(
                 "--lora loads adapters into this process: leave --base-url away, or give --lora to the "
                 "server with --serve-args"
@@ -176,11 +165,16 @@ class BenchOptions(BaseModel):
                 "--speculative is for the model in this process: leave --base-url away, or give it to "
                 "the server"
             )
-        if self.lora and self.tasks:
+        if self.loras and self.tasks:
             raise ValueError("--tasks scores the model without adapters: leave --lora away")
-        if len(self.lora) > 1 and self.quality:
+        if len(self.loras) > 1 and self.quality:
             raise ValueError("quality is scored of one adapter: give one --lora, or --no-quality")
         return self
+
+    @property
+    def engine(self) -> EngineConfig:
+        """What the engine is told, but for the model."""
+        return EngineConfig(**{name: getattr(self, name) for name in options_of(EngineConfig)})
 
     @property
     def rate(self) -> float:

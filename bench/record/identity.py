@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...engine.config.config import EngineConfig
 from ...quant.open import open_checkpoint
 from ..load.inprocess import InProcessTarget
 from ..machine.environment import checkpoint_hash, machine_name
@@ -17,6 +18,9 @@ from ..workloads.workload import Workload
 if TYPE_CHECKING:
     from ...engine.engine import Engine
     from ...engine.scheduling.outputs import EngineStats
+
+_RECORDED_AS = {"async_scheduling": "overlapped_loop"}
+"""Options that have another name since results of them were written."""
 
 
 def identity_part(
@@ -95,19 +99,22 @@ def _unusual(options: BenchOptions) -> dict[str, Any]:
         "cpu_activations",
         "tensor_parallel_size",
         "scheduling_policy",
-        "overlapped_loop",
+        "async_scheduling",
         "enforce_eager",
+        "prefill_chunk_size",
         "swap_space_bytes",
         "kv_cache_dtype",
         "window",
         "attention_sinks",
     )
-    usual = {name: BenchOptions.model_fields[name].default for name in later}
+    engine, usual = options.engine, EngineConfig()
     found = {
-        name: getattr(options, name) for name in later if getattr(options, name) != usual[name]
+        _RECORDED_AS.get(name, name): getattr(engine, name)
+        for name in later
+        if getattr(engine, name) != getattr(usual, name)
     }
-    if options.lora:
-        found["lora"] = list(options.lora)
+    if options.loras:
+        found["lora"] = list(options.loras)
     if options.speculation is not None:
         found["speculation"] = asdict(options.speculation)
     return found

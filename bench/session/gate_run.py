@@ -21,8 +21,6 @@ from ..record.result import BenchRun, plain
 from ..record.run_data import RunData
 from .run_sessions import run_bench, run_interleaved
 
-OPTION_NAMES = ("baseline", "against", "gate", "junit", "benchmark_json")
-
 
 @dataclass(frozen=True, slots=True)
 class VerdictWanted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ class BenchSession(Session):
             temperature=options.temperature,
             seed=options.seed,
             slowdown=options.slowdown if options.slowdown_where == "step" else 1.0,
-            loras=tuple(options.lora),
+            loras=tuple(options.loras),
         )
         if options.slowdown_where == "sampler" and options.slowdown > 1.0:
             slow_sampler(self._engine, options.slowdown)
@@ -190,34 +190,9 @@ class BenchSession(Session):
 
 def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
     """The engine that `options` describe, for the model in a folder."""
-    from ...engine.config.config import EngineConfig
     from ...engine.engine import Engine
 
-    settings = {
-        "dtype": options.dtype,
-        "device": options.device,
-        "kv_cache_dtype": options.kv_cache_dtype,
-        "window": options.window,
-        "attention_sinks": options.attention_sinks,
-        "block_size": options.block_size,
-        "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "swap_space_bytes": options.swap_space_bytes,
-        "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "scheduling_policy": options.scheduling_policy,
-        "overlapped_loop": options.overlapped_loop,
-        "enforce_eager": options.enforce_eager,
-        "enable_prefix_caching": options.enable_prefix_caching,
-        "seed": options.seed,
-        "num_threads": options.num_threads,
-        "cpu_activations": options.cpu_activations,
-        "loras": options.lora,
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "speculation": options.speculation,
-    }
-    return Engine(EngineConfig(model=model, **{**settings, **overrides}))
+    return Engine(replace(options.engine, model=model, **overrides))
 
 
 def load_reference(options: BenchOptions) -> Engine:
@@ -230,6 +205,7 @@ def load_reference(options: BenchOptions) -> Engine:
         resolve_model(options.reference),
         max_num_seqs=SCORING_SEQUENCES,
         kv_cache_memory_bytes=None,
+        num_blocks=None,
         # The engine that was measured holds its share of the device already.
         gpu_memory_utilization=1.0 if on_gpu else None,
         swap_space_bytes=0,

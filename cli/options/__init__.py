@@ -1,1 +1,1 @@
-"""Options of the commands."""
+"""Option groups: frozen dataclasses whose fields are Typer options, and what builds commands of them."""

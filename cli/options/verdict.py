@@ -1,62 +1,59 @@
-"""The options of `llmopt bench` that put the run beside another, and what becomes of the verdict."""
+"""`llmopt bench` beside another run."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-VERDICT = "Verdict"
+if TYPE_CHECKING:
+    from ...bench.session.gate_run import VerdictWanted
 
-Baseline = Annotated[
-    Path | None,
-    typer.Option(
-        help="A run folder or result.json: judge this run against it; the exit code is the verdict's.",
-        rich_help_panel=VERDICT,
-    ),
-]
-Against = Annotated[
-    str | None,
-    typer.Option(
-        help="A model, or beside --base-url and --serve the URL of a server, to measure beside this one, "
-        "pass by pass in turns: judge this one against it; the exit code is the verdict's. A server is "
-        "sent the same key and headers.",
-        rich_help_panel=VERDICT,
-    ),
-]
-Gate = Annotated[
-    str | None,
-    typer.Option(
-        help='Limits for the verdict, such as "p99_ttft_ms<=+10% kl<=0.02". Default: no speed 5% worse.',
-        rich_help_panel=VERDICT,
-    ),
-]
-Junit = Annotated[
-    Path | None,
-    typer.Option(help="Write the verdict as JUnit XML to this file.", rich_help_panel=VERDICT),
-]
-BenchmarkJson = Annotated[
-    Path | None,
-    typer.Option(
-        help="Write the run for github-action-benchmark, as `llmopt compare` does.",
-        rich_help_panel=VERDICT,
-    ),
-]
-SlowdownWhere = Annotated[
-    str,
-    typer.Option(help="What --slowdown stretches: step or sampler.", rich_help_panel="Load"),
-]
-GpuHourPrice = Annotated[
-    float | None,
-    typer.Option(
-        help="Dollars for an hour of this machine: gives the cost of a million tokens.",
-        rich_help_panel="Output",
-    ),
-]
-Csv = Annotated[
-    bool,
-    typer.Option(
-        "--csv", help="Write the requests as CSV too, beside Parquet.", rich_help_panel="Output"
-    ),
-]
+
+@dataclass(frozen=True, slots=True)
+class VerdictOptions:
+    """What the run is judged against, by which limits, and where the verdict goes."""
+
+    PANEL: ClassVar = "Verdict"
+
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            help="A run folder or result.json: judge this run against it; the exit code is the verdict's."
+        ),
+    ] = None
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="A model, or beside --base-url and --serve the URL of a server, to measure beside this "
+            "one, pass by pass in turns: judge this one against it; the exit code is the verdict's. A "
+            "server is sent the same key and headers."
+        ),
+    ] = None
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            help='Limits for the verdict, such as "p99_ttft_ms<=+10% kl<=0.02". Default: no speed 5% worse.'
+        ),
+    ] = None
+    junit: Annotated[
+        Path | None, typer.Option(help="Write the verdict as JUnit XML to this file.")
+    ] = None
+    benchmark_json: Annotated[
+        Path | None,
+        typer.Option(help="Write the run for github-action-benchmark, as `llmopt compare` does."),
+    ] = None
+
+    def wanted(self) -> VerdictWanted | None:
+        """The verdict that is asked for, with everything read that it needs.
+
+        Raises:
+            BadInput: two bases, limits or a file without one, or something that cannot be read.
+        """
+        from ...bench.session.gate_run import VerdictWanted
+
+        return VerdictWanted.checked(
+            self.baseline, self.against, self.gate, self.junit, self.benchmark_json
+        )

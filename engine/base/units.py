@@ -45,6 +45,15 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _BYTES[match[2]])
 
 
+def parse_size(text: str) -> int:
+    """A number of bytes, plain or with a unit as `parse_bytes` takes it.
+
+    Raises:
+        BadInput: it is neither.
+    """
+    return int(text) if text.strip().isdecimal() else parse_bytes(text)
+
+
 def format_gib(num_bytes: float) -> str:
     """In GiB (2^30), with as many decimals as mean something."""
     gib = num_bytes / 2**30

@@ -27,10 +27,10 @@ class Feature:
 
 
 FEATURES: Mapping[str, Feature] = {
-    "chunks": Feature("chunked prefill", "`prefill_chunk_size`"),
-    "no-prefix-cache": Feature("no prefix cache", "`--no-prefix-caching`"),
+    "chunks": Feature("chunked prefill", "`--prefill-chunk-size`"),
+    "no-prefix-cache": Feature("no prefix cache", "`--no-enable-prefix-caching`"),
     "policy": Feature("a scheduling policy", "`--scheduling-policy`"),
-    "overlap": Feature("async scheduling", "`--overlapped-loop`"),
+    "overlap": Feature("async scheduling", "`--async-scheduling`"),
     "eager": Feature("eager steps", "`--enforce-eager`"),
     "swap": Feature("a swap space", "`--swap-space`"),
     "kv-fp8": Feature("a KV cache in fp8", "`--kv-cache-dtype fp8`"),

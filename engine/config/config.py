@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...quant.base.errors import BadInput
+from ..base.units import parse_bytes, parse_size
 from ..scheduling.scheduling_policy import POLICIES
 from ..scheduling.window import Window
+from .adapters import parse_adapters
 from .compatibility import refuse
+from .option import at_least, check_limits, one_of, option, share
 from .speculation import SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -17,119 +20,212 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "fp8", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 
 
+def _device(name: str) -> str | None:
+    is_known = name.split(":")[0] in DEVICES
+    return None if is_known else f"choose {', '.join(DEVICES)} or cuda:N"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Options of an engine. None means: derive it from the model and the machine.
 
-    Attributes:
-        model: a folder, a bundled model's name, or a hub id.
-        dtype: of weights that are not quantized and of activations. "auto" takes bfloat16 where the
-            device computes in it, float32 elsewhere.
-        kv_cache_dtype: of keys and values at rest; "auto" takes `dtype`. fp8 (e4m3) and int8 keep a
-            float32 scale for each token and KV head.
-        device: "auto" takes CUDA where there is one.
-        block_size: tokens in a KV block.
-        kv_cache_memory_bytes, num_blocks: size of the KV cache, in one of the two ways.
-        gpu_memory_utilization: share of a CUDA device's memory that weights, steps and cache may take
-            together, in (0, 1]; None is 0.9. The cache gets what the others leave.
-        swap_space_bytes: of host memory in which preempted sequences keep what they had computed; 0: it is
-            computed again.
-        max_model_len: tokens in a sequence, at most the model's own context length.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens in one step.
-        prefill_chunk_size: tokens of one sequence in one step.
-        overlapped_loop: schedule a step, and make text of the one before, while another is computed.
-        enforce_eager: compute every step as it comes; otherwise those of one token a sequence are repeated
-            from graphs, which gives the same numbers and takes less of the host's time.
-        scheduling_policy: who is served first: fcfs, priority or shortest-prefill.
-        seed: of the requests that bring none.
-        window, attention_sinks: for streams that go beyond the model's context in constant memory: a token
-            sees the last `window` tokens, itself included, and the first `attention_sinks` ones. Then
-            `max_model_len` has no default.
-        num_threads: of the CPU; by default the cores that this process may use.
-        cpu_activations: bits of what integer weights are multiplied with on a CPU. With 16 a checkpoint
-            that quantizes weights alone gives the numbers of its weights; with 8 every token is rounded
-            to 8 bits before each quantized linear, which is faster from a few tokens a step on.
-        speculation: guesses that are checked together; None: a token a step.
-        tensor_parallel_size: processes that share each layer's work, this one included; every one of them
-            computes with `num_threads`, by default an equal share of the cores, or has a GPU of its own.
-        loras: folders of adapters in PEFT's form, by the names that requests give.
+    `model` is a folder, a bundled model's name, or a hub id. The metadata of every other field is its one
+    definition: from it come the options of the command line, of a benchmark, of recipes and of `LLM`.
+
+    Raises:
+        BadInput: a value out of its limits, or options that do not go together.
     """
 
     model: str | Path | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    kv_cache_dtype: str = "auto"
-    block_size: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    num_blocks: int | None = None
-    gpu_memory_utilization: float | None = None
-    swap_space_bytes: int = 0
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    prefill_chunk_size: int | None = None
-    overlapped_loop: bool = False
-    enforce_eager: bool = False
-    scheduling_policy: str = "fcfs"
-    enable_prefix_caching: bool = True
-    window: int | None = None
-    attention_sinks: int = 0
-    seed: int = 0
-    num_threads: int | None = None
-    cpu_activations: int = 16
-    tensor_parallel_size: int = 1
-    loras: Mapping[str, Path] = field(default_factory=dict)
-    speculation: SpeculationConfig | None = None
+    dtype: str = field(
+        default="auto",
+        metadata=option(
+            "Data type of activations, and of weights that are not quantized: auto (bfloat16 where the "
+            "device computes in it), bfloat16 or float32.",
+            limit=one_of(*DTYPES),
+        ),
+    )
+    device: str = field(
+        default="auto",
+        metadata=option("auto (CUDA where there is one), cpu, cuda or cuda:N.", limit=_device),
+    )
+    kv_cache_dtype: str = field(
+        default="auto",
+        metadata=option(
+            "Data type of the KV cache: auto (as --dtype), bfloat16, float32, fp8 (e4m3) or int8; the last "
+            "two with a scale for each token and KV head.",
+            limit=one_of(*KV_CACHE_DTYPES),
+        ),
+    )
+    block_size: int | None = field(
+        default=None,
+        metadata=option(
+            "Tokens in a block of the KV cache. Default: 16; 32 on a CPU.", limit=at_least(1)
+        ),
+    )
+    kv_cache_memory_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            "Size of the KV cache, in bytes or as in 4GiB. Default: what fits.",
+            hidden_flags=("--kv-cache-memory",),
+            word=str,
+            parse=parse_size,
+            limit=at_least(1),
+        ),
+    )
+    num_blocks: int | None = field(
+        default=None,
+        metadata=option(
+            "Size of the KV cache in blocks, in place of --kv-cache-memory-bytes.",
+            hidden_flags=("--num-gpu-blocks-override",),
+            limit=at_least(1),
+        ),
+    )
+    gpu_memory_utilization: float | None = field(
+        default=None,
+        metadata=option(
+            "Share of a CUDA device's memory for weights, activations and KV cache together, in (0, 1]. "
+            "Default: 0.9.",
+            limit=share,
+        ),
+    )
+    swap_space_bytes: int = field(
+        default=0,
+        metadata=option(
+            "Host memory, such as 4GiB, to which the KV blocks of preempted sequences are swapped out. "
+            "Without it they are recomputed.",
+            flag="--swap-space",
+            word=str,
+            parse=parse_bytes,
+            limit=at_least(0),
+        ),
+    )
+    max_model_len: int | None = field(
+        default=None,
+        metadata=option(
+            "Context length: tokens in a sequence, prompt and output. Default: the model's own.",
+            limit=at_least(1),
+        ),
+    )
+    max_num_seqs: int | None = field(
+        default=None,
+        metadata=option("Sequences in one step, at most; more wait.", limit=at_least(1)),
+    )
+    max_num_batched_tokens: int | None = field(
+        default=None, metadata=option("Tokens in one step, at most.", limit=at_least(1))
+    )
+    prefill_chunk_size: int | None = field(
+        default=None,
+        metadata=option(
+            "Chunked prefill: tokens of one sequence in one step, at most. Default: what the step holds.",
+            hidden_flags=("--long-prefill-token-threshold",),
+            limit=at_least(1),
+        ),
+    )
+    async_scheduling: bool = field(
+        default=False,
+        metadata=option(
+            "Schedule a step, and detokenize the one before, while another is in flight.",
+            hidden_flags=("--overlapped-loop/--serial-loop",),
+            former_names=("overlapped_loop",),
+        ),
+    )
+    enforce_eager: bool = field(
+        default=False,
+        metadata=option(
+            "Run every step eagerly. Otherwise decode steps are replayed from captured graphs, which gives "
+            "the same numbers in less of the host's time."
+        ),
+    )
+    scheduling_policy: str = field(
+        default="fcfs",
+        metadata=option(
+            "Order in which sequences are served: fcfs, priority (a request's own, smaller first) or "
+            "shortest-prefill.",
+            limit=one_of(*POLICIES),
+        ),
+    )
+    enable_prefix_caching: bool = field(
+        default=True,
+        metadata=option(
+            "Reuse the KV blocks of common prefixes of prompts.",
+            hidden_flags=(" /--no-prefix-caching",),
+        ),
+    )
+    window: int | None = field(
+        default=None,
+        metadata=option(
+            "Sliding-window attention, for streams beyond the model's context in constant memory: a token "
+            "sees the last so many, itself included. --max-model-len then has no default.",
+            limit=at_least(1),
+        ),
+    )
+    attention_sinks: int = field(
+        default=0,
+        metadata=option(
+            "With --window: first tokens of a sequence that stay in sight. 4 keep a stream's quality.",
+            limit=at_least(0),
+        ),
+    )
+    seed: int = field(
+        default=0,
+        metadata=option(
+            "Random seed of requests that bring none; of a benchmark also that of its prompts, their order "
+            "and the gaps between them."
+        ),
+    )
+    num_threads: int | None = field(
+        default=None,
+        metadata=option(
+            "CPU threads of a step. Default: the cores that this process may use.",
+            limit=at_least(1),
+        ),
+    )
+    cpu_activations: int = field(
+        default=16,
+        metadata=option(
+            "Bits of the activations that quantized weights are multiplied with on a CPU. 16: as they are; "
+            "8: quantized per token, which is faster from a few tokens a step on.",
+            limit=one_of(8, 16),
+        ),
+    )
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata=option(
+            "Processes that share the work of each layer, each with its share of the cores or a GPU.",
+            limit=at_least(1),
+        ),
+    )
+    loras: Mapping[str, Path] = field(
+        default_factory=dict,
+        metadata=option(
+            "NAME=FOLDER of a LoRA adapter in PEFT's form; repeatable. A server offers it as the model NAME, "
+            "a benchmark gives its requests the adapters in turn.",
+            flag="--lora",
+            hidden_flags=("--lora-modules",),
+            former_names=("lora",),
+            word=list[str],
+            parse=parse_adapters,
+        ),
+    )
+    speculation: SpeculationConfig | None = field(
+        default=None, metadata=option("Speculative decoding", config=SpeculationConfig)
+    )
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise BadInput(f"dtype {self.dtype!r}: choose {', '.join(DTYPES)}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise BadInput(
-                f"kv_cache_dtype {self.kv_cache_dtype!r}: choose {', '.join(KV_CACHE_DTYPES)}"
-            )
-        if self.device.split(":")[0] not in DEVICES:
-            raise BadInput(f"device {self.device!r}: choose {', '.join(DEVICES)} or cuda:N")
-        if self.scheduling_policy not in POLICIES:
-            raise BadInput(
-                f"scheduling_policy {self.scheduling_policy!r}: choose {', '.join(POLICIES)}"
-            )
-        if self.swap_space_bytes < 0:
-            raise BadInput(f"swap_space_bytes = {self.swap_space_bytes}: need 0 or more")
-        if self.attention_sinks < 0:
-            raise BadInput(f"attention_sinks = {self.attention_sinks}: need 0 or more")
+        check_limits(self)
         if self.attention_sinks and self.window is None:
             raise BadInput(
                 f"attention_sinks = {self.attention_sinks} are kept beside a window: give window too"
             )
-        if self.cpu_activations not in (8, 16):
-            raise BadInput(f"cpu_activations = {self.cpu_activations}: choose 8 or 16")
         if self.kv_cache_memory_bytes is not None and self.num_blocks is not None:
             raise BadInput("give kv_cache_memory_bytes or num_blocks, not both")
-        if (share := self.gpu_memory_utilization) is not None:
-            if not 0 < share <= 1:
-                raise BadInput(f"gpu_memory_utilization = {share}: a share in (0, 1] is needed")
-            if self.kv_cache_memory_bytes is not None or self.num_blocks is not None:
-                raise BadInput(
-                    "gpu_memory_utilization has no use where the size of the KV cache is given: "
-                    "leave one out"
-                )
-        for name in (
-            "block_size",
-            "kv_cache_memory_bytes",
-            "num_blocks",
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "prefill_chunk_size",
-            "window",
-            "num_threads",
-            "tensor_parallel_size",
+        if self.gpu_memory_utilization is not None and (
+            self.kv_cache_memory_bytes is not None or self.num_blocks is not None
         ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BadInput(f"{name} = {value}: need 1 or more")
+            raise BadInput(
+                "gpu_memory_utilization has no use where the size of the KV cache is given: leave one out"
+            )
         refuse(self.features)
 
     @property
@@ -144,7 +240,7 @@ class EngineConfig:
             "chunks": self.prefill_chunk_size is not None,
             "no-prefix-cache": not self.enable_prefix_caching,
             "policy": self.scheduling_policy != "fcfs",
-            "overlap": self.overlapped_loop,
+            "overlap": self.async_scheduling,
             "eager": self.enforce_eager,
             "swap": self.swap_space_bytes > 0,
             "kv-fp8": self.kv_cache_dtype == "fp8",

@@ -1,11 +1,13 @@
-"""What the user asks of speculation."""
+"""Options of speculative decoding: who proposes draft tokens, how many, and how they are accepted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...quant.base.errors import BadInput
+from .option import option
 
 METHODS = ("ngram", "draft", "medusa", "eagle")
 GROWING = ("medusa", "eagle")
@@ -16,34 +18,80 @@ ACCEPTANCES = ("coupled", "rejection")
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Options of speculative decoding.
+    """Options of speculative decoding; each field's metadata says what it is and how it is spelled.
 
-    Attributes:
-        method: "ngram" looks the last tokens up in the sequence itself (prompt lookup), "draft" asks a
-            smaller model with the same vocabulary, "medusa" and "eagle" ask heads that were trained on the
-            model's own hidden states.
-        draft_model: the smaller model or the heads: a folder, a bundled model's name, or a hub id.
-        num_tokens: places ahead that a step has guesses for, at most. How many it has follows from how many
-            were right.
-        tree_width: guesses for each place, on average, of heads. They form a tree; those of the other
-            methods are a chain, a guess for each place.
-        ngram_min, ngram_max: tokens that must agree for a guess; the longest match is tried first.
-        acceptance: "coupled" draws each token as it would be drawn without guesses and keeps a guess
-            that is the same, so that seeded sampling gives the same tokens with and without speculation;
-            "rejection" is the rule of Leviathan et al. (2023), which keeps more guesses of a draft model
-            and gives the same distribution. Greedy decoding does not tell them apart.
+    "coupled" acceptance draws each token as it would be drawn without draft tokens, and accepts a draft
+    token that is the same, so that seeded sampling gives the same tokens with and without speculation.
+    "rejection" is the rule of Leviathan et al. (2023), which accepts more of a draft model's tokens and
+    gives the same distribution. Greedy decoding does not tell them apart.
 
     Raises:
         BadInput: an unknown name, a number out of range, or a draft model that is missing or idle.
     """
 
-    method: str
-    draft_model: str | Path | None = None
-    num_tokens: int = 4
-    ngram_min: int = 2
-    ngram_max: int = 4
-    acceptance: str = "coupled"
-    tree_width: int | None = None
+    method: str = field(
+        metadata=option(
+            "Draft-token proposer: ngram (prompt lookup in the sequence itself), draft (a smaller model), "
+            "medusa or eagle (heads that were trained for the model).",
+            flag="--speculative",
+            hidden_flags=("--spec-method",),
+        )
+    )
+    draft_model: str | Path | None = field(
+        default=None,
+        metadata=option(
+            "Draft model with the same vocabulary, or the folder of the heads: a folder, a bundled model's "
+            "name, or a hub id.",
+            hidden_flags=("--spec-model",),
+            word=str,
+        ),
+    )
+    num_tokens: int = field(
+        default=4,
+        metadata=option(
+            "Draft tokens of a sequence in a step, at most; fewer where few are accepted.",
+            flag="--num-speculative-tokens",
+            hidden_flags=("--spec-tokens",),
+        ),
+    )
+    ngram_min: int = field(
+        default=2,
+        metadata=option(
+            "ngram: tokens that a match has, at least.",
+            flag="--prompt-lookup-min",
+        ),
+    )
+    ngram_max: int = field(
+        default=4,
+        metadata=option(
+            "ngram: tokens that a match has, at most; the longest is tried first.",
+            flag="--prompt-lookup-max",
+        ),
+    )
+    acceptance: str = field(
+        default="coupled",
+        metadata=option(
+            "coupled (seeded sampling gives the same tokens as without) or rejection (rejection sampling).",
+            flag="--speculative-acceptance",
+        ),
+    )
+    tree_width: int | None = field(
+        default=None,
+        metadata=option(
+            "medusa, eagle: draft tokens for each position, on average; they form a tree.",
+            flag="--speculative-tree-width",
+            show_default="2",
+        ),
+    )
+
+    @classmethod
+    def asked(
+        cls, method: str | None = None, draft_model: str | Path | None = None, **others: Any
+    ) -> SpeculationConfig | None:
+        """What options beside each other ask for; a draft model alone asks for its use."""
+        if method is None and draft_model is None:
+            return None
+        return cls(method or "draft", draft_model, **others)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

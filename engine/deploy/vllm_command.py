@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ..base.units import parse_bytes
+from ..base.units import parse_bytes, parse_size
 from ..config.adapters import LoraSettings, parse_adapters
 
 VLLM_VERSION = "0.32.0"
@@ -74,6 +74,11 @@ def _as_is(option: str) -> Callable[[Any], Words]:
 
 
 def _switch(option: str) -> Callable[[Any], Words]:
+    """Both ways: what was said is said to vLLM, whose defaults are others."""
+    return lambda value: [f"--{option}" if value else f"--no-{option}"]
+
+
+def _flag(option: str) -> Callable[[Any], Words]:
     return lambda value: [option] if value else []
 
 
@@ -133,15 +138,19 @@ _TRANSLATIONS: Mapping[str, Callable[[Any], Words]] = {
     "max_num_seqs": _as_is("--max-num-seqs"),
     "max_num_batched_tokens": _as_is("--max-num-batched-tokens"),
     "scheduling_policy": _policy,
-    "overlapped_loop": _switch("--async-scheduling"),
-    "kv_cache_memory": lambda size: ["--kv-cache-memory-bytes", str(parse_bytes(size))],
+    "prefill_chunk_size": _as_is("--long-prefill-token-threshold"),
+    "async_scheduling": _switch("async-scheduling"),
+    "enforce_eager": _switch("enforce-eager"),
+    "seed": _as_is("--seed"),
+    "kv_cache_memory_bytes": lambda size: ["--kv-cache-memory-bytes", str(parse_size(size))],
+    "num_blocks": _as_is("--num-gpu-blocks-override"),
     "gpu_memory_utilization": _as_is("--gpu-memory-utilization"),
     "kv_cache_dtype": _kv_cache_dtype,
     "block_size": _as_is("--block-size"),
-    "no_prefix_caching": _switch("--no-enable-prefix-caching"),
+    "enable_prefix_caching": _switch("enable-prefix-caching"),
     "tensor_parallel_size": _as_is("--tensor-parallel-size"),
     "pipeline_parallel_size": _as_is("--pipeline-parallel-size"),
-    "ray": _switch("--distributed-executor-backend=ray"),
+    "ray": _flag("--distributed-executor-backend=ray"),
     "lora": _loras,
     "served_model_name": _as_is("--served-model-name"),
     "chat_template": _as_is("--chat-template"),

@@ -106,7 +106,7 @@ def test_greedy_tokens_do_not_depend_on_arrivals(prompts, expected, arrive_every
     ids=["at once", "chunks", "preemption", "small steps"],
 )
 def test_greedy_tokens_do_not_depend_on_the_loop(prompts, expected, limits):
-    built = engine(overlapped_loop=True, **limits)
+    built = engine(async_scheduling=True, **limits)
     assert run(built, prompts, arrive_every=2) == expected
     assert run(built, prompts[:20]) == expected[:20], "the second time with whatever is cached"
     assert ("num_blocks" in limits) == (built.stats.num_preemptions > 5)
@@ -120,14 +120,14 @@ def test_random_tokens_do_not_depend_on_the_batch_either(prompts):
         run(built, [prompt], params=params)[0] for built in [engine()] for prompt in prompts[:12]
     ]
     squeezed = run(engine(num_blocks=40, block_size=16), prompts[:12], params=params)
-    overlapped = run(engine(overlapped_loop=True), prompts[:12], params=params)
+    overlapped = run(engine(async_scheduling=True), prompts[:12], params=params)
     assert together == alone == squeezed == overlapped
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_every_completion_of_a_fork_equals_its_own_request(prompts, overlapped):
     """n = 3 draws what three requests with the three seeds would draw."""
-    built = engine(block_size=4, overlapped_loop=overlapped)
+    built = engine(block_size=4, async_scheduling=overlapped)
     prompt = prompts[0] + [7]
     built.add_request("n", prompt, SamplingParams(n=3, seed=9, max_tokens=12, ignore_eos=True))
     tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}

@@ -27,7 +27,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "exact KV cache": {"kv_cache_dtype": "float32"},
     "ngram": {"speculation": SpeculationConfig("ngram", ngram_min=1)},
     "draft": {"speculation": SpeculationConfig("draft", MODELS / "stories260K")},
-    "overlapped loop": {"overlapped_loop": True},
+    "overlapped loop": {"async_scheduling": True},
     "policy": {"scheduling_policy": "shortest-prefill"},
 }
 PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"ngram", "draft"}]

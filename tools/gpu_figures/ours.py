@@ -46,7 +46,7 @@ class Ours:
     WARM_STEPS = 3
 
     def __init__(self, folder: Path, device: str, max_model_len: int, max_num_seqs: int) -> None:
-        options: dict[str, Any] = {"device": device, "dtype": "bfloat16", "overlapped_loop": True}
+        options: dict[str, Any] = {"device": device, "dtype": "bfloat16", "async_scheduling": True}
         options |= {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
         self.engine = Engine(EngineConfig(folder, enable_prefix_caching=False, **options))
         self._longest = max_model_len

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....quant.base.errors import BadInput
-from ...base.units import parse_bytes, parse_tokens
+from ...base.units import parse_bytes, parse_size, parse_tokens
 from ..device.devices import Device, choose_devices
 from ..device.host import host_dtype
 from ..device.money import Prices
@@ -79,7 +79,7 @@ def plan_for(ask: Ask) -> Plan:
         utilization=ask.utilization,
         max_num_batched_tokens=ask.max_num_batched_tokens,
         max_num_seqs=ask.max_num_seqs,
-        kv_cache_bytes=None if ask.kv_cache_memory is None else parse_bytes(ask.kv_cache_memory),
+        kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
         efficiency=efficiency,
         prices=_prices(ask),
         speculation=None

@@ -64,7 +64,7 @@ def speed_features(engine: Engine) -> dict[str, str]:
         "speculation": "off" if speculation is None else str(speculation.method),
         "kv_cache_dtype": engine.stats.kv_dtype,
         "num_lora_adapters": str(len(config.loras)),
-        "overlapped_loop": "on" if config.overlapped_loop else "off",
+        "overlapped_loop": "on" if config.async_scheduling else "off",
         "tensor_parallel_size": str(config.tensor_parallel_size),
         "scheduling_policy": str(config.scheduling_policy),
     }

@@ -17,7 +17,7 @@ OPTIONS = BenchOptions(
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_the_parts_of_a_real_step_add_up_and_nothing_stays_wrapped(overlapped: bool) -> None:
     options = OPTIONS.model_copy(
-        update={"slowdown": 50.0, "slowdown_where": "sampler", "overlapped_loop": overlapped}
+        update={"slowdown": 50.0, "slowdown_where": "sampler", "async_scheduling": overlapped}
     )
     session = BenchSession(options)
     slowed = session.engine.runner._sampler.begin

@@ -39,7 +39,7 @@ ENGINE: dict[str, dict[str, Any]] = {
     "chunks": {"prefill_chunk_size": 3},
     "no-prefix-cache": {"enable_prefix_caching": False},
     "policy": {"scheduling_policy": "shortest-prefill"},
-    "overlap": {"overlapped_loop": True},
+    "overlap": {"async_scheduling": True},
     "eager": {"enforce_eager": True},
     "swap": {"swap_space_bytes": 2**20},
     "kv-fp8": {"kv_cache_dtype": "fp8"},

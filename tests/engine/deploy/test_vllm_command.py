@@ -36,12 +36,16 @@ def everything(tmp_path: Path) -> dict[str, Any]:
         "max_num_seqs": 64,
         "max_num_batched_tokens": 8192,
         "scheduling_policy": "priority",
-        "overlapped_loop": True,
-        "kv_cache_memory": "4GiB",
+        "async_scheduling": True,
+        "kv_cache_memory_bytes": "4GiB",
         "kv_cache_dtype": "int8",
         "gpu_memory_utilization": 0.8,
         "block_size": 16,
-        "no_prefix_caching": True,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "seed": 7,
+        "num_blocks": 100,
+        "prefill_chunk_size": 256,
         "tensor_parallel_size": 4,
         "pipeline_parallel_size": 2,
         "ray": True,
@@ -77,6 +81,7 @@ def test_values_mean_the_same(tmp_path: Path) -> None:
     assert after("--kv-cache-dtype") == ["int8_per_token_head"]
     assert after("--gpu-memory-utilization") == ["0.8"]
     assert after("--max-lora-rank") == ["16"]
+    assert "--no-enable-prefix-caching" in words and "--async-scheduling" in words
     assert after("--lora-modules", 2) == [f"poet={tmp_path}/poet", f"clerk={tmp_path}/clerk"]
     assert json.loads(after("--speculative-config")[0]) == {
         "method": "ngram",

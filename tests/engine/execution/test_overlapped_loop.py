@@ -33,7 +33,7 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 def engine(**options: Any) -> Engine:
-    options = {"num_blocks": 64, "block_size": 4, "overlapped_loop": True, **options}
+    options = {"num_blocks": 64, "block_size": 4, "async_scheduling": True, **options}
     return Engine(EngineConfig(MODELS / "stories3M", dtype="float32", num_threads=1, **options))
 
 
@@ -50,7 +50,7 @@ def run(built: Engine, name: str, params: SamplingParams) -> tuple[list[int], st
 
 @pytest.fixture(scope="module")
 def serial() -> Engine:
-    return engine(overlapped_loop=False)
+    return engine(async_scheduling=False)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_after_a_step_that_failed_everybody_else_goes_on(serial, overlapped):
             raise RuntimeError("a user's mistake")
         return scores
 
-    built = engine(overlapped_loop=overlapped)
+    built = engine(async_scheduling=overlapped)
     params = SamplingParams(max_tokens=20, temperature=0)
     built.add_request("good", PROMPT, params)
     built.add_request(
@@ -164,7 +164,7 @@ def test_requests_of_every_kind_beside_each_other(options: dict[str, Any]) -> No
     """Preempted, in chunks, behind a window, with guesses: the tokens of the serial loop."""
     results = []
     for overlapped in (False, True):
-        built = engine(overlapped_loop=overlapped, **options)
+        built = engine(async_scheduling=overlapped, **options)
         tokens: dict[tuple[str, int], list[int]] = {}
         for index, prompt in enumerate(PROMPTS):
             built.add_request(str(index), prompt, MIXED[index % len(MIXED)])
@@ -202,7 +202,7 @@ def test_a_step_is_launched_before_the_tokens_of_its_predecessor_are_known(
 
 
 def test_the_offline_door_takes_it(serial):
-    llm = LLM(MODELS / "stories3M", dtype="float32", num_threads=1, overlapped_loop=True)
+    llm = LLM(MODELS / "stories3M", dtype="float32", num_threads=1, async_scheduling=True)
     params = SamplingParams(max_tokens=10, temperature=0)
     assert llm.generate([PROMPT], params)[0].token_ids == run(serial, "x", params)[0]
     llm.engine.close()

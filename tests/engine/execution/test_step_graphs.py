@@ -44,7 +44,7 @@ def decoded(**options: Any) -> tuple[list[list[int]], list[list[float]], set[int
         {"dtype": "bfloat16", "kv_cache_dtype": "int8", "block_size": 16},
         {"dtype": "float32", "num_blocks": 9, "block_size": 8, "max_num_seqs": 9},
         {"dtype": "float32", "window": 8, "attention_sinks": 2, "block_size": 4},
-        {"dtype": "float32", "overlapped_loop": True, "prefill_chunk_size": 5},
+        {"dtype": "float32", "async_scheduling": True, "prefill_chunk_size": 5},
     ],
     ids=str,
 )

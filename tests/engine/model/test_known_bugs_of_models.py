@@ -75,7 +75,7 @@ def test_vllm_27878_penalties_see_the_tokens_of_a_step_that_was_under_way(plain)
     params = SamplingParams(
         temperature=0, max_tokens=20, repetition_penalty=1.5, presence_penalty=0.7, ignore_eos=True
     )
-    built = engine(overlapped_loop=True)
+    built = engine(async_scheduling=True)
     penalized = run(plain, PROMPTS, params)
     assert run(built, PROMPTS, params) == penalized != run(plain, PROMPTS)
     built.close()

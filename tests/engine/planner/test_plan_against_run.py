@@ -146,7 +146,7 @@ def test_on_a_card_the_cache_gets_what_is_left(
     weights = engine().memory.weight_bytes
     card = Card(24_000_000, weights, 2_000_000)
     monkeypatch.setattr("llmopt.engine.engine.memory_of", lambda device: card)
-    built = engine(max_num_seqs=64, overlapped_loop=loop, **options)
+    built = engine(max_num_seqs=64, async_scheduling=loop, **options)
     share = options.get("gpu_memory_utilization", 0.9)
     left = int(share * card.total) - weights - 100_000 - card.peak
     assert built.memory.kv_cache_bytes // 2**20 == left // 2**20  # and a null block

@@ -149,9 +149,9 @@ def test_a_block_comes_back_as_it_went(name, in_keys):
 
 MODES: dict[str, dict[str, Any]] = {
     "serial": {},
-    "overlapped": {"overlapped_loop": True},
+    "overlapped": {"async_scheduling": True},
     "no prefix cache": {"enable_prefix_caching": False},
-    "chunks": {"prefill_chunk_size": 5, "overlapped_loop": True},
+    "chunks": {"prefill_chunk_size": 5, "async_scheduling": True},
     "fp8": {"kv_cache_dtype": "fp8"},
     "prompt lookup": {"speculation": SpeculationConfig("ngram", ngram_min=1)},
     "draft model": {"speculation": SpeculationConfig("draft", "stories260K")},

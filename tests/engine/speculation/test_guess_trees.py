@@ -210,7 +210,7 @@ def generate(
         {"enable_prefix_caching": False, "kv_cache_dtype": "fp8"},
         {"block_size": 4, "num_blocks": 24, "kv_cache_dtype": "int8"},
         {"block_size": 4, "window": 12, "attention_sinks": 3},
-        {"overlapped_loop": True, "block_size": 1, "num_blocks": 110},
+        {"async_scheduling": True, "block_size": 1, "num_blocks": 110},
     ],
     ids=["plain", "chunks", "fp8", "preempted-int8", "stream", "overlapped-preempted"],
 )

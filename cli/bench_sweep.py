@@ -1,0 +1,87 @@
+"""`llmopt bench` under several loads: carried out, written and answered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..bench.options.options import BenchOptions
+    from ..bench.session.gate_run import VerdictWanted
+    from .options.result import ResultOptions
+    from .options.sweep import SweepOptions
+
+
+def run_sweep(
+    options: BenchOptions,
+    sweep: SweepOptions,
+    wanted: VerdictWanted | None,
+    result: ResultOptions,
+) -> None:
+    """Carry out a sweep or a search, write its folder and print its table and its answer.
+
+    Raises:
+        BadInput: two of them at once, or a verdict beside.
+    """
+    from ..bench.report.sweep_page import write_sweep
+    from ..quant.base.errors import BadInput
+    from .output.console import emit_json, people, result_console
+
+    if wanted is not None:
+        raise BadInput("a sweep or a search compares nothing: leave --baseline and --against away")
+    record = _measured(options, sweep)
+    folder = result.folder(f"{record['name']}-{'slo' if sweep.slo else 'sweep'}")
+    write_sweep(record, folder)
+    if result.as_json:
+        emit_json(record)
+    out = result_console(result.as_json)
+    _show(record, out)
+    if record["interrupted"]:
+        people.print(f"interrupted: what finished is in {folder}", markup=False, soft_wrap=True)
+        raise typer.Exit(130)
+    out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
+    if record["knee"] is None or (sweep.slo is not None and record["slo"]["best"] is None):
+        raise typer.Exit(1)
+
+
+def _measured(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any]:
+    from ..bench.options.sweep_loads import parse_loads
+    from ..bench.server.served import served
+    from ..bench.session.slo import search_slo
+    from ..bench.session.sweep import Rig, sweep_loads
+    from .output.console import TerminalProgress
+
+    kind = sweep.kind()
+    if sweep.slo is not None:
+        options = options.model_copy(update={"goodput": (sweep.slo,)})
+    progress = TerminalProgress()
+    try:
+        with served(options, progress) as options:
+            rig = Rig(options, kind, progress)
+            if sweep.slo is not None:
+                return search_slo(rig, sweep.slo, sweep.slo_share).as_dict()
+            loads = sweep.sweep_rate if sweep.sweep_concurrency is None else sweep.sweep_concurrency
+            assert loads is not None
+            return sweep_loads(rig, parse_loads(loads, kind)).as_dict()
+    finally:
+        progress.finish()
+
+
+def _show(record: dict[str, Any], out: Console) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from ..bench.report.sweep_page import points_table, sweep_verdict
+
+    found = points_table(record)
+    table = Table(box=box.SIMPLE, padding=0)
+    for heading in found.header:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in found.rows:
+        table.add_row(*row)
+    out.print(table)
+    verdict = sweep_verdict(record)
+    out.print(f"{verdict.headline} {verdict.sentence}", markup=False)

@@ -1,0 +1,75 @@
+"""`llmopt compare`: the limits of the verdict, and the files it is written to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import Json
+from .groups import Hidden
+
+if TYPE_CHECKING:
+    from ...bench.gate.compare import QualityGate
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """How much worse the new run may be."""
+
+    threshold: Annotated[str, typer.Option(help="How much worse a speed may get: 5% or 0.05.")] = (
+        "5%"
+    )
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            help='Limits instead of --threshold, such as "p99_ttft_ms<=+10% output_throughput>=-5% '
+            'kl<=0.02 weight_bytes<=+0%". With % on the change, without on the value.'
+        ),
+    ] = None
+    max_ppl_increase: Annotated[
+        str | None, typer.Option(help="How much perplexity may rise, such as 2%.")
+    ] = None
+    max_kl: Annotated[
+        float | None, typer.Option(help="Most KL divergence of the new run from its reference.")
+    ] = None
+    min_top1: Annotated[
+        str | None, typer.Option(help="Least top-1 agreement with the reference, such as 95%.")
+    ] = None
+
+    def quality_gate(self) -> QualityGate:
+        """Raises `BadInput` for a share that is none."""
+        from ...bench.gate.compare import QualityGate, parse_share
+
+        return QualityGate(
+            None if self.max_ppl_increase is None else parse_share(self.max_ppl_increase),
+            self.max_kl,
+            None if self.min_top1 is None else parse_share(self.min_top1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictFileOptions:
+    """The files of a verdict."""
+
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the comparison as one HTML file."),
+        Hidden("--html"),
+    ] = None
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the comparison as Markdown to this file.")
+    ] = None
+    junit: Annotated[
+        Path | None, typer.Option(help="Write the verdict as JUnit XML to this file.")
+    ] = None
+    benchmark_json: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the new run for github-action-benchmark: this file is customSmallerIsBetter, "
+            "the one beside it with .bigger before its ending is customBiggerIsBetter."
+        ),
+    ] = None
+    as_json: Json = False

@@ -1,0 +1,46 @@
+"""How `llmopt bench` drives a model: users, passes, sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import typer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The load beside the arrivals."""
+
+    PANEL: ClassVar = "Load"
+
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(help="Most requests in flight. Default: 8; no limit with --request-rate."),
+    ] = None
+    num_runs: Annotated[
+        int | None,
+        typer.Option(help="Passes over the workload. Default: 5, in a sweep 1 per load."),
+    ] = None
+    num_warmups: Annotated[
+        int | None,
+        typer.Option(help="Requests before the clock starts. Default: the concurrency."),
+    ] = None
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos",
+            help="Fixed output lengths, so that checkpoints do equal work.",
+        ),
+    ] = True
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    slowdown: Annotated[
+        float,
+        typer.Option(
+            help="Make every step last this many times as long, to prove that a comparison notices. "
+            "The result records it."
+        ),
+    ] = 1.0
+    slowdown_where: Annotated[
+        str, typer.Option(help="What --slowdown stretches: step or sampler.")
+    ] = "step"

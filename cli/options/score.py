@@ -1,0 +1,82 @@
+"""What `llmopt bench` reports: latencies, quality, and the words of its record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+
+@dataclass(frozen=True, slots=True)
+class MetricOptions:
+    """Latency metrics and their limits."""
+
+    PANEL: ClassVar = "Metrics"
+
+    percentile_metrics: Annotated[
+        str, typer.Option(help="Metrics at the top level of the result.")
+    ] = "ttft,tpot,itl,e2el"
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles, such as 50,99.")] = "99"
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help='Limits in ms, such as "ttft:200 tpot:50"; repeatable.'),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class QualityOptions:
+    """Perplexity, distance from a reference, and tasks."""
+
+    PANEL: ClassVar = "Quality"
+
+    quality: Annotated[
+        bool, typer.Option("--quality/--no-quality", help="Score perplexity too.")
+    ] = True
+    quality_tokens: Annotated[int, typer.Option(help="Most tokens to score.")] = 4096
+    quality_text: Annotated[
+        Path | None, typer.Option(help="Text to score. Default: bundled stories.")
+    ] = None
+    reference: Annotated[
+        str | None,
+        typer.Option(help="Model to measure the distance from (KL divergence, top-1 agreement)."),
+    ] = None
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="lm-eval tasks to score, NAME[,NAME]; a NAME may be the path of a task's YAML file. "
+            "Needs llmopt\\[eval]."
+        ),
+    ] = None
+    tasks_limit: Annotated[int | None, typer.Option(help="Most samples of each task.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordOptions:
+    """What the result says beside the measurement."""
+
+    PANEL: ClassVar = "Output"
+
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="A plan of `kv-plan --output`: put what it predicted beside what was measured."
+        ),
+    ] = None
+    gpu_hour_price: Annotated[
+        float | None,
+        typer.Option(
+            help="Dollars for an hour of this machine: gives the cost of a million tokens."
+        ),
+    ] = None
+    label: Annotated[str | None, typer.Option(help="A label in the result.")] = None
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run and its folder. Default: label or model.")
+    ] = None
+    metadata: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the result; repeatable.")
+    ] = None
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="Per-request arrays in result.json.")
+    ] = False

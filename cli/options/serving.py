@@ -1,0 +1,81 @@
+"""`llmopt serve-local`: which engine serves, where, and under which names and templates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverOptions:
+    """Another engine in place of ours."""
+
+    PANEL: ClassVar = "Another engine"
+
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="llmopt, or vllm: its server is started in place of this one, with these options."
+        ),
+    ] = "llmopt"
+    pipeline_parallel_size: Annotated[
+        int, typer.Option(help="vllm: groups of layers, each on GPUs of its own.")
+    ] = 1
+    ray: Annotated[bool, typer.Option("--ray", help="vllm: over the nodes of a Ray cluster.")] = (
+        False
+    )
+    print_command: Annotated[
+        bool, typer.Option("--print-command", help="vllm: print its command and end.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """Address, names, templates."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name for clients. Default: the model's.")
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="File with a chat template, in Jinja. Default: the model's own."),
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls: hermes, llama3_json or mistral. Default: as its "
+            "chat template does."
+        ),
+    ] = None
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="When ready, print url, model and pid as one JSON line."),
+    ] = False
+
+    def template(self) -> str | None:
+        """The chat template that is asked for.
+
+        Raises:
+            BadInput: its file cannot be read.
+        """
+        from ...quant.base.errors import BadInput
+
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8 text"
+            raise BadInput(f"--chat-template {self.chat_template}: {reason}") from error
+
+    def served_name(self, model: str) -> str:
+        """What clients call `model`, a folder or a name."""
+        path = Path(model).expanduser()
+        return self.served_model_name or (path.resolve().name if path.is_dir() else model)

@@ -1,0 +1,63 @@
+"""The result of `llmopt bench` on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...bench.options.options import BenchOptions
+
+
+def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
+    """The table of metrics, a summary, and the plan beside the measurement where there is one."""
+    from ...bench.report.console_table import console_table
+    from .console import people
+
+    table = console_table(result, options.percentile_metrics, options.metric_percentiles)
+    out.print(table, markup=False)
+    out.print(_summary(result), markup=False)
+    if against := result["llmopt"].get("plan"):
+        from ...bench.report.plan_residuals import residual_table
+
+        out.print(residual_table(against))
+        for difference in against["differs"]:
+            people.print(f"not as planned: {difference}", markup=False, soft_wrap=True)
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    """Quality, memory and precision of the run in a few lines."""
+    from ...bench.page.text import number, percent, size
+
+    ours = result["llmopt"]
+    lines = []
+    if scored := ours["quality"]:
+        line = f"Perplexity {number(scored['perplexity'], 3)} on {scored['num_tokens']:,} tokens"
+        if scored["kl_nats"] is not None:
+            line += f", KL {scored['kl_nats']:.4f} nats, top-1 {percent(scored['top1_agreement'])}"
+        lines.append(line)
+    memory = ours["memory"]
+    if client := ours.get("client"):
+        from ...bench.report.client_words import certificate
+
+        lines.append(certificate(client))
+    else:
+        lines.append(
+            f"Weights {size(memory['weight_bytes'])}, KV cache {size(memory['kv_cache_bytes'])}, "
+            f"peak {size(memory['peak_resident_bytes'])}"
+        )
+        cache, trace = memory["kv_cache"], ours["step_trace"]
+        lines.append(
+            f"KV cache in {cache['dtype']}: {cache['tokens']:,} tokens of {cache['bytes_per_token']:,} "
+            f"bytes, at most {trace['peak_kv_blocks']:,} of {cache['blocks']:,} blocks in use, "
+            f"{percent(trace['kv_unfilled_share'])} of the slots in them empty"
+        )
+    if spread := ours["spread"].get("output_throughput"):
+        lines.append(
+            f"Smallest change of throughput that {ours['num_runs']} "
+            f"{'pass' if ours['num_runs'] == 1 else 'passes'} could have shown: "
+            f"{percent(spread['smallest_visible_change'])}"
+        )
+    return "\n".join(lines)

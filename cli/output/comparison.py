@@ -1,0 +1,45 @@
+"""The verdict of a comparison on a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...bench.gate.compare import Comparison
+
+
+def print_comparison(comparison: Comparison, out: Console) -> None:
+    """The verdict with everything behind it."""
+    from rich import box
+    from rich.table import Table
+
+    from ...bench.page.text import number, percent
+    from ...bench.report.comparison_page import check_rows, memory_rows, quality_rows
+
+    title = f"{comparison.new} against {comparison.base}"
+    # The page has the intervals too; a terminal of 80 columns has room for these.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
+    for heading in ("", "base", "new", "change", "± 90 %", "limit", "verdict"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for delta in comparison.deltas:
+        table.add_row(
+            f"{delta.label} ({delta.unit})",
+            number(delta.base),
+            number(delta.new),
+            percent(delta.change, signed=True),
+            percent((delta.high - delta.low) / 2),
+            delta.limit,
+            delta.outcome.value,
+        )
+    for row in check_rows(comparison.checks):
+        table.add_row(*row)
+    table.add_section()
+    for row in [*quality_rows(comparison), *memory_rows(comparison)]:
+        table.add_row(*row)
+    if table.row_count:
+        out.print(table)
+    for note in comparison.notes:
+        out.print(f"note: {note}", markup=False)
+    out.print(f"{comparison.outcome.value.upper()}: {'; '.join(comparison.reasons)}", markup=False)
