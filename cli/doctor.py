@@ -17,8 +17,12 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Show versions, processor, memory, CUDA devices, the kernel chosen for each operation, and whether
-    the kernels are right. Ends with 1 where one is not."""
+    """Show what this machine has, which kernel serves each operation on it, and whether the kernels are
+    right.
+
+    That is versions, processor, memory, CUDA devices, and with the self-test each kernel's error. Ends with 1
+    where a kernel is wrong.
+    """
     from ..bench.machine.health import check_health
     from ..engine.doctor.machine import examine
     from .output.console import emit_json, result_console

@@ -11,37 +11,59 @@ from importlib import import_module
 
 import typer
 
-app = typer.Typer(
-    name="llmopt",
-    help="Quantize a language model, prove the checkpoint, serve it and benchmark it, on one machine.",
-    epilog="Exit codes: 0 done or pass, 1 regression or failed verification, 2 bad input, "
-    "3 no verdict. Every command takes --debug, which shows the traceback of an error.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
 COMMANDS = {
-    "quantize": "quantize",
-    "verify": "verify",
-    "convert": "convert",
-    "bench": "bench",
-    "freeze": "freeze",
-    "compare": "compare",
-    "serve-local": "serve_local",
-    "kv-plan": "kv_plan",
-    "deploy": "deploy",
-    "report": "report",
-    "run": "run",
-    "doctor": "doctor",
+    "quantize": "Quantize a model's weights; an interrupted run goes on where it stopped.",
+    "verify": "Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was "
+    "computed.",
+    "convert": "Write a quantized checkpoint in another format, with the same numbers wherever the grids "
+    "allow it.",
+    "bench": "Measure a model: latency, throughput, quality and memory, in a folder under runs/.",
+    "freeze": "Write a workload with its token ids, lengths, arrival times and hash.",
+    "compare": "Judge a run against another: exit 0 pass, 1 regression, 3 no verdict.",
+    "serve-local": "Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C.",
+    "kv-plan": "Plan memory, speed and price of serving a model, from its config alone. No GPU and no "
+    "network.",
+    "deploy": "Write Kubernetes manifests and a compose file for a server that a plan is made for.",
+    "report": "Join runs into one page: speed, quality and size beside each other, and the Pareto front.",
+    "run": "Carry out a recipe: bench, quantize, verify, bench again, compare, report.",
+    "doctor": "Show what this machine has, which kernel serves each operation on it, and whether the "
+    "kernels are right.",
 }
+"""What the commands do. Each is the function of its name, in the module of its name."""
 
 
-def _register() -> None:
-    for name, function in COMMANDS.items():
-        module = import_module(f".{function}", __package__)
-        command: Callable[..., None] = getattr(module, function)
+def application(*names: str) -> typer.Typer:
+    """The command line with these commands, by default with all."""
+    app = _empty()
+    for name in names or COMMANDS:
+        word = name.replace("-", "_")
+        command: Callable[..., None] = getattr(import_module(f".{word}", __package__), word)
         app.command(name)(_interruptible(command))
+    return app
+
+
+def summaries() -> typer.Typer:
+    """The command line as its help screen shows it, with no command imported."""
+    app = _empty()
+    for name, summary in COMMANDS.items():
+        app.command(name, help=summary)(lambda: None)
+    return app
+
+
+def _empty() -> typer.Typer:
+    app = typer.Typer(
+        name="llmopt",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    # With a callback one command is still a command by its name.
+    app.callback(
+        help="Quantize a language model, prove the checkpoint, serve it and benchmark it, on one machine.",
+        epilog="Exit codes: 0 done or pass, 1 regression or failed verification, 2 bad input, "
+        "3 no verdict. Every command takes --debug, which shows the traceback of an error.",
+    )(lambda: None)
+    return app
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
@@ -66,8 +88,12 @@ def main(argv: list[str] | None = None) -> None:
     # `bench` takes a model, so it cannot have sub-commands; a model of that name is `./freeze`.
     if arguments[:2] == ["bench", "freeze"]:
         arguments = arguments[1:]
-    _register()
     arguments = arguments or ["--help"]
+    first = arguments[0]
+    if first in ("-h", "--help"):
+        app = summaries()
+    else:
+        app = application(first) if first in COMMANDS else application()
     sys.exit(
         run_guarded(lambda: app(arguments, prog_name="llmopt", standalone_mode=False), debug=debug)
     )

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 import typer
-from llmopt.cli.main import COMMANDS, main, run_guarded
+from llmopt.cli.main import COMMANDS, application, main, run_guarded
 from llmopt.quant.base.errors import BadInput
 
 
@@ -44,6 +44,12 @@ def test_help_lists_every_command(capsys):
         code, out, _ = run(capsys, *arguments)
         assert code == 0
         assert all(name in out for name in COMMANDS)
+
+
+def test_the_list_of_commands_says_what_each_says_of_itself():
+    for command in application().registered_commands:
+        assert command.name and command.callback and command.callback.__doc__
+        assert " ".join(command.callback.__doc__.split()).startswith(COMMANDS[command.name])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -22,8 +22,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def commands():
-    main._register()
-    return typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
+    return typer.main.get_command(main.application()).commands  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("page", "line"), LINES)
