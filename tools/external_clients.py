@@ -197,7 +197,7 @@ def main() -> None:
             "--port",
             "0",
             "--json",
-            "--no-prefix-caching",
+            "--no-enable-prefix-caching",
         ]
         with subprocess.Popen(
             serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | OFFLINE

@@ -106,7 +106,7 @@ async def run(
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "llmopt.cli.main", "serve-local", MODEL, "--json"),
             *("--port", "0", "--max-num-seqs", "16", "--block-size", "16"),
-            *("--kv-cache-memory", "2MiB", "--drain-seconds", "4"),
+            *("--kv-cache-memory-bytes", "2MiB", "--drain-seconds", "4"),
             *(word for path in adapters for word in ("--lora", f"{path.name}={path}")),
             *server_words,
             stdout=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""A plan as JSON: what `--json` prints, `--out` writes and a benchmark is held against."""
+"""A plan as JSON: what `--json` prints, `--output` writes and a benchmark is held against."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _NEEDED = (
 
 @dataclass(frozen=True, slots=True)
 class WrittenPlan:
-    """What `llmopt kv-plan --out` wrote for a model, and where."""
+    """What `llmopt kv-plan --output` wrote for a model, and where."""
 
     path: Path
     values: Mapping[str, Any]
@@ -88,7 +88,9 @@ def read_plan(path: Path, model: PlannedModel) -> WrittenPlan:
     """
     values = read_json(path)
     if lacking := [key for key in _NEEDED if key not in values]:
-        raise BadInput(f"{path} is no plan ({lacking[0]} is missing): write one with kv-plan --out")
+        raise BadInput(
+            f"{path} is no plan ({lacking[0]} is missing): write one with kv-plan --output"
+        )
     if values["param_count"] != model.shape.num_parameters:
         raise BadInput(
             f"{path} is a plan for {values.get('model')} with {values['param_count']:,} parameters, but "
