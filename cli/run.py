@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @with_groups
 def run(
-    folder: FolderOptions,
+    *,
     recipe: Annotated[
         str | None,
         typer.Argument(
@@ -34,13 +34,13 @@ def run(
         Path | None,
         typer.Option(help="Go on with the recipe in this run folder, from the first open stage."),
     ] = None,
+    folder: FolderOptions,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print its steps; do nothing.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Carry out a recipe: bench, quantize, verify, bench again, compare, report."""
-    from ..bench.recipes.recipe import steps_of
     from ..quant.base.errors import BadInput
 
     folder.check()
@@ -48,12 +48,7 @@ def run(
         raise BadInput("--output names the folder of a new run: leave it away with --resume")
     stages, steps = _wanted(recipe, resume)
     if dry_run:
-        from .output.console import emit_json, result_console
-
-        if as_json:
-            emit_json({"name": steps.name, "steps": steps_of(steps)})
-        for number, line in enumerate(steps_of(steps), 1):
-            result_console(as_json).print(f"{number}. {line}", markup=False, soft_wrap=True)
+        _show_steps(steps, as_json)
         return
 
     from ..bench.recipes.stages import Stages
@@ -82,6 +77,16 @@ def run(
     out.print(f"Report: {stages.folder / 'report.html'}", markup=False, soft_wrap=True)
     if done.record["exit_code"]:
         raise typer.Exit(done.record["exit_code"])
+
+
+def _show_steps(recipe: Recipe, as_json: bool) -> None:
+    from ..bench.recipes.recipe import steps_of
+    from .output.console import emit_json, result_console
+
+    if as_json:
+        emit_json({"name": recipe.name, "steps": steps_of(recipe)})
+    for number, line in enumerate(steps_of(recipe), 1):
+        result_console(as_json).print(f"{number}. {line}", markup=False, soft_wrap=True)
 
 
 def _wanted(recipe: str | None, resume: Path | None) -> tuple[Stages | None, Recipe]:

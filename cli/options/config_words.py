@@ -26,7 +26,7 @@ def keywords_of(config: type, words: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, one in options_of(config).items():
         if one.config is not None:
-            found[name] = one.config.asked(**keywords_of(one.config, words))  # type: ignore[attr-defined]
+            found[name] = one.config.asked(**keywords_of(one.config, words))
         elif (word := getattr(words, word_name(name, one))) is not None:
             found[name] = one.value(word)
     return found

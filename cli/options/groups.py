@@ -36,13 +36,13 @@ class Hidden:
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """A command for Typer: parameters annotated with a dataclass are spread into one option a field."""
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, type] = {}
+    groups: dict[str, Any] = {}
     shown: list[Parameter] = []
     for parameter in signature(command).parameters.values():
         hint = hints[parameter.name]
         if is_dataclass(hint):
-            groups[parameter.name] = hint  # type: ignore[assignment]
-            shown += _parameters(hint)  # type: ignore[arg-type]
+            groups[parameter.name] = hint
+            shown += _parameters(hint)
         else:
             shown.append(_parameter(parameter.name, hint, parameter.default))
     known = {parameter.name: parameter for parameter in shown}
@@ -52,7 +52,7 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     def call(**given: Any) -> None:
         given = _by_shown_name(given, known)
         built = {
-            name: group(**{one.name: given.pop(one.name) for one in fields(group)})  # type: ignore[arg-type]
+            name: group(**{one.name: given.pop(one.name) for one in fields(group)})
             for name, group in groups.items()
         }
         command(**built, **given)
@@ -72,7 +72,7 @@ def shown_name(parameter: str) -> str:
     return parameter.partition(_HIDDEN)[0]
 
 
-def _parameters(group: type) -> Iterator[Parameter]:
+def _parameters(group: Any) -> Iterator[Parameter]:
     hints = get_type_hints(group, include_extras=True)
     for one in fields(group):
         default = Parameter.empty if one.default is MISSING else one.default

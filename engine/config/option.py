@@ -46,7 +46,7 @@ class Option:
     parse: Callable[[Any], Any] | None = None
     limit: Limit | None = None
     show_default: str | None = None
-    config: type | None = None
+    config: type[Any] | None = None
 
     def value(self, given: Any) -> Any:
         """The field's value, of a word or of a value."""

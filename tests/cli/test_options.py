@@ -16,6 +16,7 @@ from llmopt.bench.session import gate_run
 from llmopt.cli import main, serve_local
 from llmopt.cli.options.config_words import word_name
 from llmopt.cli.options.groups import shown_name
+from llmopt.cli.options.result import FolderOptions
 from llmopt.engine import llm
 from llmopt.engine.config.compatibility import FEATURES
 from llmopt.engine.config.config import EngineConfig
@@ -242,6 +243,20 @@ def test_output_names_what_a_command_writes(commands) -> None:
         }
         assert {"--output", "-o"} <= flags if name in WRITES else not {"--output", "-o"} & flags
         assert "--out" not in flags
+
+
+def test_a_run_folder_is_named_or_made(commands, tmp_path) -> None:
+    named = FolderOptions(tmp_path / "mine", tmp_path)
+    assert named.folder("x") == tmp_path / "mine"
+    assert FolderOptions(None, tmp_path).folder("x").name.endswith("-x")
+    named.check()
+    there = ["--output", str(tmp_path)]
+    for command, words in (("bench", there), ("run", ["quickstart", *there])):
+        with pytest.raises(BadInput, match="exists: name another folder"):
+            commands[command].main(words, command, standalone_mode=False)
+    words = ["--resume", str(tmp_path), "-o", str(tmp_path / "new")]
+    with pytest.raises(BadInput, match="leave it away with --resume"):
+        commands["run"].main(words, "run", standalone_mode=False)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "cli").rglob("*.py")), ids=lambda path: path.stem)
