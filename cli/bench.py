@@ -99,7 +99,7 @@ def _judge(judged: Judged, wanted: VerdictWanted, folder: Path, as_json: bool) -
 def _report(judged: Judged, options: BenchOptions, result: ResultOptions) -> Path:
     """Write the run, and its base where it was measured beside it; print the run."""
     from ..bench.files.run_folder import stamped
-    from ..bench.session.session import write_run
+    from ..bench.session.run_files import write_run
     from .output.bench_tables import show_run
     from .output.console import emit_json, people, result_console
 

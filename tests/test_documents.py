@@ -122,8 +122,7 @@ def names_of_the_code() -> tuple[frozenset[str], frozenset[str]]:
 @cache
 def commands() -> Mapping[str, Any]:
     """The commands of `llmopt` by name, as click has them."""
-    main._register()
-    return typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
+    return typer.main.get_command(main.application()).commands  # type: ignore[attr-defined]
 
 
 @cache

@@ -16,7 +16,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     from rich.table import Table
 
     from ...bench.page.text import number, percent
-    from ...bench.report.comparison_page import check_rows, memory_rows, quality_rows
+    from ...bench.report.comparison_tables import check_rows, memory_rows, quality_rows
 
     title = f"{comparison.new} against {comparison.base}"
     # The page has the intervals too; a terminal of 80 columns has room for these.

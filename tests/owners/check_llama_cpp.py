@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 PROMPT = "Once upon a time, there was a little girl named Lily."
 TEXTS = (
@@ -79,8 +79,9 @@ def main() -> int:
 
 def compare_models(python: str, folder: Path) -> int:
     """Every type on stories3M, and every architecture; how many broke a limit."""
-    from gguf_support import RANDOM_MODELS, STORIES, random_model, write_model
     from llmopt.quant.gguf.mix import GGUF_TYPES
+
+    from tests.support.gguf_support import RANDOM_MODELS, STORIES, random_model, write_model
 
     files = [write_model(STORIES, folder / name, name) for name in GGUF_TYPES]
     for name in RANDOM_MODELS:
@@ -157,10 +158,11 @@ def print_row(name: str, mine: dict[str, Any], theirs: dict[str, Any], max_kl: f
 
 def compare_tokenizers(python: str, folder: Path, given: Path | None) -> int:
     """Token ids of several texts for every kind of tokenizer; how many differ."""
-    from gguf_support import SPLITS, STORIES, byte_level_tokenizer
     from llmopt.quant.gguf.container import write_gguf
     from llmopt.quant.gguf.tokenizer import tokenizer_keys
     from tokenizers import Tokenizer
+
+    from tests.support.gguf_support import SPLITS, STORIES, byte_level_tokenizer
 
     sources = {"stories3M": STORIES}
     for split in (None, *SPLITS):

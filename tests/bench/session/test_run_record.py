@@ -121,8 +121,10 @@ def test_keys_of_an_engine_in_process() -> None:
 
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_keys_of_a_server(is_checked: bool) -> None:
-    with known_server(2.0, 0.5) as port:
+    # Slow enough that a busy machine does not deliver a whole stream at once: a TPOT of 0 has no spread.
+    with known_server(20.0, 20.0) as port:
         options = {
+            "output_len": 10,
             "base_url": f"http://127.0.0.1:{port}",
             "model": "served-name",
             "tokenizer": "stories3M",
