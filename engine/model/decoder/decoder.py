@@ -53,18 +53,19 @@ class DecoderLayer:
         # Where attention and MLP both read the norm, it stays in floats.
         rounding = None if self.parallel else self.attention.rounding
         hidden, x = self.input_norm.of_sum(hidden, added, rounding)
+        adapters = step.inputs.adapters
         mixed = self.attention(x, step, cache)
         if self.parallel:
             if self.mlp_norm is not None:
                 x = self.mlp_norm(hidden)
-            return hidden + mixed, self.mlp(x)
+            return hidden + mixed, self.mlp(x, adapters)
         if self.post_attention_norm is not None:
             mixed = self.post_attention_norm(mixed)
         if self.mlp_norm is None:
             x = hidden = hidden + mixed
         else:
             hidden, x = self.mlp_norm.of_sum(hidden, mixed, self.mlp.rounding)
-        out = self.mlp(x)
+        out = self.mlp(x, adapters)
         return hidden, out if self.post_mlp_norm is None else self.post_mlp_norm(out)
 
 
@@ -186,8 +187,6 @@ class Decoder:
         angles, anchors = self._angles.of(positions), self._angles.of_anchors(places)
         attend = self._attend[inputs.batch.has_trees]
         step = Step(inputs, places, angles, attend, anchors, self._turn)
-        if self._adapters is not None:
-            self._adapters.rows = inputs.adapters
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)
         if self._scale != 1.0:
             hidden = hidden * self._scale

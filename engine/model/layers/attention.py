@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from ...kernels.elementwise.layer_kernels import TorchTurn, TurnKernel
 from ...kernels.elementwise.rotary import apply_rotary, neighbours_to_halves
 from ..spec.spec import KvLayout, Temperature
 from .norm import Norm
-from .projection import Projection
+from .projection import AdapterRows, Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class StepInputs:
     positions: torch.Tensor
     slots: torch.Tensor
     batch: AttentionBatch
-    adapters: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    adapters: AdapterRows = field(default_factory=dict)
     taps: tuple[int, ...] = ()
 
 
@@ -143,7 +143,8 @@ class HeadAttention:
         return self.qkv.rounding
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
-        qkv = self.qkv(x)
+        adapters = step.inputs.adapters
+        qkv = self.qkv(x, adapters)
         norms = self._head_norms(qkv.dtype)
         if self._only_turns(norms) and not step.anchors:
             assert self.rotation is not None
@@ -153,7 +154,7 @@ class HeadAttention:
                 stacked, self.num_heads, *angles, cache.keys, cache.values, step.inputs.slots, norms
             )
             mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
-            return self.output(mixed.flatten(1))
+            return self.output(mixed.flatten(1), adapters)
         queries, keys, values = self._split(qkv)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
@@ -171,7 +172,7 @@ class HeadAttention:
         mixed = step.attend(
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, anchored
         )
-        return self.output(mixed.flatten(1))
+        return self.output(mixed.flatten(1), adapters)
 
     def _only_turns(self, norms: HeadNorms | None) -> bool:
         """Whether nothing happens to queries and keys but `norms` and the rotation."""
@@ -242,12 +243,13 @@ class LatentAttention:
         return None
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
-        queries = self.query(x)
+        adapters = step.inputs.adapters
+        queries = self.query(x, adapters)
         if self.query_norm is not None and self.query_up is not None:
-            queries = self.query_up(self.query_norm(queries))
+            queries = self.query_up(self.query_norm(queries), adapters)
         queries = queries.view(len(queries), self.num_heads, -1)
         plain, turned = queries[..., : self.nope_dim], queries[..., self.nope_dim :]
-        latent = self.latent(x)
+        latent = self.latent(x, adapters)
         rank = self.latent_norm.size
         key = self.rotation(latent[:, None, rank:], step)
         kept = torch.cat([self.latent_norm(latent[:, :rank])[:, None], key], dim=-1)
@@ -260,7 +262,7 @@ class LatentAttention:
         mixed = step.attend(
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, anchored
         )
-        return self.output(torch.einsum("thr,hvr->thv", mixed, self.value_up).flatten(1))
+        return self.output(torch.einsum("thr,hvr->thv", mixed, self.value_up).flatten(1), adapters)
 
 
 Attention = HeadAttention | LatentAttention

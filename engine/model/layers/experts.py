@@ -12,6 +12,7 @@ from ...kernels.activations.rounded_rows import Rounding, Rows
 from ...kernels.moe.experts import ExpertsKernel
 from ..spec.spec import RouterSpec
 from .mlp import Block
+from .projection import NO_ADAPTERS, AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,9 @@ class MixtureOfExperts:
         """The router reads the input as it is."""
         return None
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         out = self.experts(x, *self.router(x))
         if self.total is not None:
             out = self.total(out)
-        return out if self.shared is None else out + self.shared(x)
+        return out if self.shared is None else out + self.shared(x, adapters)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ...kernels.activations.rounded_rows import Rounding, RoundsGate, Rows
 from ...kernels.elementwise.layer_kernels import GATE, GELU_GATE, RowSituation
-from .projection import Projection
+from .projection import NO_ADAPTERS, AdapterRows, Projection
 
 
 class Block(Protocol):
@@ -32,7 +32,7 @@ class Block(Protocol):
         """Whether it does the same operations whatever its input's values."""
         ...
 
-    def __call__(self, x: Rows) -> torch.Tensor: ...
+    def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor: ...
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -94,12 +94,12 @@ class GatedMlp:
     def rounding(self) -> Rounding | None:
         return self.gate_up.rounding
 
-    def __call__(self, x: Rows) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+    def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
+        gate, up = self.gate_up(x, adapters).chunk(2, dim=-1)
         rounding = self.down.rounding
         if rounding is not None and isinstance(self.combine, RoundsGate):
-            return self.down(self.combine.rounded(gate, up, rounding))
-        return self.down(self.combine(gate, up))
+            return self.down(self.combine.rounded(gate, up, rounding), adapters)
+        return self.down(self.combine(gate, up), adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,5 +122,5 @@ class PlainMlp:
     def rounding(self) -> Rounding | None:
         return self.up.rounding
 
-    def __call__(self, x: Rows) -> torch.Tensor:
-        return self.down(self.activation(self.up(x)))
+    def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
+        return self.down(self.activation(self.up(x, adapters)), adapters)

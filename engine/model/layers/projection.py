@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,8 +19,13 @@ from ...kernels.activations.rounded_rows import RoundedRows, Rounding, Rows, Tak
 from ...kernels.linear.linear import FusesBias, LinearKernel, TorchLinear, prepare_linear
 from ...kernels.linear.quantized_linear import prepare_quantized_linear
 
-Delta = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds to `y [tokens, out]`, in place, what belongs to `x [tokens, in]` beside the weights."""
+AdapterRows = Mapping[str, torch.Tensor | None]
+"""Rows of a step by the adapter that they ask for, int64; None: every row asks for it."""
+
+NO_ADAPTERS: AdapterRows = MappingProxyType({})
+
+Delta = Callable[[torch.Tensor, torch.Tensor, AdapterRows], None]
+"""Adds to `y [tokens, out]`, in place, what adapters make of their rows of `x [tokens, in]`."""
 
 
 class Projection:
@@ -80,14 +86,14 @@ class Projection:
         return self._takes_rounded.rounding if alone and self._takes_rounded is not None else None
 
     def add_delta(self, delta: Delta) -> None:
-        """Let `delta` change every result from now on."""
+        """Let `delta` change the results for steps with adapters from now on."""
         self._delta = delta
 
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Hand every result from now on to `step`, which may change it in place."""
         self._then = step
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         if isinstance(x, RoundedRows):
             assert self._takes_rounded is not None and self._delta is None
             y = self._takes_rounded(x)
@@ -97,8 +103,8 @@ class Projection:
             y = torch.cat([kernel(x) for kernel in self._kernels], dim=-1)
         if self._bias is not None:
             y = y + self._bias
-        if self._delta is not None and isinstance(x, torch.Tensor):
-            self._delta(x, y)
+        if adapters and self._delta is not None and isinstance(x, torch.Tensor):
+            self._delta(x, y, adapters)
         return y if self._then is None else self._then(y)
 
 

@@ -11,12 +11,9 @@ import torch
 from torch.nn import functional
 
 from ...base.transfer import packed
-from ..layers.projection import LinearSite
+from ..layers.projection import AdapterRows, LinearSite
 from ..parallel.cut import take_rows
 from .read import read_adapter
-
-AdapterRows = Mapping[str, torch.Tensor | None]
-"""Rows of a step by the adapter that they ask for, int64; None: every row asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +32,10 @@ class _Delta:
     A row takes part in its own adapter's products only, and adds to itself only.
     """
 
-    bank: AdapterBank
     parts: dict[str, list[_Part]] = field(default_factory=dict)
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        for name, rows in self.bank.rows.items():
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, adapters: AdapterRows) -> None:
+        for name, rows in adapters.items():
             if name not in self.parts:
                 continue
             inputs = x if rows is None else x.index_select(0, rows)
@@ -53,7 +49,7 @@ class _Delta:
 
 
 class AdapterBank:
-    """Adapters by name. `rows` says, before each step, which rows ask for which.
+    """Adapters by name, each added to the projections that it changes; a step says which rows ask for which.
 
     Args:
         folders: PEFT folders by the adapters' names.
@@ -72,7 +68,6 @@ class AdapterBank:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.rows: AdapterRows = {}
         self.num_bytes = 0
         deltas: dict[int, _Delta] = {}
         like: Any = {"device": device, "dtype": dtype}
@@ -81,7 +76,7 @@ class AdapterBank:
                 site = linears[module]
                 delta = deltas.get(id(site.projection))
                 if delta is None:
-                    delta = deltas[id(site.projection)] = _Delta(self)
+                    delta = deltas[id(site.projection)] = _Delta()
                     site.projection.add_delta(delta)
                 down = pair.down if site.columns is None else pair.down[:, site.columns]
                 up = take_rows(pair.up, site.rows) if site.rows else pair.up

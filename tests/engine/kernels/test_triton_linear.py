@@ -185,7 +185,7 @@ def test_a_delta_gets_the_input_as_it_is() -> None:
     scheme = IntScheme(8, -1, True, Activations("int8"))
     projection = Projection([weight_of(scheme, 32, 64)], None, torch.float32)
     assert projection.rounding is not None
-    projection.add_delta(lambda x, y: None)
+    projection.add_delta(lambda x, y, adapters: None)
     assert projection.rounding is None
 
 
