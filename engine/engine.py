@@ -37,7 +37,7 @@ from .execution.memory_profile import (
 from .execution.model_runner import ModelRunner
 from .execution.scoring import in_chunks
 from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
-from .execution.step_loop import SerialLoop, StepUnderWay, open_loop
+from .execution.step_loop import InFlightStep, SerialLoop, open_loop
 from .execution.step_trace import StepRecorder
 from .planner.memory.cache_size import (
     DEFAULT_BLOCK_SIZE,
@@ -119,7 +119,7 @@ class Engine:
             max_model_len=self.max_model_len,
             prefill_chunk_size=config.prefill_chunk_size,
             window=model.window,
-            guessing=draft_length(config.speculation, draft, model),
+            drafting=draft_length(config.speculation, draft, model),
             policy=config.scheduling_policy,
         )
         kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
@@ -213,13 +213,13 @@ class Engine:
             SwapSpace(on_host),
         )
         self._loop = open_loop(self.runner, self.device, overlapped=config.async_scheduling)
-        self._under_way: StepUnderWay | None = None
+        self._in_flight: InFlightStep | None = None
         self.answers = Answers(self.scheduler, self.tokenizer)
         self.recorder: StepRecorder | None = None
         self._random = random.Random(config.seed)
         self._next_order = 0
         self._num_steps = self._num_computed = self._num_generated = 0
-        self._num_drafts = self._num_guesses = self._num_accepted = 0
+        self._num_drafts = self._num_draft_tokens = self._num_accepted = 0
 
     def add_request(
         self,
@@ -295,46 +295,46 @@ class Engine:
         before where that decides with what it goes on. After an exception the tokens that are known
         remain, and the next step computes the sequences anew.
         """
-        before = self._under_way
+        before = self._in_flight
         if before is not None and before.plan.decides_next:
-            self._under_way = None
+            self._in_flight = None
             return self._settle(before)
         step = self._launch()
         if self._loop.is_overlapped:
-            self._under_way, step = step, before
+            self._in_flight, step = step, before
         return [] if step is None else self._settle(step)
 
-    def _launch(self) -> StepUnderWay | None:
+    def _launch(self) -> InFlightStep | None:
         start = time.perf_counter()
         plan = self.scheduler.schedule(start)
         if not plan.rows:
             return None
         scheduled, pool = time.perf_counter(), self.scheduler.pool
         kv_blocks_used = pool.num_usable - pool.num_free
-        return StepUnderWay(plan, start, scheduled, kv_blocks_used, self._loop.launch(plan))
+        return InFlightStep(plan, start, scheduled, kv_blocks_used, self._loop.launch(plan))
 
-    def _settle(self, step: StepUnderWay) -> list[RequestOutput]:
+    def _settle(self, step: InFlightStep) -> list[RequestOutput]:
         """Wait for a step and take what it drew."""
         plan = step.plan
         try:
             computed = step.wait()
         except BaseException:
             self._wait_for_thread()
-            self._under_way = None
+            self._in_flight = None
             self.scheduler.start_over()
             raise
         known = time.perf_counter()
         result = computed.result
         self.answers.keep_prompt_logprobs(plan, result)
         tokens = self.scheduler.update(
-            plan, result.tokens, self.eos_token_ids, known, result.guess_depths
+            plan, result.tokens, self.eos_token_ids, known, result.draft_depths
         )
         self._num_steps += 1
-        num_guesses = sum(result.num_guesses.values())
-        self._num_drafts += sum(count > 0 for count in result.num_guesses.values())
-        self._num_guesses += num_guesses
-        self._num_accepted += sum(len(result.tokens[name]) - 1 for name in result.num_guesses)
-        self._num_computed += plan.num_tokens + num_guesses
+        num_draft_tokens = sum(result.num_draft_tokens.values())
+        self._num_drafts += sum(count > 0 for count in result.num_draft_tokens.values())
+        self._num_draft_tokens += num_draft_tokens
+        self._num_accepted += sum(len(result.tokens[name]) - 1 for name in result.num_draft_tokens)
+        self._num_computed += plan.num_tokens + num_draft_tokens
         pieces = self.answers.pieces(plan, result, tokens)
         self._num_generated += sum(len(piece.new_token_ids) for piece in pieces)
         if self.recorder is not None:
@@ -342,10 +342,10 @@ class Engine:
         return self.answers.shown(pieces)
 
     def _wait_for_thread(self) -> None:
-        """The runner is free afterwards. What went wrong in the step under way is told by `step`."""
-        if self._under_way is not None:
+        """The runner is free afterwards. What went wrong in the in-flight step is told by `step`."""
+        if self._in_flight is not None:
             with suppress(Exception):
-                self._under_way.wait()
+                self._in_flight.wait()
 
     @contextmanager
     def computing_serially(self) -> Iterator[None]:
@@ -353,7 +353,7 @@ class Engine:
         assert not self.has_unfinished()
         self._wait_for_thread()
         before, self._loop = self._loop, SerialLoop(self.runner)
-        self._under_way = None
+        self._in_flight = None
         try:
             yield
         finally:
@@ -396,7 +396,7 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             kv_blocks_total=pool.num_usable,
             num_drafts=self._num_drafts,
-            num_guesses=self._num_guesses,
+            num_guesses=self._num_draft_tokens,
             num_accepted_guesses=self._num_accepted,
             kv_blocks_used=used,
             kv_dtype=stored_name(self.runner.cache.dtype),

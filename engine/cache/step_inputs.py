@@ -21,7 +21,7 @@ class Run(NamedTuple):
     Attributes:
         start: slots of the sequence before them.
         block_ids: of the whole sequence.
-        tree: of the guesses at their end, of which the first may have been computed before.
+        tree: of the draft tokens at their end, of which the first may have been computed before.
     """
 
     start: int

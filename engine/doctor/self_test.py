@@ -234,7 +234,7 @@ def _sampling(device: torch.device, draw: torch.Generator) -> Check:
         SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
     ]
     known = [5, 7, 7, 9]
-    rows = [SamplingRow(own, 3, known, 2, barred=frozenset({11})) for own in params]
+    rows = [SamplingRow(own, 3, known, 2, suppressed_ids=frozenset({11})) for own in params]
     logits = (4 * torch.randn(len(rows), VOCAB, generator=draw)).to(device)
 
     def compute(make: Callable[[], SamplingKernel]) -> list[torch.Tensor]:

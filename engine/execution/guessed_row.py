@@ -1,4 +1,4 @@
-"""A row of a step with its guesses, from the tokens to compute to what became of them."""
+"""A row with draft tokens, from the tokens to compute to those that are accepted."""
 
 from __future__ import annotations
 
@@ -7,79 +7,54 @@ from dataclasses import dataclass, field
 import torch
 
 from ..cache.step_inputs import Run
-from ..scheduling.outputs import TokenLogprobs
 from ..scheduling.step_plan import ScheduledRow
-from ..speculation.proposer import Guesses, Seen
+from ..speculation.proposer import DraftTokens
 
 
 @dataclass(slots=True)
-class GuessedRow:
-    """A row of a step with its guesses, and what became of them.
+class SpeculativeRow:
+    """A row with draft tokens behind it.
 
     Attributes:
-        begin: where its tokens lie in the step.
-        kept: the guesses that stand, from the first place on.
-        drawn, scored: the tokens that came of it, and their logprobs.
+        first: where the first draft token lies in the step.
+        accepted: the draft tokens that are accepted, by their numbers, from the first place on.
     """
 
     row: ScheduledRow
-    begin: int
-    guesses: Guesses | None
-    kept: list[int] = field(default_factory=list)
-    drawn: list[int] = field(default_factory=list)
-    scored: list[TokenLogprobs | None] = field(default_factory=list)
-
-    @property
-    def guessed(self) -> tuple[int, ...]:
-        return () if self.guesses is None else self.guesses.token_ids
-
-    @property
-    def num_tokens(self) -> int:
-        return self.row.num_tokens + len(self.guessed)
+    draft: DraftTokens
+    first: int
+    accepted: list[int] = field(default_factory=list)
 
     @property
     def run(self) -> Run:
-        row = self.row
-        if self.guesses is None:
-            return Run(row.start, row.token_ids, row.block_ids)
-        return Run(row.start, [*row.token_ids, *self.guessed], row.block_ids, self.guesses.tree)
-
-    @property
-    def ends(self) -> list[int]:
-        """Where the tokens lie in the step behind which something is drawn, once for each draw."""
-        last = self.begin + self.row.num_tokens - 1
-        return [last] * self.row.num_samples + [last + 1 + i for i in range(len(self.guessed))]
+        row, draft = self.row, self.draft
+        return Run(row.start, [*row.token_ids, *draft.token_ids], row.block_ids, draft.tree)
 
     @property
     def path(self) -> list[int]:
-        """The tokens of the guesses that stand."""
-        return [self.guessed[index] for index in self.kept]
+        """The tokens that are accepted."""
+        return [self.draft.token_ids[index] for index in self.accepted]
 
-    def follow(self) -> bool:
-        """Go on to the guess that is what was drawn last; False where there is none."""
-        if self.guesses is None:
-            return False
-        at = self.kept[-1] if self.kept else -1
-        found = self.guesses.tree.child(at, self.drawn[-1], self.guessed)
+    def accept(self, token_id: int) -> bool:
+        """Go on to the draft token that is the one drawn last; False where there is none."""
+        at = self.accepted[-1] if self.accepted else -1
+        found = self.draft.tree.child(at, token_id, self.draft.token_ids)
         if found is not None:
-            self.kept.append(found)
+            self.accepted.append(found)
         return found is not None
 
-    def moves(self) -> list[tuple[int, int]]:
-        """Slots of the sequence from and to which the guesses that stand must go."""
-        pairs = enumerate(self.kept, self.row.end)
-        return [(self.row.end + index, to) for to, index in pairs if self.row.end + index != to]
+    def moved_slots(self, block_size: int) -> list[tuple[int, int]]:
+        """Slots of the cache from and to which accepted tokens of a tree must go."""
+        end, blocks = self.row.end, self.row.block_ids
+        places = [(end + index, to) for to, index in enumerate(self.accepted, end)]
+        slots = [[blocks[p // block_size] * block_size + p % block_size for p in q] for q in places]
+        return [(source, target) for source, target in slots if source != target]
 
-    def seen(self, hidden: torch.Tensor) -> Seen:
-        """What the step, which gave `hidden` [tokens, hidden], found out about it."""
-        row, end = self.row, self.begin + self.row.num_tokens
-        if self.moves():
-            known = torch.arange(self.begin, end, device=hidden.device)
-            kept = torch.tensor(self.kept, device=hidden.device) + end
-            own = hidden.index_select(0, torch.cat([known, kept]))
-        else:
-            own = hidden[self.begin : end + len(self.kept)]
-        behind = row.tokens[row.start + 1 : row.end]
-        if row.num_samples:
-            return Seen(row, own, [*behind, *self.drawn[: len(self.kept) + 1]])
-        return Seen(row, own, [*behind, row.tokens[row.end]])
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The rows of `hidden` [tokens, hidden] of its tokens and those accepted."""
+        begin = self.first - self.row.num_tokens
+        if self.accepted == list(range(len(self.accepted))):
+            return hidden[begin : self.first + len(self.accepted)]
+        known = torch.arange(begin, self.first, device=hidden.device)
+        accepted = torch.tensor(self.accepted, device=hidden.device) + self.first
+        return hidden.index_select(0, torch.cat([known, accepted]))

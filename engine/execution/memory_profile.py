@@ -15,7 +15,8 @@ from ..base.sampling_params import SamplingParams
 from ..base.units import format_gib
 from ..planner.memory.cache_size import DEFAULT_UTILIZATION, CacheRoom
 from ..scheduling.scheduler_config import SchedulerConfig
-from ..scheduling.step_plan import PROMISED, ScheduledRow, StepPlan
+from ..scheduling.step_plan import ScheduledRow, StepPlan
+from ..scheduling.token_view import TokenView
 from .model_runner import ModelRunner
 
 TRIAL_BLOCKS = 2
@@ -104,8 +105,8 @@ def run_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
             sequence_id=f"largest-step/{index}",
             start=0,
             end=length,
-            tokens=[*[0] * length, PROMISED],
-            block_ids=[TRIAL_BLOCKS - 1] * limits.num_blocks(length),
+            tokens=TokenView([0] * length),
+            block_ids=(TRIAL_BLOCKS - 1,) * limits.num_blocks(length),
             num_samples=1,
             num_prompt_tokens=length,
             params=params,

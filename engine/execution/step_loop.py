@@ -1,10 +1,10 @@
-"""Steps on their way: computed where they are asked for, or while the next one is scheduled."""
+"""Step loops: a step is computed when its result is asked for, or while the next one is scheduled."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from ..scheduling.step_plan import StepPlan
-from .model_runner import ModelRunner, StepResult
+from .model_runner import ModelRunner
+from .step_result import DrawnTokens, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class ComputedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class StepUnderWay:
-    """A step that has been scheduled.
+class InFlightStep:
+    """A step that is scheduled and not settled.
 
     Attributes:
         plan: what it computes.
@@ -43,7 +44,10 @@ class StepUnderWay:
 
 
 class StepLoop(Protocol):
-    """Runs plans in the order in which they come."""
+    """Runs plans in the order in which they come.
+
+    A plan may have output placeholders for what the one before it draws: the loop hands those tokens on.
+    """
 
     @property
     def is_overlapped(self) -> bool:
@@ -55,7 +59,7 @@ class StepLoop(Protocol):
         ...
 
     def close(self) -> None:
-        """Let what is under way run out."""
+        """Let what is in flight run out."""
         ...
 
 
@@ -63,11 +67,11 @@ def open_loop(runner: ModelRunner, device: torch.device, *, overlapped: bool) ->
     """The loop of an engine that computes on `device`."""
     if not overlapped:
         return SerialLoop(runner)
-    return AheadLoop(runner) if device.type == "cuda" else ThreadedLoop(runner)
+    return DeviceAsyncLoop(runner) if device.type == "cuda" else ThreadedLoop(runner)
 
 
 class SerialLoop:
-    """A step is computed when somebody waits for it."""
+    """A step is computed when somebody waits for it; the next one is scheduled with its tokens."""
 
     is_overlapped = False
 
@@ -78,14 +82,15 @@ class SerialLoop:
         return partial(_compute, self._runner, plan)
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
 
 class ThreadedLoop:
-    """A thread computes a step at once, on the CPU.
+    """Async scheduling on the CPU: a thread computes a step at once.
 
-    Meanwhile its successor is scheduled and its predecessor's tokens become text. The tokens that a step
-    needs and its predecessor draws are put in their places by this thread, between the two.
+    Meanwhile its successor is scheduled and its predecessor's tokens become text. The thread puts the tokens
+    of one step in the place of the next plan's placeholders; it sees plans and results, and nothing else of
+    the engine.
     """
 
     is_overlapped = True
@@ -93,16 +98,20 @@ class ThreadedLoop:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, "llmopt-steps")
+        self._last: Future[ComputedStep] | None = None
 
     def launch(self, plan: StepPlan) -> Callable[[], ComputedStep]:
-        return self._thread.submit(_compute, self._runner, plan).result
+        before = self._last if plan.has_placeholders else None
+        self._last = self._thread.submit(_compute, self._runner, plan, before)
+        return self._last.result
 
     def close(self) -> None:
         self._thread.shutdown()
 
 
-class AheadLoop:
-    """A step is given to the device at once, which computes it behind its predecessor.
+class DeviceAsyncLoop:
+    """Async scheduling on a GPU: a step is given to the device at once, which computes it behind its
+    predecessor.
 
     The tokens that it needs of that one stay on the device, so that the device goes on while the host waits
     for tokens, makes text of them, and schedules. A step that looks at such a token on the host waits.
@@ -112,29 +121,43 @@ class AheadLoop:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._last: _Launched | None = None
+        self._last: _OnDevice | None = None
 
     def launch(self, plan: StepPlan) -> Callable[[], ComputedStep]:
-        self._last = _Launched(self._runner, plan, self._last)
+        self._last = _OnDevice(self._runner, plan, self._last)
         return self._last.wait
 
     def close(self) -> None:
-        """What is under way is the device's."""
+        """What is in flight is the device's."""
 
 
-class _Launched:
+class _OnDevice:
     """A step that is on the device from the beginning. What goes wrong is told to who waits."""
 
-    def __init__(self, runner: ModelRunner, plan: StepPlan, before: _Launched | None) -> None:
-        self._plan, self._before = plan, before
+    def __init__(self, runner: ModelRunner, plan: StepPlan, before: _OnDevice | None) -> None:
+        self._before = before
         self._begun = time.perf_counter()
         self._outcome: ComputedStep | Exception | None = None
+        self._drawn: DrawnTokens | None = None
+        drawn: DrawnTokens | None = None
         try:
-            if before is not None and runner.must_know(plan):
-                before.wait()
-            self._finish = runner.launch(plan)
+            if plan.has_placeholders:
+                assert before is not None
+                if runner.reads_placeholders(plan):
+                    plan = plan.resolved(before.wait().result.tokens)
+                else:
+                    drawn = before.drawn
+            step = runner.launch(plan, drawn)
+            self._finish, self._drawn = step.wait, step.drawn
         except Exception as error:
             self._outcome = error
+
+    @property
+    def drawn(self) -> DrawnTokens | None:
+        """Its tokens on the device."""
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._drawn
 
     def wait(self) -> ComputedStep:
         if self._outcome is None:
@@ -143,7 +166,6 @@ class _Launched:
             except Exception as error:
                 self._outcome = error
             else:
-                self._plan.keep(result.tokens)
                 self._outcome = ComputedStep(result, self._start(), time.perf_counter())
             self._before = None
         if isinstance(self._outcome, Exception):
@@ -157,8 +179,11 @@ class _Launched:
         return max(self._begun, self._before._outcome.ended)
 
 
-def _compute(runner: ModelRunner, plan: StepPlan) -> ComputedStep:
+def _compute(
+    runner: ModelRunner, plan: StepPlan, before: Future[ComputedStep] | None = None
+) -> ComputedStep:
+    """Run a step whose placeholders are for what the one `before` draws, which is done by now."""
     begun = time.perf_counter()
-    result = runner.execute(plan)
-    plan.keep(result.tokens)
-    return ComputedStep(result, begun, time.perf_counter())
+    if before is not None:
+        plan = plan.resolved(before.result().result.tokens)
+    return ComputedStep(runner.execute(plan), begun, time.perf_counter())

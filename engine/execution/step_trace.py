@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from ..scheduling.scheduler import Scheduler
-from .step_loop import ComputedStep, StepUnderWay
+from .step_loop import ComputedStep, InFlightStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class StepRecorder:
         self._num_preemptions = scheduler.num_preemptions
         self.steps: list[StepTrace] = []
 
-    def note(self, step: StepUnderWay, computed: ComputedStep, known: float) -> None:
+    def note(self, step: InFlightStep, computed: ComputedStep, known: float) -> None:
         """Add the step that ends now, whose tokens were `known` on the clock of `time.perf_counter`."""
         plan = step.plan
         size, total = self._scheduler.config.block_size, self._scheduler.num_preemptions
@@ -64,7 +64,7 @@ class StepRecorder:
                 execute_seconds=computed.ended - computed.begun,
                 update_seconds=time.perf_counter() - known,
                 prefill_tokens=plan.num_tokens - decode,
-                decode_tokens=decode + sum(computed.result.num_guesses.values()),
+                decode_tokens=decode + sum(computed.result.num_draft_tokens.values()),
                 num_rows=len(plan.rows),
                 num_preemptions=total - self._num_preemptions,
                 kv_blocks_used=step.kv_blocks_used,

@@ -63,7 +63,7 @@ class BatchedSampling:
         return torch.where(is_greedy, greedy, weights)
 
     def _adjusted(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        if not any(row.barred or row.params.changes_scores for row in rows):
+        if not any(row.suppressed_ids or row.params.changes_scores for row in rows):
             return logits
         scores = logits.clone()
         together: list[tuple[int, SamplingRow]] = []
@@ -80,9 +80,9 @@ class BatchedSampling:
             bias = to_device(np.array([value for _, _, value in biased], np.float32), scores.device)
             scores.view(-1).index_add_(0, places, bias)
         self._penalize(scores, [(i, row) for i, row in together if row.params.penalizes])
-        barred = [(i, token) for i, row in together for token in row.barred]
-        if barred:
-            scores.view(-1).index_fill_(0, _places(barred, scores), float("-inf"))
+        suppressed = [(i, token) for i, row in together for token in row.suppressed_ids]
+        if suppressed:
+            scores.view(-1).index_fill_(0, _places(suppressed, scores), float("-inf"))
         _constrain(scores, logits, together)
         return scores
 
@@ -105,13 +105,13 @@ def _constrain(
     if not found:
         return
     words = np.stack([packed_mask(mask, scores.shape[1]) for _, _, mask in found])
-    width = max(1, *(len(row.endings) for _, row, _ in found))
-    endings = np.full((len(found), width), -1, dtype=np.int64)
-    for own, (_, row, _) in zip(endings, found, strict=True):
-        own[: len(row.endings)] = sorted(row.endings)
+    width = max(1, *(len(row.stop_ids) for _, row, _ in found))
+    stop_ids = np.full((len(found), width), -1, dtype=np.int64)
+    for own, (_, row, _) in zip(stop_ids, found, strict=True):
+        own[: len(row.stop_ids)] = sorted(row.stop_ids)
     of_rows = _integers([index for index, _, _ in found], scores.device)
     kernels.constrain(
-        scores, logits, of_rows, to_device(words, scores.device), to_device(endings, scores.device)
+        scores, logits, of_rows, to_device(words, scores.device), to_device(stop_ids, scores.device)
     )
 
 

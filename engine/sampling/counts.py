@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..base.transfer import to_device
-from ..scheduling.step_plan import Prefix
+from ..scheduling.token_view import TokenView
 from .row import SamplingRow
 
 IN_PROMPT, IN_OUTPUT = 1, 2
@@ -63,11 +63,11 @@ class TokenCounts:
         if of_prompt:
             flat.index_fill_(0, _indices(of_prompt, device), IN_PROMPT)
         _add(flat, of_output, device)
-        if not any(row.guessed for row in rows):
+        if not any(row.draft_ids for row in rows):
             return self._table, _indices(places, device)
         counts = self._table.index_select(0, _indices(places, device))
-        guessed = [i * vocab_size + token for i, row in enumerate(rows) for token in row.guessed]
-        _add(counts.view(-1), guessed, device)
+        drafts = [i * vocab_size + token for i, row in enumerate(rows) for token in row.draft_ids]
+        _add(counts.view(-1), drafts, device)
         return counts, torch.arange(len(rows), device=device)
 
     def _make_room(self, count: int, vocab_size: int, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class TokenCounts:
 
 
 def _own(row: SamplingRow) -> Sequence[int]:
-    return row.known.tokens if isinstance(row.known, Prefix) else row.known
+    return row.known.booked if isinstance(row.known, TokenView) else row.known
 
 
 def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:

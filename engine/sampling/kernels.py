@@ -20,7 +20,7 @@ NoiseKey = tuple[int, int]
 class SamplingKernel(Protocol):
     """Draws from float32 scores [rows, vocab].
 
-    What is done to the scores, in this order: logit bias, logits processors, penalties, barred tokens,
+    What is done to the scores, in this order: logit bias, logits processors, penalties, suppressed tokens,
     token mask, temperature, min-p, top-k, top-p. That a token may not come is said after everything
     that could raise its score again.
     """

@@ -53,7 +53,7 @@ def _noise(row: SamplingRow, like: torch.Tensor) -> torch.Tensor:
 
 
 def _all_adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    if not any(row.barred or row.params.changes_scores for row in rows):
+    if not any(row.suppressed_ids or row.params.changes_scores for row in rows):
         return logits
     scores = logits.clone()
     for index, row in enumerate(rows):
@@ -75,8 +75,8 @@ def adjust(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None
         scores.copy_(processed(processor, row, scores))
     if params.penalizes:
         penalize(scores, row)
-    if row.barred:
-        scores[torch.tensor(sorted(row.barred), device=scores.device)] = float("-inf")
+    if row.suppressed_ids:
+        scores[torch.tensor(sorted(row.suppressed_ids), device=scores.device)] = float("-inf")
     if params.token_mask is not None:
         constrain(scores, logits, row)
 
@@ -139,7 +139,7 @@ def processed(processor: LogitsProcessor, row: SamplingRow, scores: torch.Tensor
 def constrain(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None:
     """Take what the token mask of one row does not allow out of its scores [vocab], in place.
 
-    Where nothing is left, because the mask allows nothing or only what is barred otherwise, the sequence
+    Where nothing is left, because the mask allows nothing or only what is suppressed otherwise, the sequence
     can only end: the model's own `logits` choose among the tokens that end it.
     """
     mask = allowed(row)
@@ -148,8 +148,8 @@ def constrain(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> N
     lowest = float("-inf")
     scores.masked_fill_(~dense_mask(mask, len(scores), scores.device), lowest)
     if bool((scores == lowest).all()):
-        endings = torch.tensor(sorted(row.endings), device=scores.device)
-        scores[endings] = logits[endings]
+        stop_ids = torch.tensor(sorted(row.stop_ids), device=scores.device)
+        scores[stop_ids] = logits[stop_ids]
 
 
 def allowed(row: SamplingRow) -> torch.Tensor | None:

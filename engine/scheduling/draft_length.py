@@ -1,16 +1,16 @@
-"""How far ahead guesses are worth their cost, from how many were right."""
+"""How far ahead draft tokens are worth their cost, from how many were accepted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 _DECAY = 0.9  # of what was seen before, a step: about the last ten steps count
-_PRIOR_HITS, _PRIOR_TRIALS = 1.4, 2.0  # begin as if 70 % were right
+_PRIOR_HITS, _PRIOR_TRIALS = 1.4, 2.0  # begin as if 70 % were accepted
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Places that one sequence had guesses for and that were reached, and those where one was right;
+    """Places that one sequence had draft tokens for and that were reached, and those where one was accepted;
     older ones count less."""
 
     hits: float = _PRIOR_HITS
@@ -21,23 +21,23 @@ class Acceptance:
         return self.hits / self.trials
 
     def record(self, num_places: int, num_accepted: int) -> None:
-        """Take in a step. Behind the first place without a right guess none is checked."""
-        checked = num_accepted + (num_accepted < num_places)
+        """Take in a step. Behind the first place without an accepted token none is verified."""
+        verified = num_accepted + (num_accepted < num_places)
         self.hits = _DECAY * self.hits + num_accepted
-        self.trials = _DECAY * self.trials + checked
+        self.trials = _DECAY * self.trials + verified
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLength:
-    """How far ahead guesses reach to make most tokens of the time.
+    """How far ahead draft tokens reach to make most tokens of the time.
 
-    With guesses for k places, one of each right with probability a, a step brings
+    With draft tokens for k places, one of each accepted with probability a, a step brings
     `(1 - a^(k+1)) / (1 - a)` tokens and takes `1 + c k` of its time (Leviathan et al. 2023, section 3.5).
 
     Attributes:
-        longest: places that guesses reach ahead, at most.
-        relative_cost: c, of making and checking the guesses for one place.
-        width: guesses for each place, on average.
+        longest: places that draft tokens reach ahead, at most.
+        relative_cost: c, of making and verifying the draft tokens for one place.
+        width: draft tokens for each place, on average.
     """
 
     longest: int

@@ -7,6 +7,7 @@ from enum import Enum
 
 from ..base.sampling_params import SamplingParams
 from .draft_length import Acceptance
+from .token_view import OUTPUT_PLACEHOLDER, TokenView
 
 Rank = tuple[int, int]
 
@@ -33,15 +34,19 @@ class RequestTimes:
 class Request:
     """One sequence: a prompt and what has been generated after it.
 
-    There is no phase. `token_ids` is what is known, `num_computed_tokens` of them have their keys and
-    values in the blocks of `block_ids`, once the steps under way are done, and each step computes some of
-    the difference. When it is gone, the step samples the next token.
+    Only the scheduler writes it, the hashes of its blocks by way of its prefix cache.
+
+    There is no phase. `token_ids` is what is known, `num_computed_tokens` tokens have their keys and values
+    in the blocks of `block_ids`, once the in-flight steps are done, and each step computes some of the
+    difference. When it is gone, the step samples the next token.
+
+    In-flight steps see `token_ids` through views: it is appended to, and otherwise replaced.
 
     The blocks in the places `dropped` of `block_ids` have gone back to the pool: no token will see them
     again.
 
-    The last `num_promised` of `token_ids` are places for what steps under way will draw. They count as
-    tokens, so that the next step can be scheduled, and become known when those steps are settled.
+    Behind `token_ids` come `num_output_placeholders` tokens that in-flight steps draw. They count as tokens,
+    so that the next step can be scheduled, and become known when those steps are settled.
 
     A request for n > 1 completions is one sequence until its prompt is computed; then
     `num_completions - 1` sequences fork from it.
@@ -67,7 +72,7 @@ class Request:
     rank: Rank = (0, 0)
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
-    num_promised: int = 0
+    num_output_placeholders: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     dropped: range = range(0)
@@ -79,11 +84,11 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_output_placeholders
 
     @property
     def num_known_tokens(self) -> int:
-        return len(self.token_ids) - self.num_promised
+        return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -92,13 +97,18 @@ class Request:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last token that it may have is known or under way."""
+        """Whether the last token that it may have is known or being drawn."""
         return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
 
     @property
     def held_block_ids(self) -> list[int]:
         """The blocks that are still this sequence's."""
         return [*self.block_ids[: self.dropped.start], *self.block_ids[self.dropped.stop :]]
+
+    def view(self) -> TokenView:
+        """Its tokens as a step that is scheduled now may see them; at most one is still being drawn."""
+        last = OUTPUT_PLACEHOLDER if self.num_output_placeholders else None
+        return TokenView(self.token_ids, last=last)
 
     def fork(self, index: int) -> Request:
         """Completion `index` of the same request, with the tokens so far and no blocks of its own."""

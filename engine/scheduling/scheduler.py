@@ -11,7 +11,7 @@ from .prefix_cache import PrefixCache
 from .request import Rank, Request, RequestStatus, Token
 from .scheduler_config import SchedulerConfig
 from .scheduling_policy import rank_of
-from .step_plan import PROMISED, BlockCopies, ScheduledRow, StepPlan
+from .step_plan import BlockCopies, ScheduledRow, StepPlan
 from .stop import stop_token_reason
 from .swap_space import SwapSpace
 from .window import take_out
@@ -105,7 +105,7 @@ class Scheduler:
         """Decide the next step and take the blocks that it writes."""
         budget = self.config.max_num_batched_tokens
         scheduled: dict[str, tuple[Request, int]] = {}
-        guesses: dict[str, int] = {}
+        drafts: dict[str, int] = {}
 
         active = [request for request in self.running if not request.is_complete]
         num_after = len(active)
@@ -117,15 +117,15 @@ class Scheduler:
             while not self._grow(request, num_new):
                 victim = max(self.running, key=lambda candidate: candidate.rank)
                 budget += scheduled.pop(victim.sequence_id, (victim, 0))[1]
-                budget += guesses.pop(victim.sequence_id, 0)
+                budget += drafts.pop(victim.sequence_id, 0)
                 self._preempt(victim)
                 if victim is request:
                     break
             else:
                 scheduled[request.sequence_id] = (request, num_new)
                 budget -= num_new
-                if count := self._room_for_guesses(request, num_new, budget - num_after):
-                    guesses[request.sequence_id] = count
+                if count := self._num_draft_tokens(request, num_new, budget - num_after):
+                    drafts[request.sequence_id] = count
                     budget -= count
 
         while self._waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
@@ -138,7 +138,7 @@ class Scheduler:
             budget -= num_new
 
         rows = tuple(
-            self._row(request, num_new, guesses.get(sequence_id, 0))
+            self._row(request, num_new, drafts.get(sequence_id, 0))
             for sequence_id, (request, num_new) in scheduled.items()
         )
         if not rows:
@@ -155,19 +155,19 @@ class Scheduler:
         sampled: Mapping[str, Sequence[int]],
         eos: frozenset[int],
         now: float = 0.0,
-        guess_depths: Mapping[str, int] | None = None,
+        draft_depths: Mapping[str, int] | None = None,
     ) -> list[Token]:
         """Take the tokens that a step drew, `num_samples` for each row that asked for some.
 
-        A row that asked for one may bring a run of them: guesses that stood, and the token behind them.
+        A row that asked for one may bring a run of them: accepted draft tokens, and the one behind them.
+        `draft_depths` says how far ahead the drafts of rows reached.
         Sequences that ended meanwhile are passed over. Returns the tokens in row order; a sequence whose
         token was its last is finished and has let go of its blocks.
 
         Plans are settled in the order in which they were scheduled. One more may have been scheduled
         meanwhile, unless this one `decides_next`: steps run in order, so a block that is let go of here
-        is not written by its next holder before the step under way has read it.
+        is not written by its next holder before the in-flight step has read it.
         """
-        plan.keep(sampled)
         tokens: list[Token] = []
         for index, row in enumerate(plan.rows):
             request = self.request_of(row)
@@ -179,7 +179,7 @@ class Scheduler:
             if not row.num_samples:
                 continue
             drawn = sampled[row.sequence_id]
-            if guess_depths and (reached := guess_depths.get(row.sequence_id)):
+            if draft_depths and (reached := draft_depths.get(row.sequence_id)):
                 request.acceptance.record(reached, len(drawn) - 1)
             if row.num_samples == 1:
                 tokens += self._take_run(request, index, drawn, eos, now)
@@ -193,15 +193,16 @@ class Scheduler:
     def request_of(self, row: ScheduledRow) -> Request | None:
         """The sequence of a row, unless it ended since; another one may have its name by now."""
         request = self._requests.get(row.sequence_id)
-        return request if request is not None and request.token_ids is row.tokens else None
+        return request if request is not None and request.token_ids is row.tokens.booked else None
 
     def _take_run(
         self, request: Request, row: int, drawn: Sequence[int], eos: frozenset[int], now: float
     ) -> list[Token]:
-        """Append tokens of which all but the last were computed as guesses, up to one that ends it."""
+        """Append tokens of which all but the last are accepted drafts, up to one that ends the sequence."""
         tokens: list[Token] = []
         for sample, token_id in enumerate(drawn):
-            if sample:  # the guess before this one stood: its keys and values are in the cache
+            if sample:
+                # The draft token before this one is accepted: its keys and values are in the cache.
                 before, end = request.num_computed_tokens, request.num_tokens
                 request.num_computed_tokens = end
                 self.cache.insert(request, before, end)
@@ -213,10 +214,11 @@ class Scheduler:
         return tokens
 
     def start_over(self) -> None:
-        """Forget the steps under way, because one was lost: sequences keep what is known and wait again."""
+        """Forget the in-flight steps, because one was lost: sequences keep what is known and wait again."""
         for request in self._requests.values():
-            request.token_ids = request.token_ids[: request.num_known_tokens]
-            request.num_promised = 0
+            # Another list: who knows the sequence by it may have seen a token that is now drawn again.
+            request.token_ids = request.token_ids.copy()
+            request.num_output_placeholders = 0
         for _, request in self._waiting:
             self.swap.forget(request)
         for request in list(self.running):
@@ -224,9 +226,18 @@ class Scheduler:
         self._copies.clear()
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence for a reason that the scheduler cannot see, such as a stop string."""
+        """End a sequence for a reason that the scheduler cannot see."""
         if request.status is not RequestStatus.FINISHED:
             self._finish(request, reason, stop_reason)
+
+    def stop_at(self, request: Request, num_tokens: int, stop_string: str) -> None:
+        """End a sequence where its text meets a stop string: after `num_tokens` tokens.
+
+        A token limit that the same token reached yields to it.
+        """
+        self.finish(request, "stop")
+        request.finish_reason, request.stop_reason = "stop", stop_string
+        request.token_ids = request.token_ids[:num_tokens]
 
     def check_integrity(self) -> None:
         """Assert that blocks, queues and requests agree with each other."""
@@ -264,20 +275,20 @@ class Scheduler:
             request.block_ids.extend(self.pool.allocate(needed))
         return True
 
-    def _room_for_guesses(self, request: Request, num_new: int, budget: int) -> int:
-        """Guesses behind the last known token that there are slots for; nobody is preempted for one.
+    def _num_draft_tokens(self, request: Request, num_new: int, budget: int) -> int:
+        """Draft tokens behind the last known one that there are slots for; nobody is preempted for one.
 
-        The last token of a sequence is never computed, so the last guess is for the one before it.
+        The last token of a sequence is never computed, so the last draft token is for the one before it.
         """
         known = request.num_computed_tokens + num_new == request.num_tokens
         answering = request.num_tokens > request.num_prompt_tokens
-        guessing = self.config.guessing
-        if guessing is None or not known or not answering:
+        drafting = self.config.drafting
+        if drafting is None or not known or not answering:
             return 0
         end = request.num_computed_tokens + num_new
         left = request.max_tokens - (request.num_tokens - request.num_prompt_tokens) - 1
-        places = min(left, guessing.best(request.acceptance.rate))
-        count = max(0, min(budget, places * guessing.width))
+        places = min(left, drafting.best(request.acceptance.rate))
+        count = max(0, min(budget, places * drafting.width))
         needed = self.config.num_blocks(end + count) - len(request.block_ids)
         if needed > self.pool.num_free - len(self.running):
             count = min(count, len(request.block_ids) * self.config.block_size - end)
@@ -317,7 +328,7 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _row(self, request: Request, num_new: int, num_guesses: int) -> ScheduledRow:
+    def _row(self, request: Request, num_new: int, num_draft_tokens: int) -> ScheduledRow:
         """The row of a sequence, which from now on counts as computed."""
         start = request.num_computed_tokens
         end = start + num_new
@@ -325,19 +336,18 @@ class Scheduler:
             sequence_id=request.sequence_id,
             start=start,
             end=end,
-            tokens=request.token_ids,
-            block_ids=list(request.block_ids),
+            tokens=request.view(),
+            block_ids=tuple(request.block_ids),
             num_samples=request.num_completions if end == request.num_tokens else 0,
             num_prompt_tokens=request.num_prompt_tokens,
             params=request.params,
             seed=request.seed,
             lora=request.lora,
-            num_guesses=num_guesses,
+            num_draft_tokens=num_draft_tokens,
         )
         request.num_computed_tokens = end
-        if row.promises:
-            request.token_ids.append(PROMISED)
-            request.num_promised += 1
+        if row.draws_one:
+            request.num_output_placeholders += 1
         return row
 
     def _wait(self, request: Request) -> None:
@@ -358,10 +368,9 @@ class Scheduler:
         self._wait(request)
 
     def _append(self, request: Request, token_id: int, eos: frozenset[int], now: float) -> None:
-        if request.num_promised:
-            request.num_promised -= 1  # it lies in its place
-        else:
-            request.token_ids.append(token_id)
+        request.token_ids.append(token_id)
+        if request.num_output_placeholders:
+            request.num_output_placeholders -= 1
         request.times.last_token = now
         if request.times.first_token is None:
             request.times.first_token = now
@@ -416,9 +425,7 @@ class Scheduler:
             heapq.heapify(self._waiting)
             self.swap.forget(request)
         del self._requests[request.sequence_id]
-        # A step under way keeps the list with the places that it fills.
-        request.token_ids = request.token_ids[: request.num_known_tokens]
-        request.num_promised = 0
+        request.num_output_placeholders = 0
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
 

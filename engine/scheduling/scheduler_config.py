@@ -23,7 +23,7 @@ class SchedulerConfig:
             grow a while before one of them must be preempted.
         window: how far the farthest-looking layer sees; None: some layer sees all. Blocks behind it go
             back to the pool.
-        guessing: how many guesses a sequence gets room for; None: nobody guesses.
+        drafting: how many draft tokens a sequence gets slots for; None: nobody proposes any.
         policy: name of the order in which sequences are served.
     """
 
@@ -34,7 +34,7 @@ class SchedulerConfig:
     prefill_chunk_size: int | None = None
     watermark: float = 0.01
     window: Window | None = None
-    guessing: DraftLength | None = None
+    drafting: DraftLength | None = None
     policy: str = "fcfs"
 
     def __post_init__(self) -> None:

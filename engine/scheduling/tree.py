@@ -1,4 +1,4 @@
-"""The shape of guesses: which of them follows which."""
+"""The shape of draft tokens: which of them follows which."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Guesses that follow the last known token, several of them perhaps in the same place.
+    """Draft tokens that follow the last known token, several of them perhaps in the same place.
 
     Attributes:
-        parents: of each guess the one that it follows, which comes before it; -1: the last known token.
+        parents: of each draft token the one that it follows, which comes before it; -1: the last known token.
     """
 
     parents: tuple[int, ...]
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """Each guess follows the one before it."""
+        """Each draft token follows the one before it."""
         return cls(tuple(range(-1, length - 1)))
 
     @property
@@ -27,7 +27,7 @@ class Tree:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """How far behind the last known token each guess stands, from 1 on."""
+        """How far behind the last known token each draft token stands, from 1 on."""
         found: list[int] = []
         for parent in self.parents:
             found.append(1 if parent < 0 else found[parent] + 1)
@@ -35,11 +35,11 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """How far the guesses reach."""
+        """How far the draft tokens reach."""
         return max(self.depths, default=0)
 
     def path(self, index: int) -> list[int]:
-        """The guesses from the first place down to `index`; none for -1."""
+        """The draft tokens from the first place down to `index`; none for -1."""
         found = []
         while index >= 0:
             found.append(index)
@@ -47,7 +47,7 @@ class Tree:
         return found[::-1]
 
     def child(self, index: int, token_id: int, token_ids: Sequence[int]) -> int | None:
-        """The guess behind `index` that is `token_id`, the guesses being `token_ids`."""
+        """The draft token behind `index` that is `token_id`, all of them being `token_ids`."""
         for other in range(index + 1, len(self.parents)):
             if self.parents[other] == index and token_ids[other] == token_id:
                 return other

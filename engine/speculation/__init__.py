@@ -1,1 +1,1 @@
-"""Speculative decoding: guesses that one step checks together. They make tokens faster, not different."""
+"""Speculative decoding: draft tokens that one step verifies. They make tokens faster, not different."""

@@ -1,4 +1,4 @@
-"""Guesses from a head that goes on from the model's hidden states, with a KV cache of its own."""
+"""Draft tokens from a head that goes on from the model's hidden states, with a KV cache of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..scheduling.step_plan import ScheduledRow
 from ..scheduling.tree import Tree
 from .eagle_head import EagleHead
 from .growth import Growth, grow
-from .proposer import DrawOf, Guesses, Seen
+from .proposer import DraftTokens, DrawOf, Seen
 
 
 @dataclass(slots=True)
 class _Followed:
-    """The guesses of a tree that the head has computed, in the order of their slots.
+    """The draft tokens of a tree that the head has computed, in the order of their slots.
 
     Attributes:
         hidden: behind each of them, by its number in the tree; -1: behind the last known token.
@@ -76,12 +76,12 @@ class EagleProposer:
         pieces = self._forward(runs, known)
         self._hidden = {step.place: own[-1] for step, own in zip(steps, pieces, strict=True)}
 
-    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
+    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
         """See `Proposer`."""
         followed = {
             row.sequence_id: _Followed(Growth(row, self._width), {-1: known})
             for row in rows
-            if row.num_guesses
+            if row.num_draft_tokens
             and (known := self._hidden.get((row.sequence_id, row.end - 1))) is not None
         }
 

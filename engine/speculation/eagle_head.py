@@ -150,7 +150,7 @@ class EagleHead:
 
     @property
     def bytes_per_place(self) -> int:
-        """Bytes that the guesses for one place read, a vocabulary projection included."""
+        """Bytes that the draft tokens for one place read, a vocabulary projection included."""
         own = self._weights.scores is not None
         return self._weights.bytes_read + (0 if own else self._target.weights.head.weight_bytes)
 

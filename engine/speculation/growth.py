@@ -1,4 +1,4 @@
-"""Trees of guesses, grown from scores level by level: the likeliest are kept, and followed further."""
+"""Trees of draft tokens, grown from scores level by level: the likeliest are kept, and followed further."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
 from ..scheduling.tree import Tree
-from .proposer import DrawOf, Guesses
+from .proposer import DraftTokens, DrawOf
 
 
 class Growth:
     """The tree of one row.
 
-    A guess weighs as much as the preferences for the tokens on the way to it, multiplied: about the chance
-    that all of them stand. Each level adds the `width` best tokens behind every guess of the frontier, and
-    the `width` best guesses of the level are the frontier of the next. Of all that was found, the best
-    that there is room for become the tree (Li et al., "EAGLE-2", arXiv:2406.16858, section 4).
+    A draft token weighs as much as the preferences for the tokens on the way to it, multiplied: about the
+    chance that all of them are accepted. Each level adds the `width` best tokens behind every token of the
+    frontier, and the `width` best of the level are the frontier of the next. Of all that was found, the
+    best that there are slots for become the tree (Li et al., "EAGLE-2", arXiv:2406.16858, section 4).
 
     Attributes:
-        frontier: guesses that the next level follows, by their numbers; -1: the last known token.
-        parents: of each guess found so far.
+        frontier: draft tokens that the next level follows, by their numbers; -1: the last known token.
+        parents: of each draft token found so far.
     """
 
     def __init__(self, row: ScheduledRow, width: int) -> None:
@@ -31,12 +31,12 @@ class Growth:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.level = 0
-        self.depth = -(-row.num_guesses // width)
+        self.depth = -(-row.num_draft_tokens // width)
         self._weights: list[float] = []
         self._width = width
 
     def path(self, index: int) -> list[int]:
-        """The tokens from the first place down to a guess."""
+        """The tokens from the first place down to a draft token."""
         return [self.tokens[i] for i in Tree(tuple(self.parents)).path(index)]
 
     def extend(self, preferences: torch.Tensor) -> None:
@@ -52,13 +52,13 @@ class Growth:
         self.frontier = self._best(range(first, len(self.tokens)), self._width)
         self.level += 1
 
-    def guesses(self) -> Guesses:
+    def draft(self) -> DraftTokens:
         """The best of what was found."""
-        # A guess weighs no more than its parent, which has the smaller number: it is kept as well.
-        kept = self._best(range(len(self.tokens)), self.row.num_guesses)
+        # A token weighs no more than its parent, which has the smaller number: it is kept as well.
+        kept = self._best(range(len(self.tokens)), self.row.num_draft_tokens)
         places = {index: place for place, index in enumerate(kept)}
         parents = tuple(places.get(self.parents[index], -1) for index in kept)
-        return Guesses(tuple(self.tokens[index] for index in kept), Tree(parents))
+        return DraftTokens(tuple(self.tokens[index] for index in kept), Tree(parents))
 
     def _best(self, indices: range, count: int) -> list[int]:
         return sorted(sorted(indices, key=lambda i: (-self._weights[i], i))[:count])
@@ -69,10 +69,10 @@ def grow(
     sampler: Sampler,
     draw: DrawOf,
     scores: Callable[[Sequence[Growth]], torch.Tensor],
-) -> dict[str, Guesses]:
-    """Grow trees as deep as there is room for; guesses by sequence.
+) -> dict[str, DraftTokens]:
+    """Grow trees as deep as there are slots for; draft tokens by sequence.
 
-    `scores` gives float32 [guesses, vocab] behind each frontier of some of them, one after the other.
+    `scores` gives float32 [draft tokens, vocab] behind each frontier of some of them, one after the other.
     """
     going = list(growths)
     while going:
@@ -83,4 +83,4 @@ def grow(
         ):
             one.extend(own)
         going = [one for one in going if one.level < one.depth]
-    return {one.row.sequence_id: one.guesses() for one in growths}
+    return {one.row.sequence_id: one.draft() for one in growths}

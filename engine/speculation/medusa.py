@@ -1,4 +1,4 @@
-"""Guesses from heads that each look one token further than the one before (Cai et al., "Medusa",
+"""Draft tokens from heads that each look one token further than the one before (Cai et al., "Medusa",
 arXiv:2401.10774)."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
 from .growth import Growth, grow
 from .heads_checkpoint import HeadsCheckpoint
-from .proposer import DrawOf, Guesses, Seen
+from .proposer import DraftTokens, DrawOf, Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class MedusaHeads:
 
     @property
     def bytes_per_place(self) -> int:
-        """Bytes that the guesses for one place read."""
+        """Bytes that the draft tokens for one place read."""
         return self.heads[0].weight_bytes
 
 
@@ -144,12 +144,12 @@ class MedusaProposer:
         """See `Proposer`."""
         self._hidden = {step.place: step.hidden[-1] for step in steps}
 
-    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
+    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
         """See `Proposer`."""
         growths = [
             Growth(row, self._width)
             for row in rows
-            if row.num_guesses and (row.sequence_id, row.end - 1) in self._hidden
+            if row.num_draft_tokens and (row.sequence_id, row.end - 1) in self._hidden
         ]
 
         def scores(going: Sequence[Growth]) -> torch.Tensor:

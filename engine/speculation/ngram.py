@@ -1,4 +1,4 @@
-"""Guesses from the sequence itself: what followed the last time that these tokens came."""
+"""Draft tokens from the sequence itself: what followed the last time that these tokens came."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from ..cache.kv_cache import KvCache
 from ..scheduling.step_plan import ScheduledRow
 from ..scheduling.tree import Tree
-from .proposer import DrawOf, Guesses, Seen
+from .proposer import DraftTokens, DrawOf, Seen
 
 
 class NgramProposer:
@@ -26,13 +26,14 @@ class NgramProposer:
     def see(self, steps: Sequence[Seen]) -> None:
         """Rows bring all that there is to look at."""
 
-    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
+    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
         """See `Proposer`."""
-        guesses = {}
+        drafts = {}
         for row in rows:
-            if row.num_guesses and (found := self._look_up(row.tokens, row.num_guesses)):
-                guesses[row.sequence_id] = Guesses(found, Tree.chain(len(found)))
-        return guesses
+            count = row.num_draft_tokens
+            if count and (found := self._look_up(row.tokens[:], count)):
+                drafts[row.sequence_id] = DraftTokens(found, Tree.chain(len(found)))
+        return drafts
 
     def _look_up(self, history: Sequence[int], count: int) -> tuple[int, ...]:
         tokens = np.asarray(history, dtype=np.int64)

@@ -28,7 +28,7 @@ from .proposer import Proposer
 _CHECKING_COST = 0.05  # of one more token in a step whose time goes to reading weights
 
 Draft = CausalModel | MedusaHeads | EagleHead
-"""What guesses, where it has weights."""
+"""What proposes draft tokens, where it has weights."""
 
 
 def open_draft(
@@ -95,7 +95,7 @@ def open_proposer(
     kv_dtype: torch.dtype,
     num_host_blocks: int = 0,
 ) -> Proposer | None:
-    """Who guesses, with a cache that has the target's blocks."""
+    """The proposer, with a cache that has the target's blocks."""
     if options is None:
         return None
     if draft is None:
@@ -112,9 +112,9 @@ def open_proposer(
 def draft_length(
     options: SpeculationConfig | None, draft: Draft | None, target: CausalModel
 ) -> DraftLength | None:
-    """The rule for the number of guesses; a draft's step is taken to cost its share of the bytes read.
+    """The rule for the number of draft tokens; a draft's step is taken to cost its share of the bytes read.
 
-    No guess reaches out of sight of the last known token.
+    No draft token reaches out of sight of the last known token.
     """
     if options is None:
         return None

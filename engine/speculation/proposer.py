@@ -1,4 +1,4 @@
-"""Who guesses."""
+"""Speculative proposers: draft tokens for the rows of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..scheduling.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
+class DraftTokens:
     """Tokens that may come next.
 
     Attributes:
@@ -35,8 +35,8 @@ class Seen:
     """What a step has found out about a row.
 
     Attributes:
-        hidden: [tokens, hidden], what the model made of the row's tokens and of the guesses that stand, as
-            its vocabulary projection reads it; beside it what the proposer's `taps` ask for.
+        hidden: [tokens, hidden], what the model made of the row's tokens and of the accepted ones, as its
+            vocabulary projection reads it; beside it what the proposer's `taps` ask for.
         next_ids: the token behind each of them.
     """
 
@@ -51,11 +51,11 @@ class Seen:
 
 
 DrawOf = Callable[[ScheduledRow, Sequence[int]], SamplingRow]
-"""How the token behind a row and some guesses is drawn."""
+"""How the token behind a row and some draft tokens is drawn."""
 
 
 class Proposer(Protocol):
-    """Makes guesses for the rows of a step that have room for some."""
+    """Proposes draft tokens for the rows of a step that have slots for some."""
 
     @property
     def bytes_held(self) -> int:
@@ -72,8 +72,8 @@ class Proposer(Protocol):
         """Its own, in which a sequence has the blocks that it has in the model's."""
         ...
 
-    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
-        """Guesses by sequence, at most `num_guesses` of its row, and none for rows without."""
+    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
+        """Draft tokens by sequence, at most `num_draft_tokens` of its row, and none for rows without."""
         ...
 
     def see(self, steps: Sequence[Seen]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from ..execution.model_runner import StepResult
+from ..execution.step_result import StepResult
 from ..scheduling.outputs import RequestOutput, TokenLogprobs
 from ..scheduling.request import Request, Token
 from ..scheduling.scheduler import Scheduler
@@ -104,9 +104,7 @@ class Answers:
             piece, met = text.feed(token.token_id, is_last=is_last)
             shown += piece
             if met is not None:
-                # A token limit reached by the same token yields to the stop string, which ends the text.
-                self._scheduler.finish(request, "stop", met)
-                request.finish_reason, request.stop_reason = "stop", met
-                del request.token_ids[len(request.token_ids) - len(run) + count :]
+                num_tokens = request.num_known_tokens - len(run) + count
+                self._scheduler.stop_at(request, num_tokens, met)
                 return shown, run[:count]
         return shown, run

@@ -29,28 +29,28 @@ def next_token(history: Sequence[int], seed: int, salt: bytes = b"") -> int:
     return hash((tuple(history), seed, len(salt))) % VOCAB
 
 
-def guesses_of(row: ScheduledRow, salt: bytes, width: int) -> tuple[list[int], Tree]:
-    """Some guesses for a row, `width` for a place, with the right one among them for two of three places,
-    and not always as many as there is room for."""
-    guesses: list[int] = []
+def draft_of(row: ScheduledRow, salt: bytes, width: int) -> tuple[list[int], Tree]:
+    """Some draft tokens for a row, `width` for a place, with the right one among them for two of three places,
+    and not always as many as there are slots for."""
+    tokens: list[int] = []
     parents: list[int] = []
     at = -1
-    for _ in range(row.num_guesses // width):
-        history = [*row.history, *path_of(guesses, Tree(tuple(parents)), at)]
+    for _ in range(row.num_draft_tokens // width):
+        history = [*row.history, *path_of(tokens, Tree(tuple(parents)), at)]
         chance = hash((tuple(history), row.seed, "guess")) % 12
         if chance == 11:
             break
         right, place = next_token(history, row.seed, salt), chance % width
         parents += [at] * width
-        at = len(guesses) + place
+        at = len(tokens) + place
         wrong = width * (chance > 7)
-        guesses += [(right + wrong + i - place) % VOCAB for i in range(width)]
-    return guesses, Tree(tuple(parents))
+        tokens += [(right + wrong + i - place) % VOCAB for i in range(width)]
+    return tokens, Tree(tuple(parents))
 
 
-def path_of(guesses: Sequence[int], tree: Tree, index: int) -> list[int]:
-    """The tokens that lead to a guess, itself included."""
-    return [guesses[i] for i in tree.path(index)]
+def path_of(draft: Sequence[int], tree: Tree, index: int) -> list[int]:
+    """The tokens that lead to a draft token, itself included."""
+    return [draft[i] for i in tree.path(index)]
 
 
 Loop = Literal["serial", "early", "late"]
@@ -59,12 +59,13 @@ is scheduled, or when somebody waits for it, which is the span that a thread has
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    """A step that was scheduled, and what it drew once it is computed."""
+class _InFlight:
+    """A step that was scheduled, the one before it, and what it drew once it is computed."""
 
     plan: StepPlan
+    before: _InFlight | None = None
     sampled: dict[str, list[int]] = field(default_factory=dict)
-    guess_depths: dict[str, int] = field(default_factory=dict)
+    draft_depths: dict[str, int] = field(default_factory=dict)
     is_computed: bool = False
 
 
@@ -73,7 +74,7 @@ class World:
 
     Attention reads every slot of a sequence up to the current token, or those within the window. So before
     each draw, every one of them must hold exactly that sequence's past and its salt; a block that was
-    shared, copied, freed or reused wrongly shows at once. Guesses are written too, right and wrong ones.
+    shared, copied, freed or reused wrongly shows at once. Draft tokens are written too, right and wrong ones.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class World:
         block_size: int = 4,
         caching: bool = True,
         policy: str = "priority",
-        guessing: int = 0,
+        drafting: int = 0,
         width: int = 1,
         loop: Loop = "serial",
         num_host_blocks: int = 0,
@@ -91,7 +92,7 @@ class World:
         self.block_size = block_size
         self._width = width
         self.loop = loop
-        self._under_way: _UnderWay | None = None
+        self._in_flight: _InFlight | None = None
         sinks = limits.pop("sinks", 0)
         window = Window(limits.pop("window"), sinks) if "window" in limits else None
         pool = BlockPool(num_blocks)
@@ -102,7 +103,7 @@ class World:
                 block_size=block_size,
                 max_model_len=limits.pop("max_model_len", 32),
                 policy=policy,
-                guessing=DraftLength(guessing, 0.1, width) if guessing else None,
+                drafting=DraftLength(drafting, 0.1, width) if drafting else None,
                 window=window,
                 **limits,
             ),
@@ -150,23 +151,23 @@ class World:
 
     def step(self) -> tuple[StepPlan, list[Token]]:
         """One step of the loop; returns what was settled in it."""
-        before = self._under_way
+        before = self._in_flight
         if before is not None and before.plan.decides_next:
-            self._under_way = None
+            self._in_flight = None
             return self._settle(before)
         plan = self.scheduler.schedule()
-        step = _UnderWay(plan) if plan.rows else None
+        step = _InFlight(plan, before) if plan.rows else None
         if step is not None and self.loop == "early":
             self._compute(step)
         if self.loop != "serial":
-            self._under_way, step = step, before
+            self._in_flight, step = step, before
         return (StepPlan(()), []) if step is None else self._settle(step)
 
-    def _settle(self, step: _UnderWay) -> tuple[StepPlan, list[Token]]:
+    def _settle(self, step: _InFlight) -> tuple[StepPlan, list[Token]]:
         if not step.is_computed:
             self._compute(step)
         tokens = self.scheduler.update(
-            step.plan, step.sampled, frozenset({EOS}), 0.0, step.guess_depths
+            step.plan, step.sampled, frozenset({EOS}), 0.0, step.draft_depths
         )
         for token in tokens:
             if token.request.finish_reason is not None:
@@ -174,30 +175,33 @@ class World:
         self.scheduler.check_integrity()
         return step.plan, tokens
 
-    def _compute(self, step: _UnderWay) -> None:
+    def _compute(self, step: _InFlight) -> None:
         plan, config = step.plan, self.scheduler.config
+        if plan.has_placeholders:
+            assert step.before is not None and step.before.is_computed
+            plan = plan.resolved(step.before.sampled)
+        step.before = None
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.rows) <= config.max_num_seqs
         self._copy(self.slots, self.slots, plan.copies.within)
         self._copy(self.slots, self.host, plan.copies.to_host)
         self._copy(self.host, self.slots, plan.copies.from_host)
         salts = {row.sequence_id: self._salts[row.sequence_id.split("/")[0]] for row in plan.rows}
-        guesses = {
-            row.sequence_id: guesses_of(row, salts[row.sequence_id], self._width)
-            for row in plan.rows
+        drafts = {
+            row.sequence_id: draft_of(row, salts[row.sequence_id], self._width) for row in plan.rows
         }
-        room = sum(row.num_guesses for row in plan.rows)
+        room = sum(row.num_draft_tokens for row in plan.rows)
         assert plan.num_tokens + room <= config.max_num_batched_tokens
         written: dict[tuple[int, int], Past] = {}
         for row in plan.rows:
             assert row.num_tokens >= 1
             last = row.num_prompt_tokens + (row.params.max_tokens or 0) - 1
-            places = -(-row.num_guesses // self._width)
+            places = -(-row.num_draft_tokens // self._width)
             assert row.end + places <= last, "a sequence's last token is computed"
             known, salt = row.history[: row.end], salts[row.sequence_id]
-            guessed, tree = guesses[row.sequence_id]
+            draft, tree = drafts[row.sequence_id]
             pasts: list[Past] = [(salt, *known[: i + 1]) for i in range(row.start, row.end)]
-            pasts += [(salt, *known, *path_of(guessed, tree, i)) for i in range(len(guessed))]
+            pasts += [(salt, *known, *path_of(draft, tree, i)) for i in range(len(draft))]
             for number, past in enumerate(pasts, row.start):
                 slot = self._slot(row, number)
                 assert slot[0] != 0, "a token is written to the null block"
@@ -206,7 +210,7 @@ class World:
         self.slots.update(written)
         sampled: dict[str, list[int]] = {}
         for row in plan.rows:
-            salt, (guessed, tree) = salts[row.sequence_id], guesses[row.sequence_id]
+            salt, (draft, tree) = salts[row.sequence_id], drafts[row.sequence_id]
             window = config.window or Window(row.end)
             behind = range(window.sinks, max(window.sinks, row.start - window.length + 1))
             for position in range(row.end):
@@ -218,9 +222,9 @@ class World:
                 continue
             drawn = [next_token(row.history, row.seed + i, salt) for i in range(row.num_samples)]
             kept: list[int] = []
-            while (at := tree.child(kept[-1] if kept else -1, drawn[-1], guessed)) is not None:
+            while (at := tree.child(kept[-1] if kept else -1, drawn[-1], draft)) is not None:
                 kept.append(at)
-                path = path_of(guessed, tree, at)
+                path = path_of(draft, tree, at)
                 drawn.append(next_token([*row.history, *path], row.seed, salt))
             self.num_accepted += len(kept)
             self.num_moved += sum(index != place for place, index in enumerate(kept))
@@ -228,9 +232,8 @@ class World:
             for number, past in enumerate(moved, row.end):
                 self.slots[self._slot(row, number)] = past
             sampled[row.sequence_id] = drawn
-        plan.keep(sampled)
         step.sampled, step.is_computed = sampled, True
-        step.guess_depths = {name: tree.depth for name, (_, tree) in guesses.items() if tree.depth}
+        step.draft_depths = {name: tree.depth for name, (_, tree) in drafts.items() if tree.depth}
 
     def _copy(
         self,
@@ -256,7 +259,7 @@ class World:
     def lose_steps(self) -> None:
         """The model fails in a step that has just been scheduled."""
         self.scheduler.schedule()
-        self._under_way = None
+        self._in_flight = None
         self.scheduler.start_over()
         self.scheduler.check_integrity()
 
@@ -266,7 +269,7 @@ class World:
             if not self.scheduler.has_unfinished():
                 break
             plan, _ = self.step()
-            assert plan.rows or self._under_way is not None, "the scheduler stalls"
+            assert plan.rows or self._in_flight is not None, "the scheduler stalls"
         assert not self.scheduler.has_unfinished(), "the scheduler thrashes"
         pool, swap = self.scheduler.pool, self.scheduler.swap
         assert pool.num_free == pool.num_usable

@@ -13,7 +13,8 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
-from llmopt.engine.execution.step_loop import AheadLoop, SerialLoop, ThreadedLoop
+from llmopt.engine.execution.step_loop import DeviceAsyncLoop, SerialLoop, ThreadedLoop
+from llmopt.engine.execution.step_result import DrawnTokens
 from llmopt.engine.execution.step_trace import StepRecorder
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.recipes import MODELS
@@ -21,7 +22,7 @@ from llmopt.recipes import MODELS
 PROMPT = [1, 403, 407, 261, 378]
 
 
-@pytest.fixture(params=[ThreadedLoop, AheadLoop], autouse=True)
+@pytest.fixture(params=[ThreadedLoop, DeviceAsyncLoop], autouse=True)
 def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
     """The two kinds, of which a device has one."""
 
@@ -74,7 +75,7 @@ def test_whatever_looks_at_tokens_sees_those_of_the_step_before(serial, own):
     built.close()
 
 
-def test_nothing_is_left_of_a_request_that_ends_with_a_step_under_way():
+def test_nothing_is_left_of_a_request_that_ends_with_a_step_in_flight():
     """A stop string shows one step late: the blocks go back, and the text does not grow."""
     built = engine()
     params = SamplingParams(max_tokens=200, temperature=0, stop=("a",))
@@ -187,9 +188,9 @@ def test_a_step_is_launched_before_the_tokens_of_its_predecessor_are_known(
     seen: list[tuple[bool, bool]] = []
     launch = ModelRunner.launch
 
-    def watched(self: ModelRunner, plan: StepPlan) -> Any:
-        seen.extend((row.is_unknown, row.params.reads_tokens) for row in plan.rows)
-        return launch(self, plan)
+    def watched(self: ModelRunner, plan: StepPlan, drawn: DrawnTokens | None = None) -> Any:
+        seen.extend((row.has_placeholder, row.params.reads_tokens) for row in plan.rows)
+        return launch(self, plan, drawn)
 
     monkeypatch.setattr(ModelRunner, "launch", watched)
     built = engine()
@@ -198,7 +199,7 @@ def test_a_step_is_launched_before_the_tokens_of_its_predecessor_are_known(
         run(built, "a", replace(params, ignore_eos=True))
     built.close()
     of_ahead = [(False, False), *[(True, False)] * 8, *[(False, True)] * 9]
-    assert seen == (of_ahead if loop is AheadLoop else [(False, row[1]) for row in of_ahead])
+    assert seen == (of_ahead if loop is DeviceAsyncLoop else [(False, row[1]) for row in of_ahead])
 
 
 def test_the_offline_door_takes_it(serial):

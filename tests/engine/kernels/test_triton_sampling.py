@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
-from llmopt.engine.execution.step_loop import AheadLoop
+from llmopt.engine.execution.step_loop import DeviceAsyncLoop
 from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.sampling.counts import TokenCounts
 from llmopt.engine.sampling.kernels import SAMPLING, SamplingKernel, SamplingSituation
 from llmopt.engine.sampling.row import SamplingRow
 from llmopt.engine.sampling.rowwise import RowwiseSampling, filter_mask
-from llmopt.engine.scheduling.step_plan import Prefix
+from llmopt.engine.scheduling.token_view import TokenView
 
 from ...support.model_families import save_model
 from ...support.triton_world import DEVICE
@@ -38,7 +38,11 @@ def batched(monkeypatch: pytest.MonkeyPatch) -> SamplingKernel:
 
 
 def row(known: Sequence[int] = (1,), seed: int = 0, prompt: int = 1, **given: Any) -> SamplingRow:
-    others = {name: given.pop(name) for name in ("barred", "endings", "guessed") if name in given}
+    others = {
+        name: given.pop(name)
+        for name in ("suppressed_ids", "stop_ids", "draft_ids")
+        if name in given
+    }
     return SamplingRow(SamplingParams(**given), seed, known, prompt, **others)
 
 
@@ -145,13 +149,13 @@ def demanding_rows(vocab: int) -> list[SamplingRow]:
         row(known, seed=1, temperature=0.7),
         row(known, seed=2, logit_bias={0: 4.0, vocab - 1: -3.0}, top_k=9),
         row(known, 3, 4, **penalties),
-        row(known, 4, 4, **penalties, guessed=[7, 7, 8], top_p=0.8),
+        row(known, 4, 4, **penalties, draft_ids=[7, 7, 8], top_p=0.8),
         row(known, 5, 11, repetition_penalty=0.5, temperature=0),
-        row(known, 6, barred=frozenset({1, 2}), min_p=0.1),
-        row(known, 7, token_mask=Mask(some), endings=frozenset({1})),
-        row(known, 8, token_mask=Mask(words), endings=frozenset({1}), temperature=0, **penalties),
-        row(known, 9, token_mask=Mask(some[:0]), endings=frozenset({2, 5}), temperature=0),
-        row(known, 10, token_mask=Mask(some & ~some), endings=frozenset({2, 5, 8}), top_k=2),
+        row(known, 6, suppressed_ids=frozenset({1, 2}), min_p=0.1),
+        row(known, 7, token_mask=Mask(some), stop_ids=frozenset({1})),
+        row(known, 8, token_mask=Mask(words), stop_ids=frozenset({1}), temperature=0, **penalties),
+        row(known, 9, token_mask=Mask(some[:0]), stop_ids=frozenset({2, 5}), temperature=0),
+        row(known, 10, token_mask=Mask(some & ~some), stop_ids=frozenset({2, 5, 8}), top_k=2),
         row(known, 11, logits_processors=(lambda ids, own: own.roll(len(ids)),), **penalties),
     ]
 
@@ -228,8 +232,8 @@ def test_counts_follow_the_sequences() -> None:
             lengths[index] += int(generator.integers(0, 3))
             if lengths[index] > 55:
                 lengths[index] = 5
-            guessed = tokens[index][:2] if step % 5 == 0 else ()
-            rows.append(row(Prefix(tokens[index], lengths[index]), 0, 4, guessed=guessed))
+            draft = tokens[index][:2] if step % 5 == 0 else ()
+            rows.append(row(TokenView(tokens[index], lengths[index]), 0, 4, draft_ids=draft))
         table, places = counts.of(rows, vocab, ON)
         for own, place in zip(rows, places.tolist(), strict=True):
             output = np.bincount(own.history[4:], minlength=vocab)
@@ -270,7 +274,8 @@ def test_seeded_tokens_are_the_same_alone_in_a_batch_with_guesses_and_ahead(
     assert generate(PROMPTS[1:]) == together[1:]
     assert generate(PROMPTS, speculation=SpeculationConfig("ngram", ngram_min=1)) == together
     monkeypatch.setattr(
-        "llmopt.engine.engine.open_loop", lambda runner, device, *, overlapped: AheadLoop(runner)
+        "llmopt.engine.engine.open_loop",
+        lambda runner, device, *, overlapped: DeviceAsyncLoop(runner),
     )
     assert generate(PROMPTS) == together
 

@@ -111,16 +111,16 @@ def test_vllm_15996_under_pressure_no_schedule_stays_empty(loop):
 
 
 @pytest.mark.parametrize("loop", ["early", "late"])
-def test_vllm_57562_and_28787_promised_tokens_with_chunks_and_preemption(loop):
-    """No promise is counted twice, and none is left in an answer."""
+def test_vllm_57562_and_28787_output_placeholders_with_chunks_and_preemption(loop):
+    """No placeholder is counted twice, and none is left in an answer."""
     world = World(num_blocks=7, block_size=2, prefill_chunk_size=1, max_num_seqs=3, loop=loop)
     expected = fill(world, 6, length=4, max_tokens=6)
     while world.scheduler.has_unfinished():
         world.step()
         for request in world.scheduler.requests():
-            assert 0 <= request.num_promised <= 2
+            assert 0 <= request.num_output_placeholders <= 2
             assert request.num_known_tokens >= request.num_prompt_tokens
-            assert request.token_ids[request.num_prompt_tokens :].count(-1) <= request.num_promised
+            assert request.token_ids[request.num_prompt_tokens :].count(-1) == 0
     assert world.scheduler.num_preemptions
     assert {name: answer(world, name) for name in expected} == expected
 

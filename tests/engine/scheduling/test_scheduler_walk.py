@@ -37,8 +37,8 @@ class SchedulerWalk(RuleBasedStateMachine):
     num_forks: ClassVar[int] = 0
     num_hit_tokens: ClassVar[int] = 0
     num_dropped_blocks: ClassVar[int] = 0
-    num_accepted_guesses: ClassVar[int] = 0
-    num_moved_guesses: ClassVar[int] = 0
+    num_accepted_drafts: ClassVar[int] = 0
+    num_moved_drafts: ClassVar[int] = 0
 
     @initialize(
         num_blocks=st.integers(6, 14),
@@ -50,7 +50,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         window=st.sampled_from([None, None, 1, 3, 9]),
         sinks=st.sampled_from([0, 0, 1, 6]),
         policy=st.sampled_from(list(POLICIES)),
-        guessing=st.sampled_from([0, 1, 4]),
+        drafting=st.sampled_from([0, 1, 4]),
         width=st.sampled_from([1, 3]),
         loop=st.sampled_from(["serial", "early", "late"]),
         num_host_blocks=st.sampled_from([0, 0, 2, 5, 20]),
@@ -66,7 +66,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         window,
         sinks,
         policy,
-        guessing,
+        drafting,
         width,
         loop,
         num_host_blocks,
@@ -78,7 +78,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             block_size,
             caching,
             policy,
-            guessing,
+            drafting,
             width,
             loop,
             num_host_blocks,
@@ -146,8 +146,8 @@ class SchedulerWalk(RuleBasedStateMachine):
         SchedulerWalk.num_hit_tokens += sum(
             request.num_cached_tokens for request in self.world.finished.values()
         )
-        SchedulerWalk.num_accepted_guesses += self.world.num_accepted
-        SchedulerWalk.num_moved_guesses += self.world.num_moved
+        SchedulerWalk.num_accepted_drafts += self.world.num_accepted
+        SchedulerWalk.num_moved_drafts += self.world.num_moved
         SchedulerWalk.num_preemptions += self.world.scheduler.num_preemptions
         SchedulerWalk.num_swaps += self.world.scheduler.swap.num_swaps
         for name, tokens in self.expected.items():
@@ -173,5 +173,5 @@ def test_random_walk():
     assert SchedulerWalk.num_forks >= 20
     assert SchedulerWalk.num_hit_tokens >= 20
     assert SchedulerWalk.num_dropped_blocks >= 20
-    assert SchedulerWalk.num_accepted_guesses >= 20
-    assert SchedulerWalk.num_moved_guesses >= 20
+    assert SchedulerWalk.num_accepted_drafts >= 20
+    assert SchedulerWalk.num_moved_drafts >= 20

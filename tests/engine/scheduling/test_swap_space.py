@@ -95,7 +95,7 @@ def test_what_still_lies_on_the_device_is_shared_and_not_copied_back():
 def test_blocks_behind_a_window_are_not_copied():
     plan = alone(caching=False, window=6, max_model_len=32)[1]
     assert (len(plan.copies.to_host), len(plan.copies.from_host)) == (2, 2)
-    assert plan.rows[0].block_ids[:2] == [NULL_BLOCK] * 2
+    assert plan.rows[0].block_ids[:2] == (NULL_BLOCK,) * 2
     with_sinks = alone(caching=False, window=6, sinks=1, max_model_len=32)[1]
     assert len(with_sinks.copies.to_host) == 3
 

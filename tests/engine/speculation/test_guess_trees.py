@@ -21,10 +21,11 @@ from llmopt.engine.model.open import open_model
 from llmopt.engine.sampling.row import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
 from llmopt.engine.scheduling.step_plan import ScheduledRow
+from llmopt.engine.scheduling.token_view import TokenView
 from llmopt.engine.scheduling.tree import Tree
 from llmopt.engine.scheduling.window import Window
 from llmopt.engine.speculation.growth import Growth
-from llmopt.engine.speculation.proposer import DrawOf, Guesses, Seen
+from llmopt.engine.speculation.proposer import DraftTokens, DrawOf, Seen
 from llmopt.quant.open import open_checkpoint
 
 from ...support.heads_world import write_medusa
@@ -138,18 +139,18 @@ class Oracle:
         for step in steps:
             assert len(step.hidden) == len(step.next_ids)
 
-    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
+    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
         found = {}
         for row in rows:
             history = tuple(row.history)
             rest = [
                 one[len(history) :] for one in self._sequences if one[: len(history)] == history
             ]
-            if row.num_guesses and rest:
-                found[row.sequence_id] = self._hidden(rest[0], row.num_guesses)
+            if row.num_draft_tokens and rest:
+                found[row.sequence_id] = self._hidden(rest[0], row.num_draft_tokens)
         return found
 
-    def _hidden(self, coming: tuple[int, ...], room: int) -> Guesses:
+    def _hidden(self, coming: tuple[int, ...], room: int) -> DraftTokens:
         tokens: list[int] = []
         parents: list[int] = []
         right = -1
@@ -165,7 +166,7 @@ class Oracle:
                 continue
             right = len(tokens) - self._width + level.index(token)
             self.num_moved += level.index(token) > 0
-        return Guesses(tuple(tokens), Tree(tuple(parents)))
+        return DraftTokens(tuple(tokens), Tree(tuple(parents)))
 
 
 PROMPTS = [
@@ -274,13 +275,13 @@ def test_the_cache_after_a_tree_is_the_cache_without(heads: Path) -> None:
 def test_trees_grow_within_their_room(room: int, width: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     params = SamplingParams()
-    row = ScheduledRow("s", 0, 1, [1], [1], 1, 1, params, 0, num_guesses=room)
+    row = ScheduledRow("s", 0, 1, TokenView([1]), (1,), 1, 1, params, 0, num_draft_tokens=room)
     growth = Growth(row, width)
     while growth.level < growth.depth:
         scores = torch.randn(len(growth.frontier), 20, generator=generator) * 3
         growth.extend(scores.softmax(-1))
         assert len(growth.frontier) <= width
-    guesses = growth.guesses()
+    guesses = growth.draft()
     assert len(guesses.token_ids) <= room
     assert guesses.tree.depth <= -(-room // width)
     assert len(
@@ -289,11 +290,13 @@ def test_trees_grow_within_their_room(room: int, width: int, seed: int) -> None:
 
 
 def test_a_grown_tree_has_the_likeliest_guesses() -> None:
-    row = ScheduledRow("s", 0, 1, [1], [1], 1, 1, SamplingParams(), 0, num_guesses=4)
+    row = ScheduledRow(
+        "s", 0, 1, TokenView([1]), (1,), 1, 1, SamplingParams(), 0, num_draft_tokens=4
+    )
     growth = Growth(row, 2)
     growth.extend(torch.tensor([[0.1, 0.6, 0.3, 0.0]]))
     growth.extend(torch.tensor([[0.0, 0.0, 0.9, 0.1], [0.5, 0.0, 0.05, 0.45]]))
-    guesses = growth.guesses()
+    guesses = growth.draft()
     # 0.6, 0.3, 0.54 behind the first, 0.15 behind the second.
     assert guesses.token_ids == (1, 2, 2, 0) and guesses.tree.parents == (-1, -1, 0, 1)
 

@@ -17,7 +17,7 @@ from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.scheduling.draft_length import DraftLength
 from llmopt.engine.scheduling.step_plan import ScheduledRow
-from llmopt.engine.speculation.proposer import DrawOf, Guesses
+from llmopt.engine.speculation.proposer import DraftTokens, DrawOf
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file
@@ -152,7 +152,7 @@ def final_hidden(model: Any, tokens: Sequence[int]) -> torch.Tensor:
         return model.model(torch.tensor([list(tokens)])).last_hidden_state[0]
 
 
-Proposed = list[tuple[tuple[int, ...], Guesses]]
+Proposed = list[tuple[tuple[int, ...], DraftTokens]]
 
 
 def watched(speculation: SpeculationConfig, **options: Any) -> tuple[Proposed, LLM]:
@@ -160,14 +160,14 @@ def watched(speculation: SpeculationConfig, **options: Any) -> tuple[Proposed, L
     llm = LLM("stories3M", dtype="float32", num_threads=1, speculation=speculation, **options)
     scheduler = llm.engine.scheduler
     # The rule of the costs would seldom let so small a model's guesses reach far.
-    guessing = DraftLength(speculation.num_tokens, 0.0, speculation.width)
-    scheduler.config = replace(scheduler.config, guessing=guessing)
+    drafting = DraftLength(speculation.num_tokens, 0.0, speculation.width)
+    scheduler.config = replace(scheduler.config, drafting=drafting)
     proposer = llm.engine.runner._proposer
     assert proposer is not None
     found: Proposed = []
-    propose: Callable[..., Mapping[str, Guesses]] = proposer.propose
+    propose: Callable[..., Mapping[str, DraftTokens]] = proposer.propose
 
-    def watch(rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, Guesses]:
+    def watch(rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
         guesses = propose(rows, draw)
         found.extend(
             (tuple(row.history), guesses[row.sequence_id])

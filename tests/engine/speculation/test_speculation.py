@@ -15,7 +15,7 @@ from llmopt.engine.sampling.row import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
 from llmopt.engine.scheduling.draft_length import Acceptance, DraftLength
 from llmopt.engine.scheduling.tree import Tree
-from llmopt.engine.speculation.proposer import Guesses
+from llmopt.engine.speculation.proposer import DraftTokens
 from llmopt.engine.speculation.verify import DRAFT_STREAM, Chain, accepted_tokens
 from llmopt.quant.base.errors import BadInput
 
@@ -174,7 +174,7 @@ def test_rejection_draws_by_the_target(certain: bool) -> None:
         chains = []
         for context, seed, place in zip(contexts, going, places, strict=True):
             probabilities = None if certain else draft[context[:-1]]
-            chain = Guesses(tuple(context[1:]), Tree.chain(2), probabilities)
+            chain = DraftTokens(tuple(context[1:]), Tree.chain(2), probabilities)
             chains.append(Chain(target[context], chain, seed, place))
         for seed, own in zip(going, accepted_tokens(chains, sampler), strict=True):
             written[seed] += own
