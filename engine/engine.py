@@ -38,6 +38,7 @@ from .execution.model_runner import ModelRunner
 from .execution.scoring import in_chunks
 from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
 from .execution.step_loop import InFlightStep, SerialLoop, open_loop
+from .execution.step_phases import UNTIMED, PhaseTimer, StepHook, StepTimer
 from .execution.step_trace import StepRecorder
 from .planner.memory.cache_size import (
     DEFAULT_BLOCK_SIZE,
@@ -76,7 +77,7 @@ class EngineMemory:
 class Engine:
     """A model, its KV cache, and the requests that share them. Not thread-safe: one thread drives it.
 
-    `recorder`, where one is set, is told of every step.
+    `recorder`, where one is set, is told of every step, and `hook` of each phase and step at its end.
 
     Raises:
         BadInput: the checkpoint is missing, broken or of a kind that is not supported, or the options
@@ -216,6 +217,7 @@ class Engine:
         self._in_flight: InFlightStep | None = None
         self.answers = Answers(self.scheduler, self.tokenizer)
         self.recorder: StepRecorder | None = None
+        self.hook: StepHook | None = None
         self._random = random.Random(config.seed)
         self._next_order = 0
         self._num_steps = self._num_computed = self._num_generated = 0
@@ -295,27 +297,37 @@ class Engine:
         before where that decides with what it goes on. After an exception the tokens that are known
         remain, and the next step computes the sequences anew.
         """
-        before = self._in_flight
+        begun, before = time.perf_counter(), self._in_flight
         if before is not None and before.plan.decides_next:
             self._in_flight = None
-            return self._settle(before)
+            return self._settle(before, begun)
         step = self._launch()
         if self._loop.is_overlapped:
             self._in_flight, step = step, before
-        return [] if step is None else self._settle(step)
+        return [] if step is None else self._settle(step, begun)
 
     def _launch(self) -> InFlightStep | None:
-        start = time.perf_counter()
-        plan = self.scheduler.schedule(start)
+        start, timer = time.perf_counter(), self._step_timer()
+        with timer("schedule"):
+            plan = self.scheduler.schedule(start)
         if not plan.rows:
             return None
         scheduled, pool = time.perf_counter(), self.scheduler.pool
         kv_blocks_used = pool.num_usable - pool.num_free
-        return InFlightStep(plan, start, scheduled, kv_blocks_used, self._loop.launch(plan))
+        wait = self._loop.launch(plan, timer)
+        return InFlightStep(plan, start, scheduled, kv_blocks_used, timer, wait)
 
-    def _settle(self, step: InFlightStep) -> list[RequestOutput]:
-        """Wait for a step and take what it drew."""
-        plan = step.plan
+    def _step_timer(self) -> StepTimer:
+        """Of the phases of a step, where anybody asks; for a hook alone the device is not waited for."""
+        asked = self.recorder is not None and self.recorder.asks_for_phases
+        if not asked and self.hook is None:
+            return UNTIMED
+        on_gpu = self.device.type == "cuda"
+        return PhaseTimer(self.device if asked and on_gpu else None, self.hook)
+
+    def _settle(self, step: InFlightStep, begun: float) -> list[RequestOutput]:
+        """Wait for a step and take what it drew, in a call that has `begun`."""
+        plan, timer = step.plan, step.timer
         try:
             computed = step.wait()
         except BaseException:
@@ -325,21 +337,27 @@ class Engine:
             raise
         known = time.perf_counter()
         result = computed.result
-        self.answers.keep_prompt_logprobs(plan, result)
-        tokens = self.scheduler.update(
-            plan, result.tokens, self.eos_token_ids, known, result.draft_depths
-        )
+        with timer("update"):
+            self.answers.keep_prompt_logprobs(plan, result)
+            tokens = self.scheduler.update(
+                plan, result.tokens, self.eos_token_ids, known, result.draft_depths
+            )
         self._num_steps += 1
         num_draft_tokens = sum(result.num_draft_tokens.values())
         self._num_drafts += sum(count > 0 for count in result.num_draft_tokens.values())
         self._num_draft_tokens += num_draft_tokens
         self._num_accepted += sum(len(result.tokens[name]) - 1 for name in result.num_draft_tokens)
         self._num_computed += plan.num_tokens + num_draft_tokens
-        pieces = self.answers.pieces(plan, result, tokens)
+        with timer("detokenize"):
+            pieces = self.answers.pieces(plan, result, tokens)
+            outputs = self.answers.shown(pieces)
         self._num_generated += sum(len(piece.new_token_ids) for piece in pieces)
+        told = time.perf_counter()
+        if self.hook is not None:
+            self.hook("step", told - begun)
         if self.recorder is not None:
-            self.recorder.note(step, computed, known)
-        return self.answers.shown(pieces)
+            self.recorder.note(step, computed, told - known)
+        return outputs
 
     def _wait_for_thread(self) -> None:
         """The runner is free afterwards. What went wrong in the in-flight step is told by `step`."""

@@ -26,6 +26,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.common.roofs import Roofs
+from llmopt.engine.kernels.graphs.recording import Recording
 from llmopt.engine.kernels.linear.native_linear import native_linear
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.norm import Norm
@@ -84,7 +85,7 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [
         (engine, "step", "python"),
         (runner._sampler, "begin", "sampler"),
-        (runner._graphs, "forward", "repeated"),
+        (Recording, "repeat", "repeated"),
         (decoder, "forward", "between"),
         (decoder, "logits", "head"),
         (decoder, "_turn", "turning"),

@@ -50,8 +50,6 @@ class InProcessTarget:
             and `stats`.
         ignore_eos: pin every output to its exact length, so that two checkpoints do equal work.
         temperature: 0 is greedy.
-        slowdown: a step is made to last this many times as long, by waiting after it. For proving
-            that a comparison notices; the result records it.
         loras: adapters that the requests of a pass take in turn.
     """
 
@@ -64,12 +62,10 @@ class InProcessTarget:
         ignore_eos: bool = True,
         temperature: float = 0.0,
         seed: int = 0,
-        slowdown: float = 1.0,
         loras: Sequence[str] = (),
     ):
         self._engine = engine
         self._ignore_eos = ignore_eos
-        self._slowdown = slowdown
         self._loras = loras
         self._params = SamplingParams(
             temperature=temperature, ignore_eos=ignore_eos, seed=seed if temperature > 0 else None
@@ -107,11 +103,6 @@ class InProcessTarget:
         outputs = self._engine.step()
         end = time.perf_counter()
         computed = self._engine.stats.num_computed_tokens - computed
-        if self._slowdown > 1.0:
-            # Spinning, not sleeping: a sleeping core wakes up slow and would slow the next step too.
-            until = start + (end - start) * self._slowdown
-            while (end := time.perf_counter()) < until:
-                pass
         self._note_step(start, end, outputs, computed)
         return [self._chunk(output, end) for output in outputs]
 

@@ -1,16 +1,16 @@
-"""Where the time of a decode step goes, and why smaller weights did or did not make it shorter.
+"""The phases of a decode step, and why smaller weights did or did not make it shorter.
 
-Measured in a short pass of its own behind the others, because looking takes time too.
+From the engine's own trace of a short pass behind the others, because on a GPU looking takes time too.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ...engine.execution.step_phases import Phase
+from ...engine.execution.step_trace import StepRecorder, StepTrace
 from ..page.page import Table
 from ..page.text import number, percent
 from ..workloads.workload import Workload
@@ -23,15 +23,27 @@ if TYPE_CHECKING:
 MOST_REQUESTS = 16
 PARTS = {
     "scheduling": "choosing what a step computes, and booking what came out of it",
-    "preparing": "laying out the inputs of the step and taking its results apart",
-    "kernels": "the model itself: operations and launching them",
-    "sampling": "choosing the tokens",
+    "preparing": "input preparation: token ids, positions, slot mapping, block tables",
+    "kernels": "the model's forward pass and LM head: kernels and launching them",
+    "sampling": "drawing the tokens from the logits, and getting them to the host",
     "detokenizing": "tokens to text, and the outputs",
     "rest": "everything else within the step",
 }
+DRAFTING = {"drafting": "proposing draft tokens"}
+"""A part of steps that speculate, and of no others."""
+PART_OF: Mapping[Phase, str] = {
+    "schedule": "scheduling",
+    "prepare_inputs": "preparing",
+    "draft": "drafting",
+    "forward": "kernels",
+    "sample": "sampling",
+    "fetch_tokens": "sampling",
+    "update": "scheduling",
+    "detokenize": "detokenizing",
+}
 FORMULA = (
-    "mean over the decode-only steps of a pass of its own in a serial loop, in which every part is timed; on "
-    "a GPU each part waits for its kernels"
+    "mean over the decode-only steps of a pass of its own in a serial loop, in which the engine times every "
+    "part; on a GPU each part waits for its kernels"
 )
 
 
@@ -45,89 +57,31 @@ def step_split(
     items = tuple(replace(item, arrival_seconds=0.0) for item in workload.items[:MOST_REQUESTS])
     few = Workload(workload.name, workload.source, items)
     engine.reset_prefix_cache()
-    # In an overlapped loop the parts lie beside each other.
-    with engine.computing_serially(), _timed(engine) as steps:
-        seen = drive(target, few, limit, description="where a step goes")
-    pairs = zip(seen.steps, steps, strict=False)
-    chosen = [parts for step, parts in pairs if step.decode_only]
-    if not chosen or seen.interrupted:
-        return None
-    mean = {part: 1000 * sum(one[part] for one in chosen) / len(chosen) for part in PARTS}
-    return {"num_steps": len(chosen), "step_ms": sum(mean.values()), "parts_ms": mean}
-
-
-@contextmanager
-def _timed(engine: Engine) -> Iterator[list[dict[str, float]]]:
-    """Seconds of each part of every step, while the block lasts."""
-    runner: Any = engine.runner
-    scheduler: Any = engine.scheduler
-    answers: Any = engine.answers
-    wait = _waiter(str(engine.device))
-    steps: list[dict[str, float]] = []
-    now: dict[str, float] = {}
-
-    def clocked(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            wait()
-            start = time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                wait()
-                now[part] = now.get(part, 0.0) + time.perf_counter() - start
-
-        return timed
-
-    def step(call: Callable[..., Any]) -> Callable[..., Any]:
-        whole = clocked("whole", call)
-
-        def timed() -> Any:
-            now.clear()
-            found = whole()
-            steps.append(_apart(now))
-            return found
-
-        return timed
-
-    places = [
-        (scheduler, "schedule", "scheduling"),
-        (scheduler, "update", "scheduling"),
-        (runner, "execute", "execute"),
-        (runner.decoder, "forward", "kernels"),
-        (runner.decoder, "logits", "kernels"),
-        (runner._sampler, "begin", "sampling"),
-        (answers, "pieces", "detokenizing"),
-    ]
-    wrapped = [(owner, name, clocked(part, getattr(owner, name))) for owner, name, part in places]
-    wrapped.append((engine, "step", step(engine.step)))
-    # A sampler may be slowed on purpose in the same way: what was there comes back.
-    before = [vars(owner).get(name) for owner, name, _ in wrapped]
-    for owner, name, call in wrapped:
-        setattr(owner, name, call)
+    recorder = engine.recorder = StepRecorder(engine.scheduler, phases=True)
     try:
-        yield steps
+        # In an overlapped loop the parts lie beside each other.
+        with engine.computing_serially():
+            seen = drive(target, few, limit, description="where a step goes")
     finally:
-        for (owner, name, _), own in zip(wrapped, before, strict=True):
-            delattr(owner, name)
-            if own is not None:
-                setattr(owner, name, own)
+        engine.recorder = None
+    steps = [step for step in recorder.steps if step.decode_only]
+    return None if seen.interrupted or not steps else mean_split(steps)
 
 
-def _apart(now: Mapping[str, float]) -> dict[str, float]:
-    part = {name: now.get(name, 0.0) for name in PARTS}
-    execute = now.get("execute", 0.0)
-    part["preparing"] = max(0.0, execute - part["kernels"] - part["sampling"])
-    outside = part["scheduling"] + execute + part["detokenizing"]
-    part["rest"] = max(0.0, now["whole"] - outside)
-    return part
-
-
-def _waiter(device: str) -> Callable[[], None]:
-    if not device.startswith("cuda"):
-        return lambda: None
-    import torch
-
-    return lambda: torch.cuda.synchronize(device)
+def mean_split(steps: Sequence[StepTrace]) -> dict[str, Any]:
+    """The mean of steps that were taken in a serial loop, with their phases."""
+    split = {part: 0.0 for part in PARTS if part != "rest"}
+    for step in steps:
+        for phase, seconds in step.phases.items():
+            part = PART_OF[phase]
+            split[part] = split.get(part, 0.0) + 1000 * seconds / len(steps)
+    step_ms = 1000 * sum(step.step_seconds for step in steps) / len(steps)
+    return {
+        "num_steps": len(steps),
+        "replayed_steps": sum(step.replayed for step in steps),
+        "step_ms": step_ms,
+        "parts_ms": split | {"rest": step_ms - sum(split.values())},
+    }
 
 
 def split_table(results: Mapping[str, Mapping[str, Any]]) -> Table | None:
@@ -138,22 +92,33 @@ def split_table(results: Mapping[str, Mapping[str, Any]]) -> Table | None:
     if not splits:
         return None
     rows = [
-        [part, *(number(one["parts_ms"][part]) for one in splits.values()), words]
-        for part, words in PARTS.items()
+        [part, *(number(one["parts_ms"].get(part, 0.0)) for one in splits.values()), words]
+        for part, words in (PARTS | DRAFTING).items()
+        if any(part in one["parts_ms"] for one in splits.values())
     ]
     rows.append(["whole step", *(number(one["step_ms"]) for one in splits.values()), ""])
     return Table(["ms of a decode step", *splits, ""], rows, caption=f"{FORMULA}.")
 
 
 def split_sentence(result: Mapping[str, Any]) -> str | None:
-    """Which part of a step is largest."""
+    """Which part of a step is largest, and whether its forward pass is replayed."""
     if not (found := result["llmopt"].get("step_split")):
         return None
     part, spent = max(found["parts_ms"].items(), key=lambda pair: pair[1])
     return (
         f"Of the {number(found['step_ms'])} ms of a decode step {percent(spent / found['step_ms'], 0)} go to "
-        f"{part} ({PARTS[part]})."
+        f"{part} ({(PARTS | DRAFTING)[part]}).{_replayed(found)}"
     )
+
+
+def _replayed(split: Mapping[str, Any]) -> str:
+    """How the steps were computed, as a sentence behind another; nothing for a record that does not know."""
+    if (count := split.get("replayed_steps")) is None:
+        return ""
+    if not count:
+        return " The forward pass is eager."
+    share = percent(count / split["num_steps"], 0)
+    return f" The forward pass is replayed from a captured graph in {share} of the steps."
 
 
 def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
@@ -167,15 +132,22 @@ def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
     before, after = splits
     saved = 1000 * (bytes_held[0] - bytes_held[1]) / roofline["ceilings"]["bandwidth"]
     change = after["step_ms"] - before["step_ms"]
-    moves = {p: after["parts_ms"][p] - before["parts_ms"][p] for p in PARTS}
-    part = max(moves, key=lambda name: abs(moves[name]))
+    moves = {
+        part: after["parts_ms"].get(part, 0.0) - before["parts_ms"].get(part, 0.0)
+        for part in before["parts_ms"] | after["parts_ms"]
+    }
+    # Of the parts that moved as the whole did, the one that moved most.
+    part = (min if change < 0 else max)(moves, key=lambda name: moves[name])
+    share = "most" if abs(moves[part]) >= abs(change) / 2 else "the largest part"
     said = (
         f"The bytes saved take {number(saved, 3)} ms to read at the measured bandwidth, "
         f"{percent(saved / before['step_ms'])} of the base's decode step of "
         f"{number(before['step_ms'])} ms: more than that smaller weights alone cannot save. "
         f"The step is {number(abs(change))} ms "
-        f"{'shorter' if change < 0 else 'longer'}; most of it is {part} ({moves[part]:+.2f} ms)"
+        f"{'shorter' if change < 0 else 'longer'}; {share} of it is {part} ({moves[part]:+.2f} ms)"
     )
     if change >= 0 and part == "kernels":
+        if before.get("replayed_steps") and not after.get("replayed_steps", True):
+            return f"{said}: the base's forward pass is replayed from captured graphs, this one is eager."
         return f"{said}: unpacking the codes costs more than the bytes saved bring."
     return f"{said}."

@@ -128,9 +128,9 @@ def explain(point: PhasePoint) -> str:
     share = f"{point.mbu:.1%} of the measured bandwidth and {point.mfu:.1%} of the measured peak"
     if point.bound == "overhead":
         return (
-            f"{point.phase.capitalize()} uses {share}: neither memory nor arithmetic limits it, the "
-            "time goes to launching operations and to Python between them. A difference in speed "
-            "between formats comes from what their kernels cost to launch, not from the bytes saved."
+            f"{point.phase.capitalize()} uses {share}: neither memory nor arithmetic limits it, its "
+            "operations are too small for either. A difference in speed between formats comes from "
+            "what their kernels cost on so little work, not from the bytes saved."
         )
     if point.bound == "memory":
         return (

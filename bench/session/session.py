@@ -10,9 +10,9 @@ from ...engine.execution.step_trace import StepRecorder
 from ...quant.base.progress import Progress
 from ...quant.model.models import resolve_model
 from ..files.interrupt import interrupts_held
+from ..load.injected_delay import injected_delay
 from ..load.inprocess import InProcessTarget
 from ..load.load import Load, drive
-from ..load.slow_sampler import slow_sampler
 from ..load.step_split import step_split
 from ..machine.engine_facts import memory_part, place_on_roofline
 from ..machine.environment import peak_memory_bytes, restart_peak_memory
@@ -80,11 +80,9 @@ class BenchSession(Session):
             ignore_eos=options.ignore_eos,
             temperature=options.temperature,
             seed=options.seed,
-            slowdown=options.slowdown if options.slowdown_where == "step" else 1.0,
             loras=tuple(options.loras),
         )
-        if options.slowdown_where == "sampler" and options.slowdown > 1.0:
-            slow_sampler(self._engine, options.slowdown)
+        self._engine.hook = injected_delay(options.slowdown, options.slowdown_where)
         name = options.name or options.label or self._model.name
         machine = MachineMeter(str(self._engine.device))
         super().__init__(options, name, workload, machine, progress, paired_runs)

@@ -22,13 +22,17 @@ from ..scheduling.step_plan import ScheduledRow, StepPlan
 from ..speculation.proposer import Proposer
 from .step_graphs import StepGraphs
 from .step_layout import StepLayout
+from .step_phases import UNTIMED, StepTimer
 from .step_result import DrawnTokens, LaunchedStep, StepResult
 from .verification import CoupledVerification, RejectionVerification, Verification
 
 
-def _drawn(rows: Sequence[ScheduledRow], draw: Draw, result: StepResult) -> StepResult:
+def _drawn(
+    rows: Sequence[ScheduledRow], draw: Draw, result: StepResult, timer: StepTimer
+) -> StepResult:
     """Wait for the tokens of rows, and put them into `result`."""
-    tokens, logprobs = draw.result()
+    with timer("fetch_tokens"):
+        tokens, logprobs = draw.result()
     begin = 0
     for row in rows:
         name, end = row.sequence_id, begin + row.num_samples
@@ -67,9 +71,9 @@ class ModelRunner:
         """Capture the steps that graphs repeat, before the first of them is asked for."""
         self._graphs.capture_all(() if self._proposer is None else self._proposer.taps)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> StepResult:
         """Run one step, which has no output placeholders."""
-        return self.launch(plan).wait()
+        return self.launch(plan, timer=timer).wait()
 
     def reads_placeholders(self, plan: StepPlan) -> bool:
         """Whether the host looks at tokens for which the plan has output placeholders."""
@@ -81,38 +85,60 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, drawn: DrawnTokens | None = None) -> LaunchedStep:
+    def launch(
+        self, plan: StepPlan, drawn: DrawnTokens | None = None, timer: StepTimer = UNTIMED
+    ) -> LaunchedStep:
         """Begin a step. Where the plan has output placeholders, `drawn` has the tokens of the step before.
 
         A plan of which it `reads_placeholders` has to be resolved before it comes here.
         """
-        for cache in (self.cache, *(() if self._proposer is None else self._proposer.caches)):
-            cache.copy(plan.copies)
+        with timer("prepare_inputs"):
+            for cache in (self.cache, *(() if self._proposer is None else self._proposer.caches)):
+                cache.copy(plan.copies)
         if self._proposer is not None:
-            result = self._speculate(plan, self._proposer)
+            result = self._speculate(plan, self._proposer, timer)
             return LaunchedStep(lambda: result)
         layout = StepLayout.of(plan.rows, {})
-        hidden = self._graphs.forward(self._inputs(layout, drawn))
-        result = StepResult()
-        self._score_prompts(layout, hidden, result)
-        return self._begin_draw(layout, hidden, result)
+        _, logits, result = self._forward(layout, drawn, timer)
+        if logits is None:
+            return LaunchedStep(lambda: result)
+        with timer("sample"):
+            return self._begin_draw(layout.drawing, logits, result, timer)
 
-    def _speculate(self, plan: StepPlan, proposer: Proposer) -> StepResult:
+    def _forward(
+        self, layout: StepLayout, drawn: DrawnTokens | None, timer: StepTimer
+    ) -> tuple[torch.Tensor, torch.Tensor | None, StepResult]:
+        """Hidden states [tokens, hidden], the logits [ends, vocab] behind the layout's `ends` if anything is
+        drawn, and the prompts' logprobs in a result."""
+        with timer("prepare_inputs"):
+            forward = self._graphs.prepare(self._inputs(layout, drawn))
+            ends = self._ends(layout) if layout.drawing else None
+        result = StepResult(replayed=forward.is_replay)
+        with timer("forward"):
+            hidden = forward.run()
+            self._score_prompts(layout, hidden, result)
+            logits = None
+            if ends is not None:
+                logits = self.decoder.logits(hidden.index_select(0, ends))
+        return hidden, logits, result
+
+    def _speculate(self, plan: StepPlan, proposer: Proposer, timer: StepTimer) -> StepResult:
         """Run a step with draft tokens, from proposing them to what the proposer hears of it."""
-        drafts = proposer.propose(plan.rows, self._draw_of)
+        with timer("draft"):
+            drafts = proposer.propose(plan.rows, self._draw_of)
         layout = StepLayout.of(plan.rows, drafts)
-        hidden = self._graphs.forward(self._inputs(layout))
-        result = StepResult()
-        self._score_prompts(layout, hidden, result)
-        if layout.drawing:
-            self._verification.draw(layout, self._logits(layout, hidden), result)
-        moved: list[tuple[int, int]] = []
-        for name, row in layout.speculative.items():
-            result.num_draft_tokens[name] = len(row.draft.token_ids)
-            result.draft_depths[name] = row.draft.tree.depth
-            moved += row.moved_slots(self.cache.block_size)
-        self.cache.copy_slots(moved)
-        proposer.see(layout.seen(hidden, result))
+        hidden, logits, result = self._forward(layout, None, timer)
+        if logits is not None:
+            with timer("sample"):
+                self._verification.draw(layout, logits, result)
+        with timer("draft"):
+            moved: list[tuple[int, int]] = []
+            for name, row in layout.speculative.items():
+                result.num_draft_tokens[name] = len(row.draft.token_ids)
+                result.draft_depths[name] = row.draft.tree.depth
+                moved += row.moved_slots(self.cache.block_size)
+            self.cache.copy_slots(moved)
+            proposer.see(layout.seen(hidden, result))
         return result
 
     @torch.inference_mode()
@@ -154,24 +180,24 @@ class ModelRunner:
     def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:
         return step_inputs(runs, self.cache.block_size, self._device, self._dtype)
 
-    def _logits(self, layout: StepLayout, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores behind the layout's `ends`, float32 [ends, vocab]."""
-        (ends,) = packed([layout.ends], self._device)
-        return self.decoder.logits(hidden.index_select(0, ends))
+    def _ends(self, layout: StepLayout) -> torch.Tensor:
+        """The hidden states behind which something is drawn, int64 [ends]."""
+        return packed([layout.ends], self._device)[0]
 
     def _begin_draw(
-        self, layout: StepLayout, hidden: torch.Tensor, result: StepResult
+        self,
+        rows: Sequence[ScheduledRow],
+        logits: torch.Tensor,
+        result: StepResult,
+        timer: StepTimer,
     ) -> LaunchedStep:
-        """Draw behind each row, without waiting for it."""
-        rows = layout.drawing
-        if not rows:
-            return LaunchedStep(lambda: result)
+        """Draw from the logits behind each row, without waiting for it."""
         draws = [own for row in rows for own in sampling_rows(row, self._eos_token_ids)]
-        draw = self._sampler.begin(self._logits(layout, hidden), draws)
+        draw = self._sampler.begin(logits, draws)
         places = accumulate((row.num_samples for row in rows), initial=0)
         names = (row.sequence_id for row in rows)
         drawn = DrawnTokens(draw.tokens, dict(zip(names, places, strict=False)))
-        return LaunchedStep(partial(_drawn, rows, draw, result), drawn)
+        return LaunchedStep(partial(_drawn, rows, draw, result, timer), drawn)
 
     def _draw_of(self, row: ScheduledRow, draft_ids: Sequence[int]) -> SamplingRow:
         return sampling_row(row, self._eos_token_ids, draft_ids)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -38,6 +39,18 @@ class Graph(Protocol):
 
 Capture = Callable[[Callable[[], torch.Tensor]], Graph]
 """Makes a graph of a call, which it may run."""
+
+
+class Forward(NamedTuple):
+    """A forward pass whose inputs are in place.
+
+    Attributes:
+        run: what the model's `forward` gives; a result from a graph lasts until the next step.
+        is_replay: whether a captured graph computes it.
+    """
+
+    run: Callable[[], torch.Tensor]
+    is_replay: bool
 
 
 class StepGraphs:
@@ -91,19 +104,20 @@ class StepGraphs:
             for part in cache.parts:
                 part[NULL_BLOCK].zero_()
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """What the model's `forward` gives; a result from a graph lasts until the next step."""
+    def prepare(self, inputs: StepInputs) -> Forward:
+        """Choose a graph and put a step's values where it reads them, or leave the step eager."""
         group = inputs.batch.decode
+        eager = Forward(partial(self._model.forward, inputs, self._caches), is_replay=False)
         if inputs.batch.spans or group is None or inputs.adapters:
-            return self._model.forward(inputs, self._caches)
+            return eager
         rows = len(inputs.token_ids)
         size = next((size for size in self._sizes if size >= rows), None)
         if size is None:
-            return self._model.forward(inputs, self._caches)
+            return eager
         self._fill(inputs, group, rows, size)
         key = size, group.front, inputs.taps
         graph = self._graphs.get(key) or self._graph(*key)
-        return graph.repeat()[:rows]
+        return Forward(lambda: graph.repeat()[:rows], is_replay=True)
 
     def _graph(self, size: int, front: int, taps: tuple[int, ...]) -> Graph:
         """Capture the step that lies in the tensors that stay."""

@@ -13,6 +13,7 @@ import torch
 
 from ..scheduling.step_plan import StepPlan
 from .model_runner import ModelRunner
+from .step_phases import UNTIMED, StepTimer
 from .step_result import DrawnTokens, StepResult
 
 
@@ -33,6 +34,7 @@ class InFlightStep:
         plan: what it computes.
         start, scheduled: when its scheduling began and ended, on the clock of `time.perf_counter`.
         kv_blocks_used: blocks that sequences hold while it runs.
+        timer: of its phases.
         wait: computes it, or waits for who does. In a serial loop to be asked once.
     """
 
@@ -40,6 +42,7 @@ class InFlightStep:
     start: float
     scheduled: float
     kv_blocks_used: int
+    timer: StepTimer
     wait: Callable[[], ComputedStep]
 
 
@@ -54,7 +57,7 @@ class StepLoop(Protocol):
         """Whether a plan may come before its predecessor's tokens are known."""
         ...
 
-    def launch(self, plan: StepPlan) -> Callable[[], ComputedStep]:
+    def launch(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> Callable[[], ComputedStep]:
         """Take a plan on; returns how to get its outcome."""
         ...
 
@@ -78,8 +81,8 @@ class SerialLoop:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def launch(self, plan: StepPlan) -> Callable[[], ComputedStep]:
-        return partial(_compute, self._runner, plan)
+    def launch(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> Callable[[], ComputedStep]:
+        return partial(_compute, self._runner, plan, timer)
 
     def close(self) -> None:
         """Nothing is in flight."""
@@ -100,9 +103,9 @@ class ThreadedLoop:
         self._thread = ThreadPoolExecutor(1, "llmopt-steps")
         self._last: Future[ComputedStep] | None = None
 
-    def launch(self, plan: StepPlan) -> Callable[[], ComputedStep]:
+    def launch(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> Callable[[], ComputedStep]:
         before = self._last if plan.has_placeholders else None
-        self._last = self._thread.submit(_compute, self._runner, plan, before)
+        self._last = self._thread.submit(_compute, self._runner, plan, timer, before)
         return self._last.result
 
     def close(self) -> None:
@@ -123,8 +126,8 @@ class DeviceAsyncLoop:
         self._runner = runner
         self._last: _OnDevice | None = None
 
-    def launch(self, plan: StepPlan) -> Callable[[], ComputedStep]:
-        self._last = _OnDevice(self._runner, plan, self._last)
+    def launch(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> Callable[[], ComputedStep]:
+        self._last = _OnDevice(self._runner, plan, timer, self._last)
         return self._last.wait
 
     def close(self) -> None:
@@ -134,7 +137,9 @@ class DeviceAsyncLoop:
 class _OnDevice:
     """A step that is on the device from the beginning. What goes wrong is told to who waits."""
 
-    def __init__(self, runner: ModelRunner, plan: StepPlan, before: _OnDevice | None) -> None:
+    def __init__(
+        self, runner: ModelRunner, plan: StepPlan, timer: StepTimer, before: _OnDevice | None
+    ) -> None:
         self._before = before
         self._begun = time.perf_counter()
         self._outcome: ComputedStep | Exception | None = None
@@ -147,7 +152,7 @@ class _OnDevice:
                     plan = plan.resolved(before.wait().result.tokens)
                 else:
                     drawn = before.drawn
-            step = runner.launch(plan, drawn)
+            step = runner.launch(plan, drawn, timer)
             self._finish, self._drawn = step.wait, step.drawn
         except Exception as error:
             self._outcome = error
@@ -180,10 +185,13 @@ class _OnDevice:
 
 
 def _compute(
-    runner: ModelRunner, plan: StepPlan, before: Future[ComputedStep] | None = None
+    runner: ModelRunner,
+    plan: StepPlan,
+    timer: StepTimer,
+    before: Future[ComputedStep] | None = None,
 ) -> ComputedStep:
     """Run a step whose placeholders are for what the one `before` draws, which is done by now."""
     begun = time.perf_counter()
     if before is not None:
         plan = plan.resolved(before.result().result.tokens)
-    return ComputedStep(runner.execute(plan), begun, time.perf_counter())
+    return ComputedStep(runner.execute(plan, timer), begun, time.perf_counter())

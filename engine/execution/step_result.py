@@ -21,6 +21,7 @@ class StepResult:
         prompt_logprobs: (position, logprobs) of prompt tokens that this step could score.
         num_draft_tokens: that were verified.
         draft_depths: how far those reached.
+        replayed: whether a captured graph computed the forward pass.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -28,6 +29,7 @@ class StepResult:
     prompt_logprobs: dict[str, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
     num_draft_tokens: dict[str, int] = field(default_factory=dict)
     draft_depths: dict[str, int] = field(default_factory=dict)
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,12 +217,3 @@ def test_steps_are_told_apart() -> None:
     # Prompt of 3 and one token each, then two.
     assert [step.context_tokens for step in found.steps if step.decode_only] == [8, 10]
     assert engine.params.min_tokens == 3 and engine.params.ignore_eos  # pyright: ignore
-
-
-def test_slowdown_stretches_every_step() -> None:
-    found = drive(
-        InProcessTarget(LineEngine(), slowdown=3.0),  # pyright: ignore[reportArgumentType]
-        workload(3),
-        None,
-    )
-    assert len(found.traces) == 1 and found.traces[0].success

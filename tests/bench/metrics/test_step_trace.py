@@ -26,12 +26,14 @@ def step(start: float, prefill: int = 0, decode: int = 2, blocks: int = 5, **oth
         schedule_seconds=0.01,
         execute_seconds=0.08,
         update_seconds=0.01,
+        step_seconds=0.11,
         prefill_tokens=prefill,
         decode_tokens=decode,
         num_rows=2,
         num_preemptions=other.pop("preempted", 0),
         kv_blocks_used=blocks,
         kv_slots_unfilled=4,
+        replayed=not prefill,
     )
 
 
@@ -65,6 +67,7 @@ def test_the_table_has_every_step_of_every_pass(one, tmp_path: Path):
     table = pq.read_table(tmp_path / "steps.parquet").to_pydict()
     assert table["run"] == [0, 0, 0, 1, 1, 1]
     assert table["prefill_tokens"] == [30, 0, 0] * 2
+    assert table["replayed"] == [False, True, True] * 2 and "phases" not in table
     write_steps(tmp_path / "none.parquet", [LoadPass([], 1.0)])
     assert not (tmp_path / "none.parquet").exists()
 

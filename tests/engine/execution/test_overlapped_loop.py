@@ -14,7 +14,6 @@ from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop, SerialLoop, ThreadedLoop
-from llmopt.engine.execution.step_result import DrawnTokens
 from llmopt.engine.execution.step_trace import StepRecorder
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.recipes import MODELS
@@ -188,9 +187,9 @@ def test_a_step_is_launched_before_the_tokens_of_its_predecessor_are_known(
     seen: list[tuple[bool, bool]] = []
     launch = ModelRunner.launch
 
-    def watched(self: ModelRunner, plan: StepPlan, drawn: DrawnTokens | None = None) -> Any:
+    def watched(self: ModelRunner, plan: StepPlan, *rest: Any, **more: Any) -> Any:
         seen.extend((row.has_placeholder, row.params.reads_tokens) for row in plan.rows)
-        return launch(self, plan, drawn)
+        return launch(self, plan, *rest, **more)
 
     monkeypatch.setattr(ModelRunner, "launch", watched)
     built = engine()

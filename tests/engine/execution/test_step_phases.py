@@ -1,0 +1,129 @@
+"""The phases of a step, as the engine measures them, and as a profiler that knows nothing of them does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.config.speculation import SpeculationConfig
+from llmopt.engine.engine import Engine
+from llmopt.engine.execution.step_loop import DeviceAsyncLoop, SerialLoop, ThreadedLoop
+from llmopt.engine.execution.step_phases import UNTIMED, PhaseTimer
+from llmopt.engine.execution.step_trace import StepRecorder, StepTrace
+from llmopt.engine.kernels.attention.native_attention import native_attention
+
+SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "step_profile.py"
+RECORDS = native_attention().reason is None
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PLAIN = ("schedule", "prepare_inputs", "forward", "sample", "fetch_tokens", "update", "detokenize")
+
+
+def traced(engine: Engine, *, phases: bool) -> list[StepTrace]:
+    recorder = engine.recorder = StepRecorder(engine.scheduler, phases=phases)
+    engine.add_request("a", [1, 5, 6, 5, 6], PARAMS)
+    while engine.has_unfinished():
+        engine.step()
+    engine.recorder = None
+    engine.close()
+    return recorder.steps
+
+
+def opened(**options: Any) -> Engine:
+    options = {"dtype": "float32", "num_threads": 1, "overlapped_loop": False} | options
+    return LLM("stories3M", device="cpu", max_model_len=64, **options).engine
+
+
+@pytest.mark.parametrize("loop", [SerialLoop, ThreadedLoop, DeviceAsyncLoop])
+def test_the_phases_of_a_step_fit_into_it(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmopt.engine.engine.open_loop", lambda runner, _device, **_: loop(runner))
+    steps = traced(opened(), phases=True)
+    assert len(steps) == 6
+    for step in steps:
+        assert set(step.phases) == set(PLAIN) and min(step.phases.values()) > 0
+        assert step.step_seconds >= sum(step.phases.values())
+        assert step.schedule_seconds >= step.phases["schedule"]
+        assert step.update_seconds >= step.phases["update"] + step.phases["detokenize"]
+        # The other loop counts a step from where the device could begin, behind its predecessor.
+        if loop is not DeviceAsyncLoop:
+            inside = ("prepare_inputs", "forward", "sample", "fetch_tokens")
+            assert step.execute_seconds >= sum(step.phases[name] for name in inside)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_trace_says_whether_its_step_was_replayed(eager: bool) -> None:
+    first, *others = traced(opened(enforce_eager=eager), phases=False)
+    assert not first.replayed and not first.decode_only, "a prefill is no step of a graph"
+    assert all(step.decode_only for step in others)
+    assert {step.replayed for step in others} == {RECORDS and not eager}
+    assert not any(step.phases for step in (first, *others)), "nobody asked for phases"
+
+
+def test_no_clock_is_read_where_nobody_asks() -> None:
+    engine = opened()
+    assert engine._step_timer() is UNTIMED
+    engine.recorder = StepRecorder(engine.scheduler)
+    assert engine._step_timer() is UNTIMED
+    engine.hook = lambda phase, seconds: None
+    assert engine._step_timer() is not UNTIMED
+    with UNTIMED("forward"):
+        pass
+    assert not UNTIMED.seconds
+
+
+@pytest.mark.parametrize("speculation", [None, SpeculationConfig("ngram")])
+def test_a_hook_is_told_of_each_phase_in_order(speculation: SpeculationConfig | None) -> None:
+    told: list[str] = []
+    engine = opened(speculation=speculation)
+    engine.hook = lambda phase, seconds: told.append(phase)
+    traced(engine, phases=False)
+    inputs = (
+        ["prepare_inputs", "draft", "prepare_inputs"] if speculation else ["prepare_inputs"] * 2
+    )
+    drawn = ["sample", "draft"] if speculation else ["sample", "fetch_tokens"]
+    step = ["schedule", *inputs, "forward", *drawn, "update", "detokenize", "step"]
+    assert told == step * (len(told) // len(step))
+
+
+def test_what_a_hook_does_belongs_to_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Callable[[], int] = count().__next__
+    monkeypatch.setattr("llmopt.engine.execution.step_phases.time.perf_counter", clock)
+    told: list[tuple[str, float]] = []
+
+    def hook(phase: str, seconds: float) -> None:
+        told.append((phase, seconds))
+        for _ in range(10):
+            clock()
+
+    timer = PhaseTimer(None, hook)
+    with timer("forward"):
+        clock()
+    with timer("sample"):
+        pass
+    with timer("forward"):
+        pass
+    assert told == [("forward", 2), ("sample", 1), ("forward", 1)]
+    assert timer.seconds == {"forward": 2 + 11 + 1 + 11, "sample": 1 + 11}
+    with pytest.raises(ValueError), timer("update"):
+        raise ValueError
+    assert "update" not in timer.seconds and len(told) == 3
+
+
+@pytest.mark.alone
+def test_the_kernels_share_of_a_step_is_what_a_profiler_says(tmp_path: Path) -> None:
+    found = tmp_path / "profile.json"
+    command = [sys.executable, str(SCRIPT), "stories3M", "--seconds", "2", "--json", str(found)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    replayed, eager = json.loads(found.read_text())
+    for profile, is_replayed in ((replayed, RECORDS), (eager, False)):
+        split = profile["split"]
+        assert split["replayed_steps"] == (split["num_steps"] if is_replayed else 0)
+        share = split["parts_ms"]["kernels"] / split["step_ms"]
+        assert share == pytest.approx(profile["sampled"]["kernels"], rel=0.1), done.stdout
