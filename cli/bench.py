@@ -128,7 +128,7 @@ def _report(judged: Judged, options: BenchOptions, result: ResultOptions) -> Pat
 def _print_client_errors(target: TargetOptions, *, as_json: bool) -> None:
     """The load client against a server of known latency, at each number of streams."""
     from ..bench.client.certify import check_client
-    from ..bench.report.client_words import check_table
+    from ..bench.report.client_report import check_table
     from .output.console import TerminalProgress, emit_json, result_console
 
     progress = TerminalProgress()

@@ -51,7 +51,7 @@ def _measured(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any]:
     from ..bench.options.sweep_loads import parse_loads
     from ..bench.server.served import served
     from ..bench.session.slo import search_slo
-    from ..bench.session.sweep import Rig, sweep_loads
+    from ..bench.session.sweep import SweepTarget, sweep_loads
     from .output.console import TerminalProgress
 
     kind = sweep.kind()
@@ -60,12 +60,12 @@ def _measured(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any]:
     progress = TerminalProgress()
     try:
         with served(options, progress) as options:
-            rig = Rig(options, kind, progress)
+            sweep_target = SweepTarget(options, kind, progress)
             if sweep.slo is not None:
-                return search_slo(rig, sweep.slo, sweep.slo_share).as_dict()
+                return search_slo(sweep_target, sweep.slo, sweep.slo_share).as_dict()
             loads = sweep.sweep_rate if sweep.sweep_concurrency is None else sweep.sweep_concurrency
             assert loads is not None
-            return sweep_loads(rig, parse_loads(loads, kind)).as_dict()
+            return sweep_loads(sweep_target, parse_loads(loads, kind)).as_dict()
     finally:
         progress.finish()
 

@@ -45,7 +45,7 @@ def _write_files(
     before: RunData, after: RunData, comparison: Comparison, files: VerdictFileOptions
 ) -> None:
     """The files of a verdict that were asked for."""
-    from ..bench.files.run_folder import write_whole
+    from ..bench.files.run_folder import write_atomically
     from ..bench.gate.outputs import write_benchmark_json, write_junit
 
     if files.output is not None or files.markdown is not None:
@@ -53,10 +53,10 @@ def _write_files(
         from ..bench.report.comparison_page import comparison_page
 
         if files.output is not None:
-            write_whole(files.output, to_html(comparison_page(before, after, comparison)))
+            write_atomically(files.output, to_html(comparison_page(before, after, comparison)))
         if files.markdown is not None:
             page = comparison_page(before, after, comparison, with_figures=False)
-            write_whole(files.markdown, to_markdown(page))
+            write_atomically(files.markdown, to_markdown(page))
     if files.junit is not None:
         write_junit(files.junit, comparison)
     if files.benchmark_json is not None:

@@ -28,7 +28,7 @@ def deploy(
     """Write Kubernetes manifests and a compose file for a server that a plan is made for."""
     from ..engine.deploy.deploy_files import deploy_files
     from ..engine.deploy.deployment import deployment_for
-    from ..quant.base.durable import write_durably
+    from ..quant.base.atomic_io import write_atomically
     from .output.console import emit_json, people
 
     choices = _choices(model, planned, cluster)
@@ -40,7 +40,7 @@ def deploy(
     folder = output.output or Path(f"deploy-{choices.name}")
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        write_durably(folder / path, text.encode())
+        write_atomically(folder / path, text.encode())
     if output.as_json:
         emit_json({"folder": str(folder), "plan": list(deployment.why), "files": files})
     else:
@@ -57,11 +57,11 @@ def _choices(model: str, planned: DeployedPlanOptions, cluster: ClusterOptions) 
 
 
 def _plan(model: str, planned: DeployedPlanOptions) -> Plan:
-    from ..engine.planner.plan.ask import Ask, plan_for
+    from ..engine.planner.plan.plan_request import PlanRequest, plan_for
 
     asked = values_of(planned)
     like, gpu = asked.pop("like"), asked.pop("gpu")
-    return plan_for(Ask(model=like or model, gpus=(gpu,), **asked))
+    return plan_for(PlanRequest(model=like or model, gpus=(gpu,), **asked))
 
 
 def _show(deployment: Deployment, folder: Path, files: Mapping[str, str]) -> None:

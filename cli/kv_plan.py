@@ -29,8 +29,8 @@ def kv_plan(
     output: PlanOutputOptions,
 ) -> None:
     """Plan memory, speed and price of serving a model, from its config alone. No GPU and no network."""
-    from ..engine.planner.plan.ask import Ask, plan_for
     from ..engine.planner.plan.plan_json import plan_as_dict
+    from ..engine.planner.plan.plan_request import PlanRequest, plan_for
     from ..quant.base.errors import BadInput
     from .output.console import emit_json, people, result_console
     from .output.plan_tables import show_engines, show_explanation, show_plan
@@ -40,7 +40,7 @@ def kv_plan(
             raise BadInput(f"there is no folder {target.parent} to write {target.name} into")
     asked = values_of(model, served, hardware, money) | engine.asked()
     gpus = tuple(asked.pop("gpu") or ())
-    plan = plan_for(Ask(**asked, gpus=gpus))
+    plan = plan_for(PlanRequest(**asked, gpus=gpus))
     for warning in plan.warnings:
         people.print(f"warning: {warning}", markup=False, soft_wrap=True)
     answer = plan_as_dict(plan)
@@ -57,14 +57,14 @@ def kv_plan(
 
 
 def _write(plan: Plan, answer: dict[str, Any], output: PlanOutputOptions) -> None:
-    from ..quant.base.durable import write_durably
+    from ..quant.base.atomic_io import write_atomically
     from .output.console import people
 
     if output.output is not None:
-        write_durably(output.output, (json.dumps(answer, indent=2) + "\n").encode())
+        write_atomically(output.output, (json.dumps(answer, indent=2) + "\n").encode())
         people.print(f"plan: {output.output}", markup=False, soft_wrap=True)
     if output.html is not None:
         from ..bench.report.plan_page import plan_page
 
-        write_durably(output.html, plan_page(plan).encode())
+        write_atomically(output.html, plan_page(plan).encode())
         people.print(f"page: {output.html}", markup=False, soft_wrap=True)

@@ -20,16 +20,16 @@ def report(
     ] = None,
 ) -> None:
     """Join runs into one page: speed, quality and size beside each other, and the Pareto front."""
-    from ..bench.files.run_folder import write_whole
+    from ..bench.files.run_folder import write_atomically
     from ..bench.page.page import to_html, to_markdown
     from ..bench.record.run_data import RunData
     from ..bench.report.joined import joined_page
     from .output.console import result_console
 
     page = joined_page([RunData.read(path) for path in runs])
-    write_whole(output, to_html(page))
+    write_atomically(output, to_html(page))
     if markdown is not None:
-        write_whole(markdown, to_markdown(page.without_figures()))
+        write_atomically(markdown, to_markdown(page.without_figures()))
     out = result_console(False)
     out.print(f"{page.verdict.headline} {page.verdict.sentence}", markup=False)
     out.print(f"Report: {output}", markup=False, soft_wrap=True)

@@ -209,9 +209,9 @@ def _likeliest(
                 asked.append(f"beam-{index}-{number}")
                 engine.add_request(asked[-1], [*prompt, *beam.token_ids], one, lora=lora)
         while engine.has_unfinished():
-            for piece in engine.step():
-                assert piece.logprobs is not None
-                found[piece.request_id] = piece.logprobs[0].top
+            for output in engine.step():
+                assert output.logprobs is not None
+                found[output.request_id] = output.logprobs[0].top
     finally:
         for request_id in asked:
             engine.abort(request_id)

@@ -27,15 +27,15 @@ from .cache.kv_cache import (
 )
 from .config.adapters import adapter_salt
 from .config.config import EngineConfig
+from .execution.chunked_forward import forward_in_chunks
 from .execution.memory_profile import (
-    TRIAL_BLOCKS,
-    find_room,
+    PROFILE_BLOCKS,
+    explaining_out_of_memory,
     memory_of,
-    run_largest_step,
-    saying_what_fits,
+    profile_kv_cache_budget,
+    profile_run,
 )
 from .execution.model_runner import ModelRunner
-from .execution.scoring import in_chunks
 from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
 from .execution.step_loop import InFlightStep, SerialLoop, open_loop
 from .execution.step_phases import UNTIMED, PhaseTimer, StepHook, StepTimer
@@ -44,7 +44,7 @@ from .planner.memory.cache_size import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
-    CacheRoom,
+    KvCacheBudget,
 )
 from .scheduling.block_pool import BlockPool
 from .scheduling.outputs import EngineStats, RequestOutput
@@ -55,9 +55,9 @@ from .scheduling.scheduler_config import SchedulerConfig
 from .scheduling.swap_space import SwapSpace
 from .speculation.open import draft_length, open_draft, open_proposer
 from .speculation.proposer import Proposer
-from .tensor_parallel.workers import num_threads, open_parts
-from .text.answers import Answers
+from .tensor_parallel.workers import num_threads, open_shards
 from .text.best_of import BestOf
+from .text.output_processor import OutputProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Engine:
         self.dtype = choose_dtype(config.dtype, self.device)
         self.tokenizer = load_tokenizer(self.folder)
         self.eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
-        with saying_what_fits("the model", self.device):
-            model, self.max_model_len, self.workers = open_parts(
+        with explaining_out_of_memory("the model", self.device):
+            model, self.max_model_len, self.workers = open_shards(
                 config, checkpoint, self.device, self.dtype
             )
         self.vocab_size = model.vocab_size
@@ -133,7 +133,7 @@ class Engine:
                 model.kv_layouts, num_blocks, block_size, self.device, kv_dtype, on_host
             )
             if self.workers is not None:
-                self.workers.follow(model, cache, num_blocks)
+                self.workers.attach(model, cache, num_blocks)
             return cache
 
         def open_runner(
@@ -150,7 +150,7 @@ class Engine:
                     model,
                     cache.layers,
                     block_size,
-                    limits.most_blocks(self.max_model_len),
+                    limits.max_blocks(self.max_model_len),
                     sizes,
                     capture_on(self.device),
                     self.device,
@@ -160,29 +160,29 @@ class Engine:
                 and config.speculation.acceptance == "rejection",
             )
 
-        def try_largest_step() -> None:
-            run_largest_step(open_runner(open_cache(TRIAL_BLOCKS)), limits)
+        def profile() -> None:
+            profile_run(open_runner(open_cache(PROFILE_BLOCKS)), limits)
 
-        def room() -> CacheRoom:
-            return find_room(
+        def budget() -> KvCacheBudget:
+            return profile_kv_cache_budget(
                 memory_of(self.device),
                 config.gpu_memory_utilization,
                 model.bytes_held + (draft.bytes_held if draft else 0),
-                try_largest_step,
+                profile,
                 config.tensor_parallel_size,
             )
 
-        with saying_what_fits("the largest step", self.device):
+        with explaining_out_of_memory("the largest step", self.device):
             num_blocks = choose_num_blocks(
                 config,
                 kv_layouts,
                 block_size,
-                min(self.max_model_len, limits.most_blocks(self.max_model_len) * block_size),
+                min(self.max_model_len, limits.max_blocks(self.max_model_len) * block_size),
                 max_num_seqs,
                 kv_dtype,
-                room,
+                budget,
             )
-        with saying_what_fits(f"a KV cache of {num_blocks} blocks", self.device):
+        with explaining_out_of_memory(f"a KV cache of {num_blocks} blocks", self.device):
             cache = open_cache(num_blocks, on_host)
             proposer = open_proposer(
                 config.speculation,
@@ -196,7 +196,7 @@ class Engine:
             )
         sizes = () if config.enforce_eager else graph_sizes(self.device, max_num_seqs)
         self.runner = open_runner(cache, proposer, sizes)
-        with saying_what_fits("the graphs of its steps", self.device):
+        with explaining_out_of_memory("the graphs of its steps", self.device):
             self.runner.capture_graphs()
         parts = [model, *(() if self.workers is None else self.workers.loaded)]
         self.memory = EngineMemory(
@@ -215,7 +215,7 @@ class Engine:
         )
         self._loop = open_loop(self.runner, self.device, overlapped=config.async_scheduling)
         self._in_flight: InFlightStep | None = None
-        self.answers = Answers(self.scheduler, self.tokenizer)
+        self.output_processor = OutputProcessor(self.scheduler, self.tokenizer)
         self.recorder: StepRecorder | None = None
         self.hook: StepHook | None = None
         self._random = random.Random(config.seed)
@@ -248,7 +248,7 @@ class Engine:
             raise BadInput(f"request id {request_id!r} is in use")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(token_ids, params)
-        contest = BestOf(params) if params.num_sequences > params.n else None
+        best_of = BestOf(params) if params.num_sequences > params.n else None
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(1, self.scheduler.longest_sequence - len(token_ids))
@@ -259,7 +259,7 @@ class Engine:
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             max_tokens=max_tokens,
-            params=params if contest is None else BestOf.scored(params),
+            params=params if best_of is None else BestOf.scored(params),
             seed=self._random.getrandbits(62) if params.seed is None else params.seed,
             order=self._next_order,
             times=RequestTimes(time.perf_counter() if arrival_seconds is None else arrival_seconds),
@@ -269,8 +269,8 @@ class Engine:
             lora=lora,
         )
         self.scheduler.add(request)
-        if contest is not None:
-            self.answers.expect(request_id, contest)
+        if best_of is not None:
+            self.output_processor.add_best_of(request_id, best_of)
         self._next_order += params.num_sequences
 
     def abort(self, request_id: str) -> bool:
@@ -278,7 +278,7 @@ class Engine:
         members = [r for r in self.scheduler.requests() if r.request_id == request_id]
         for request in members:
             self.scheduler.abort(request.sequence_id)
-        self.answers.forget(request_id, members)
+        self.output_processor.forget(request_id, members)
         return bool(members)
 
     def close(self) -> None:
@@ -298,13 +298,13 @@ class Engine:
         remain, and the next step computes the sequences anew.
         """
         begun, before = time.perf_counter(), self._in_flight
-        if before is not None and before.plan.decides_next:
+        if before is not None and before.plan.blocks_next_step:
             self._in_flight = None
-            return self._settle(before, begun)
+            return self._finish_step(before, begun)
         step = self._launch()
         if self._loop.is_overlapped:
             self._in_flight, step = step, before
-        return [] if step is None else self._settle(step, begun)
+        return [] if step is None else self._finish_step(step, begun)
 
     def _launch(self) -> InFlightStep | None:
         start, timer = time.perf_counter(), self._step_timer()
@@ -325,7 +325,7 @@ class Engine:
         on_gpu = self.device.type == "cuda"
         return PhaseTimer(self.device if asked and on_gpu else None, self.hook)
 
-    def _settle(self, step: InFlightStep, begun: float) -> list[RequestOutput]:
+    def _finish_step(self, step: InFlightStep, begun: float) -> list[RequestOutput]:
         """Wait for a step and take what it drew, in a call that has `begun`."""
         plan, timer = step.plan, step.timer
         try:
@@ -333,12 +333,12 @@ class Engine:
         except BaseException:
             self._wait_for_thread()
             self._in_flight = None
-            self.scheduler.start_over()
+            self.scheduler.reset_in_flight()
             raise
         known = time.perf_counter()
         result = computed.result
         with timer("update"):
-            self.answers.keep_prompt_logprobs(plan, result)
+            self.output_processor.keep_prompt_logprobs(plan, result)
             tokens = self.scheduler.update(
                 plan, result.tokens, self.eos_token_ids, known, result.draft_depths
             )
@@ -349,9 +349,9 @@ class Engine:
         self._num_accepted += sum(len(result.tokens[name]) - 1 for name in result.num_draft_tokens)
         self._num_computed += plan.num_tokens + num_draft_tokens
         with timer("detokenize"):
-            pieces = self.answers.pieces(plan, result, tokens)
-            outputs = self.answers.shown(pieces)
-        self._num_generated += sum(len(piece.new_token_ids) for piece in pieces)
+            outputs = self.output_processor.outputs(plan, result, tokens)
+            outputs = self.output_processor.shown(outputs)
+        self._num_generated += sum(len(output.new_token_ids) for output in outputs)
         told = time.perf_counter()
         if self.hook is not None:
             self.hook("step", told - begun)
@@ -414,8 +414,8 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             kv_blocks_total=pool.num_usable,
             num_drafts=self._num_drafts,
-            num_guesses=self._num_draft_tokens,
-            num_accepted_guesses=self._num_accepted,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted,
             kv_blocks_used=used,
             kv_dtype=stored_name(self.runner.cache.dtype),
             kv_bytes=self.memory.kv_cache_bytes,
@@ -434,7 +434,7 @@ class Engine:
         self._check_tokens(token_ids, SamplingParams())
         self._wait_for_thread()
         scheduler = self.scheduler
-        return in_chunks(compute, scheduler.pool, scheduler.config, token_ids, lora)
+        return forward_in_chunks(compute, scheduler.pool, scheduler.config, token_ids, lora)
 
     def _check_lora(self, name: str | None) -> None:
         if name is not None and name not in self.config.loras:

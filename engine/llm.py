@@ -53,11 +53,11 @@ class LLM:
                 result = self._add(prompt, own, adapter)
                 results[result.request_id] = result
             while self.engine.has_unfinished():
-                for piece in self.engine.step():
-                    result = results[piece.request_id]
-                    result.completions[piece.index].extend(piece)
-                    if piece.prompt_logprobs is not None:
-                        result.prompt_logprobs = piece.prompt_logprobs
+                for output in self.engine.step():
+                    result = results[output.request_id]
+                    result.completions[output.index].extend(output)
+                    if output.prompt_logprobs is not None:
+                        result.prompt_logprobs = output.prompt_logprobs
         finally:
             for request_id in results:
                 self.engine.abort(request_id)
@@ -70,9 +70,9 @@ class LLM:
         request_id = self._add(prompt, params or SamplingParams(), lora).request_id
         try:
             while self.engine.has_unfinished():
-                for piece in self.engine.step():
-                    if piece.request_id == request_id:
-                        yield piece
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        yield output
         finally:
             self.engine.abort(request_id)
 

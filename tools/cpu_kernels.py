@@ -27,7 +27,7 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     Int4PackLinear,
     Int8PackLinear,
-    QuantizedLinearSituation,
+    QuantizedLinearKernelQuery,
 )
 from llmopt.quant.base.scheme import Activations, IntScheme
 from llmopt.quant.tensors.integer import IntTensor
@@ -60,8 +60,8 @@ def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKern
     """What is compared: a way to make each, and whether it multiplies 8-bit integers."""
 
     def ours(scheme: IntScheme, bits: int) -> Callable[[], LinearKernel]:
-        situation = QuantizedLinearSituation("cpu", torch.bfloat16, out, inputs, scheme, bits)
-        chosen = QUANTIZED_LINEAR.select(situation)
+        kernel_query = QuantizedLinearKernelQuery("cpu", torch.bfloat16, out, inputs, scheme, bits)
+        chosen = QUANTIZED_LINEAR.select(kernel_query)
         assert chosen.name.startswith("native")
         weight = random_weight(out, inputs, scheme)
         return lambda: chosen.run(weight, torch.bfloat16)

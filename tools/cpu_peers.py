@@ -213,8 +213,8 @@ def measure(
         for case in cases:
             task = {**asdict(CASES[case]), "seed": number}
             roofs.measure()
-            turn = number % len(workers)
-            for worker in [*workers[turn:], *workers[:turn]]:
+            rotation = number % len(workers)
+            for worker in [*workers[rotation:], *workers[:rotation]]:
                 if task["batch"] > worker.row.most:
                     continue
                 answer = worker.ask(task)

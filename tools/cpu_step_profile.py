@@ -26,7 +26,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.common.roofs import Roofs
-from llmopt.engine.kernels.graphs.recording import Recording
+from llmopt.engine.kernels.graphs.cpu_graph import Recording
 from llmopt.engine.kernels.linear.native_linear import native_linear
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.norm import Norm
@@ -53,13 +53,13 @@ class Clock:
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._turn()
+            self._rope_and_cache()
             # The head is a projection like others, told apart by who calls it.
             self._parts.append("head" if self._parts[-1:] == ["head"] else part)
             try:
                 return call(*args, **kwargs)
             finally:
-                self._turn()
+                self._rope_and_cache()
                 self._parts.pop()
 
         return run
@@ -69,7 +69,7 @@ class Clock:
         spent, self.spent = self.spent, {}
         return spent
 
-    def _turn(self) -> None:
+    def _rope_and_cache(self) -> None:
         now = self.now()
         if self._parts:
             part = self._parts[-1]
@@ -88,7 +88,7 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
         (Recording, "repeat", "repeated"),
         (decoder, "forward", "between"),
         (decoder, "logits", "head"),
-        (decoder, "_turn", "turning"),
+        (decoder, "_rope_and_cache", "turning"),
         (Norm, "__call__", "norms"),
         (Norm, "of_sum", "norms"),
         (GatedMlp, "__call__", "gate"),

@@ -216,8 +216,8 @@ def main() -> None:
             rounds: dict[str, list[Row]] = {name: [] for name in clients}
             try:
                 for number in range(asked.rounds):
-                    turn = number % len(clients)
-                    order = [*clients][turn:] + [*clients][:turn]
+                    rotation = number % len(clients)
+                    order = [*clients][rotation:] + [*clients][:rotation]
                     for name in order:
                         print(f"round {number + 1}: {name}", file=sys.stderr)
                         before = cpu_seconds(server.pid)

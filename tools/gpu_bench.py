@@ -125,7 +125,7 @@ def measure(name: str, home: Path, small: bool, interpret: bool) -> None:
             print(json.dumps(line), file=file, flush=True)
 
         choices = table(torch.device(device), torch.bfloat16)
-        kernels = {f"{one.operation}, {one.situation}": one.chosen for one in choices}
+        kernels = {f"{one.operation}, {one.kernel_query}": one.chosen for one in choices}
         say(environment=describe(device) | {"kernels": kernels})
         world = World(device, SMALL if small else FULL, home)
         rates = {"copy_bytes_per_second": world.copy_bandwidth, "matrix_flops": world.matrix_flops}

@@ -50,7 +50,7 @@ def measure(folder: Path, threads: int) -> dict[str, Any]:
     from llmopt.engine.base.sampling_params import SamplingParams
     from llmopt.engine.config.config import EngineConfig
     from llmopt.engine.engine import Engine
-    from llmopt.engine.tensor_parallel.workers import open_parts
+    from llmopt.engine.tensor_parallel.workers import open_shards
     from llmopt.quant.model.models import load_tokenizer
     from llmopt.quant.open import open_checkpoint
 
@@ -75,7 +75,7 @@ def measure(folder: Path, threads: int) -> dict[str, Any]:
     begin = time.perf_counter()
     checkpoint = open_checkpoint(folder)
     checkpoint.read_ahead()
-    model = open_parts(config, checkpoint, torch.device("cpu"), torch.bfloat16)
+    model = open_shards(config, checkpoint, torch.device("cpu"), torch.bfloat16)
     loading = time.perf_counter() - begin
     del model, checkpoint
     engine = Engine(config)

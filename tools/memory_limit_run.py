@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from llmopt.quant.base.durable import layout_of, write_tensors
+from llmopt.quant.base.atomic_io import layout_of, write_tensors
 from llmopt.recipes import MODELS
 
 MIB = 2**20

@@ -137,7 +137,7 @@ async def put_under_load(
         soak.ended.set()
         samples = await watching
         await asyncio.gather(*load, others)
-        at_rest = await settle(session, soak.url)
+        at_rest = await wait_until_idle(session, soak.url)
         again = await greedy(session, soak.url)
         outcomes, unclean = dict(soak.outcomes), list(soak.unclean)
         last = await end_under_load(process, session, soak.url, num_clients)
@@ -175,7 +175,7 @@ async def greedy(session: aiohttp.ClientSession, url: str) -> str:
         return (await response.json())["choices"][0]["text"]
 
 
-async def settle(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+async def wait_until_idle(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """The metrics once nothing runs and nothing waits; as they are after 30 s if that never comes."""
     deadline = time.monotonic() + 30
     while True:

@@ -28,7 +28,7 @@ from llmopt.engine.config.speculation import SpeculationConfig
 PROMPT_TOKENS = 48
 
 
-class Arm:
+class Variant:
     """One way to guess, with an engine of its own."""
 
     def __init__(self, given: argparse.Namespace, speculation: SpeculationConfig | None) -> None:
@@ -51,7 +51,7 @@ class Arm:
         self.tokens_per_second.append(sum(map(len, tokens)) / seconds)
         return tokens
 
-    def row(self, base: Arm) -> dict[str, Any]:
+    def row(self, base: Variant) -> dict[str, Any]:
         """What was found, beside the arm without guesses."""
         stats = self.llm.engine.stats
         ratios = [
@@ -63,9 +63,9 @@ class Arm:
             "tokens_per_second": self.tokens_per_second,
             "ratio": statistics.median(ratios),
             "ratio_range": [min(ratios), max(ratios)],
-            "num_guesses": stats.num_guesses,
+            "num_guesses": stats.num_draft_tokens,
             "tokens_per_step": stats.num_generated_tokens / stats.num_steps,
-            "acceptance": stats.num_accepted_guesses / max(1, stats.num_guesses),
+            "acceptance": stats.num_accepted_tokens / max(1, stats.num_draft_tokens),
         }
 
 
@@ -77,27 +77,27 @@ def main() -> None:
         params = SamplingParams(
             temperature=temperature, seed=7, max_tokens=given.max_tokens, ignore_eos=True
         )
-        arms = [Arm(given, choice) for choice in (None, *choices)]
-        prompts = _prompts(arms[0].llm, given.batch)
+        variants = [Variant(given, choice) for choice in (None, *choices)]
+        prompts = _prompts(variants[0].llm, given.batch)
         expected: list[list[int]] = []
         for number in range(given.rounds):
-            for arm in arms:
-                tokens = arm.run(prompts, params)
-                if arm is arms[0]:
+            for variant in variants:
+                tokens = variant.run(prompts, params)
+                if variant is variants[0]:
                     expected = tokens
-                exact = arm.speculation is None or arm.speculation.acceptance == "coupled"
+                exact = variant.speculation is None or variant.speculation.acceptance == "coupled"
                 if given.dtype == "float32" and exact and tokens != expected:
-                    raise SystemExit(f"round {number}: {arm.speculation} changed the tokens")
-        for arm in arms:
-            row = {"temperature": temperature, **arm.row(arms[0])}
+                    raise SystemExit(f"round {number}: {variant.speculation} changed the tokens")
+        for variant in variants:
+            row = {"temperature": temperature, **variant.row(variants[0])}
             found.append(row)
             name, rule = "none", ""
-            if (own := arm.speculation) is not None:
+            if (own := variant.speculation) is not None:
                 name = own.method
                 rule = own.acceptance if own.width == 1 else f"tree of {own.width}"
             print(
                 f"temperature {temperature:.1f} {name:6s} {rule:10s} "
-                f"{statistics.median(arm.tokens_per_second):7.0f} tokens/s  {row['ratio']:.2f}x "
+                f"{statistics.median(variant.tokens_per_second):7.0f} tokens/s  {row['ratio']:.2f}x "
                 f"({row['ratio_range'][0]:.2f}-{row['ratio_range'][1]:.2f})  "
                 f"{row['tokens_per_step']:.2f} tokens/step  {row['acceptance']:.1%} stood",
                 flush=True,

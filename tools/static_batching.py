@@ -61,11 +61,11 @@ def static(engine: Engine, items: Sequence[WorkloadItem]) -> None:
     for begin in range(0, len(items), size):
         batch = items[begin : begin + size]
         longest = max(item.output_len for item in batch)
-        room = engine.scheduler.longest_sequence
+        max_len = engine.scheduler.longest_sequence
         continuous(
             engine,
             [
-                replace(item, output_len=min(longest, room - len(item.prompt_token_ids)))
+                replace(item, output_len=min(longest, max_len - len(item.prompt_token_ids)))
                 for item in batch
             ],
         )
@@ -99,8 +99,8 @@ def compare(engine: Engine, workload: Workload, rounds: int) -> dict[str, Any]:
     rows: dict[str, float] = {}
     one_pass(engine, workload.items[: engine.scheduler.config.max_num_seqs], continuous)  # warm-up
     for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        rotation = number % len(names)
+        for name in names[rotation:] + names[:rotation]:
             seconds, trace = one_pass(engine, workload.items, WAYS[name])
             rates[name].append(workload.output_tokens / seconds)
             steps[name] = len(trace)

@@ -23,10 +23,10 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.step_graphs import StepGraphs
 from llmopt.engine.execution.step_trace import StepRecorder
-from llmopt.engine.kernels.graphs.recording import Recording
+from llmopt.engine.kernels.graphs.cpu_graph import Recording
 from llmopt.engine.sampling.sampler import Draw, Sampler
 from llmopt.engine.scheduling.scheduler import Scheduler
-from llmopt.engine.text.answers import Answers
+from llmopt.engine.text.output_processor import OutputProcessor
 from stack_sampler import StackSampler
 
 
@@ -56,7 +56,7 @@ def functions_of(engine: Engine) -> dict[Callable[..., Any], str]:
     return {
         Scheduler.schedule: "scheduling",
         Scheduler.update: "scheduling",
-        Answers.keep_prompt_logprobs: "scheduling",
+        OutputProcessor.keep_prompt_logprobs: "scheduling",
         KvCache.copy: "preparing",
         ModelRunner._inputs: "preparing",
         ModelRunner._ends: "preparing",
@@ -67,8 +67,8 @@ def functions_of(engine: Engine) -> dict[Callable[..., Any], str]:
         ModelRunner._begin_draw: "sampling",
         Sampler.begin: "sampling",
         Draw.result: "sampling",
-        Answers.pieces: "detokenizing",
-        Answers.shown: "detokenizing",
+        OutputProcessor.pieces: "detokenizing",
+        OutputProcessor.shown: "detokenizing",
     }
 
 

@@ -122,7 +122,7 @@ def free(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
-def in_turns(engine: Engine, masked: list[SamplingParams], swap: bool) -> tuple[Run, Run]:
+def interleaved(engine: Engine, masked: list[SamplingParams], swap: bool) -> tuple[Run, Run]:
     """(with masks, without): as many tokens of each."""
     if not swap:
         own = Run(engine, masked)
@@ -160,7 +160,7 @@ def main() -> None:
     num_tokens = 0
 
     def compare(name: str, group: list[dict[str, Any]], round_: int) -> Run:
-        masked, plain = in_turns(engine, [constrained(one) for one in group], bool(round_ % 2))
+        masked, plain = interleaved(engine, [constrained(one) for one in group], bool(round_ % 2))
         if masked.seconds:
             ratios[name].append(masked.seconds / plain.seconds)
         totals[name][0] += masked.seconds

@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from llmopt.engine.kernels.activations.rounded_rows import Rounding
+from llmopt.engine.kernels.activations.quantized_activations import ActivationQuant
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
-from llmopt.engine.kernels.linear.triton_tile_weight import stack_tiles, tiles_of, tiles_of_floats
+from llmopt.engine.kernels.linear.triton_packed_weight import (
+    pack_float_weight,
+    pack_weight,
+    stack_packed_weights,
+)
 from llmopt.quant.base.scheme import Activations, CodebookScheme, FloatScheme, GgufScheme, IntScheme
 from llmopt.quant.ggml.blocks import quantize_blocks
 from llmopt.quant.grids.codebook_grid import round_to_codebook
@@ -115,23 +119,23 @@ def attention(
     decode = pa.DecodeGroup(torch.arange(64, 70), zeros.repeat(130), zeros + 2000, zeros)
     batch = pa.AttentionBatch(spans, decode, 16, dtype)
     queries = torch.zeros(70, heads, dims[0], dtype=dtype)
-    values = keys.front(dims[1]) if in_keys else values
-    anchored = queries if rule.get("kept") else None
-    attend_triton(queries, keys, values, batch, pa.AttentionRule(0.1, **rule), anchored)
+    values = keys.first_elements(dims[1]) if in_keys else values
+    sink_queries = queries if rule.get("num_sink_tokens") else None
+    attend_triton(queries, keys, values, batch, pa.AttentionRule(0.1, **rule), sink_queries)
 
 
 def rows() -> None:
     """Launch norm, gates, and rotation with the cache write for every stored type."""
     from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
     from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
-    from llmopt.engine.kernels.elementwise.triton_turn import TritonTurn
+    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
 
     x, wide = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 14336, dtype=BF16)
     TritonNorm(x[0], 1e-5)(x, x)
     TritonGate("silu")(wide, wide)
     for activations in (Activations("int8"), Activations("fp8", "group128")):
-        TritonNorm(x[0], 1e-5).rounded(x, x, Rounding(activations))
-        TritonGate("silu").rounded(wide, wide, Rounding(activations))
+        TritonNorm(x[0], 1e-5).quantized(x, x, ActivationQuant(activations))
+        TritonGate("silu").quantized(wide, wide, ActivationQuant(activations))
     TritonGate("gelu")(wide, wide)
     TritonGate("gelu_tanh")(wide, wide)
     angles = torch.zeros(4, 1, 128, dtype=BF16)
@@ -139,7 +143,7 @@ def rows() -> None:
     stacked = torch.zeros(4, 48, 128, dtype=BF16)
     for stored in (BF16, torch.int8, torch.float8_e4m3fn):
         cache = PagedTensor.zeros(4, 16, 8, 128, CPU, stored)
-        TritonTurn()(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
+        TritonRopeAndCache()(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
 
 
 def sampling() -> None:
@@ -156,15 +160,15 @@ def sampling() -> None:
     kernels.constrain(scores, scores, rows, words, rows[:, None].contiguous())
 
 
-def products(weight: QuantizedTensor, kind: Literal["floats", "rounded"] = "floats") -> None:
+def products(weight: QuantizedTensor, kind: Literal["floats", "quantized"] = "floats") -> None:
     """Launch products of one token, few, many, and too many, with inputs in floats or in 8 bits."""
-    from llmopt.engine.kernels.linear.triton_linear import FloatInputLinear, RoundedInputLinear
+    from llmopt.engine.kernels.linear.triton_linear import FloatInputLinear, QuantizedInputLinear
 
-    rounded = kind == "rounded"
-    elements = [torch.float8_e4m3fn, torch.int8] if rounded else [torch.float8_e4m3fn]
-    tiles = tiles_of(weight, elements)
+    quantized = kind == "quantized"
+    elements = [torch.float8_e4m3fn, torch.int8] if quantized else [torch.float8_e4m3fn]
+    tiles = pack_weight(weight, elements)
     assert tiles is not None
-    linear = (RoundedInputLinear if rounded else FloatInputLinear)(weight, tiles, BF16)
+    linear = (QuantizedInputLinear if quantized else FloatInputLinear)(weight, tiles, BF16)
     for tokens in (1, 16, 32, 64, 65):
         linear(torch.zeros(tokens, weight.in_features, dtype=BF16))
 
@@ -186,25 +190,27 @@ def blocks(kind: str) -> QuantizedTensor:
 
 def experts() -> None:
     """Launch the products of experts for few visits each, and for many."""
-    from llmopt.engine.kernels.linear.triton_product import multiply
-    from llmopt.engine.kernels.moe.triton_deal import deal
+    from llmopt.engine.kernels.linear.triton_gemm import gemm
+    from llmopt.engine.kernels.moe.triton_token_permutation import permute_tokens
 
-    floats = tiles_of_floats(torch.zeros(256, 2048, dtype=BF16))
-    packed = tiles_of(integers(4, 128, False), [])
+    floats = pack_float_weight(torch.zeros(256, 2048, dtype=BF16))
+    packed = pack_weight(integers(4, 128, False), [])
     for weight in (floats, packed):
         assert weight is not None
-        stacked = stack_tiles([weight, weight])
+        stacked = stack_packed_weights([weight, weight])
         assert stacked is not None
-        for visits in (16, 400):
-            x = torch.zeros(visits, weight.in_features, dtype=BF16)
-            multiply(x, stacked, BF16, None, deal(torch.arange(visits) % 2, 2, 1))
+        for routing in (16, 400):
+            x = torch.zeros(routing, weight.in_features, dtype=BF16)
+            gemm(x, stacked, BF16, None, permute_tokens(torch.arange(routing) % 2, 2, 1))
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, 32 heads of 128 on 8": lambda: attention(32, 8, (128, 128)),
     "  fp8 cache": lambda: attention(32, 8, (128, 128), torch.float8_e4m3fn),
     "  int8 cache": lambda: attention(32, 8, (128, 128), torch.int8),
-    "  window, first tokens kept": lambda: attention(32, 8, (128, 128), window=1000, kept=4),
+    "  window, first tokens kept": lambda: attention(
+        32, 8, (128, 128), window=1000, num_sink_tokens=4
+    ),
     "  float32": lambda: attention(32, 8, (128, 128), torch.float32, torch.float32),
     "attention, 64 heads of 64 on 8, sinks": lambda: attention(
         64, 8, (64, 64), sinks=torch.zeros(64), window=128
@@ -216,11 +222,11 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "sampling": sampling,
     "4-bit weights": lambda: products(integers(4, 128, False)),
     "8-bit weights": lambda: products(integers(8, -1, True)),
-    "  and inputs": lambda: products(integers(8, -1, True, Activations("int8")), "rounded"),
+    "  and inputs": lambda: products(integers(8, -1, True, Activations("int8")), "quantized"),
     "fp8 weights": lambda: products(fp8("channel")),
-    "  and its inputs": lambda: products(fp8("channel", Activations("fp8")), "rounded"),
+    "  and its inputs": lambda: products(fp8("channel", Activations("fp8")), "quantized"),
     "  and inputs, by 128": lambda: products(
-        fp8("block", Activations("fp8", "group128")), "rounded"
+        fp8("block", Activations("fp8", "group128")), "quantized"
     ),
     "nf4": lambda: products(round_to_codebook(torch.randn(512, 4096), CodebookScheme("nf4"))),
     "experts": experts,

@@ -42,14 +42,14 @@ class Answer:
         return "".join(self.texts)
 
 
-def events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+def events(chunks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """(time, data) of each server-sent event. An event that spans reads has the time of its last one.
 
     Line ends may be LF, CRLF or CR; comments and other fields are skipped; an event that the end of
     the stream cut off from its blank line still counts.
     """
     rest, lines, time = b"", [], 0.0
-    for time, data in pieces:
+    for time, data in chunks:
         buffer = rest + data
         # A CR at the end may be half of a line end: it waits for the next read.
         held = b"\r" if buffer.endswith(b"\r") else b""
@@ -71,7 +71,7 @@ def _unix(data: bytes) -> bytes:
     return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
 
 
-def read_stream(pieces: Iterable[tuple[float, bytes]]) -> Answer:
+def read_stream(chunks: Iterable[tuple[float, bytes]]) -> Answer:
     """A streamed answer of `/v1/completions` or `/v1/chat/completions`.
 
     A chunk with text is a delivery. One without text is one where the server's count says so: by its
@@ -81,7 +81,7 @@ def read_stream(pieces: Iterable[tuple[float, bytes]]) -> Answer:
     answer = Answer()
     seen: list[tuple[float, str, int | None]] = []
     ended = False
-    for time, data in events(pieces):
+    for time, data in events(chunks):
         if data.strip() == b"[DONE]":
             ended = True
             continue
@@ -115,9 +115,9 @@ def read_stream(pieces: Iterable[tuple[float, bytes]]) -> Answer:
     return answer
 
 
-def read_document(pieces: Sequence[tuple[float, bytes]]) -> Answer:
+def read_document(chunks: Sequence[tuple[float, bytes]]) -> Answer:
     """An answer that is one JSON document: the server did not stream. All tokens come at its end."""
-    body = b"".join(data for _, data in pieces)
+    body = b"".join(data for _, data in chunks)
     answer = Answer()
     try:
         document = json.loads(body)
@@ -126,14 +126,14 @@ def read_document(pieces: Sequence[tuple[float, bytes]]) -> Answer:
         answer.error = f"the answer is neither a stream nor a completion: {_excerpt(body)}"
         return answer
     count = _usage(document, answer)
-    answer.times, answer.texts = [pieces[-1][0]], [text]
+    answer.times, answer.texts = [chunks[-1][0]], [text]
     answer.tokens = [count] if count else []
     return answer
 
 
-def refusal(status: int, pieces: Sequence[tuple[float, bytes]]) -> str:
+def refusal(status: int, chunks: Sequence[tuple[float, bytes]]) -> str:
     """What a response with an error status says."""
-    body = b"".join(data for _, data in pieces)
+    body = b"".join(data for _, data in chunks)
     try:
         said = _message(json.loads(body))
     except ValueError:

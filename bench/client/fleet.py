@@ -125,13 +125,13 @@ class Fleet:
         """Give every worker its share of the requests; returns how many workers got one."""
         count = min(len(self._workers), len(requests), limit or len(requests))
         # More places than requests are no limit, and a pipe holds no more than so many bytes.
-        places = self._places if limit is not None and limit < len(requests) else None
-        if places is not None and limit is not None:
+        permits = self._places if limit is not None and limit < len(requests) else None
+        if permits is not None and limit is not None:
             self._set_places(min(limit, PIPE_BYTES))
         ordered = sorted(requests, key=lambda request: request.due)
         for number in range(count):
-            job = Job(endpoint, tuple(ordered[number::count]), limit, burden, places)
-            self._tell(number, job)
+            job = Job(endpoint, tuple(ordered[number::count]), limit, burden, permits)
+            self._send(number, job)
         return count
 
     def _collect(self, count: int, progress: Progress) -> tuple[float, float | None, list[Report]]:
@@ -148,7 +148,7 @@ class Fleet:
                     ready += 1
                     if ready == count:
                         origin = time.perf_counter() + START_SECONDS
-                        self._tell_all(count, origin)
+                        self._send_all(count, origin)
                 elif message == "ended":
                     progress.advance()
                 elif isinstance(message, Report):
@@ -161,8 +161,8 @@ class Fleet:
                 if stopped is None:
                     stopped = time.perf_counter()
                     if ready < count:
-                        self._tell_all(count, origin)
-                    self._tell_all(count, "stop")
+                        self._send_all(count, origin)
+                    self._send_all(count, "stop")
         return origin, stopped, reports
 
     def cpu_seconds(self) -> float:
@@ -176,11 +176,11 @@ class Fleet:
                 pass
         os.write(self._places[1], b"." * count)
 
-    def _tell_all(self, count: int, message: Any) -> None:
+    def _send_all(self, count: int, message: Any) -> None:
         for number in range(count):
-            self._tell(number, message)
+            self._send(number, message)
 
-    def _tell(self, number: int, message: Any) -> None:
+    def _send(self, number: int, message: Any) -> None:
         stream = self._workers[number].stdin
         assert stream is not None
         pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)

@@ -20,14 +20,14 @@ class NotHttp(Exception):
 
 
 class Response:
-    """One response as it arrives. `pieces` are (time of the read, body bytes of that read)."""
+    """One response as it arrives. `chunks` are (time of the read, body bytes of that read)."""
 
-    __slots__ = ("_left", "_mode", "_rest", "_size", "headers", "is_whole", "pieces", "status")
+    __slots__ = ("_left", "_mode", "_rest", "_size", "chunks", "headers", "is_whole", "status")
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
-        self.pieces: list[tuple[float, bytes]] = []
+        self.chunks: list[tuple[float, bytes]] = []
         self.is_whole = False
         self._rest = b""
         self._mode = "head"
@@ -45,7 +45,7 @@ class Response:
     @property
     def num_bytes(self) -> int:
         """Bytes of the body so far."""
-        return sum(len(data) for _, data in self.pieces)
+        return sum(len(data) for _, data in self.chunks)
 
     def feed(self, now: float, data: bytes) -> None:
         """Take what one read gave.
@@ -75,7 +75,7 @@ class Response:
             self._left -= len(data)
             self.is_whole = self._left <= 0
         if data:
-            self.pieces.append((now, data))
+            self.chunks.append((now, data))
 
     def end_of_stream(self) -> None:
         """The peer closed: the end of a body that had no other."""

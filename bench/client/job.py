@@ -52,7 +52,7 @@ class Job:
     requests: tuple[EncodedRequest, ...]
     limit: int | None
     burden: float = 0.0
-    places: tuple[int, int] | None = None
+    permits: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 HURRY_SECONDS = 0.0005  # an event due within this is written now
 
 
-class Known(asyncio.Protocol):
+class KnownLatencyProtocol(asyncio.Protocol):
     """One connection: every request is answered with `max_tokens` events on a fixed timetable."""
 
     def __init__(self, ttft: float, itl: float) -> None:
@@ -75,7 +75,9 @@ class Known(asyncio.Protocol):
 async def serve(ttft: float, itl: float) -> None:
     """Serve on a free port of this machine, which is printed, until the input ends."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Known(ttft, itl), "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(
+        lambda: KnownLatencyProtocol(ttft, itl), "127.0.0.1", 0, backlog=1024
+    )
     print(server.sockets[0].getsockname()[1], flush=True)
     gc.freeze()
     gc.disable()

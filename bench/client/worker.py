@@ -23,7 +23,7 @@ from .answer import Answer, read_document, read_stream, refusal
 from .http1 import Connection, NotHttp, Response
 from .job import EncodedRequest, Endpoint, Exchange, Job, Report
 
-MOST_OPENED_AHEAD = 1024
+MAX_OPENED_AHEAD = 1024
 OPENING_AT_ONCE = 64
 LAG_EVERY_SECONDS = 0.02
 # The event loop's own resolution: epoll counts whole milliseconds and rounds up.
@@ -83,7 +83,7 @@ def _tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
     return context
 
 
-class Places:
+class SharedSemaphore:
     """Places for requests in flight that all workers share: a byte in a pipe for each free one, as the
     jobserver of GNU make has them. Whoever is fast takes more, and the limit holds over all."""
 
@@ -99,7 +99,7 @@ class Places:
                 return
             except BlockingIOError:
                 readable = loop.create_future()
-                loop.add_reader(self._read, _settle, readable)
+                loop.add_reader(self._read, _resolve, readable)
                 try:
                     await readable
                 finally:
@@ -109,7 +109,7 @@ class Places:
         os.write(self._write, b".")
 
 
-def _settle(future: asyncio.Future[None]) -> None:
+def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
@@ -130,13 +130,13 @@ class Pass:
 
     async def run(self, origin: float) -> None:
         """Send every request when it is due and there is room; ends with the last answer or `stop`."""
-        room = Places(self._job.places) if self._job.places else None
+        semaphore = SharedSemaphore(self._job.permits) if self._job.permits else None
         tasks: set[asyncio.Task[None]] = set()
         helpers = [asyncio.create_task(self._watch_lag())]
         if self._job.burden:
             helpers.append(asyncio.create_task(self._waste()))
         stopped = asyncio.create_task(self._stop.wait())
-        sender = asyncio.create_task(self._send_all(origin, room, tasks))
+        sender = asyncio.create_task(self._send_all(origin, semaphore, tasks))
         await asyncio.wait({stopped, sender}, return_when=asyncio.FIRST_COMPLETED)
         if not self._stop.is_set() and tasks:
             whole = asyncio.gather(*tasks)
@@ -147,18 +147,18 @@ class Pass:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def _send_all(
-        self, origin: float, room: Places | None, tasks: set[asyncio.Task[None]]
+        self, origin: float, semaphore: SharedSemaphore | None, tasks: set[asyncio.Task[None]]
     ) -> None:
         for request, head in zip(self._job.requests, self._heads, strict=True):
             if (wait := origin + request.due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            if room is not None:
-                await room.take()
+            if semaphore is not None:
+                await semaphore.take()
             task = asyncio.create_task(self._exchange(request, head))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-            if room is not None:
-                task.add_done_callback(room.give_back)
+            if semaphore is not None:
+                task.add_done_callback(semaphore.give_back)
 
     async def _exchange(self, request: EncodedRequest, head: bytes) -> None:
         response, error = Response(), ""
@@ -218,10 +218,10 @@ def _read(response: Response) -> Answer:
     if not response.is_head_whole:
         return Answer()
     if response.status != 200:
-        return Answer(error=refusal(response.status, response.pieces))
-    if "json" in response.headers.get("content-type", "") and response.pieces:
-        return read_document(response.pieces)
-    return read_stream(response.pieces)
+        return Answer(error=refusal(response.status, response.chunks))
+    if "json" in response.headers.get("content-type", "") and response.chunks:
+        return read_document(response.chunks)
+    return read_stream(response.chunks)
 
 
 def _progress(response: Response) -> str:
@@ -271,7 +271,7 @@ async def serve_jobs(say: BinaryIO) -> None:
     while isinstance(job := await inbox.get(), Job):
         pool = Pool(job.endpoint)
         one = Pass(job, pool, say, stop)
-        await pool.fill(min(job.limit or MOST_OPENED_AHEAD, len(job.requests), MOST_OPENED_AHEAD))
+        await pool.fill(min(job.limit or MAX_OPENED_AHEAD, len(job.requests), MAX_OPENED_AHEAD))
         opened = pool.num_opened
         gc.collect()
         gc.freeze()

@@ -25,7 +25,7 @@ def stamped(root: Path, name: str, now: datetime | None = None) -> Path:
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder to write into, that takes the name `target` when the block ends well.
 
     Raises:
@@ -50,7 +50,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a text file under a temporary name beside it, then rename it."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:

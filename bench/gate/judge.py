@@ -127,7 +127,7 @@ def judge(
     slower = sign * effect.log_ratio
     reach = effect.half_width(CONFIDENCE)
     alarm = effect.half_width(1 - FALSE_ALARMS / num_limits)
-    excused, hidden = (0.0, 0.0) if same else crowding(base, new, relative=limit.relative)
+    excused, hidden = (0.0, 0.0) if same else interference(base, new, relative=limit.relative)
     direction = "higher" if change.relative > 0 else "lower"
     said = f"{measured.label} is {abs(change.relative):.1%} {direction}"
     if not limit.relative:
@@ -165,7 +165,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(values))))
 
 
-def in_turns(base: RunData, new: RunData) -> bool:
+def is_paired(base: RunData, new: RunData) -> bool:
     """Whether the two were measured pass by pass in turns, so that both saw the same machine."""
     pairs = [side.result["llmopt"]["arms"] for side in (base, new)]
     passes = [side.result["llmopt"]["runs"] for side in (base, new)]
@@ -179,13 +179,13 @@ def other_load(data: RunData) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-def crowding(base: RunData, new: RunData, *, relative: bool) -> tuple[float, float]:
+def interference(base: RunData, new: RunData, *, relative: bool) -> tuple[float, float]:
     """(slowdown that others may have caused in `new`, and hidden by slowing `base`), as logarithms.
 
     If others keep a share L of the processors busy, 1 − L is left: a slowdown of up to 1 / (1 − L) may be
     theirs. Runs that took turns met the same neighbours, so nothing is put down to them.
     """
-    if relative and in_turns(base, new):
+    if relative and is_paired(base, new):
         return 0.0, 0.0
     worst = 0.95  # a run that got nothing at all would not have ended
     excused = -math.log1p(-min(other_load(new), worst))
@@ -194,7 +194,7 @@ def crowding(base: RunData, new: RunData, *, relative: bool) -> tuple[float, flo
 
 def busy_words(base: RunData, new: RunData) -> str | None:
     """Who disturbed, where somebody did."""
-    if in_turns(base, new):
+    if is_paired(base, new):
         return None
     loads = {side: other_load(data) for side, data in (("base", base), ("new", new))}
     busy = [
@@ -208,7 +208,7 @@ def busy_words(base: RunData, new: RunData) -> str | None:
 def effect_between(measured: Measured, base: RunData, new: RunData) -> Effect:
     """The change of a metric with its uncertainty, by what these runs allow to know."""
     before, after = base.values(measured.key), new.values(measured.key)
-    if in_turns(base, new) and len(before) == len(after) > 1:
+    if is_paired(base, new) and len(before) == len(after) > 1:
         return effect_of_pairs(before, after)
     error = 0.0
     if measured.column is not None and min(len(before), len(after)) < RUNS_THAT_SHOW_SPREAD:

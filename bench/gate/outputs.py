@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from ..files.run_folder import write_whole
+from ..files.run_folder import write_atomically
 from ..record.result import to_json
 from .compare import Comparison, RunData
 from .gate import MEASURED, Outcome
@@ -95,12 +95,12 @@ def benchmark_entries(
 
 
 def write_junit(path: Path, comparison: Comparison) -> None:
-    write_whole(path, junit(comparison))
+    write_atomically(path, junit(comparison))
 
 
 def write_benchmark_json(path: Path, data: RunData, comparison: Comparison | None) -> None:
     """The entries of which smaller is better into `path`, the others beside it: a list can only be one
     of the two."""
     entries = benchmark_entries(data, comparison)
-    write_whole(path, to_json(entries["smaller"]))
-    write_whole(path.with_name(f"{path.stem}.bigger{path.suffix}"), to_json(entries["bigger"]))
+    write_atomically(path, to_json(entries["smaller"]))
+    write_atomically(path.with_name(f"{path.stem}.bigger{path.suffix}"), to_json(entries["bigger"]))

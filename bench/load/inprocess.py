@@ -35,7 +35,7 @@ class WithAdapter:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlightRequest:
     """A request between its sending and its end."""
 
     prompt_len: int
@@ -70,7 +70,7 @@ class InProcessTarget:
         self._params = SamplingParams(
             temperature=temperature, ignore_eos=ignore_eos, seed=seed if temperature > 0 else None
         )
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, _InFlightRequest] = {}
         self._refused: list[Chunk] = []
         self._steps: list[StepRecord] = []
 
@@ -88,7 +88,7 @@ class InProcessTarget:
             now = time.perf_counter()
             self._refused.append(Chunk(item.request_id, now, 0, finished=True, error=str(refusal)))
             return
-        self._flights[item.request_id] = _Flight(len(item.prompt_token_ids))
+        self._flights[item.request_id] = _InFlightRequest(len(item.prompt_token_ids))
 
     def receive(self, until: float | None) -> list[Chunk]:
         if self._refused:

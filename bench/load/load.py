@@ -53,7 +53,7 @@ def drive(
     pending = deque(sorted(workload.items, key=lambda item: item.arrival_seconds))
     in_flight: dict[str, RequestTrace] = {}
     ended: list[RequestTrace] = []
-    room = max_concurrency or len(pending)
+    limit = max_concurrency or len(pending)
     interrupted = False
     progress.start(description, len(pending), "requests")
     # The collector would stop the loop at moments of its own choosing.
@@ -63,7 +63,7 @@ def drive(
     try:
         while pending or in_flight:
             now = time.perf_counter() - origin
-            while pending and len(in_flight) < room and pending[0].arrival_seconds <= now:
+            while pending and len(in_flight) < limit and pending[0].arrival_seconds <= now:
                 item = pending.popleft()
                 now = time.perf_counter() - origin
                 in_flight[item.request_id] = RequestTrace(
@@ -74,7 +74,7 @@ def drive(
                     sent=now,
                 )
                 target.send(item)
-            may_send = pending and len(in_flight) < room
+            may_send = pending and len(in_flight) < limit
             until = origin + pending[0].arrival_seconds if may_send else None
             for chunk in target.receive(until):
                 if record(in_flight[chunk.request_id], chunk, origin):

@@ -20,7 +20,7 @@ from .target import Target
 if TYPE_CHECKING:
     from ...engine.engine import Engine
 
-MOST_REQUESTS = 16
+MAX_REQUESTS = 16
 PARTS = {
     "scheduling": "choosing what a step computes, and booking what came out of it",
     "preparing": "input preparation: token ids, positions, slot mapping, block tables",
@@ -54,7 +54,7 @@ def step_split(
 
     Sends the first requests of `workload` once more.
     """
-    items = tuple(replace(item, arrival_seconds=0.0) for item in workload.items[:MOST_REQUESTS])
+    items = tuple(replace(item, arrival_seconds=0.0) for item in workload.items[:MAX_REQUESTS])
     few = Workload(workload.name, workload.source, items)
     engine.reset_prefix_cache()
     recorder = engine.recorder = StepRecorder(engine.scheduler, phases=True)

@@ -48,7 +48,7 @@ def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dic
     at_least = math.ceil(THRESHOLD * max_concurrency)
     seconds = prompt_tokens = output_tokens = completed = 0.0
     windows: list[dict[str, Any]] = []
-    begun: list[RequestTrace] = []
+    started: list[RequestTrace] = []
     for number, one in enumerate(passes):
         found = window_of(one.traces, at_least)
         if found is None:
@@ -66,7 +66,7 @@ def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dic
             for time, count in zip(t.chunk_times, t.chunk_tokens, strict=True)
             if start <= time <= end
         )
-        begun += sent
+        started += sent
         short = end - start < max(SHORTEST_SECONDS, SHORTEST_SHARE * one.duration)
         windows.append(
             {
@@ -92,7 +92,7 @@ def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dic
         "output_throughput": output_tokens / seconds,
         "total_token_throughput": (prompt_tokens + output_tokens) / seconds,
     }
-    sampled = samples(begun)
+    sampled = samples(started)
     for metric in METRICS:
         result |= vllm_keys(summary(sampled[metric], PERCENTILES), metric)
     return result

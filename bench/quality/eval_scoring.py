@@ -159,12 +159,12 @@ class EngineScorer:
         longest = self._engine.scheduler.longest_sequence
         for number, (context, wanted) in enumerate(requests):
             params = generation_params(wanted, self._seed + number)
-            room = longest - (params.max_tokens or 0)
-            if room < 1:
+            max_context = longest - (params.max_tokens or 0)
+            if max_context < 1:
                 raise BadInput(
                     f"a task generates up to {params.max_tokens} tokens; {longest} fit, prompt included"
                 )
-            prompts.append((self.encode(context)[-room:], params))
+            prompts.append((self.encode(context)[-max_context:], params))
         answers = self._complete(prompts, "generations of the tasks")
         return [
             self.decode(tokens, params.stop)
@@ -217,12 +217,12 @@ class EngineScorer:
                     number, (tokens, params) = left.popleft()
                     self._engine.add_request(str(number), tokens, params)
                     active.add(str(number))
-                for piece in self._engine.step():
-                    written[int(piece.request_id)].extend(piece.new_token_ids)
-                    if piece.prompt_logprobs is not None:
-                        scores[int(piece.request_id)] = piece.prompt_logprobs
-                    if piece.finish_reason is not None:
-                        active.remove(piece.request_id)
+                for output in self._engine.step():
+                    written[int(output.request_id)].extend(output.new_token_ids)
+                    if output.prompt_logprobs is not None:
+                        scores[int(output.request_id)] = output.prompt_logprobs
+                    if output.finish_reason is not None:
+                        active.remove(output.request_id)
                         self._progress.advance()
         finally:
             for request_id in active:

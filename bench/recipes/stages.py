@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import read_json
-from ..files.run_folder import write_whole
+from ..files.run_folder import write_atomically
 from .recipe import Recipe
 
 JOURNAL_NAME = "journal.json"
@@ -66,4 +66,4 @@ class Stages:
         # What the recipe did not say stays unsaid: some defaults depend on what was set.
         recipe = self.recipe.model_dump(mode="json", exclude_unset=True)
         found = {"schema": 1, "recipe": recipe, "done": self._done}
-        write_whole(self.folder / JOURNAL_NAME, json.dumps(found, indent=2) + "\n")
+        write_atomically(self.folder / JOURNAL_NAME, json.dumps(found, indent=2) + "\n")

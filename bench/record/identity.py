@@ -126,7 +126,7 @@ def speculation_part(options: BenchOptions, stats: EngineStats) -> dict[str, Any
         return None
     return {
         "method": options.speculation.method,
-        "num_guesses": stats.num_guesses,
-        "num_accepted": stats.num_accepted_guesses,
-        "acceptance": stats.num_accepted_guesses / max(1, stats.num_guesses),
+        "num_guesses": stats.num_draft_tokens,
+        "num_accepted": stats.num_accepted_tokens,
+        "acceptance": stats.num_accepted_tokens / max(1, stats.num_draft_tokens),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..files.run_folder import write_whole
+from ..files.run_folder import write_atomically
 from ..page.page import Page, to_html, to_markdown
 
 
@@ -12,9 +12,9 @@ def write_page(page: Page, folder: Path) -> None:
     """The files of a page, the HTML last, so that it is there only when everything is."""
     for section in page.sections:
         for figure in section.figures:
-            write_whole(folder / f"{figure.name}.svg", standalone(figure.svg))
-    write_whole(folder / "report.md", to_markdown(page))
-    write_whole(folder / "report.html", to_html(page))
+            write_atomically(folder / f"{figure.name}.svg", standalone(figure.svg))
+    write_atomically(folder / "report.md", to_markdown(page))
+    write_atomically(folder / "report.html", to_html(page))
 
 
 def standalone(svg: str) -> str:

@@ -13,7 +13,7 @@ from ..page.page import Card, Figure, Page, Section, Table, Tone, Verdict, to_ht
 from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, title, to_svg
 
 GIB = 2**30
-MOST_CURVES = 6
+MAX_CURVES = 6
 COMPONENTS = ("weights", "working memory", "KV in use", "KV room")
 
 
@@ -163,7 +163,7 @@ def _sequences_svg(plan: Plan) -> str:
     figure, (axis,) = canvas(width=9, height=3.4)
     limit = max(plan.model.shape.max_context, plan.workload.context)
     contexts = [limit // 2**power for power in range(10, -1, -1) if limit // 2**power >= 1]
-    for device, colour in zip(plan.devices[:MOST_CURVES], SERIES, strict=False):
+    for device, colour in zip(plan.devices[:MAX_CURVES], SERIES, strict=False):
         fitting = [
             device.deployment.max_sequences(device.device.memory_bytes, device.reserve, context)
             for context in contexts

@@ -14,7 +14,7 @@ from ..metrics.trace import LoadPass
 from ..page.plot_style import DECODE, INK, MUTED, PREFILL, SERIES, WAIT, canvas, title, to_svg
 
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "End to end"}
-MOST_BARS = 120
+MAX_BARS = 120
 CAPTIONS = {
     "distributions": "How many of the values lie at or below a latency. ITL pools the gaps of all "
     "requests; the other three have one value per request.",
@@ -68,7 +68,7 @@ def timeline_svg(one: LoadPass) -> str:
         1, 2, width=11, height=4.6, sharex=True, gridspec_kw={"height_ratios": [3, 1]}
     )
     bars, rate = axes
-    done = [trace for trace in one.traces if trace.success][:MOST_BARS]
+    done = [trace for trace in one.traces if trace.success][:MAX_BARS]
     done.sort(key=lambda trace: trace.sent)
     rows = np.arange(len(done))
     spans = {

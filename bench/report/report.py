@@ -12,7 +12,7 @@ from ..metrics.trace import LoadPass
 from ..page.page import Card, Figure, Page, Section, Verdict
 from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
-from .client_words import client_section
+from .client_report import client_section
 from .formula_table import formula_table
 from .latency_tables import latency_tables
 from .money import money_sections

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files.run_folder import whole_folder
+from ..files.run_folder import atomic_folder
 from ..metrics.steady import FORMULAS as STEADY
 from ..page.page import Card, Figure, Page, Section, Table, Verdict
 from ..page.plot_style import BASE, MUTED, NEW, canvas, title, to_svg
@@ -20,7 +20,7 @@ UNITS = {"concurrency": "users", "rate": "requests/s"}
 
 def write_sweep(record: Mapping[str, Any], target: Path) -> Path:
     """Write the folder `target` (`sweep.json`, reports, figures), whole or not at all; returns it."""
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         (folder / SWEEP_NAME).write_text(to_json(record), encoding="utf-8")
         write_page(sweep_page(record), folder)
     return target

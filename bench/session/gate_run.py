@@ -12,7 +12,7 @@ from ...quant.base.progress import Progress
 from ...recipes import DEFAULT_MODEL
 from ..client.address import Address
 from ..client.served_model import find_served
-from ..files.run_folder import write_whole
+from ..files.run_folder import write_atomically
 from ..gate.compare import Comparison, compare
 from ..gate.gate import Limit, parse_gate
 from ..gate.outputs import write_benchmark_json, write_junit
@@ -81,7 +81,7 @@ def run_judged(
     """
     base_run = None
     if wanted is not None and wanted.against is not None:
-        runs = run_interleaved(in_turns(options, wanted.against), progress)
+        runs = run_interleaved(paired_options(options, wanted.against), progress)
         if len(runs) < 2:
             return Judged(runs[0])
         base_run, run = runs
@@ -95,7 +95,7 @@ def run_judged(
     return Judged(run, base_run, comparison)
 
 
-def in_turns(options: BenchOptions, against: str) -> list[BenchOptions]:
+def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
     """The paired runs, the base first. The base is the new one's reference unless it has another."""
     is_url = against.startswith(("http://", "https://"))
     if is_url != (options.base_url is not None):
@@ -104,7 +104,7 @@ def in_turns(options: BenchOptions, against: str) -> list[BenchOptions]:
             "--base-url or --serve: transport alone would be a difference"
         )
     if is_url:
-        return servers_in_turns(options, against)
+        return paired_servers(options, against)
     reference = options.reference or (against if options.quality else None)
     name = options.name or options.label or Path(options.model or DEFAULT_MODEL).name
     own = Path(against).name
@@ -121,7 +121,7 @@ def in_turns(options: BenchOptions, against: str) -> list[BenchOptions]:
     ]
 
 
-def servers_in_turns(options: BenchOptions, against: str) -> list[BenchOptions]:
+def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
     """The server at `against` and the one of `options`, with the same prompts for both.
 
     The base is asked for its own model: two servers seldom call one model the same.
@@ -158,9 +158,11 @@ def write_verdict(judged: Judged, wanted: VerdictWanted, folder: Path) -> None:
     base = RunData.of_run(judged.base) if judged.base else wanted.baseline
     comparison = judged.comparison
     if comparison is not None and base is not None:
-        write_whole(folder / "comparison.html", to_html(comparison_page(base, new, comparison)))
+        write_atomically(
+            folder / "comparison.html", to_html(comparison_page(base, new, comparison))
+        )
         page = comparison_page(base, new, comparison, with_figures=False)
-        write_whole(folder / "comparison.md", to_markdown(page))
+        write_atomically(folder / "comparison.md", to_markdown(page))
         if wanted.junit is not None:
             write_junit(wanted.junit, comparison)
     if wanted.benchmark_json is not None:

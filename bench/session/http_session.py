@@ -17,7 +17,7 @@ from ..options.options import BenchOptions
 from ..record.identity import identity_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, TargetFacts, build_run
-from ..workloads.datasets import build_workload, settled, warmup_workload
+from ..workloads.datasets import build_workload, resolved_options, warmup_workload
 from .session_base import Session
 
 TARGET = "http"
@@ -41,7 +41,7 @@ class HttpSession(Session):
         address = self._address = server_address(options)
         served = self._served = find_served(options, address)
         workload = build_workload(options, served.tokenizer, served.max_model_len)
-        options = settled(options, workload)
+        options = resolved_options(options, workload)
         name = options.name or options.label or Path(served.model).name
         machine = MachineMeter(
             local_gpu() if address.is_loopback else "cpu",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..files.interrupt import interrupts_held
-from ..files.run_folder import whole_folder
+from ..files.run_folder import atomic_folder
 from ..metrics.step_trace import STEPS_NAME, write_steps
 from ..record.requests_table import (
     REQUESTS_CSV_NAME,
@@ -23,7 +23,7 @@ def write_run(run: BenchRun, target: Path, *, with_csv: bool = False) -> Path:
     """Write the run folder `target`, whole or not at all; returns it."""
     with interrupts_held():
         environment = to_json(run.result["llmopt"]["environment"])
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             (folder / RESULT_NAME).write_text(to_json(run.result), encoding="utf-8")
             (folder / ENVIRONMENT_NAME).write_text(environment, encoding="utf-8")
             write_requests(folder / REQUESTS_NAME, run.passes)

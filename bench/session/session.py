@@ -28,7 +28,7 @@ from ..record.identity import engine_identity, speculation_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts, build_run
 from ..report.plan_residuals import plan_for_folder, residuals
-from ..workloads.datasets import build_workload, settled, warmup_workload
+from ..workloads.datasets import build_workload, resolved_options, warmup_workload
 from ..workloads.workload import Workload
 from .session_base import Session
 
@@ -73,7 +73,7 @@ class BenchSession(Session):
         restart_peak_memory()
         self._engine = engine or load_engine(options, self._model)
         workload = build_workload(options, self._engine.tokenizer, self._engine.max_model_len)
-        options = settled(options, workload)
+        options = resolved_options(options, workload)
         self._load = Load(options.rate, options.burstiness, options.concurrency)
         self._target = InProcessTarget(
             self._engine,

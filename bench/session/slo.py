@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from .sweep import Rig, Sweep
+from .sweep import Sweep, SweepTarget
 
 PRECISION = 0.05
 SHARE = 0.95
 # Of the serial rate: at a quarter of it requests hardly meet, so what fails there fails everywhere.
 LOWEST_RATE = 0.25
-MOST_DOUBLINGS = 10
+MAX_DOUBLINGS = 10
 RULE = (
     "a load keeps the limits if the given share of all requests, failed ones counted as misses, meets "
     "every limit; a rate must also be kept up with, and its TTFT and end-to-end time count from when a "
@@ -23,7 +23,7 @@ RULE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SloResult:
     """The end of a search.
 
     Attributes:
@@ -42,7 +42,7 @@ class SloSearch:
     sweep: Sweep
     limits: str
     share: float
-    found: Found
+    found: SloResult
 
     def as_dict(self) -> dict[str, Any]:
         """The record of the sweep with the search's verdict under `slo`."""
@@ -59,7 +59,7 @@ class SloSearch:
         return said
 
 
-def search_slo(rig: Rig, limits: str, share: float) -> SloSearch:
+def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearch:
     """Find the highest rate (to within 5 %) or concurrency (exactly) that keeps the limits.
 
     `limits` are also the rig's goodput limits. Rates start at a quarter of the measured serial rate.
@@ -72,42 +72,42 @@ def search_slo(rig: Rig, limits: str, share: float) -> SloSearch:
         raise BadInput(f"--slo-share is {share}: it must be above 0 and at most 1")
 
     def keeps(load: float) -> bool:
-        point = rig.measure(rig.kind, load)
+        point = sweep_target.measure(sweep_target.kind, load)
         return point["kept_up"] and point["good_share"] is not None and point["good_share"] >= share
 
-    if rig.kind == "rate":
-        found = highest_rate(keeps, rig.serial_rate() * LOWEST_RATE)
+    if sweep_target.kind == "rate":
+        found = highest_rate(keeps, sweep_target.serial_rate() * LOWEST_RATE)
     else:
-        found = highest_count(keeps, rig.most_requests)
-    assert rig.sweep is not None
-    return SloSearch(rig.sweep, limits, share, found)
+        found = highest_count(keeps, sweep_target.max_requests)
+    assert sweep_target.sweep is not None
+    return SloSearch(sweep_target.sweep, limits, share, found)
 
 
-def highest_rate(keeps: Callable[[float], bool], lowest: float) -> Found:
+def highest_rate(keeps: Callable[[float], bool], lowest: float) -> SloResult:
     """Double from `lowest` until a rate fails, then halve the gap (geometrically) to 5 %."""
     if not keeps(lowest):
-        return Found(None, lowest)
+        return SloResult(None, lowest)
     good, bad = lowest, math.inf
-    for _ in range(MOST_DOUBLINGS):
+    for _ in range(MAX_DOUBLINGS):
         if not keeps(good * 2):
             bad = good * 2
             break
         good *= 2
     if math.isinf(bad):
-        return Found(good, None)
+        return SloResult(good, None)
     while bad / good > 1 + PRECISION:
         middle = math.sqrt(good * bad)
         if keeps(middle):
             good = middle
         else:
             bad = middle
-    return Found(good, bad)
+    return SloResult(good, bad)
 
 
-def highest_count(keeps: Callable[[float], bool], most: int) -> Found:
+def highest_count(keeps: Callable[[float], bool], most: int) -> SloResult:
     """Double from 1 up to `most` until a count fails, then bisect to neighbours."""
     if not keeps(1):
-        return Found(None, 1)
+        return SloResult(None, 1)
     good, bad = 1, None
     while good < most:
         tried = min(good * 2, most)
@@ -121,4 +121,4 @@ def highest_count(keeps: Callable[[float], bool], most: int) -> Found:
             good = middle
         else:
             bad = middle
-    return Found(good, bad)
+    return SloResult(good, bad)

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 METRICS = ("ttft", "tpot", "itl", "e2el", "e2el_including_client_queue")
 # An automatic sweep doubles the load until that brings less than this more throughput.
 LEAST_GAIN = 0.10
-MOST_STEPS = 10
+MAX_STEPS = 10
 # The first rate of an automatic sweep, and the lowest of a search, in serial rates.
 FIRST_RATE = 0.5
 # A rate is kept up with if this share of it completes, over the whole pass with its drain. Falling
@@ -99,7 +99,7 @@ def find_knee(points: Sequence[Mapping[str, Any]]) -> Any:
     return max(alive, key=lambda point: point["power"], default=None)
 
 
-class Rig:
+class SweepTarget:
     """A target that is measured under one load after another. The model is loaded once.
 
     A context manager: leaving it ends what a measurement over HTTP has started.
@@ -119,7 +119,7 @@ class Rig:
         self.sweep: Sweep | None = None
 
     @property
-    def most_requests(self) -> int:
+    def max_requests(self) -> int:
         """Requests of a pass: more cannot be in flight."""
         return self._options.num_prompts
 
@@ -243,7 +243,7 @@ def good_share(
     return good / len(traces)
 
 
-def sweep_loads(rig: Rig, loads: Sequence[float] | None) -> Sweep:
+def sweep_loads(sweep_target: SweepTarget, loads: Sequence[float] | None) -> Sweep:
     """Measure the given loads, or (None) double the load until that brings little.
 
     An automatic sweep over rates begins at half the serial rate, which it measures first. An
@@ -252,21 +252,21 @@ def sweep_loads(rig: Rig, loads: Sequence[float] | None) -> Sweep:
     Raises:
         BadInput: an option is unusable.
     """
-    kind = rig.kind
+    kind = sweep_target.kind
     try:
         if loads is None:
-            first = 1.0 if kind == "concurrency" else rig.serial_rate() * FIRST_RATE
-            most = float(rig.most_requests) if kind == "concurrency" else math.inf
-            double_until_flat(lambda value: rig.measure(kind, value), first, most)
+            first = 1.0 if kind == "concurrency" else sweep_target.serial_rate() * FIRST_RATE
+            most = float(sweep_target.max_requests) if kind == "concurrency" else math.inf
+            double_until_flat(lambda value: sweep_target.measure(kind, value), first, most)
         else:
             for value in loads:
-                rig.measure(kind, value)
+                sweep_target.measure(kind, value)
     except KeyboardInterrupt:
-        if rig.sweep is None or not rig.sweep.points:
+        if sweep_target.sweep is None or not sweep_target.sweep.points:
             raise
-        rig.sweep.interrupted = True
-    assert rig.sweep is not None
-    return rig.sweep
+        sweep_target.sweep.interrupted = True
+    assert sweep_target.sweep is not None
+    return sweep_target.sweep
 
 
 def double_until_flat(
@@ -274,7 +274,7 @@ def double_until_flat(
 ) -> None:
     """Measure `first`, twice that and so on up to `most`, until that brings little."""
     value, best = first, 0.0
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         point = measure(value)
         throughput = point["output_throughput"] or 0.0
         if throughput < best * (1 + LEAST_GAIN) or value >= most or not point["kept_up"]:

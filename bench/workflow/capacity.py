@@ -10,13 +10,13 @@ import torch
 
 from ...engine.planner.model.catalog import find_model
 from ...engine.planner.model.kv_dtypes import OF_ENGINE
-from ...engine.planner.plan.ask import Ask, plan_for
 from ...engine.planner.plan.plan_json import plan_as_dict
+from ...engine.planner.plan.plan_request import PlanRequest, plan_for
 from ...engine.planner.plan.replay import WrittenPlan, read_plan
 from ...quant.base.progress import Progress, Silent
 from ...quant.model.checkpoint import read_json
 from ...quant.model.models import resolve_model
-from ..files.run_folder import write_whole
+from ..files.run_folder import write_atomically
 from ..options.options import BenchOptions
 from ..options.sweep_loads import parse_loads
 from ..recipes.capacity_run import CapacityRun
@@ -24,7 +24,7 @@ from ..recipes.stages import Stages
 from ..record.result import plain, to_json
 from ..report.sweep_page import SWEEP_NAME, write_sweep
 from ..session.run_sessions import run_bench
-from ..session.sweep import Rig, sweep_loads
+from ..session.sweep import SweepTarget, sweep_loads
 from .workflow import keep
 
 SINGLE, SWEEP, PLAN_NAME = "single", "sweep", "plan.json"
@@ -56,8 +56,10 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
         stages.finish(SINGLE)
     written = planned(stages, options)
     if not stages.is_done(SWEEP):
-        rig = Rig(options.model_copy(update={"name": recipe.name}), "concurrency", progress)
-        found = sweep_loads(rig, parse_loads(step.loads, "concurrency"))
+        sweep_target = SweepTarget(
+            options.model_copy(update={"name": recipe.name}), "concurrency", progress
+        )
+        found = sweep_loads(sweep_target, parse_loads(step.loads, "concurrency"))
         write_sweep(found.as_dict(), stages.clear(SWEEP))
         if found.interrupted:
             raise KeyboardInterrupt
@@ -71,7 +73,7 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
             **beside(written, sweep),
         }
     )
-    write_whole(folder / "result.json", to_json(record))
+    write_atomically(folder / "result.json", to_json(record))
     return CapacityRun(folder, sweep, record)
 
 
@@ -80,7 +82,7 @@ def planned(stages: Stages, options: BenchOptions) -> WrittenPlan:
     path = stages.folder / PLAN_NAME
     model = str(resolve_model(options.model))
     if not stages.is_done(PLAN_NAME):
-        ask = Ask(
+        ask = PlanRequest(
             model=model,
             context=None if options.max_model_len is None else str(options.max_model_len),
             output_tokens=options.output_len,
@@ -93,7 +95,7 @@ def planned(stages: Stages, options: BenchOptions) -> WrittenPlan:
             else str(options.kv_cache_memory_bytes),
             measured=stages.folder / SINGLE,
         )
-        write_whole(path, json.dumps(plan_as_dict(plan_for(ask)), indent=2) + "\n")
+        write_atomically(path, json.dumps(plan_as_dict(plan_for(ask)), indent=2) + "\n")
         stages.finish(PLAN_NAME)
     return read_plan(path, find_model(model))
 

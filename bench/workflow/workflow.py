@@ -16,7 +16,7 @@ from ...quant.model.models import resolve_model
 from ...quant.pipeline.pipeline import quantize
 from ...quant.plan.plan import QuantizeRequest
 from ...recipes import DEFAULT_MODEL
-from ..files.run_folder import write_whole
+from ..files.run_folder import write_atomically
 from ..gate.compare import Comparison, RunData, compare
 from ..recipes.recipe import BASE_NAME, Recipe, Variant
 from ..recipes.recipe_run import RecipeRun, VariantRun
@@ -62,7 +62,7 @@ def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
         for variant, (manifest, verified), data in zip(recipe.variants, proofs, others, strict=True)
     )
     run = RecipeRun(recipe, folder, base, variants)
-    write_whole(folder / "result.json", to_json(run.record()))
+    write_atomically(folder / "result.json", to_json(run.record()))
     write_recipe_report(run)
     return run
 

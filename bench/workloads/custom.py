@@ -42,13 +42,13 @@ def custom_workload(
         if len(pairs) == num_prompts:
             break
         ids = list(tokenizer.encode(prompt))
-        room = max_model_len - len(ids)
-        if room < 1:
+        max_output_len = max_model_len - len(ids)
+        if max_output_len < 1:
             too_long += 1
             continue
         length = wanted or default
-        cut += length > room
-        pairs.append((ids, min(length, room)))
+        cut += length > max_output_len
+        pairs.append((ids, min(length, max_output_len)))
     if not pairs:
         raise BadInput(f"dataset {path}: every prompt is longer than the context, {max_model_len}")
     notes = []

@@ -264,7 +264,7 @@ _BUILDERS: Mapping[str, Callable[[_Request], Workload]] = {
 }
 
 
-def settled(options: BenchOptions, workload: Workload) -> BenchOptions:
+def resolved_options(options: BenchOptions, workload: Workload) -> BenchOptions:
     """`options` as they came out: the number of requests that there are, and, where the requests
     brought their own arrival times, the mean rate of these, with no limit unless one was set."""
     count = len(workload.items)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ..files.run_folder import write_whole
+from ..files.run_folder import write_atomically
 from .workload import Tokenizer, Workload, WorkloadItem
 
 FORMAT = 1
@@ -45,7 +45,7 @@ def write_frozen(workload: Workload, path: Path, *, model: str) -> None:
         }
         for item in workload.items
     ]
-    write_whole(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+    write_atomically(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
 
 
 def is_frozen(path: Path) -> bool:

@@ -93,15 +93,15 @@ def hub_workload(
             continue
         prompt, answer = found
         ids = list(tokenizer.encode(prompt))
-        room = max_model_len - len(ids)
-        if room < 1:
+        max_output_len = max_model_len - len(ids)
+        if max_output_len < 1:
             left_out += 1
             continue
         length = output_len
         if length is None:
             length = len(tokenizer.encode(answer)) if answer else DEFAULT_OUTPUT_LEN
-        cut += length > room
-        pairs.append((ids, max(1, min(length, room))))
+        cut += length > max_output_len
+        pairs.append((ids, max(1, min(length, max_output_len))))
         if len(pairs) == num_prompts:
             break
     if not pairs:

@@ -47,9 +47,9 @@ def random_workload(
         raise BadInput(f"--random-range-ratio is {range_ratio}: it must be at least 0 and below 1")
     notes = ["random tokens: good for speed, meaningless as text"]
     if input_len is None:
-        room = int((max_model_len - prefix_len) / (1 + range_ratio)) - 1
-        output_len = min(output_len or DEFAULT_OUTPUT_LEN, max(room // 2, 1))
-        input_len = min(DEFAULT_INPUT_LEN, room - output_len)
+        max_input_len = int((max_model_len - prefix_len) / (1 + range_ratio)) - 1
+        output_len = min(output_len or DEFAULT_OUTPUT_LEN, max(max_input_len // 2, 1))
+        input_len = min(DEFAULT_INPUT_LEN, max_input_len - output_len)
         if input_len < DEFAULT_INPUT_LEN:
             notes.append(f"default lengths cut to {input_len} + {output_len} to fit the context")
     output_len = output_len if output_len is not None else DEFAULT_OUTPUT_LEN

@@ -112,16 +112,16 @@ def fit_lengths(
         if length < (0 if name == "prefix" else 1):
             raise BadInput(f"{flags}{name}-len comes to {length}: it must be positive")
     free = {name: defaults[name] for name in asked if name not in fixed}
-    room = max_model_len - sum(fixed.values())
-    if room < len(free):
+    max_free_tokens = max_model_len - sum(fixed.values())
+    if max_free_tokens < len(free):
         raise BadInput(
-            f"prompt and output reach {max_model_len - room + len(free)} tokens or more, but the "
+            f"prompt and output reach {max_model_len - max_free_tokens + len(free)} tokens or more, but the "
             f"model's context is {max_model_len}: lower {flags}*-len"
         )
     wanted = sum(free.values())
-    if wanted <= room:
+    if wanted <= max_free_tokens:
         return {**free, **fixed}, []
-    shrunk = {name: max(1, length * room // wanted) for name, length in free.items()}
+    shrunk = {name: max(1, length * max_free_tokens // wanted) for name, length in free.items()}
     words = " + ".join(f"{name} {length}" for name, length in shrunk.items())
     note = f"default lengths cut to {words} to fit the context of {max_model_len}"
     return {**shrunk, **fixed}, [note]

@@ -1,4 +1,4 @@
-"""Options of `llmopt kv-plan`, most by the names of the planner's `Ask`."""
+"""Options of `llmopt kv-plan`, most by the names of the planner's `PlanRequest`."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class PlannedEngineOptions(words_of(EngineConfig, "Engine", only=_PLANNED)):
     """Options of the engine that change a plan."""
 
     def asked(self) -> dict[str, Any]:
-        """By the names of `Ask`."""
+        """By the names of `PlanRequest`."""
         return {
             "block_size": self.block_size,
             "kv_cache_memory": self.kv_cache_memory_bytes,

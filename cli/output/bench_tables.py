@@ -40,7 +40,7 @@ def _summary(result: Mapping[str, Any]) -> str:
         lines.append(line)
     memory = ours["memory"]
     if client := ours.get("client"):
-        from ...bench.report.client_words import certificate
+        from ...bench.report.client_report import certificate
 
         lines.append(certificate(client))
     else:

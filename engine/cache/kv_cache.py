@@ -17,7 +17,7 @@ from ..config.config import EngineConfig
 from ..kernels.attention.paged_tensor import vector_bytes
 from ..model.layers.attention import LayerCache
 from ..model.spec.spec import KvLayout
-from ..planner.memory.cache_size import CacheRequest, CacheRoom, size_cache
+from ..planner.memory.cache_size import CacheRequest, KvCacheBudget, size_cache
 from ..scheduling.step_plan import BlockCopies
 
 _STORED = {
@@ -64,13 +64,13 @@ def choose_num_blocks(
     max_model_len: int,
     max_num_seqs: int,
     dtype: torch.dtype,
-    find_room: Callable[[], CacheRoom],
+    profile_kv_cache_budget: Callable[[], KvCacheBudget],
 ) -> int:
     """Blocks of the cache, the null block included: the planner's rule.
 
     `dtype` is what keys and values are stored in, `max_model_len` the tokens of the longest sequence that
     stay in the cache. `layouts` are those of this process, where several share the model and the memory.
-    `find_room` is asked where no size is given.
+    `profile_kv_cache_budget` is asked where no size is given.
 
     Raises:
         BadInput: the memory given does not hold a single sequence.
@@ -85,8 +85,8 @@ def choose_num_blocks(
         memory_bytes=None if memory is None else memory // parts,
         num_blocks=config.num_blocks,
     )
-    room = CacheRoom(0) if request.says_its_size else find_room()
-    return size_cache(layers, request, room).num_blocks + 1
+    budget = KvCacheBudget(0) if request.is_fixed else profile_kv_cache_budget()
+    return size_cache(layers, request, budget).num_blocks + 1
 
 
 def choose_num_host_blocks(
@@ -142,7 +142,7 @@ class KvCache:
         self.block_size = block_size
         self.dtype = dtype
         self.num_bytes = sum(part.nbytes for part in self._parts)
-        self.mirror: Callable[[str, Any], None] | None = None
+        self.broadcast: Callable[[str, Any], None] | None = None
         """Told of every copy, where other processes hold other heads of the same blocks."""
 
     @property
@@ -153,8 +153,8 @@ class KvCache:
         """Carry out the copies of a step; within the cache every source is read before any is written."""
         if not copies:
             return
-        if self.mirror is not None:
-            self.mirror("copy", copies)
+        if self.broadcast is not None:
+            self.broadcast("copy", copies)
         for part, on_host in zip(self._parts, self._on_host, strict=True):
             if copies.within:
                 sources, destinations = torch.tensor(copies.within, device=part.device).unbind(1)
@@ -168,8 +168,8 @@ class KvCache:
         """Copy single slots (source, destination), numbered through all blocks; all are read first."""
         if not copies:
             return
-        if self.mirror is not None:
-            self.mirror("copy_slots", copies)
+        if self.broadcast is not None:
+            self.broadcast("copy_slots", copies)
         for part in self._parts:
             sources, destinations = torch.tensor(copies, device=part.device).unbind(1)
             slots = part.flatten(0, 1)

@@ -12,7 +12,7 @@ from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup, Seq
 from ..model.layers.attention import StepInputs
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.tree import Tree
-from ..scheduling.window import dropped_places
+from ..scheduling.window import evicted_places
 
 
 class Run(NamedTuple):
@@ -58,7 +58,7 @@ def step_inputs(
             block_ids[p // block_size] * block_size + p % block_size for p in range(start, end)
         ]
         used = block_ids[: -(-end // block_size)]
-        out = dropped_places(used)
+        out = evicted_places(used)
         held = [*used[: out.start], *used[out.stop :]] if out else used
         if len(tokens) == 1 and mask is None:
             single.append((begin, end, held, out))
@@ -75,14 +75,14 @@ def step_inputs(
         [len(out) * block_size for _, _, _, out in single],
     )
     tables = [held for _, _, _, held, _, _ in several]
-    tokens, places, written, rows, block_ids, lengths, gaps, *copied = packed(
+    tokens, places, written, rows, block_ids, lengths, evicted_spans, *copied = packed(
         [token_ids, positions, slots, *of_single, *tables], device
     )
     decode = None
     if single:
         # All that leave something out keep the same first tokens.
-        front = max(out.start for _, _, _, out in single) * block_size
-        decode = DecodeGroup(rows, block_ids, lengths, gaps, front)
+        sink_length = max(out.start for _, _, _, out in single) * block_size
+        decode = DecodeGroup(rows, block_ids, lengths, evicted_spans, sink_length)
     spans = [
         SequenceSpan(begin, stop, end, table, out.start * block_size, len(out) * block_size, mask)
         for (begin, stop, end, _, out, mask), table in zip(several, copied, strict=True)
@@ -92,8 +92,8 @@ def step_inputs(
 
 
 def _tree_mask(tree: Tree, device: torch.device) -> TreeMask:
-    sees = torch.eye(len(tree.parents), dtype=torch.bool)
+    ancestors = torch.eye(len(tree.parents), dtype=torch.bool)
     for index, parent in enumerate(tree.parents):
         if parent >= 0:
-            sees[index] |= sees[parent]
-    return TreeMask(torch.tensor(tree.depths, device=device), sees.to(device))
+            ancestors[index] |= ancestors[parent]
+    return TreeMask(torch.tensor(tree.depths, device=device), ancestors.to(device))

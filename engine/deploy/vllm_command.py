@@ -43,7 +43,7 @@ def vllm_command(model: str, asked: Mapping[str, Any]) -> list[str]:
     if unknown:
         listed = ", ".join(_option(name) for name in unknown)
         raise BadInput(f"{listed}: vLLM's server has nothing that means the same; leave it out")
-    everything = {**_PROMISED, **asked}
+    everything = {**_OUR_DEFAULTS, **asked}
     words = [
         word
         for name, value in everything.items()
@@ -101,8 +101,8 @@ def _loras(given: Sequence[str]) -> Words:
     if rank is None:
         raise BadInput(f"--lora: an adapter has rank {most}, vLLM takes up to {LORA_RANKS[-1]}")
     named = [f"{name}={folder.resolve()}" for name, folder in adapters.items()]
-    room = ["--max-loras", str(len(named)), "--max-lora-rank", str(rank)]
-    return ["--enable-lora", *room, "--lora-modules", *named]
+    limits = ["--max-loras", str(len(named)), "--max-lora-rank", str(rank)]
+    return ["--enable-lora", *limits, "--lora-modules", *named]
 
 
 def _api_key(keys: Sequence[str]) -> Words:
@@ -122,7 +122,7 @@ def _tool_parser(name: str) -> Words:
     return ["--enable-auto-tool-choice", "--tool-call-parser", name]
 
 
-_PROMISED: Mapping[str, Any] = {
+_OUR_DEFAULTS: Mapping[str, Any] = {
     "host": "127.0.0.1",
     "port": 8000,
     "cors_origin": (),

@@ -14,13 +14,13 @@ from ...quant.base.scheme import (
     Scheme,
     VectorwiseScheme,
 )
-from ..kernels.attention.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from ..kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from ..kernels.common.dispatch import Choice
-from ..kernels.elementwise.layer_kernels import GATE, GELU_GATE, NORM, TURN, RowSituation
-from ..kernels.linear.linear import LINEAR, LinearSituation
-from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
-from ..kernels.moe.expert_kernels import EXPERTS, ExpertsSituation
-from ..sampling.kernels import SAMPLING, SamplingSituation
+from ..kernels.elementwise.dispatch import GATE, GELU_GATE, NORM, ROPE_AND_CACHE, RowKernelQuery
+from ..kernels.linear.linear import LINEAR, LinearKernelQuery
+from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
+from ..kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
+from ..sampling.kernels import SAMPLING, SamplingKernelQuery
 
 SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (IntScheme(4, 128, False), 16),
@@ -41,17 +41,24 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
 def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     """The choices on `device` for a typical decoder in `dtype`, for `llmopt doctor`."""
     choices = [
-        PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, 128, 128)),
-        PAGED_ATTENTION.explain(AttentionSituation(device.type, dtype, 128, 128, has_trees=True)),
+        PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128)),
+        PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128, has_trees=True)),
         *(
-            operation.explain(RowSituation(device.type, dtype, size))
-            for operation, size in ((NORM, 4096), (GATE, 4096), (GELU_GATE, 4096), (TURN, 128))
+            operation.explain(RowKernelQuery(device.type, dtype, size))
+            for operation, size in (
+                (NORM, 4096),
+                (GATE, 4096),
+                (GELU_GATE, 4096),
+                (ROPE_AND_CACHE, 128),
+            )
         ),
-        SAMPLING.explain(SamplingSituation(device.type)),
-        LINEAR.explain(LinearSituation(device.type, dtype, 4096, 4096)),
-        EXPERTS.explain(ExpertsSituation(device.type, dtype)),
+        SAMPLING.explain(SamplingKernelQuery(device.type)),
+        LINEAR.explain(LinearKernelQuery(device.type, dtype, 4096, 4096)),
+        EXPERTS.explain(ExpertsKernelQuery(device.type, dtype)),
     ]
     for scheme, input_bits in SCHEMES:
-        situation = QuantizedLinearSituation(device.type, dtype, 4096, 4096, scheme, input_bits)
-        choices.append(QUANTIZED_LINEAR.explain(situation))
+        kernel_query = QuantizedLinearKernelQuery(
+            device.type, dtype, 4096, 4096, scheme, input_bits
+        )
+        choices.append(QUANTIZED_LINEAR.explain(kernel_query))
     return choices

@@ -76,7 +76,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "operations": [
             {
                 "operation": choice.operation,
-                "situation": choice.situation,
+                "situation": choice.kernel_query,
                 "chosen": choice.chosen,
                 "candidates": [
                     {"name": name, "refused": reason} for name, reason in choice.reasons

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 
 from ...quant.base.scheme import Scheme
-from ...quant.convert.regrid import round_weight
+from ...quant.convert.requantize import round_weight
 from ..base.sampling_params import SamplingParams
 from ..cache.step_inputs import Run, step_inputs
-from ..kernels.attention.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from ..kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from ..kernels.attention.paged_attention import AttentionKernel, AttentionRule
 from ..kernels.attention.paged_tensor import LARGEST_CODE, PagedTensor
 from ..kernels.common.dispatch import Operation
+from ..kernels.elementwise.dispatch import GATE, GELU_GATE, NORM, ROPE_AND_CACHE, RowKernelQuery
 from ..kernels.elementwise.head_norms import HeadNorms
-from ..kernels.elementwise.layer_kernels import GATE, GELU_GATE, NORM, TURN, RowSituation
-from ..kernels.linear.linear import LINEAR, LinearSituation
-from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
-from ..kernels.moe.expert_kernels import EXPERTS, ExpertsSituation
+from ..kernels.linear.linear import LINEAR, LinearKernelQuery
+from ..kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
+from ..kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from ..kernels.moe.experts import ExpertsKernel
 from ..model.layers.mlp import GatedMlp
 from ..model.layers.projection import Projection
-from ..sampling.kernels import SAMPLING, SamplingKernel, SamplingSituation
+from ..sampling.kernels import SAMPLING, SamplingKernel, SamplingKernelQuery
 from ..sampling.row import SamplingRow
 from .kernel_table import SCHEMES
 
@@ -33,8 +33,8 @@ ROW, OUT, VOCAB = 512, 384, 5000
 TOKENS = (1, 20, 100)
 """A product by vector, tiles, and the way of many tokens."""
 
-MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-MOST_ERROR_ROUNDED = 4e-2
+MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+MAX_ERROR_QUANTIZED = 4e-2
 """Where inputs or a cache are rounded to 8 bits: what lies between two codes may go either way."""
 
 
@@ -112,13 +112,13 @@ def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw).to(device, dtype)
 
-    kind, most = device.type, MOST_ERROR[dtype]
+    kind, most = device.type, MAX_ERROR[dtype]
     for stored in (dtype, *LARGEST_CODE):
         note = "" if stored is dtype else f", {str(stored).removeprefix('torch.')} cache"
-        own = most if stored is dtype else MOST_ERROR_ROUNDED
+        own = most if stored is dtype else MAX_ERROR_QUANTIZED
         yield _attention(random, device, dtype, stored, own, note)
-        yield _turn(random, device, dtype, stored, own, note)
-    rows = RowSituation(kind, dtype, ROW)
+        yield _rope_and_cache(random, device, dtype, stored, own, note)
+    rows = RowKernelQuery(kind, dtype, ROW)
     x, added, weight = random(33, ROW), random(33, ROW), random(ROW)
     yield Check(NORM, rows, lambda make: make(weight, 1e-5)(x, added), most)
     yield Check(GATE, rows, lambda make: [make()(x, added)], most)
@@ -164,11 +164,11 @@ def _attention(
         batch = step_inputs(runs, BLOCK_SIZE, device, dtype).batch
         return [attend(queries, keys, values, batch, rule) for rule in rules]
 
-    situation = AttentionSituation(device.type, dtype, HEAD_DIM, HEAD_DIM)
+    situation = AttentionKernelQuery(device.type, dtype, HEAD_DIM, HEAD_DIM)
     return Check(PAGED_ATTENTION, situation, compute, most, note)
 
 
-def _turn(
+def _rope_and_cache(
     random: Random,
     device: torch.device,
     dtype: torch.dtype,
@@ -192,7 +192,7 @@ def _turn(
         queries = make()(stacked.clone(), HEADS, cos, sin, keys, values, slots, heads)
         return [queries, keys.read(blocks, dtype), values.read(blocks, dtype)]
 
-    return Check(TURN, RowSituation(device.type, dtype, HEAD_DIM), compute, most, note)
+    return Check(ROPE_AND_CACHE, RowKernelQuery(device.type, dtype, HEAD_DIM), compute, most, note)
 
 
 def _linear(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check:
@@ -202,12 +202,12 @@ def _linear(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check
         kernel = make(weight)
         return [kernel(x) for x in inputs]
 
-    return Check(LINEAR, LinearSituation(kind, dtype, OUT, ROW), compute, most)
+    return Check(LINEAR, LinearKernelQuery(kind, dtype, OUT, ROW), compute, most)
 
 
 def _experts(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check:
     """Tokens that visit two of four experts each."""
-    combine = GATE.select(RowSituation(kind, dtype, OUT)).run()
+    combine = GATE.select(RowKernelQuery(kind, dtype, OUT)).run()
 
     def linear(out: int, inputs: int) -> Projection:
         return Projection([random(out, inputs) * inputs**-0.5], None, dtype)
@@ -220,9 +220,9 @@ def _experts(random: Random, kind: str, dtype: torch.dtype, most: float) -> Chec
 
     def compute(make: Callable[..., ExpertsKernel]) -> list[torch.Tensor]:
         kernel = make(experts, range(4), 4, False)
-        return [kernel(*visits) for visits in given]
+        return [kernel(*routing) for routing in given]
 
-    return Check(EXPERTS, ExpertsSituation(kind, dtype), compute, most)
+    return Check(EXPERTS, ExpertsKernelQuery(kind, dtype), compute, most)
 
 
 def _sampling(device: torch.device, draw: torch.Generator) -> Check:
@@ -242,8 +242,8 @@ def _sampling(device: torch.device, draw: torch.Generator) -> Check:
         drawn = kernel.draw(logits[:1], rows[:1])
         return [*kernel.distributions(logits, rows), drawn]
 
-    situation = SamplingSituation(device.type)
-    return Check(SAMPLING, situation, compute, MOST_ERROR[torch.float32])
+    situation = SamplingKernelQuery(device.type)
+    return Check(SAMPLING, situation, compute, MAX_ERROR[torch.float32])
 
 
 def _quantized_linear(
@@ -257,7 +257,7 @@ def _quantized_linear(
         kernel = make(weight, dtype)
         return [kernel(x) for x in inputs]
 
-    situation = QuantizedLinearSituation(device.type, dtype, OUT, ROW, scheme, input_bits)
+    situation = QuantizedLinearKernelQuery(device.type, dtype, OUT, ROW, scheme, input_bits)
     rounded = input_bits == 8 or scheme.activations is not None
-    most = MOST_ERROR_ROUNDED if rounded else MOST_ERROR[dtype]
+    most = MAX_ERROR_QUANTIZED if rounded else MAX_ERROR[dtype]
     return Check(QUANTIZED_LINEAR, situation, compute, most)

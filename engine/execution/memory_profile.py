@@ -13,13 +13,13 @@ from ...quant.base.errors import BadInput
 from ..base.host import available_memory_bytes
 from ..base.sampling_params import SamplingParams
 from ..base.units import format_gib
-from ..planner.memory.cache_size import DEFAULT_UTILIZATION, CacheRoom
+from ..planner.memory.cache_size import DEFAULT_UTILIZATION, KvCacheBudget
 from ..scheduling.scheduler_config import SchedulerConfig
 from ..scheduling.step_plan import ScheduledRow, StepPlan
 from ..scheduling.token_view import TokenView
 from .model_runner import ModelRunner
 
-TRIAL_BLOCKS = 2
+PROFILE_BLOCKS = 2
 """Of the cache that the step is tried with: the null block, and one that every sequence writes."""
 
 
@@ -66,13 +66,13 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     return CudaMemory(device) if device.type == "cuda" else None
 
 
-def find_room(
+def profile_kv_cache_budget(
     memory: DeviceMemory | None,
     utilization: float | None,
     weight_bytes: int,
-    largest_step: Callable[[], object],
+    profile_step: Callable[[], object],
     num_processes: int,
-) -> CacheRoom:
+) -> KvCacheBudget:
     """The room for the cache of one of `num_processes` that share a machine, or have a device each.
 
     Raises:
@@ -83,18 +83,18 @@ def find_room(
             raise BadInput(
                 f"gpu_memory_utilization = {utilization} is for CUDA: on a CPU give the size of the KV cache"
             )
-        return CacheRoom.on_cpu(available_memory_bytes() // num_processes)
-    activations = memory.peak_of(largest_step)
+        return KvCacheBudget.on_cpu(available_memory_bytes() // num_processes)
+    activations = memory.peak_of(profile_step)
     free, total = memory.free_and_total()
     share = DEFAULT_UTILIZATION if utilization is None else utilization
     others = max(0, total - free - weight_bytes)
-    return CacheRoom.on_cuda(total, share, weight_bytes, activations, others)
+    return KvCacheBudget.on_cuda(total, share, weight_bytes, activations, others)
 
 
-def run_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
+def profile_run(runner: ModelRunner, limits: SchedulerConfig) -> None:
     """A step of as many tokens and sequences as the limits allow; every sequence draws a token.
 
-    All of them write the one block of a cache of `TRIAL_BLOCKS`: their numbers mean nothing.
+    All of them write the one block of a cache of `PROFILE_BLOCKS`: their numbers mean nothing.
     """
     share, rest = divmod(limits.max_num_batched_tokens, limits.max_num_seqs)
     longest = min(limits.chunk, limits.max_model_len)
@@ -106,7 +106,7 @@ def run_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
             start=0,
             end=length,
             tokens=TokenView([0] * length),
-            block_ids=(TRIAL_BLOCKS - 1,) * limits.num_blocks(length),
+            block_ids=(PROFILE_BLOCKS - 1,) * limits.num_blocks(length),
             num_samples=1,
             num_prompt_tokens=length,
             params=params,
@@ -118,7 +118,7 @@ def run_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
 
 
 @contextmanager
-def saying_what_fits(what: str, device: torch.device) -> Iterator[None]:
+def explaining_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
     """Turns running out of a device's memory into a line with the numbers.
 
     Raises:

@@ -69,7 +69,9 @@ class ModelRunner:
 
     def capture_graphs(self) -> None:
         """Capture the steps that graphs repeat, before the first of them is asked for."""
-        self._graphs.capture_all(() if self._proposer is None else self._proposer.taps)
+        self._graphs.capture_all(
+            () if self._proposer is None else self._proposer.aux_hidden_state_layers
+        )
 
     def execute(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> StepResult:
         """Run one step, which has no output placeholders."""
@@ -138,7 +140,7 @@ class ModelRunner:
                 result.draft_depths[name] = row.draft.tree.depth
                 moved += row.moved_slots(self.cache.block_size)
             self.cache.copy_slots(moved)
-            proposer.see(layout.seen(hidden, result))
+            proposer.observe(layout.target_states(hidden, result))
         return result
 
     @torch.inference_mode()
@@ -171,11 +173,17 @@ class ModelRunner:
     def _inputs(self, layout: StepLayout, drawn: DrawnTokens | None = None) -> StepInputs:
         inputs = self._inputs_of(layout.runs)
         if drawn is not None and (placeholders := layout.placeholders):
-            drawn.fill_in(inputs.token_ids, placeholders)
+            drawn.fill_placeholders(inputs.token_ids, placeholders)
         lengths = [len(run.token_ids) for run in layout.runs]
         loras = zip((row.lora for row in layout.rows), lengths, strict=True)
-        taps = () if self._proposer is None else self._proposer.taps
-        return replace(inputs, adapters=rows_by_adapter(list(loras), self._device), taps=taps)
+        aux_hidden_state_layers = (
+            () if self._proposer is None else self._proposer.aux_hidden_state_layers
+        )
+        return replace(
+            inputs,
+            adapters=rows_by_adapter(list(loras), self._device),
+            aux_hidden_state_layers=aux_hidden_state_layers,
+        )
 
     def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:
         return step_inputs(runs, self.cache.block_size, self._device, self._dtype)

@@ -17,8 +17,8 @@ import torch
 
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup
 from ..kernels.common.runtime import refuses_triton
+from ..kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool, NotCapturable
 from ..kernels.graphs.cuda_graph import CudaGraph
-from ..kernels.graphs.recording import NotRecordable, Recording, TensorPool
 from ..model.layers.attention import LayerCache, StepInputs
 from ..model.open import CausalModel
 from ..scheduling.block_pool import NULL_BLOCK
@@ -32,7 +32,7 @@ CUDA_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 class Graph(Protocol):
     """A captured call."""
 
-    def repeat(self) -> torch.Tensor:
+    def replay(self) -> torch.Tensor:
         """The result, which the next repetition overwrites."""
         ...
 
@@ -69,14 +69,14 @@ class StepGraphs:
         model: CausalModel,
         caches: Sequence[LayerCache],
         block_size: int,
-        most_blocks: int,
+        max_blocks: int,
         sizes: Sequence[int],
         capture: Capture,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self._model, self._caches = model, caches
-        self._sizes = tuple(sizes) if model.is_repeatable else ()
+        self._sizes = tuple(sizes) if model.is_capturable else ()
         self._capture = capture
         self._block_size, self._dtype = block_size, dtype
         rows = max(self._sizes, default=0)
@@ -86,17 +86,17 @@ class StepGraphs:
 
         self._token_ids, self._positions, self._slots = zeros(rows), zeros(rows), zeros(rows)
         self._rows = torch.arange(rows, device=device)
-        self._lengths, self._gaps = zeros(rows) + 1, zeros(rows)
-        self._tables = torch.full((rows, most_blocks), NULL_BLOCK, device=device)
+        self._lengths, self._evicted_spans = zeros(rows) + 1, zeros(rows)
+        self._tables = torch.full((rows, max_blocks), NULL_BLOCK, device=device)
         self._graphs: dict[tuple[int, int, tuple[int, ...]], Graph] = {}
 
     @torch.inference_mode()
-    def capture_all(self, taps: tuple[int, ...] = ()) -> None:
+    def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
         """Capture every size now, the largest first: the others find room in what it took."""
         try:
             for size in reversed(self._sizes):
-                self._graph(size, 0, taps)
-        except NotRecordable:
+                self._graph(size, 0, aux_hidden_state_layers)
+        except NotCapturable:
             # Some linear looks at its input, as those with outliers do: then no step is like another.
             self._sizes = ()
         # What was computed on the way may mean nothing; what pads a table is read, if only to count for 0.
@@ -115,11 +115,13 @@ class StepGraphs:
         if size is None:
             return eager
         self._fill(inputs, group, rows, size)
-        key = size, group.front, inputs.taps
+        key = size, group.sink_length, inputs.aux_hidden_state_layers
         graph = self._graphs.get(key) or self._graph(*key)
-        return Forward(lambda: graph.repeat()[:rows], is_replay=True)
+        return Forward(lambda: graph.replay()[:rows], is_replay=True)
 
-    def _graph(self, size: int, front: int, taps: tuple[int, ...]) -> Graph:
+    def _graph(
+        self, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
+    ) -> Graph:
         """Capture the step that lies in the tensors that stay."""
         inputs: StepInputs
 
@@ -127,10 +129,10 @@ class StepGraphs:
             # Anew each time, for a kernel lays out what lies there when it is asked first; and kept, because
             # what was captured may point at it.
             nonlocal inputs
-            inputs = self._inputs(size, front, taps)
+            inputs = self._inputs(size, sink_length, aux_hidden_state_layers)
             return self._model.forward(inputs, self._caches)
 
-        graph = self._graphs[size, front, taps] = self._capture(call)
+        graph = self._graphs[size, sink_length, aux_hidden_state_layers] = self._capture(call)
         return graph
 
     def _fill(self, inputs: StepInputs, group: DecodeGroup, rows: int, size: int) -> None:
@@ -139,7 +141,7 @@ class StepGraphs:
         self._positions[:rows] = inputs.positions
         self._slots[:rows] = inputs.slots
         self._lengths[:rows] = group.lengths
-        self._gaps[:rows] = group.gaps
+        self._evicted_spans[:rows] = group.evicted_spans
         tables = group.block_ids.view(rows, -1)
         self._tables[:rows, : tables.shape[1]] = tables
         if rows < size:
@@ -147,37 +149,39 @@ class StepGraphs:
             self._positions[rows:size] = 0
             self._slots[rows:size] = NULL_BLOCK * self._block_size
             self._lengths[rows:size] = 1
-            self._gaps[rows:size] = 0
+            self._evicted_spans[rows:size] = 0
             self._tables[rows:size, 0] = NULL_BLOCK
 
-    def _inputs(self, size: int, front: int, taps: tuple[int, ...]) -> StepInputs:
+    def _inputs(
+        self, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
+    ) -> StepInputs:
         """The step of `size` rows that lies in the tensors that stay."""
         group = DecodeGroup(
             self._rows[:size],
             self._tables[:size].view(-1),
             self._lengths[:size],
-            self._gaps[:size],
-            front,
+            self._evicted_spans[:size],
+            sink_length,
         )
         batch = AttentionBatch([], group, self._block_size, self._dtype)
         rows = self._token_ids[:size], self._positions[:size], self._slots[:size]
-        return StepInputs(*rows, batch, taps=taps)
+        return StepInputs(*rows, batch, aux_hidden_state_layers=aux_hidden_state_layers)
 
 
-class CalledAgain:
+class EagerGraph:
     """Not captured: the call is made anew, on the tensors of a graph."""
 
     def __init__(self, call: Callable[[], torch.Tensor]) -> None:
         self._call = call
 
-    def repeat(self) -> torch.Tensor:
+    def replay(self) -> torch.Tensor:
         return self._call()
 
 
-def graph_sizes(device: torch.device, most_rows: int) -> tuple[int, ...]:
-    """Numbers of rows that are worth a graph on a device, for steps of up to `most_rows`."""
+def graph_sizes(device: torch.device, max_rows: int) -> tuple[int, ...]:
+    """Numbers of rows that are worth a graph on a device, for steps of up to `max_rows`."""
     sizes = CPU_SIZES if device.type == "cpu" else CUDA_SIZES
-    return sizes[: bisect_left(sizes, most_rows) + 1]
+    return sizes[: bisect_left(sizes, max_rows) + 1]
 
 
 def capture_on(device: torch.device) -> Capture:
@@ -186,6 +190,6 @@ def capture_on(device: torch.device) -> Capture:
         memory = torch.cuda.graph_pool_handle()
         return lambda call: CudaGraph(call, memory)
     if refuses_triton("cpu") is not None:
-        pool = TensorPool()
-        return lambda call: Recording(call, pool)
-    return CalledAgain  # Triton's interpreter launches nothing that could be recorded
+        pool = GraphMemoryPool()
+        return lambda call: CpuGraph(call, pool)
+    return EagerGraph  # Triton's interpreter launches nothing that could be recorded

@@ -9,8 +9,8 @@ import torch
 
 from ..cache.step_inputs import Run
 from ..scheduling.step_plan import ScheduledRow
-from ..speculation.proposer import DraftTokens, Seen
-from .guessed_row import SpeculativeRow
+from ..speculation.proposer import DraftTokens, TargetStates
+from .speculative_row import SpeculativeRow
 from .step_result import StepResult
 
 
@@ -73,15 +73,15 @@ class StepLayout:
                 ends += range(one.first, one.first + len(one.draft.token_ids))
         return ends
 
-    def seen(self, hidden: torch.Tensor, result: StepResult) -> list[Seen]:
+    def target_states(self, hidden: torch.Tensor, result: StepResult) -> list[TargetStates]:
         """What the step found out about its rows; it gave `hidden` [tokens, hidden] and drew `result`."""
-        found: list[Seen] = []
+        found: list[TargetStates] = []
         for row, begin in zip(self.rows, self.begins, strict=True):
             drawn = result.tokens.get(row.sequence_id) or [row.tokens[row.end]]
             behind = row.tokens[row.start + 1 : row.end]
             if (one := self.speculative.get(row.sequence_id)) is not None:
-                found.append(Seen(row, one.states(hidden), [*behind, *drawn]))
+                found.append(TargetStates(row, one.states(hidden), [*behind, *drawn]))
             else:
                 own = hidden[begin : begin + row.num_tokens]
-                found.append(Seen(row, own, [*behind, drawn[0]]))
+                found.append(TargetStates(row, own, [*behind, drawn[0]]))
         return found

@@ -22,7 +22,7 @@ class ComputedStep:
     """What a step drew, and when the runner began with it and ended, on the clock of `time.perf_counter`."""
 
     result: StepResult
-    begun: float
+    started: float
     ended: float
 
 
@@ -140,8 +140,8 @@ class _OnDevice:
     def __init__(
         self, runner: ModelRunner, plan: StepPlan, timer: StepTimer, before: _OnDevice | None
     ) -> None:
-        self._before = before
-        self._begun = time.perf_counter()
+        self._previous = before
+        self._started = time.perf_counter()
         self._outcome: ComputedStep | Exception | None = None
         self._drawn: DrawnTokens | None = None
         drawn: DrawnTokens | None = None
@@ -172,16 +172,16 @@ class _OnDevice:
                 self._outcome = error
             else:
                 self._outcome = ComputedStep(result, self._start(), time.perf_counter())
-            self._before = None
+            self._previous = None
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
 
     def _start(self) -> float:
         """When the device could begin with it."""
-        if self._before is None or not isinstance(self._before._outcome, ComputedStep):
-            return self._begun
-        return max(self._begun, self._before._outcome.ended)
+        if self._previous is None or not isinstance(self._previous._outcome, ComputedStep):
+            return self._started
+        return max(self._started, self._previous._outcome.ended)
 
 
 def _compute(
@@ -191,7 +191,7 @@ def _compute(
     before: Future[ComputedStep] | None = None,
 ) -> ComputedStep:
     """Run a step whose placeholders are for what the one `before` draws, which is done by now."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     if before is not None:
         plan = plan.resolved(before.result().result.tokens)
-    return ComputedStep(runner.execute(plan, timer), begun, time.perf_counter())
+    return ComputedStep(runner.execute(plan, timer), started, time.perf_counter())

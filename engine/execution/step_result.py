@@ -44,7 +44,7 @@ class DrawnTokens:
     token_ids: torch.Tensor
     places: Mapping[str, int]
 
-    def fill_in(self, token_ids: torch.Tensor, placeholders: Mapping[str, int]) -> None:
+    def fill_placeholders(self, token_ids: torch.Tensor, placeholders: Mapping[str, int]) -> None:
         """Put them in the place that each sequence's output placeholder has in `token_ids` [tokens]."""
         sources = [self.places[name] for name in placeholders]
         to, source = packed([list(placeholders.values()), sources], token_ids.device)

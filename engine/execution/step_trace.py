@@ -79,7 +79,7 @@ class StepRecorder:
             StepTrace(
                 start=step.start,
                 schedule_seconds=step.scheduled - step.start,
-                execute_seconds=computed.ended - computed.begun,
+                execute_seconds=computed.ended - computed.started,
                 update_seconds=update_seconds,
                 step_seconds=time.perf_counter() - step.start,
                 prefill_tokens=plan.num_tokens - decode,

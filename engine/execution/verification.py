@@ -14,8 +14,8 @@ from ..sampling.row import SamplingRow, sampling_row, sampling_rows
 from ..sampling.sampler import Sampler
 from ..scheduling.outputs import TokenLogprobs
 from ..scheduling.step_plan import ScheduledRow
-from ..speculation.verify import Chain, accepted_tokens
-from .guessed_row import SpeculativeRow
+from ..speculation.rejection_sampler import Chain, accepted_tokens
+from .speculative_row import SpeculativeRow
 from .step_layout import StepLayout
 from .step_result import StepResult
 

@@ -53,7 +53,7 @@ class CausalModel(Protocol):
         ...
 
     @property
-    def is_repeatable(self) -> bool:
+    def is_capturable(self) -> bool:
         """Whether steps of one shape are the same operations whatever their values."""
         ...
 

@@ -55,11 +55,11 @@ class BatchedSampling:
         floats, integers = _settings(rows, scores.device)
         threshold, last = kernels.thresholds(scores, floats, integers)
         is_greedy = _greedy(rows, scores.device)
-        heated = scores / floats[:, :1].masked_fill(is_greedy, 1.0)
+        scaled = scores / floats[:, :1].masked_fill(is_greedy, 1.0)
         tokens = torch.arange(scores.shape[1], device=scores.device)
         at, last = threshold[:, None], last[:, None]
-        stays = (heated > at) | ((heated == at) & (tokens <= last))
-        weights = heated.masked_fill_(~stays, float("-inf")).softmax(dim=-1)
+        stays = (scaled > at) | ((scaled == at) & (tokens <= last))
+        weights = scaled.masked_fill_(~stays, float("-inf")).softmax(dim=-1)
         return torch.where(is_greedy, greedy, weights)
 
     def _adjusted(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

@@ -42,7 +42,7 @@ class TokenCounts:
         self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Counts int32 [places, vocab], and the place of each row, int64 [rows]."""
-        self._make_room(len({id(_own(row)) for row in rows}), vocab_size, device)
+        self._ensure_capacity(len({id(_own(row)) for row in rows}), vocab_size, device)
         places = [self._counted(row).place for row in rows]
         fresh: dict[int, None] = {}
         of_prompt: list[int] = []
@@ -70,7 +70,7 @@ class TokenCounts:
         _add(counts.view(-1), drafts, device)
         return counts, torch.arange(len(rows), device=device)
 
-    def _make_room(self, count: int, vocab_size: int, device: torch.device) -> None:
+    def _ensure_capacity(self, count: int, vocab_size: int, device: torch.device) -> None:
         """Have at least `count` places."""
         table = self._table
         if table.device != device or table.shape[1] != vocab_size:

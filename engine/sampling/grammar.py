@@ -28,7 +28,7 @@ for ever."""
 REMEMBERED_GRAMMARS = 64
 _SHARED = ("$defs", "definitions")
 MESSAGE_CHARACTERS = 400
-MOST_SUBSCHEMAS = 200
+MAX_SUBSCHEMAS = 200
 """That are looked at to say which of them is wrong."""
 
 
@@ -121,7 +121,7 @@ class GrammarCompiler:
         llguidance does not say it, so every part that could be a schema is compiled by itself.
         """
         shared = {key: schema[key] for key in _SHARED if key in schema}
-        place, left = "", MOST_SUBSCHEMAS
+        place, left = "", MAX_SUBSCHEMAS
         found: Mapping[str, Any] | None = schema
         message = _cause(message)
         while found is not None:

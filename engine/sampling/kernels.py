@@ -49,7 +49,7 @@ class SamplingKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingSituation:
+class SamplingKernelQuery:
     """What a candidate may look at: the device of the scores."""
 
     device: str
@@ -64,7 +64,7 @@ def _batched() -> SamplingKernel:
     return BatchedSampling()
 
 
-SAMPLING: Operation[SamplingSituation, Callable[[], SamplingKernel]] = Operation(
+SAMPLING: Operation[SamplingKernelQuery, Callable[[], SamplingKernel]] = Operation(
     "sampling",
     [
         Candidate("triton-batched", lambda s: refuses_rows(s.device, torch.float32), _batched),

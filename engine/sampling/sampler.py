@@ -12,7 +12,7 @@ import torch
 
 from ..base.transfer import HostCopy
 from ..scheduling.outputs import TokenLogprobs
-from .kernels import SAMPLING, NoiseKey, SamplingKernel, SamplingSituation
+from .kernels import SAMPLING, NoiseKey, SamplingKernel, SamplingKernelQuery
 from .logprobs import WantedLogprobs
 from .row import SamplingRow
 
@@ -74,5 +74,5 @@ class Sampler:
 
     def _on(self, device: torch.device) -> SamplingKernel:
         if self._kernel is None:
-            self._kernel = SAMPLING.select(SamplingSituation(device.type)).run()
+            self._kernel = SAMPLING.select(SamplingKernelQuery(device.type)).run()
         return self._kernel

@@ -15,7 +15,7 @@ class Block:
     """One fixed-size piece of the KV cache, and its place in the free list while nobody holds it."""
 
     block_id: int
-    num_holders: int = 0
+    ref_count: int = 0
     is_cached: bool = False
     previous: Block | None = None
     next: Block | None = None
@@ -97,8 +97,8 @@ class BlockPool:
         """Free blocks whose content is still known, the next to be given up first."""
         return [block.block_id for block in self._free if block.is_cached]
 
-    def num_holders(self, block_id: int) -> int:
-        return self._blocks[block_id].num_holders
+    def ref_count(self, block_id: int) -> int:
+        return self._blocks[block_id].ref_count
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks with no content, each held once. The caller has checked `num_free`."""
@@ -108,7 +108,7 @@ class BlockPool:
             if block.is_cached:
                 self.on_reuse(block.block_id)
                 block.is_cached = False
-            block.num_holders = 1
+            block.ref_count = 1
             taken.append(block.block_id)
         return taken
 
@@ -116,9 +116,9 @@ class BlockPool:
         """Hold blocks once more, reviving those that wait in the free list."""
         for block_id in block_ids:
             block = self._blocks[block_id]
-            if block.num_holders == 0:
+            if block.ref_count == 0:
                 self._free.remove(block)
-            block.num_holders += 1
+            block.ref_count += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Let go of a sequence's blocks, given in sequence order.
@@ -127,9 +127,9 @@ class BlockPool:
         """
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
-            assert block.num_holders > 0, f"block {block_id} is freed twice"
-            block.num_holders -= 1
-            if block.num_holders == 0:
+            assert block.ref_count > 0, f"block {block_id} is freed twice"
+            block.ref_count -= 1
+            if block.ref_count == 0:
                 if block.is_cached:
                     self._free.push_back(block)
                 else:
@@ -146,7 +146,7 @@ class BlockPool:
         assert len(free) == len(self._free) == len(set(free)), "the free list is tangled"
         assert NULL_BLOCK not in held and NULL_BLOCK not in free, "the null block is in use"
         for block in self._blocks[1:]:
-            assert block.num_holders == held[block.block_id], (
-                f"block {block.block_id}: {block.num_holders} holders, {held[block.block_id]} in tables"
+            assert block.ref_count == held[block.block_id], (
+                f"block {block.block_id}: {block.ref_count} holders, {held[block.block_id]} in tables"
             )
         assert len(free) + len(held) == self.num_usable, "blocks are lost"

@@ -20,9 +20,9 @@ class Acceptance:
     def rate(self) -> float:
         return self.hits / self.trials
 
-    def record(self, num_places: int, num_accepted: int) -> None:
+    def record(self, num_positions: int, num_accepted: int) -> None:
         """Take in a step. Behind the first place without an accepted token none is verified."""
-        verified = num_accepted + (num_accepted < num_places)
+        verified = num_accepted + (num_accepted < num_positions)
         self.hits = _DECAY * self.hits + num_accepted
         self.trials = _DECAY * self.trials + verified
 

@@ -59,14 +59,14 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def extend(self, piece: RequestOutput) -> None:
+    def extend(self, output: RequestOutput) -> None:
         """Add what a step brought."""
-        self.text += piece.new_text
-        self.token_ids.extend(piece.new_token_ids)
-        if piece.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *piece.logprobs]
-        if piece.finish_reason is not None:
-            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        self.text += output.new_text
+        self.token_ids.extend(output.new_token_ids)
+        if output.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *output.logprobs]
+        if output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
 
 @dataclass(slots=True)
@@ -116,8 +116,8 @@ class EngineStats:
     num_preemptions: int = 0
     num_swaps: int = 0
     num_drafts: int = 0
-    num_guesses: int = 0
-    num_accepted_guesses: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_running: int = 0

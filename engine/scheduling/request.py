@@ -42,7 +42,7 @@ class Request:
 
     In-flight steps see `token_ids` through views: it is appended to, and otherwise replaced.
 
-    The blocks in the places `dropped` of `block_ids` have gone back to the pool: no token will see them
+    The blocks in the places `evicted` of `block_ids` have gone back to the pool: no token will see them
     again.
 
     Behind `token_ids` come `num_output_placeholders` tokens that in-flight steps draw. They count as tokens,
@@ -75,7 +75,7 @@ class Request:
     num_output_placeholders: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
-    dropped: range = range(0)
+    evicted: range = range(0)
     block_hashes: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -103,7 +103,7 @@ class Request:
     @property
     def held_block_ids(self) -> list[int]:
         """The blocks that are still this sequence's."""
-        return [*self.block_ids[: self.dropped.start], *self.block_ids[self.dropped.stop :]]
+        return [*self.block_ids[: self.evicted.start], *self.block_ids[self.evicted.stop :]]
 
     def view(self) -> TokenView:
         """Its tokens as a step that is scheduled now may see them; at most one is still being drawn."""

@@ -14,7 +14,7 @@ from .scheduling_policy import rank_of
 from .step_plan import BlockCopies, ScheduledRow, StepPlan
 from .stop import stop_token_reason
 from .swap_space import SwapSpace
-from .window import take_out
+from .window import evict_blocks
 
 
 class Scheduler:
@@ -56,7 +56,7 @@ class Scheduler:
         """Tokens of the longest sequence that fits into the context and, alone, into the KV cache."""
         # The last token of a sequence is never computed, so it needs no slot.
         longest = self.config.max_model_len
-        if self.config.most_blocks(longest - 1) <= self.pool.num_usable:
+        if self.config.max_blocks(longest - 1) <= self.pool.num_usable:
             return longest
         return min(longest, self.pool.num_usable * self.config.block_size + 1)
 
@@ -92,7 +92,7 @@ class Scheduler:
                 f"fit in the KV cache of {capacity} tokens: shorten the request or give the cache more memory"
             )
         self._requests[request.sequence_id] = request
-        self._wait(request)
+        self._enqueue(request)
 
     def abort(self, sequence_id: str, reason: str = "abort") -> Request | None:
         """End a sequence now. An unknown or finished id is no error: the client may be late."""
@@ -144,7 +144,7 @@ class Scheduler:
         if not rows:
             # Nobody carries such a plan out: whoever was preempted for it is computed again.
             for _, request in self._waiting:
-                self.swap.forget_uncopied(request)
+                self.swap.discard_uncopied(request)
         within = tuple((source, destination) for destination, source in self._copies.items())
         self._copies.clear()
         return StepPlan(rows, BlockCopies(within, *self.swap.take_copies()))
@@ -165,7 +165,7 @@ class Scheduler:
         token was its last is finished and has let go of its blocks.
 
         Plans are settled in the order in which they were scheduled. One more may have been scheduled
-        meanwhile, unless this one `decides_next`: steps run in order, so a block that is let go of here
+        meanwhile, unless this one `blocks_next_step`: steps run in order, so a block that is let go of here
         is not written by its next holder before the in-flight step has read it.
         """
         tokens: list[Token] = []
@@ -175,14 +175,14 @@ class Scheduler:
                 continue
             if request.status is RequestStatus.RUNNING:  # else it was preempted since
                 self.cache.insert(request, row.start, min(row.end, request.num_computed_tokens))
-                self._drop_behind_window(request)
+                self._evict_behind_window(request)
             if not row.num_samples:
                 continue
             drawn = sampled[row.sequence_id]
             if draft_depths and (reached := draft_depths.get(row.sequence_id)):
                 request.acceptance.record(reached, len(drawn) - 1)
             if row.num_samples == 1:
-                tokens += self._take_run(request, index, drawn, eos, now)
+                tokens += self._append_accepted(request, index, drawn, eos, now)
                 continue
             family = [request, *self._fork(request, len(drawn) - 1)]
             for sample, (member, token_id) in enumerate(zip(family, drawn, strict=True)):
@@ -195,7 +195,7 @@ class Scheduler:
         request = self._requests.get(row.sequence_id)
         return request if request is not None and request.token_ids is row.tokens.booked else None
 
-    def _take_run(
+    def _append_accepted(
         self, request: Request, row: int, drawn: Sequence[int], eos: frozenset[int], now: float
     ) -> list[Token]:
         """Append tokens of which all but the last are accepted drafts, up to one that ends the sequence."""
@@ -210,10 +210,10 @@ class Scheduler:
             self._append(request, token_id, eos, now)
             if request.status is RequestStatus.FINISHED:
                 return tokens
-        self._drop_behind_window(request)
+        self._evict_behind_window(request)
         return tokens
 
-    def start_over(self) -> None:
+    def reset_in_flight(self) -> None:
         """Forget the in-flight steps, because one was lost: sequences keep what is known and wait again."""
         for request in self._requests.values():
             # Another list: who knows the sequence by it may have seen a token that is now drawn again.
@@ -222,7 +222,7 @@ class Scheduler:
         for _, request in self._waiting:
             self.swap.forget(request)
         for request in list(self.running):
-            self._send_back(request)
+            self._requeue(request)
         self._copies.clear()
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -250,7 +250,7 @@ class Scheduler:
         for request in waiting:
             assert request.status is RequestStatus.WAITING
             assert not request.block_ids and request.num_computed_tokens == 0
-            assert not request.dropped
+            assert not request.evicted
         for request in self.running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens
@@ -300,25 +300,25 @@ class Scheduler:
         table = self.cache.match(request)
         num_hits = len(table)
         num_computed = num_hits * self.config.block_size
-        kept = self.swap.kept(request)
-        if kept is not None:
-            num_computed = max(num_computed, kept.num_tokens)
-        dropped = self.config.dropped(num_computed)
-        take_out(table, range(0), dropped)
-        hits = [*table[: dropped.start], *table[dropped.stop :]]
-        revived = sum(1 for block_id in hits if self.pool.num_holders(block_id) == 0)
+        swapped = self.swap.swapped(request)
+        if swapped is not None:
+            num_computed = max(num_computed, swapped.num_tokens)
+        evicted = self.config.evicted(num_computed)
+        evict_blocks(table, range(0), evicted)
+        hits = [*table[: evicted.start], *table[evicted.stop :]]
+        revived = sum(1 for block_id in hits if self.pool.ref_count(block_id) == 0)
         end = self.config.admitted_tokens(num_computed, request.num_tokens)
         places = range(num_hits, self.config.num_blocks(end))
-        needed = [place for place in places if place not in dropped]
+        needed = [place for place in places if place not in evicted]
         reserve = self._watermark_blocks if self.running else 0
         if len(needed) + revived + reserve > self.pool.num_free:
             return False
         self.pool.share(hits)
         new = dict(zip(needed, self.pool.allocate(len(needed)), strict=True))
         request.block_ids = [*table, *(new.get(place, NULL_BLOCK) for place in places)]
-        if kept is not None:
-            self.swap.bring_back(request, new)
-        request.dropped = dropped
+        if swapped is not None:
+            self.swap.swap_in(request, new)
+        request.evicted = evicted
         request.num_computed_tokens = num_computed
         self.cache.count(request, num_hits)
         if request.times.first_scheduled is None:
@@ -350,22 +350,22 @@ class Scheduler:
             request.num_output_placeholders += 1
         return row
 
-    def _wait(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
         heapq.heappush(self._waiting, (request.rank, request))
 
     def _preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.swap.keep(request, self.config.block_size)
-        self._send_back(request)
+        self.swap.swap_out(request, self.config.block_size)
+        self._requeue(request)
 
-    def _send_back(self, request: Request) -> None:
+    def _requeue(self, request: Request) -> None:
         """Take a running sequence's blocks; it keeps its tokens and its rank, and waits again."""
         self._release(request)
         self.running.remove(request)
         request.num_computed_tokens = 0
-        self._wait(request)
+        self._enqueue(request)
 
     def _append(self, request: Request, token_id: int, eos: frozenset[int], now: float) -> None:
         request.token_ids.append(token_id)
@@ -397,15 +397,15 @@ class Scheduler:
         child.rank = rank_of(child, self.config.policy)
         self._requests[child.sequence_id] = child
         num_full, partial = divmod(parent.num_computed_tokens, self.config.block_size)
-        has_room = len(self.running) < self.config.max_num_seqs and self.pool.num_free >= bool(
-            partial
-        )
-        if not has_room:
-            self._wait(child)
+        has_free_block = len(
+            self.running
+        ) < self.config.max_num_seqs and self.pool.num_free >= bool(partial)
+        if not has_free_block:
+            self._enqueue(child)
             return child
         shared = parent.block_ids[:num_full]
         child.block_ids = list(shared)
-        child.dropped = parent.dropped
+        child.evicted = parent.evicted
         self.pool.share(child.held_block_ids)
         if partial:
             copy = self.pool.allocate(1)
@@ -437,10 +437,10 @@ class Scheduler:
         """
         self.pool.free(request.held_block_ids)
         request.block_ids = []
-        request.dropped = range(0)
+        request.evicted = range(0)
 
-    def _drop_behind_window(self, request: Request) -> None:
+    def _evict_behind_window(self, request: Request) -> None:
         """Return the blocks that no token to come will see; the null block stands in their place."""
-        dropped = self.config.dropped(request.num_computed_tokens)
-        self.pool.free(take_out(request.block_ids, request.dropped, dropped))
-        request.dropped = dropped
+        evicted = self.config.evicted(request.num_computed_tokens)
+        self.pool.free(evict_blocks(request.block_ids, request.evicted, evicted))
+        request.evicted = evicted

@@ -58,12 +58,12 @@ class SchedulerConfig:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def max_blocks(self, num_tokens: int) -> int:
         """Blocks that a sequence holds at once, at most, until `num_tokens` of it are computed."""
         whole = self.num_blocks(num_tokens)
         if self.window is None:
             return whole
-        return min(whole, self.window.most_blocks(self.chunk, self.block_size))
+        return min(whole, self.window.max_blocks(self.chunk, self.block_size))
 
     def admitted_tokens(self, num_computed: int, num_tokens: int) -> int:
         """How far into its `num_tokens` a sequence has blocks when it starts with `num_computed`."""
@@ -71,8 +71,8 @@ class SchedulerConfig:
             return num_tokens
         return min(num_tokens, self.window.reach(num_computed, self.chunk))
 
-    def dropped(self, num_computed: int) -> range:
+    def evicted(self, num_computed: int) -> range:
         """Places of a block table that nobody will see once `num_computed` tokens are computed."""
         if self.window is None:
             return range(0)
-        return self.window.dropped(num_computed, self.block_size)
+        return self.window.evicted(num_computed, self.block_size)

@@ -99,7 +99,7 @@ class StepPlan:
     copies: BlockCopies = BlockCopies()
 
     @property
-    def decides_next(self) -> bool:
+    def blocks_next_step(self) -> bool:
         """Whether where the next step begins depends on what this one draws."""
         return any(row.num_samples and not row.draws_one for row in self.rows)
 

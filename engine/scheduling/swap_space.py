@@ -10,7 +10,7 @@ from .step_plan import Copies
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SwappedSequence:
     """What the host keeps of a sequence: its first `num_tokens` tokens, less those behind a window.
 
     `blocks` are host blocks by their place in the sequence's block table.
@@ -31,7 +31,7 @@ class SwapSpace:
     def __init__(self, num_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks))
-        self._kept: dict[str, Kept] = {}
+        self._swapped: dict[str, SwappedSequence] = {}
         self._out: dict[int, int] = {}  # host block → device block
         self._in: dict[int, int] = {}  # device block → host block
         self.num_swaps = 0
@@ -40,37 +40,39 @@ class SwapSpace:
     def num_free(self) -> int:
         return len(self._free)
 
-    def keep(self, request: Request, block_size: int) -> None:
+    def swap_out(self, request: Request, block_size: int) -> None:
         """Have the next step copy out what a running sequence has computed, if there is room for it."""
         used = -(-request.num_computed_tokens // block_size)
-        places = [place for place in range(used) if place not in request.dropped]
+        places = [place for place in range(used) if place not in request.evicted]
         if not places or len(places) > len(self._free):
             return
         blocks = {place: self._free.pop() for place in places}
-        self._kept[request.sequence_id] = Kept(request.num_computed_tokens, blocks)
+        self._swapped[request.sequence_id] = SwappedSequence(request.num_computed_tokens, blocks)
         self._out |= {host: request.block_ids[place] for place, host in blocks.items()}
         self.num_swaps += 1
 
-    def kept(self, request: Request) -> Kept | None:
-        return self._kept.get(request.sequence_id)
+    def swapped(self, request: Request) -> SwappedSequence | None:
+        return self._swapped.get(request.sequence_id)
 
-    def bring_back(self, request: Request, blocks: Mapping[int, int]) -> None:
+    def swap_in(self, request: Request, blocks: Mapping[int, int]) -> None:
         """Have the next step copy into new `blocks`, by their places, what is kept for those places."""
-        kept = self._kept[request.sequence_id]
-        self._in |= {blocks[place]: host for place, host in kept.blocks.items() if place in blocks}
-        self._let_go(request)
+        swapped = self._swapped[request.sequence_id]
+        self._in |= {
+            blocks[place]: host for place, host in swapped.blocks.items() if place in blocks
+        }
+        self._release(request)
 
     def forget(self, request: Request) -> None:
         """Keep nothing of a sequence any more; what is not copied yet need not be."""
-        if (kept := self._kept.get(request.sequence_id)) is not None:
-            for host in kept.blocks.values():
+        if (swapped := self._swapped.get(request.sequence_id)) is not None:
+            for host in swapped.blocks.values():
                 self._out.pop(host, None)
-            self._let_go(request)
+            self._release(request)
 
-    def forget_uncopied(self, request: Request) -> None:
+    def discard_uncopied(self, request: Request) -> None:
         """The same, where the copy has not begun."""
-        kept = self._kept.get(request.sequence_id)
-        if kept is not None and self._out.keys() & kept.blocks.values():
+        swapped = self._swapped.get(request.sequence_id)
+        if swapped is not None and self._out.keys() & swapped.blocks.values():
             self.forget(request)
 
     def take_copies(self) -> tuple[Copies, Copies]:
@@ -83,9 +85,9 @@ class SwapSpace:
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
         """Assert that every host block is free or kept for one waiting sequence."""
-        held = [host for kept in self._kept.values() for host in kept.blocks.values()]
+        held = [host for swapped in self._swapped.values() for host in swapped.blocks.values()]
         assert sorted([*held, *self._free]) == list(range(self.num_blocks))
-        assert self._kept.keys() <= {request.sequence_id for request in waiting}
+        assert self._swapped.keys() <= {request.sequence_id for request in waiting}
 
-    def _let_go(self, request: Request) -> None:
-        self._free += self._kept.pop(request.sequence_id).blocks.values()
+    def _release(self, request: Request) -> None:
+        self._free += self._swapped.pop(request.sequence_id).blocks.values()

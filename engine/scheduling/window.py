@@ -23,11 +23,11 @@ class Window:
     sinks: int = 0
 
     @property
-    def num_seen(self) -> int:
+    def num_visible(self) -> int:
         """Tokens that a token sees at most."""
         return self.sinks + self.length
 
-    def dropped(self, num_computed: int, block_size: int) -> range:
+    def evicted(self, num_computed: int, block_size: int) -> range:
         """The places in a block table behind which nobody looks once `num_computed` tokens are computed."""
         front = -(-self.sinks // block_size)
         return range(front, max(front, (num_computed - self.length + 1) // block_size))
@@ -36,13 +36,13 @@ class Window:
         """Tokens for which an admitted sequence takes blocks: until it gives back as many as it takes."""
         return max(num_computed, self.length - 1) + chunk
 
-    def most_blocks(self, chunk: int, block_size: int) -> int:
+    def max_blocks(self, chunk: int, block_size: int) -> int:
         """Blocks that a sequence of any length holds at once, if a step computes `chunk` tokens of it."""
         front = -(-self.sinks // block_size)
         return front + (self.length + chunk + 2 * block_size - 3) // block_size
 
 
-def dropped_places(block_ids: Sequence[int]) -> range:
+def evicted_places(block_ids: Sequence[int]) -> range:
     """Where a block table has the null block: one run of it, between the first tokens and the window."""
     if NULL_BLOCK not in block_ids:
         return range(0)
@@ -54,7 +54,7 @@ def dropped_places(block_ids: Sequence[int]) -> range:
     return range(start, low + 1)
 
 
-def take_out(block_ids: list[int], before: range, now: range) -> list[int]:
+def evict_blocks(block_ids: list[int], before: range, now: range) -> list[int]:
     """Put the null block in the places `now`, of which those of `before` have it; returns what was there."""
     first = max(now.start, before.stop)
     taken = block_ids[first : now.stop]

@@ -13,7 +13,7 @@ from ..engine import Engine
 from .endpoints.operations import operations_router
 from .endpoints.routes import model_router, open_service
 from .loop.loop import EngineLoop
-from .middleware.guard import Guard
+from .middleware.middleware import RequestMiddleware
 from .page.page import page_router
 from .protocol.errors import install
 from .protocol.server_options import ServerOptions
@@ -59,7 +59,7 @@ def create_app(
     )
     app.state.loop, app.state.service, app.state.options = loop, service, options
     install(app)
-    app.add_middleware(Guard, options=options, count=loop.metrics.responses)
+    app.add_middleware(RequestMiddleware, options=options, count=loop.metrics.responses)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

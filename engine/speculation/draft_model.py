@@ -14,8 +14,8 @@ from ..model.open import CausalModel
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
 from ..scheduling.tree import Tree
-from .proposer import DraftTokens, DrawOf, Seen
-from .verify import DRAFT_STREAM
+from .proposer import DraftTokens, SamplingRowOf, TargetStates
+from .rejection_sampler import DRAFT_STREAM
 
 
 class DraftModel:
@@ -29,7 +29,7 @@ class DraftModel:
     that both draws agree where the distributions do.
     """
 
-    taps: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -53,12 +53,14 @@ class DraftModel:
         """See `Proposer`."""
         return self._model.bytes_held + self._cache.num_bytes
 
-    def see(self, steps: Sequence[Seen]) -> None:
+    def observe(self, steps: Sequence[TargetStates]) -> None:
         """It computes what it needs itself."""
 
-    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
+    def propose(
+        self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
+    ) -> Mapping[str, DraftTokens]:
         """See `Proposer`."""
-        known = [_known(row) for row in rows]
+        known = [_uncomputed_run(row) for row in rows]
         ends = [end - 1 for end in accumulate(len(run.token_ids) for run in known)]
         last = self._forward(known)[
             [end for end, row in zip(ends, rows, strict=True) if row.num_draft_tokens]
@@ -79,7 +81,7 @@ class DraftModel:
         rows: Sequence[ScheduledRow],
         drafts: Mapping[str, _Draft],
         logits: torch.Tensor,
-        draw: DrawOf,
+        draw: SamplingRowOf,
     ) -> None:
         """Add a draft token to each row."""
         draws = [draw(row, drafts[row.sequence_id].tokens) for row in rows]
@@ -114,7 +116,7 @@ class _Draft:
         return DraftTokens(tuple(self.tokens), Tree.chain(len(self.tokens)), weights)
 
 
-def _known(row: ScheduledRow) -> Run:
+def _uncomputed_run(row: ScheduledRow) -> Run:
     """What the target computes of it; before draft tokens also the token before, which may have been the last
     one of a step in which all were accepted, so that nobody has computed it here."""
     start = max(0, row.start - 1) if row.num_draft_tokens else row.start

@@ -13,35 +13,35 @@ from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
 from ..scheduling.tree import Tree
 from .eagle_head import EagleHead
-from .growth import Growth, grow
-from .proposer import DraftTokens, DrawOf, Seen
+from .proposer import DraftTokens, SamplingRowOf, TargetStates
+from .tree_expansion import TreeExpansion, expand_trees
 
 
 @dataclass(slots=True)
-class _Followed:
+class _HeadTree:
     """The draft tokens of a tree that the head has computed, in the order of their slots.
 
     Attributes:
         hidden: behind each of them, by its number in the tree; -1: behind the last known token.
     """
 
-    growth: Growth
+    expansion: TreeExpansion
     hidden: dict[int, torch.Tensor]
     order: list[int] = field(default_factory=list)
 
     def run(self) -> Run:
         """Compute the frontier: behind the last known token, whose pair lies in the last known slot."""
-        row, parents = self.growth.row, self.growth.parents
+        row, parents = self.expansion.row, self.expansion.parents
         start = row.end - 1 + len(self.order)
-        self.order += self.growth.frontier
+        self.order += self.expansion.frontier
         places = {index: place for place, index in enumerate(self.order)}
         tree = Tree(tuple(places.get(parents[index], -1) for index in self.order))
-        tokens = [self.growth.tokens[index] for index in self.growth.frontier]
+        tokens = [self.expansion.tokens[index] for index in self.expansion.frontier]
         return Run(start, tokens, row.block_ids, tree)
 
     def before(self) -> list[torch.Tensor]:
         """The hidden states before the tokens of the frontier."""
-        return [self.hidden[self.growth.parents[index]] for index in self.growth.frontier]
+        return [self.hidden[self.expansion.parents[index]] for index in self.expansion.frontier]
 
 
 class EagleProposer:
@@ -54,7 +54,7 @@ class EagleProposer:
     def __init__(
         self, head: EagleHead, cache: KvCache, width: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.taps = head.taps
+        self.aux_hidden_state_layers = head.aux_hidden_state_layers
         self._head = head
         self._cache = cache
         self.caches = (cache,)
@@ -69,33 +69,37 @@ class EagleProposer:
         """See `Proposer`."""
         return self._head.bytes_held + self._cache.num_bytes
 
-    def see(self, steps: Sequence[Seen]) -> None:
+    def observe(self, steps: Sequence[TargetStates]) -> None:
         """See `Proposer`."""
         runs = [Run(step.row.start, step.next_ids, step.row.block_ids) for step in steps]
         known = self._head.known(torch.cat([step.hidden for step in steps]))
         pieces = self._forward(runs, known)
         self._hidden = {step.place: own[-1] for step, own in zip(steps, pieces, strict=True)}
 
-    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
+    def propose(
+        self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
+    ) -> Mapping[str, DraftTokens]:
         """See `Proposer`."""
-        followed = {
-            row.sequence_id: _Followed(Growth(row, self._width), {-1: known})
+        head_trees = {
+            row.sequence_id: _HeadTree(TreeExpansion(row, self._width), {-1: known})
             for row in rows
             if row.num_draft_tokens
             and (known := self._hidden.get((row.sequence_id, row.end - 1))) is not None
         }
 
-        def scores(going: Sequence[Growth]) -> torch.Tensor:
-            own = [followed[growth.row.sequence_id] for growth in going]
+        def scores(going: Sequence[TreeExpansion]) -> torch.Tensor:
+            own = [head_trees[expansion.row.sequence_id] for expansion in going]
             if going[0].level:
                 before = [hidden for one in own for hidden in one.before()]
                 pieces = self._forward([one.run() for one in own], torch.stack(before))
                 for one, piece in zip(own, pieces, strict=True):
-                    one.hidden |= zip(one.growth.frontier, piece.unbind(), strict=True)
-            hidden = [one.hidden[index] for one in own for index in one.growth.frontier]
+                    one.hidden |= zip(one.expansion.frontier, piece.unbind(), strict=True)
+            hidden = [one.hidden[index] for one in own for index in one.expansion.frontier]
             return self._head.logits(torch.stack(hidden))
 
-        return grow([one.growth for one in followed.values()], self._sampler, draw, scores)
+        return expand_trees(
+            [one.expansion for one in head_trees.values()], self._sampler, draw, scores
+        )
 
     def _forward(self, runs: Sequence[Run], before: torch.Tensor) -> Sequence[torch.Tensor]:
         """Hidden states behind the tokens of each run."""

@@ -14,37 +14,37 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ..kernels.attention.attention_kernels import attention_kernels
+from ..kernels.attention.dispatch import attention_kernels
 from ..model.decoder.decoder import Decoder
-from ..model.layers.angles import StepAngles
 from ..model.layers.attention import HeadAttention, LayerCache, Step, StepInputs
 from ..model.layers.mlp import Block
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection
+from ..model.layers.rotary_embedding import RotaryEmbedding
 from ..model.spec.rope import RopeSpec
 from ..model.spec.spec import KvLayout, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class FusedInput:
     """EAGLE's way in: embedding and hidden state beside each other, to one hidden state."""
 
-    join: Projection
+    fc: Projection
 
     @property
     def weight_bytes(self) -> int:
-        return self.join.weight_bytes
+        return self.fc.weight_bytes
 
     def __call__(
         self, tokens: torch.Tensor, before: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual, and what the attention reads."""
-        hidden = self.join(torch.cat([tokens, before], dim=-1))
+        hidden = self.fc(torch.cat([tokens, before], dim=-1))
         return hidden, hidden
 
 
 @dataclass(frozen=True, slots=True)
-class SideBySide:
+class ConcatenatedInput:
     """EAGLE-3's way in: the attention reads both, normed.
 
     With `norms_residual` the residual is the normed hidden state.
@@ -68,7 +68,7 @@ class SideBySide:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnScores:
+class DraftVocabularyHead:
     """EAGLE-3's way out: scores of some tokens; the others cannot come.
 
     Attributes:
@@ -106,18 +106,25 @@ class EagleWeights:
     """
 
     embedding: torch.Tensor
-    taps: tuple[int, ...]
-    blend: Projection | None
-    entry: Joined | SideBySide
+    aux_hidden_state_layers: tuple[int, ...]
+    aux_fusion: Projection | None
+    input_fusion: FusedInput | ConcatenatedInput
     attention: HeadAttention
     mlp_norm: Norm
     mlp: Block
-    scores: OwnScores | None
+    scores: DraftVocabularyHead | None
 
     @property
     def bytes_read(self) -> int:
         """Bytes that a step reads."""
-        parts = (self.blend, self.entry, self.attention, self.mlp_norm, self.mlp, self.scores)
+        parts = (
+            self.aux_fusion,
+            self.input_fusion,
+            self.attention,
+            self.mlp_norm,
+            self.mlp,
+            self.scores,
+        )
         return sum(part.weight_bytes for part in parts if part is not None)
 
 
@@ -135,11 +142,13 @@ class EagleHead:
         dtype: torch.dtype,
     ) -> None:
         self.kv_layouts: tuple[KvLayout, ...] = spec.kv_layouts
-        self.taps = weights.taps
+        self.aux_hidden_state_layers = weights.aux_hidden_state_layers
         self._weights = weights
         self._target = target
         device, layout = weights.embedding.device, spec.kv_layouts[0]
-        self._angles = StepAngles([rope], spec.rotary_width, max_model_len, device, dtype, None)
+        self._rotary_embedding = RotaryEmbedding(
+            [rope], spec.rotary_width, max_model_len, device, dtype, None
+        )
         self._attend = attention_kernels(device, dtype, layout.key_dim, layout.value_dim)
 
     @property
@@ -149,7 +158,7 @@ class EagleHead:
         return self._weights.bytes_read + (0 if shared else self._weights.embedding.nbytes)
 
     @property
-    def bytes_per_place(self) -> int:
+    def bytes_per_position(self) -> int:
         """Bytes that the draft tokens for one place read, a vocabulary projection included."""
         own = self._weights.scores is not None
         return self._weights.bytes_read + (0 if own else self._target.weights.head.weight_bytes)
@@ -157,8 +166,12 @@ class EagleHead:
     @torch.inference_mode()
     def known(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [tokens, hidden] to go on from, of what the model gave for those tokens."""
-        blend = self._weights.blend
-        return hidden if blend is None else blend(hidden[:, self._target.spec.shape.hidden_size :])
+        aux_fusion = self._weights.aux_fusion
+        return (
+            hidden
+            if aux_fusion is None
+            else aux_fusion(hidden[:, self._target.spec.shape.hidden_size :])
+        )
 
     @torch.inference_mode()
     def forward(
@@ -167,9 +180,9 @@ class EagleHead:
         """Hidden states behind tokens, [tokens, hidden], from those `before` them; fills the cache."""
         weights, positions = self._weights, inputs.positions
         attend = self._attend[inputs.batch.has_trees]
-        step = Step(inputs, positions, self._angles.of(positions), attend)
+        step = Step(inputs, positions, self._rotary_embedding.of(positions), attend)
         tokens = functional.embedding(inputs.token_ids, weights.embedding)
-        hidden, read = weights.entry(tokens, before)
+        hidden, read = weights.input_fusion(tokens, before)
         hidden = hidden + weights.attention(read, step, caches[0])
         return hidden + weights.mlp(weights.mlp_norm(hidden))
 

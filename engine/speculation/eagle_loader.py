@@ -16,8 +16,8 @@ from ..model.layers.attention import HeadAttention, Rotation
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection
 from ..model.spec.spec import ModelSpec
-from .eagle_head import EagleHead, EagleWeights, Joined, OwnScores, SideBySide
-from .heads_checkpoint import HeadsCheckpoint
+from .eagle_head import ConcatenatedInput, DraftVocabularyHead, EagleHead, EagleWeights, FusedInput
+from .head_checkpoint import HeadsCheckpoint
 
 _LAYERS = ("layers.0.", "midlayer.")
 """Names of the one layer: EAGLE's, EAGLE-3's."""
@@ -92,17 +92,17 @@ class _Parts:
         return self.loader.norm(name, self.spec.shape.hidden_size)
 
     def attention(self, in_features: int) -> HeadAttention:
-        turn = Rotation(0, self.spec.rotary_neighbours)
-        return self.loader.head_attention(self.layer, 0, turn, in_features)
+        rotation = Rotation(0, self.spec.rotary_interleaved)
+        return self.loader.head_attention(self.layer, 0, rotation, in_features)
 
 
 def _first(parts: _Parts) -> EagleWeights:
     hidden = parts.spec.shape.hidden_size
     return EagleWeights(
         embedding=parts.embedding(),
-        taps=(),
-        blend=None,
-        entry=Joined(parts.into(2 * hidden)),
+        aux_hidden_state_layers=(),
+        aux_fusion=None,
+        input_fusion=FusedInput(parts.into(2 * hidden)),
         attention=parts.attention(hidden),
         mlp_norm=parts.norm(f"{parts.layer}post_attention_layernorm"),
         mlp=parts.loader.block(parts.layer, 0),
@@ -114,10 +114,17 @@ def _third(parts: _Parts) -> EagleWeights:
     config, layer, shape = parts.checkpoint.config, parts.layer, parts.spec.shape
     hidden, read = shape.hidden_size, parts.target.spec.shape.hidden_size
     count = parts.target.spec.shape.num_layers
-    taps = config.get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3)
-    if not all(isinstance(tap, int) and 0 <= tap < count for tap in taps):
+    aux_hidden_state_layers = config.get("eagle_aux_hidden_state_layer_ids") or (
+        2,
+        count // 2,
+        count - 3,
+    )
+    if not all(
+        isinstance(aux_layer, int) and 0 <= aux_layer < count
+        for aux_layer in aux_hidden_state_layers
+    ):
         raise BadInput(
-            f"{parts.checkpoint.folder}: a head that reads what enters the layers {list(taps)}; the model "
+            f"{parts.checkpoint.folder}: a head that reads what enters the layers {list(aux_hidden_state_layers)}; the model "
             f"has {count}"
         )
     scored = config.get("draft_vocab_size") or shape.vocab_size
@@ -133,9 +140,9 @@ def _third(parts: _Parts) -> EagleWeights:
         )
     return EagleWeights(
         embedding=parts.embedding(),
-        taps=tuple(taps),
-        blend=parts.into(len(taps) * read),
-        entry=SideBySide(
+        aux_hidden_state_layers=tuple(aux_hidden_state_layers),
+        aux_fusion=parts.into(len(aux_hidden_state_layers) * read),
+        input_fusion=ConcatenatedInput(
             parts.norm(f"{layer}input_layernorm"),
             parts.norm(f"{layer}hidden_norm"),
             bool(config.get("norm_before_residual", False)),
@@ -143,7 +150,7 @@ def _third(parts: _Parts) -> EagleWeights:
         attention=parts.attention(2 * hidden),
         mlp_norm=parts.norm(f"{layer}post_attention_layernorm"),
         mlp=parts.loader.block(layer, 0),
-        scores=OwnScores(
+        scores=DraftVocabularyHead(
             parts.norm("norm"),
             parts.reader.projection(["lm_head"], hidden, [scored], bias=False),
             token_ids,

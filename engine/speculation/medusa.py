@@ -17,9 +17,9 @@ from ..model.layers.projection import Projection
 from ..model.spec.spec import KvLayout
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
-from .growth import Growth, grow
-from .heads_checkpoint import HeadsCheckpoint
-from .proposer import DraftTokens, DrawOf, Seen
+from .head_checkpoint import HeadsCheckpoint
+from .proposer import DraftTokens, SamplingRowOf, TargetStates
+from .tree_expansion import TreeExpansion, expand_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class MedusaHeads:
         return sum(head.weight_bytes for head in self.heads)
 
     @property
-    def bytes_per_place(self) -> int:
+    def bytes_per_position(self) -> int:
         """Bytes that the draft tokens for one place read."""
         return self.heads[0].weight_bytes
 
@@ -130,7 +130,7 @@ def _module(pattern: str, head: int, block: int) -> str:
 class MedusaProposer:
     """Reads the hidden state behind which the last known token was drawn."""
 
-    taps: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     caches: tuple[KvCache, ...] = ()
 
     def __init__(self, heads: MedusaHeads, width: int) -> None:
@@ -140,22 +140,24 @@ class MedusaProposer:
         self._hidden: dict[tuple[str, int], torch.Tensor] = {}
         self.bytes_held = heads.bytes_held
 
-    def see(self, steps: Sequence[Seen]) -> None:
+    def observe(self, steps: Sequence[TargetStates]) -> None:
         """See `Proposer`."""
         self._hidden = {step.place: step.hidden[-1] for step in steps}
 
-    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
+    def propose(
+        self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
+    ) -> Mapping[str, DraftTokens]:
         """See `Proposer`."""
-        growths = [
-            Growth(row, self._width)
+        expansions = [
+            TreeExpansion(row, self._width)
             for row in rows
             if row.num_draft_tokens and (row.sequence_id, row.end - 1) in self._hidden
         ]
 
-        def scores(going: Sequence[Growth]) -> torch.Tensor:
+        def scores(going: Sequence[TreeExpansion]) -> torch.Tensor:
             hidden = [self._hidden[one.row.sequence_id, one.row.end - 1] for one in going]
             found = self._heads[going[0].level](torch.stack(hidden))
             counts = torch.tensor([len(one.frontier) for one in going], device=found.device)
             return found.repeat_interleave(counts, dim=0)
 
-        return grow(growths, self._sampler, draw, scores)
+        return expand_trees(expansions, self._sampler, draw, scores)

@@ -9,24 +9,26 @@ import numpy as np
 from ..cache.kv_cache import KvCache
 from ..scheduling.step_plan import ScheduledRow
 from ..scheduling.tree import Tree
-from .proposer import DraftTokens, DrawOf, Seen
+from .proposer import DraftTokens, SamplingRowOf, TargetStates
 
 
 class NgramProposer:
     """Prompt lookup (Saxena 2023): the longest match of the last tokens, the latest among several."""
 
     bytes_held = 0
-    taps: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     caches: tuple[KvCache, ...] = ()
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
         self._longest = longest
 
-    def see(self, steps: Sequence[Seen]) -> None:
+    def observe(self, steps: Sequence[TargetStates]) -> None:
         """Rows bring all that there is to look at."""
 
-    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
+    def propose(
+        self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
+    ) -> Mapping[str, DraftTokens]:
         """See `Proposer`."""
         drafts = {}
         for row in rows:

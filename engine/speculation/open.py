@@ -20,7 +20,7 @@ from .draft_model import DraftModel
 from .eagle import EagleProposer
 from .eagle_head import EagleHead
 from .eagle_loader import load_eagle
-from .heads_checkpoint import HeadsCheckpoint
+from .head_checkpoint import HeadsCheckpoint
 from .medusa import MedusaHeads, MedusaProposer, load_medusa
 from .ngram import NgramProposer
 from .proposer import Proposer
@@ -120,9 +120,9 @@ def draft_length(
         return None
     longest, read = options.num_tokens, 0
     if isinstance(draft, MedusaHeads):
-        longest, read = min(longest, len(draft.heads)), draft.bytes_per_place
+        longest, read = min(longest, len(draft.heads)), draft.bytes_per_position
     elif isinstance(draft, EagleHead):
-        read = draft.bytes_per_place
+        read = draft.bytes_per_position
     elif draft is not None:
         read = draft.bytes_per_step
     if target.window is not None:

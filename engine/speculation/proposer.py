@@ -31,12 +31,12 @@ class DraftTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TargetStates:
     """What a step has found out about a row.
 
     Attributes:
         hidden: [tokens, hidden], what the model made of the row's tokens and of the accepted ones, as its
-            vocabulary projection reads it; beside it what the proposer's `taps` ask for.
+            vocabulary projection reads it; beside it what the proposer's `aux_hidden_state_layers` ask for.
         next_ids: the token behind each of them.
     """
 
@@ -50,7 +50,7 @@ class Seen:
         return self.row.sequence_id, self.row.start + len(self.next_ids)
 
 
-DrawOf = Callable[[ScheduledRow, Sequence[int]], SamplingRow]
+SamplingRowOf = Callable[[ScheduledRow, Sequence[int]], SamplingRow]
 """How the token behind a row and some draft tokens is drawn."""
 
 
@@ -63,7 +63,7 @@ class Proposer(Protocol):
         ...
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
         """Layers of the model whose input it wants to see beside the final hidden states."""
         ...
 
@@ -72,10 +72,12 @@ class Proposer(Protocol):
         """Its own, in which a sequence has the blocks that it has in the model's."""
         ...
 
-    def propose(self, rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
+    def propose(
+        self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
+    ) -> Mapping[str, DraftTokens]:
         """Draft tokens by sequence, at most `num_draft_tokens` of its row, and none for rows without."""
         ...
 
-    def see(self, steps: Sequence[Seen]) -> None:
+    def observe(self, steps: Sequence[TargetStates]) -> None:
         """What came out of the step, row by row."""
         ...

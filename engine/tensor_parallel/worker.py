@@ -73,10 +73,10 @@ def work(channel: Channel) -> None:
         return
     assert isinstance(model, Decoder)
     channel.send(Loaded(model.bytes_held, model.bytes_per_step))
-    meeting_point: Path = channel.receive()
+    rendezvous: Path = channel.receive()
     # Whoever made the folder may be killed, and then cannot remove it.
-    atexit.register(shutil.rmtree, meeting_point.parent, ignore_errors=True)
-    group.connect(meeting_point)
+    atexit.register(shutil.rmtree, rendezvous.parent, ignore_errors=True)
+    group.connect(rendezvous)
     cache = KvCache(model.kv_layouts, 0, 1, setup.device, setup.dtype)
     while True:
         call, argument = channel.receive()

@@ -39,7 +39,7 @@ class Workers:
 
     def __init__(self, setup: Setup) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="llmopt-", ignore_cleanup_errors=True)
-        self._meeting_point = Path(self._home.name) / "meeting-point"
+        self._rendezvous_file = Path(self._home.name) / "meeting-point"
         self.group = Group(0, setup.size, setup.device)
         self.group.explain = self._explanation
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -65,7 +65,7 @@ class Workers:
             self._channels.append(Channel(ours, torch.device("cpu")))
             self._send(self._channels[-1:], replace(setup, rank=rank, device=device))
 
-    def meet(self) -> None:
+    def wait_until_loaded(self) -> None:
         """Wait until every worker has loaded its part, and connect with them.
 
         Raises:
@@ -80,16 +80,16 @@ class Workers:
             if loaded.refusal is not None:
                 raise BadInput(loaded.refusal)
             self.loaded.append(loaded)
-        self._send(self._channels, self._meeting_point)
-        self.group.connect(self._meeting_point)
+        self._send(self._channels, self._rendezvous_file)
+        self.group.connect(self._rendezvous_file)
 
-    def follow(self, model: CausalModel, cache: KvCache, num_blocks: int) -> None:
+    def attach(self, model: CausalModel, cache: KvCache, num_blocks: int) -> None:
         """From now on every call of `model` and every copy in `cache` happens in the workers too."""
         assert isinstance(model, Decoder)
-        self.tell("cache", (num_blocks, cache.block_size, cache.dtype, cache.num_host_blocks))
-        model.mirror = cache.mirror = self.tell
+        self.broadcast("cache", (num_blocks, cache.block_size, cache.dtype, cache.num_host_blocks))
+        model.broadcast = cache.broadcast = self.broadcast
 
-    def tell(self, call: str, argument: Any) -> None:
+    def broadcast(self, call: str, argument: Any) -> None:
         """Have every worker make a call; raise `PeerLost` where one has ended."""
         self._send(self._channels, (call, argument))
 
@@ -116,7 +116,7 @@ class Workers:
         return None
 
 
-def open_parts(
+def open_shards(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> tuple[CausalModel, int, Workers | None]:
     """The model, or the first part of it and the workers that hold the others; and its longest sequence.
@@ -160,7 +160,7 @@ def open_parts(
     workers = Workers(setup)
     try:
         model, longest = own(Shard(0, size, workers.group))
-        workers.meet()
+        workers.wait_until_loaded()
     except BaseException:
         for process in workers.processes:  # still busy with loading
             process.kill()

@@ -18,7 +18,7 @@ class BestOf:
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
-        self._pieces: dict[int, list[RequestOutput]] = {}
+        self._outputs: dict[int, list[RequestOutput]] = {}
         self._num_finished = 0
 
     @staticmethod
@@ -26,29 +26,29 @@ class BestOf:
         """The same params, with the log-probabilities that the contest is decided by."""
         return params if params.logprobs is not None else replace(params, logprobs=0)
 
-    def take(self, piece: RequestOutput) -> list[RequestOutput]:
+    def take(self, output: RequestOutput) -> list[RequestOutput]:
         """Keep a piece; with the last one, every winner comes back whole, best first, as index 0 to n - 1."""
-        self._pieces.setdefault(piece.index, []).append(piece)
-        self._num_finished += piece.finish_reason is not None
+        self._outputs.setdefault(output.index, []).append(output)
+        self._num_finished += output.finish_reason is not None
         if self._num_finished < self._params.num_sequences:
             return []
-        ranked = sorted(self._pieces.values(), key=_cumulative_logprob, reverse=True)
+        ranked = sorted(self._outputs.values(), key=_cumulative_logprob, reverse=True)
         return [self._whole(place, found) for place, found in enumerate(ranked[: self._params.n])]
 
-    def _whole(self, place: int, pieces: Sequence[RequestOutput]) -> RequestOutput:
+    def _whole(self, place: int, outputs: Sequence[RequestOutput]) -> RequestOutput:
         wants_logprobs = self._params.logprobs is not None
         return replace(
-            pieces[-1],
+            outputs[-1],
             index=place,
-            new_token_ids=tuple(token for piece in pieces for token in piece.new_token_ids),
-            new_text="".join(piece.new_text for piece in pieces),
-            logprobs=tuple(one for piece in pieces for one in piece.logprobs or ())
+            new_token_ids=tuple(token for output in outputs for token in output.new_token_ids),
+            new_text="".join(output.new_text for output in outputs),
+            logprobs=tuple(one for output in outputs for one in output.logprobs or ())
             if wants_logprobs
             else None,
             # The prompt was scored once, beside the first completion.
-            prompt_logprobs=self._pieces[0][0].prompt_logprobs if place == 0 else None,
+            prompt_logprobs=self._outputs[0][0].prompt_logprobs if place == 0 else None,
         )
 
 
-def _cumulative_logprob(pieces: Sequence[RequestOutput]) -> float:
-    return sum(one.logprob for piece in pieces for one in piece.logprobs or ())
+def _cumulative_logprob(outputs: Sequence[RequestOutput]) -> float:
+    return sum(one.logprob for output in outputs for one in output.logprobs or ())

@@ -23,12 +23,12 @@ class CompletionText:
     def feed(self, token_id: int, *, is_last: bool) -> tuple[str, str | None]:
         """Text that a token completes, and the stop string that it meets, if it does."""
         self._num_tokens += 1
-        piece = self._detokenizer.feed([token_id])
+        delta = self._detokenizer.feed([token_id])
         if self._num_tokens < self._min_tokens:
-            return piece, None
+            return delta, None
         if is_last:
-            piece += self._detokenizer.flush()
-        shown, met = self._stop.feed(piece)
+            delta += self._detokenizer.flush()
+        shown, met = self._stop.feed(delta)
         if met is None and is_last:
             shown += self._stop.flush()
         return shown, met

@@ -16,7 +16,7 @@ import torch
 
 from ...recipes import DATA
 from ..base.errors import BadInput
-from .hygiene import length_histogram, refuse_overlap, without_duplicates
+from .leakage_check import check_leakage, deduplicate, length_histogram
 
 BUNDLED = DATA / "calibration.txt"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -83,7 +83,7 @@ def load_calibration(
     name, documents = _documents(source)
     if not documents:
         raise BadInput(f"calibration data {name} is empty: give a file with text in it")
-    unique = without_duplicates(documents, _plain_text)
+    unique = deduplicate(documents, _plain_text)
     random.Random(seed).shuffle(unique)
     stream = _Stream(unique, tokenizer)
     token_ids = stream.take(num_samples * seq_len)
@@ -95,7 +95,7 @@ def load_calibration(
     if evaluation is not None:
         used = [_plain_text(document) for document in unique[: len(stream.lengths)]]
         texts = [_plain_text(document) for document in _documents(str(evaluation))[1]]
-        refuse_overlap(name, used, evaluation.name, texts)
+        check_leakage(name, used, evaluation.name, texts)
     digest = hashlib.sha256()
     for part in (samples, others):
         digest.update(f"{part.shape[0]}x{length}:".encode() + part.numpy().astype("<i8").tobytes())

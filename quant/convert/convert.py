@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..base.durable import (
+from ..base.atomic_io import (
     flush_folder,
     layout_of,
     make_folder,
     no_space_or,
-    write_durably,
+    write_atomically,
     write_tensors,
 )
 from ..base.errors import BadInput
@@ -29,11 +29,11 @@ from ..manifest.conversion import Conversion, conversion_card
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..manifest.manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
-from ..plan.loaders import Stored, loaders, loads_in
+from ..plan.loaders import CheckpointContents, loaders, loads_in
 from ..request.selection import Shapes
 from ..tensors.base import QuantizedTensor
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
-from .regrid import Regridded, regrid
+from .requantize import Requantized, requantize
 
 SHARD_BYTES = 2**30
 _UNFINISHED = ".converting"  # not the suffix of an unfinished `quantize`, whose work must stay
@@ -130,11 +130,13 @@ class _Job:
             self._assemble(config, output.name)
         config["quantization_config"] = self._target.config(self._schemes, ignore, **options)
         for path in self._companions():
-            write_durably(self._work / path.name, path.read_bytes())
-        write_durably(self._work / "config.json", to_json(config))
+            write_atomically(self._work / path.name, path.read_bytes())
+        write_atomically(self._work / "config.json", to_json(config))
         manifest = self._new_manifest()
-        write_durably(self._work / MANIFEST_NAME, to_json(manifest))
-        written = Stored(str(config.get("model_type")), self._shapes, self._schemes, ignore)
+        write_atomically(self._work / MANIFEST_NAME, to_json(manifest))
+        written = CheckpointContents(
+            str(config.get("model_type")), self._shapes, self._schemes, ignore
+        )
         result = Conversion(
             output=output,
             source_format=checkpoint_format(self._source).name,
@@ -143,7 +145,7 @@ class _Job:
             modules={record["module"]: record for record in self._records},
             loads_in=loads_in(loaders(written, self._target.name)),
         )
-        write_durably(self._work / CARD_NAME, conversion_card(result, manifest))
+        write_atomically(self._work / CARD_NAME, conversion_card(result, manifest))
         return result
 
     def _write_shards(self, *, drop_kv: bool) -> None:
@@ -160,7 +162,7 @@ class _Job:
         if held:
             self._write_shard(held, weight_map)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_durably(self._work / INDEX_NAME, to_json(index))
+        write_atomically(self._work / INDEX_NAME, to_json(index))
 
     def _write_shard(self, tensors: dict[str, torch.Tensor], weight_map: dict[str, str]) -> None:
         name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
@@ -176,7 +178,7 @@ class _Job:
             taken |= tensor_names(self._source, module)
             tensor = read_quantized(self._source, module)
             self._check_digests(module, tensor)
-            found = regrid(module, tensor, self._target)
+            found = requantize(module, tensor, self._target)
             if found.reason and not self._allow_loss:
                 raise BadInput(
                     f"{module}: {found.reason}. --allow-loss rounds it anew to "
@@ -200,7 +202,7 @@ class _Job:
                     "see llmopt verify"
                 )
 
-    def _record(self, module: str, before: QuantizedTensor, found: Regridded) -> None:
+    def _record(self, module: str, before: QuantizedTensor, found: Requantized) -> None:
         after = found.tensor
         self._schemes[module] = after.scheme
         self._shapes[module] = after.shape
@@ -249,8 +251,8 @@ class _Job:
     def _assemble(self, config: dict[str, Any], name: str) -> None:
         """Turn the shards into the one file of GGUF."""
         for path in self._companions():
-            write_durably(self._work / path.name, path.read_bytes())
-        write_durably(self._work / "config.json", to_json(config))
+            write_atomically(self._work / path.name, path.read_bytes())
+        write_atomically(self._work / "config.json", to_json(config))
         blocks = [self._target.config({"m": s}, [])["types"]["m"] for s in self._schemes.values()]
         type_name = max(dict.fromkeys(blocks), key=blocks.count)
         if type_name not in GGUF_TYPES:

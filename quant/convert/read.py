@@ -48,10 +48,10 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
         if name.endswith(marker)
     }
     if not modules:
-        endings = " or ".join(repr(marker) for marker in weight_format.markers)
+        marker_list = " or ".join(repr(marker) for marker in weight_format.markers)
         raise BadInput(
             f"{checkpoint.folder} says quant_method {weight_format.name!r}, but no tensor in it ends "
-            f"in {endings}"
+            f"in {marker_list}"
         )
     module_scheme(checkpoint, min(modules))
     _refuse_codes_without_scales(checkpoint, modules)

@@ -100,8 +100,8 @@ def rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
     wavelengths = 2 * math.pi * theta**exponents
     factor = float(scaling["factor"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    turns = float(scaling["original_max_position_embeddings"]) / wavelengths
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    num_rotations = float(scaling["original_max_position_embeddings"]) / wavelengths
+    smooth = ((num_rotations - low) / (high - low)).clamp(0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
 
 
@@ -166,13 +166,13 @@ def _rope_parameters(file: GgufFile, name: str, config: dict[str, Any]) -> dict[
         raise BadInput(f"{file.path}: rope scaling {kind!r} is not read here")
     if ROPE_FACTORS in file.tensors:
         stored = torch.from_numpy(file.data(ROPE_FACTORS).copy()).view(torch.float32)
-        guess = {"rope_type": "llama3", "factor": float(stored.max()), **_LLAMA3_ROPE}
-        expected = rope_factors(config | {"rope_parameters": parameters | guess})
+        candidate = {"rope_type": "llama3", "factor": float(stored.max()), **_LLAMA3_ROPE}
+        expected = rope_factors(config | {"rope_parameters": parameters | candidate})
         if expected is None or not torch.allclose(stored, expected, rtol=1e-4):
             raise BadInput(
                 f"{file.path}: its rope_freqs are not Llama 3's: put the model's config.json beside it"
             )
-        parameters |= guess
+        parameters |= candidate
     return parameters
 
 

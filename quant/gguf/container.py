@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..base.durable import TEMPORARY_SUFFIX, flush_folder, no_space_or
+from ..base.atomic_io import TEMPORARY_SUFFIX, flush_folder, no_space_or
 from ..base.errors import BadInput
 from ..base.scheme import GGUF_BLOCKS
 

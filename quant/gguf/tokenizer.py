@@ -99,10 +99,10 @@ def _special_keys(folder: Path) -> dict[str, Any]:
     return keys
 
 
-def _token_type(token_id: int, text: str | None, added: Any, is_unknown: bool) -> int:
+def _token_type(token_id: int, text: str | None, added: Any, ends_in_placeholder: bool) -> int:
     if text is None:
         return _UNUSED
-    if is_unknown:
+    if ends_in_placeholder:
         return _UNKNOWN
     if added is not None:
         return _CONTROL if added.get("special") else _USER_DEFINED

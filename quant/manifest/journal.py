@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..base.durable import flush_folder, make_folder, no_space_or, write_durably
+from ..base.atomic_io import flush_folder, make_folder, no_space_or, write_atomically
 from ..base.errors import BadInput
 
 _JOURNAL = "journal.jsonl"
@@ -67,7 +67,7 @@ class Journal:
             _require_ours(folder)
             make_folder(folder, "--output")
             header = {"signature": signature, "threads": threads}
-            write_durably(path, _line(header))
+            write_atomically(path, _line(header))
         self._file = path.open("r+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -88,18 +88,18 @@ def _discovered(checkpoint: Checkpoint, model_type: str) -> Architecture:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    from .skeleton import Skeleton
+    from .meta_model import MetaModel
 
-    skeleton = Skeleton(checkpoint)
+    meta_model = MetaModel(checkpoint)
     layers: list[Family] = []
     left_alone = False
-    for index, layer in enumerate(skeleton.layers):
+    for index, layer in enumerate(meta_model.layers):
         if any(isinstance(module, Conv1D) for module in layer.modules()):
             raise BadInput(
                 f"model type {model_type!r} keeps its weights transposed (Conv1D), which no format "
                 "here holds"
             )
-        on_disk = {name: disk for disk, name in skeleton.names_in_layer(index).items()}
+        on_disk = {name: disk for disk, name in meta_model.names_in_layer(index).items()}
         linears = [
             on_disk[f"{path}.weight"].removesuffix(".weight")
             for path, module in layer.named_modules()
@@ -117,4 +117,4 @@ def _discovered(checkpoint: Checkpoint, model_type: str) -> Architecture:
     ]
     if left_alone:
         notes.append("note: its 3-D tensors (fused experts or convolutions) stay as they are")
-    return Architecture(model_type, skeleton.disk_prefix, tuple(layers), tuple(notes))
+    return Architecture(model_type, meta_model.disk_prefix, tuple(layers), tuple(notes))

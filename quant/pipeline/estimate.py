@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
-from ..base.durable import entry_bytes
-from ..layers.layer_work import HEAD_FAMILY
+from ..base.atomic_io import entry_bytes
+from ..layers.quantized_layer import HEAD_FAMILY
 from ..methods.gptq import execution_stages
 from ..model.families import Family
 from ..plan.plan import Plan

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from ..base.durable import layout_of, write_tensors
+from ..base.atomic_io import layout_of, write_tensors
 from ..base.errors import BadInput
 from ..base.memory import PeakMemory, give_back
 from ..base.progress import Progress, Silent
-from ..layers.layer_work import HEAD_FAMILY, Work, quantize_tensors
-from ..layers.propagation import Live, Source
-from ..layers.statistics_folder import Stored
+from ..layers.cached_calibration import CachedCalibration
+from ..layers.online_calibration import OnlineCalibration, Source
+from ..layers.quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
 from ..manifest.journal import Journal, remove_work, work_folder
 from ..manifest.manifest import MANIFEST_NAME
 from ..model.checkpoint import read_json
@@ -196,10 +196,10 @@ def _source(session: Session, saved: Path | None, progress: Progress) -> Source:
     kv = plan.kv_cache is not None
     if folder is None:
         sequential = plan.method.sequential and plan.options.true_sequential
-        return Live(session.stream, calibration, saved, sequential=sequential, kv=kv)
+        return OnlineCalibration(session.stream, calibration, saved, sequential=sequential, kv=kv)
     if not folder.complete:
         folder.measure(session.stream, calibration, progress, head=plan.lm_head, kv=kv)
-    return Stored(folder, session.stream)
+    return CachedCalibration(folder, session.stream)
 
 
 def _mean_error(journal: Journal) -> float:
@@ -212,7 +212,7 @@ def _mean_error(journal: Journal) -> float:
     return sum(errors) / max(1, len(errors))
 
 
-def _quantize_layer(session: Session, source: Source, index: int) -> Work:
+def _quantize_layer(session: Session, source: Source, index: int) -> QuantizedLayer:
     plan, stream = session.plan, session.stream
     family, prefix = stream.family(index), stream.prefix(index)
     tensors = stream.tensors(index)
@@ -237,7 +237,7 @@ def _quantize_layer(session: Session, source: Source, index: int) -> Work:
     return work
 
 
-def _quantize_head(session: Session, source: Source) -> Work:
+def _quantize_head(session: Session, source: Source) -> QuantizedLayer:
     checkpoint = session.plan.checkpoint
     tensors = {
         f"{HEAD}.{part}": checkpoint.tensor(f"{HEAD}.{part}")
@@ -251,7 +251,7 @@ def _quantize_head(session: Session, source: Source) -> Work:
     )
 
 
-def _write_layer(plan: Plan, journal: Journal, index: int, work: Work) -> dict[str, Any]:
+def _write_layer(plan: Plan, journal: Journal, index: int, work: QuantizedLayer) -> dict[str, Any]:
     """Write the shards of a layer, one for each format; the record for the journal."""
     name = f"model-layer-{index:05d}.safetensors" if work.prefix else "model-head.safetensors"
     began = time.perf_counter()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..base.durable import entry_bytes
+from ..base.atomic_io import entry_bytes
 from ..base.scheme import Scheme
 from ..formats.base import WeightFormat
 from ..plan.loaders import Loader, loaders, loads_in, stored

@@ -13,7 +13,7 @@ from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import scheme_record
 from ..calibration.calibration import load_calibration
-from ..layers.statistics_folder import StatisticsFolder
+from ..layers.cached_calibration import StatisticsFolder
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..model.checkpoint import Checkpoint
 from ..model.models import load_tokenizer

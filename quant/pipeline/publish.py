@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..base.durable import TEMPORARY_SUFFIX, Entry, entry_bytes, write_durably, write_tensors
+from ..base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomically, write_tensors
 from ..base.errors import BadInput
 from ..calibration.calibration import Calibration
 from ..formats.base import WeightFormat
@@ -103,10 +103,10 @@ def _write_format(
     else:
         _write_index(folder, plan, shards)
     for path in _files_to_copy(plan.checkpoint.folder):
-        write_durably(folder / path.name, path.read_bytes())
+        write_atomically(folder / path.name, path.read_bytes())
     config = dict(plan.checkpoint.config)
     config["quantization_config"] = quantization_config(plan, weight_format)
-    write_durably(folder / "config.json", to_json(config))
+    write_atomically(folder / "config.json", to_json(config))
 
     modules = [module for written in shards for module in written["modules"]]
     stored = {name: size for shard in shards for name, size in shard["tensors"].items()}
@@ -135,8 +135,8 @@ def _write_format(
             ),
         ),
     )
-    write_durably(folder / MANIFEST_NAME, to_json(manifest))
-    write_durably(folder / CARD_NAME, model_card(plan, number, manifest))
+    write_atomically(folder / MANIFEST_NAME, to_json(manifest))
+    write_atomically(folder / CARD_NAME, model_card(plan, number, manifest))
 
 
 def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None:
@@ -149,7 +149,7 @@ def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None
         "metadata": {"total_size": total_bytes},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    write_durably(folder / INDEX_NAME, to_json(index))
+    write_atomically(folder / INDEX_NAME, to_json(index))
 
 
 def quantization_config(plan: Plan, weight_format: WeightFormat) -> dict[str, Any]:

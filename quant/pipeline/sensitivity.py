@@ -18,8 +18,8 @@ import torch
 from ..base.errors import BadInput
 from ..base.progress import Progress
 from ..base.scheme import IntScheme, Scheme
-from ..layers.layer_work import HEAD_FAMILY, Measured
-from ..layers.statistics_folder import StatisticsFolder
+from ..layers.cached_calibration import StatisticsFolder
+from ..layers.quantized_layer import HEAD_FAMILY, LayerStatistics
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight
 from ..plan.plan import Plan, check_plan
@@ -85,7 +85,7 @@ def _errors(
     schemes: Sequence[Mapping[str, Scheme]],
     prefix: str,
     linears: tuple[str, ...],
-    measured: Measured,
+    measured: LayerStatistics,
 ) -> tuple[float, ...]:
     """Relative output errors of linears with one input, added, for each candidate."""
     lost = [0.0] * len(schemes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..calibration.calibration import Calibration
-from ..layers.statistics_folder import StatisticsFolder
+from ..layers.cached_calibration import StatisticsFolder
 from ..plan.plan import Plan, QuantizeRequest
 from ..stream.layer_stream import LayerStream
 

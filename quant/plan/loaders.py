@@ -52,7 +52,7 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class CheckpointContents:
     """What loaders look at: the model's type, and every quantized linear.
 
     Attributes:
@@ -74,12 +74,14 @@ class Stored:
         return [group for group in groups.values() if group[0] in self.shapes]
 
 
-def stored(plan: Plan) -> Stored:
+def stored(plan: Plan) -> CheckpointContents:
     """What a plan will write."""
-    return Stored(plan.architecture.model_type, plan.modules, plan.schemes, plan.ignored)
+    return CheckpointContents(
+        plan.architecture.model_type, plan.modules, plan.schemes, plan.ignored
+    )
 
 
-def loaders(stored: Stored, format_name: str, tensor_parallel: int = 1) -> list[Loader]:
+def loaders(stored: CheckpointContents, format_name: str, tensor_parallel: int = 1) -> list[Loader]:
     """Every loader of a format.
 
     Args:
@@ -113,7 +115,7 @@ def _llmopt(model_type: str) -> tuple[bool, str]:
     return False, f"its engine does not run {model_type}; verify and convert do read it"
 
 
-def _transformers(stored: Stored, name: str) -> tuple[bool, str]:
+def _transformers(stored: CheckpointContents, name: str) -> tuple[bool, str]:
     needs = {
         "awq": f"needs gptqmodel and accelerate; {_NOT_TRIED}",
         "gptq": f"needs optimum and gptqmodel; {_NOT_TRIED}",
@@ -136,7 +138,7 @@ def _transformers(stored: Stored, name: str) -> tuple[bool, str]:
     return True, need
 
 
-def _vllm(stored: Stored, name: str, ranks: int) -> tuple[bool, str]:
+def _vllm(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool, str]:
     if name == "gguf":
         return False, "GGUF went out of vLLM into a plugin"
     if name in ("squeezellm", "bitsandbytes"):
@@ -167,7 +169,7 @@ def _tried(name: str, scheme: Scheme) -> bool:
     return scheme.symmetric or name in ("compressed-tensors", "awq")
 
 
-def _parts(stored: Stored, ranks: int) -> Iterator[tuple[str, Scheme, int, int]]:
+def _parts(stored: CheckpointContents, ranks: int) -> Iterator[tuple[str, Scheme, int, int]]:
     """Each matrix as vLLM holds it on one rank: fused along the outputs, then split."""
     for group in stored.matrices():
         together = [[name] for name in group] if ".experts." in group[0] else [group]

@@ -21,7 +21,7 @@ from ..methods.base import InputStatistics
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.families import Family
-from ..model.skeleton import Skeleton
+from ..model.meta_model import MetaModel
 
 TOKENS_PER_BATCH = 1024  # temporaries of more cost page faults, of less the speed of products
 _IGNORED_BUFFER = "rotary_emb.inv_freq"  # old checkpoints carry what every model computes
@@ -58,11 +58,11 @@ class LayerStream:
         self.checkpoint = checkpoint
         self.architecture = architecture
         self.compute = compute
-        self._skeleton = Skeleton(checkpoint)
-        self._layers = self._skeleton.layers
+        self._meta_model = MetaModel(checkpoint)
+        self._layers = self._meta_model.layers
         self.num_layers = len(self._layers)
-        self.vocab_size = int(self._skeleton.config.vocab_size)
-        self.hidden_size = int(self._skeleton.config.hidden_size)
+        self.vocab_size = int(self._meta_model.config.vocab_size)
+        self.hidden_size = int(self._meta_model.config.hidden_size)
         self._calls: list[_Call] = []
         self._max_rows: int | None = None
 
@@ -83,7 +83,7 @@ class LayerStream:
         Raises:
             BadInput: the layers of this model do not form a chain, or look at the tokens themselves.
         """
-        with self._skeleton.surroundings(token_ids[:1]) as sample:
+        with self._meta_model.non_layer_weights(token_ids[:1]) as sample:
             self._calls = self._recorded(sample)[1]
             mirrored = self._recorded(sample.flip(1))[1]
             twice = self._recorded(sample.repeat(2, 1))[1]
@@ -96,7 +96,7 @@ class LayerStream:
         """Hidden states `[samples, length, hidden]` that enter the first layer, float32."""
         hidden = torch.empty(*token_ids.shape, self.hidden_size)
         batch = self._rows(token_ids)
-        with self._skeleton.surroundings(token_ids) as input_ids:
+        with self._meta_model.non_layer_weights(token_ids) as input_ids:
             for start in range(0, len(token_ids), batch):
                 rows = slice(start, start + batch)
                 hidden[rows] = self._recorded(input_ids[rows])[0]
@@ -110,7 +110,7 @@ class LayerStream:
             records: list[tuple[torch.Tensor, _Call]] = []
             try:
                 with _recording_layers(self._layers, records, as_tuple):
-                    self._skeleton.decoder(input_ids=input_ids, use_cache=False)
+                    self._meta_model.decoder(input_ids=input_ids, use_cache=False)
             except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 continue
@@ -133,7 +133,7 @@ class LayerStream:
         Raises:
             BadInput: this model type has no norm there.
         """
-        return self._skeleton.final_norm()(hidden)
+        return self._meta_model.final_norm()(hidden)
 
     def _rows(self, samples: torch.Tensor) -> int:
         """How many samples `[samples, length, ...]` go through a layer at once."""
@@ -154,11 +154,11 @@ class LayerStream:
         Raises:
             BadInput: the checkpoint's tensors are not those of this architecture.
         """
-        self._skeleton.fill(index, tensors)
+        self._meta_model.fill(index, tensors)
 
     def unload(self, index: int) -> None:
         """Free the weights of a layer."""
-        self._skeleton.empty(index)
+        self._meta_model.empty(index)
 
     def run(
         self, index: int, hidden: torch.Tensor, out: torch.Tensor | None = None, **overrides: Any
@@ -215,7 +215,7 @@ class LayerStream:
             with temporaries_kept(), torch.no_grad(), self._precision():
                 for start in range(0, hidden.shape[0], batch):
                     unseen |= records
-                    with suppress(_AllSeen):
+                    with suppress(_EarlyExit):
                         layer(hidden[start : start + batch], *call.arguments, **call.named)
         finally:
             for handle in handles:
@@ -252,7 +252,7 @@ class LayerStream:
 
     def _module(self, index: int, name: str) -> Any:
         """The module of a linear, norm or router."""
-        path = self._skeleton.names_in_layer(index)[f"{name}.weight"].removesuffix(".weight")
+        path = self._meta_model.names_in_layer(index)[f"{name}.weight"].removesuffix(".weight")
         return self._layers[index].get_submodule(path)
 
 
@@ -271,7 +271,7 @@ def compute_dtype(asked: str, stored: torch.dtype) -> torch.dtype:
     return torch.float32 if asked == "float32" else torch.bfloat16
 
 
-class _AllSeen(Exception):
+class _EarlyExit(Exception):
     """What the layer computes from here on nobody asked for."""
 
 
@@ -285,7 +285,7 @@ def _recording_inputs(
         record.add((inputs[0] if inputs else next(iter(named.values()))).to(compute))
         unseen.discard(record)
         if not unseen:
-            raise _AllSeen
+            raise _EarlyExit
 
     return hook
 

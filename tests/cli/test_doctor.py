@@ -10,7 +10,7 @@ import torch
 from llmopt.cli.main import main
 from llmopt.engine.doctor.kernel_table import table
 from llmopt.engine.kernels.common.dispatch import Candidate
-from llmopt.engine.kernels.elementwise.layer_kernels import GATE, torch_silu_gate
+from llmopt.engine.kernels.elementwise.dispatch import GATE, torch_silu_gate
 
 
 def call(*arguments: str) -> int | str | None:

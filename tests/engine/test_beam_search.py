@@ -169,7 +169,7 @@ def test_best_of_hands_out_the_likeliest(prompts, small):
     assert llm.engine.stats.kv_blocks_used == 0
 
 
-def test_a_contest_shows_nothing_before_its_end_and_can_be_aborted(prompts):
+def test_best_of_emits_nothing_before_its_end_and_can_be_aborted(prompts):
     engine = LLM("stories3M", dtype="float32", num_threads=1).engine
     params = SamplingParams(n=1, best_of=3, max_tokens=5, ignore_eos=True, logprobs=1, seed=1)
     engine.add_request("a", prompts[0], params)
@@ -179,7 +179,7 @@ def test_a_contest_shows_nothing_before_its_end_and_can_be_aborted(prompts):
     engine.add_request("a", prompts[0], params)
     engine.step()
     assert engine.abort("a")
-    assert not engine.answers._contests
+    assert not engine.output_processor._best_of
     engine.add_request("a", prompts[0], SamplingParams(max_tokens=1))
     assert len(engine.step()) == 1, "the id is free again, and no contest"
 

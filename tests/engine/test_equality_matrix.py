@@ -87,7 +87,7 @@ def test_two_features_leave_the_tokens_as_they_are(prompts, expected, pair):
     built.close()
     assert (stats.prefix_cache_hits > 0) == ("no prefix cache" not in pair)
     assert stats.num_preemptions > 0 or "preemption" not in pair or "batch mix" in pair
-    assert (stats.num_accepted_guesses > 0) == bool({"ngram", "draft"} & set(pair))
+    assert (stats.num_accepted_tokens > 0) == bool({"ngram", "draft"} & set(pair))
 
 
 @pytest.fixture(scope="module")

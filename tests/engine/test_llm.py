@@ -43,16 +43,16 @@ def test_results_carry_text_tokens_and_reasons(llm):
 def test_the_stream_adds_up_to_the_result(llm):
     params = SamplingParams(temperature=0, max_tokens=30)
     whole = llm.generate("Tom and his dog", params)[0]
-    pieces = list(llm.stream("Tom and his dog", params))
-    assert "".join(piece.new_text for piece in pieces) == whole.text
-    assert [t for piece in pieces for t in piece.new_token_ids] == whole.token_ids
-    assert pieces[-1].finish_reason == whole.finish_reason
-    assert [piece.num_output_tokens for piece in pieces] == list(range(1, 31))
+    outputs = list(llm.stream("Tom and his dog", params))
+    assert "".join(output.new_text for output in outputs) == whole.text
+    assert [t for output in outputs for t in output.new_token_ids] == whole.token_ids
+    assert outputs[-1].finish_reason == whole.finish_reason
+    assert [output.num_output_tokens for output in outputs] == list(range(1, 31))
 
 
 def test_leaving_a_stream_frees_its_blocks(llm):
-    for piece in llm.stream("Tom", SamplingParams(temperature=0, max_tokens=100)):
-        if piece.num_output_tokens == 3:
+    for output in llm.stream("Tom", SamplingParams(temperature=0, max_tokens=100)):
+        if output.num_output_tokens == 3:
             break
     assert not llm.engine.has_unfinished()
     assert llm.engine.stats.kv_blocks_used == 0

@@ -13,7 +13,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.doctor.kernel_table import SCHEMES
 from llmopt.engine.engine import Engine
-from llmopt.engine.kernels.activations.activations import round_inputs
+from llmopt.engine.kernels.activations.fake_quantize import fake_quantize_inputs
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import GgufScheme, Scheme
 from llmopt.quant.formats.registry import FORMATS
@@ -97,7 +97,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(mode, expected):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-3, rtol=1e-3)
     assert (built.stats.num_preemptions > 0) == mode.startswith("preempted")
     assert (built.stats.num_swaps > 0) == ("swapped" in mode)
-    assert (built.stats.num_guesses > 0) == ("speculation" in MODES[mode])
+    assert (built.stats.num_draft_tokens > 0) == ("speculation" in MODES[mode])
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
@@ -134,7 +134,7 @@ def test_every_format_stays_near_what_its_codes_mean(case, tmp_path):
     for name, weight in weights.items():
         linear = model.get_submodule(name)
         linear.weight.data = weight.dequantize()
-        linear.register_forward_pre_hook(lambda _, inputs: round_inputs(inputs[0], case[1]))
+        linear.register_forward_pre_hook(lambda _, inputs: fake_quantize_inputs(inputs[0], case[1]))
     with torch.no_grad():
         exact = model(torch.tensor([PROMPTS[1]])).logits[0]
     for count in (1, 20, len(PROMPTS[1])):  # a product by vector, tiles, and the way of many tokens

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.activations.activations import round_inputs
+from llmopt.engine.kernels.activations.fake_quantize import fake_quantize_inputs
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
-from llmopt.engine.kernels.elementwise.layer_kernels import (
+from llmopt.engine.kernels.elementwise.dispatch import (
     GATE,
-    RowSituation,
+    RowKernelQuery,
     TorchNorm,
-    TorchTurn,
+    TorchRopeAndCache,
     torch_silu_gate,
 )
+from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
-from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation
+from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.projection import Projection
@@ -51,7 +51,10 @@ def test_attention(heads: int, kv_heads: int, dims: tuple[int, int], stored: tor
     shape: Any = {"heads": heads, "kv_heads": kv_heads, "dims": dims, "block_size": 16}
     shape |= {"stored": stored, "dtype": BF16, "device": "cuda", "in_keys": dims[0] != dims[1]}
     world = World([4000, 20000, 700, 1, 2500], [1, 1, 5, 1, 2048], **shape)
-    for rule in (pa.AttentionRule(0.09), pa.AttentionRule(0.09, window=1000, kept=4, softcap=30.0)):
+    for rule in (
+        pa.AttentionRule(0.09),
+        pa.AttentionRule(0.09, window=1000, num_sink_tokens=4, softcap=30.0),
+    ):
         close(world.attend(attend_triton, rule), world.attend(pa.attend_sdpa, rule))
 
 
@@ -87,8 +90,8 @@ def test_rows() -> None:
 
 
 @pytest.mark.parametrize("stored", STORED, ids=str)
-def test_turn(stored: torch.dtype) -> None:
-    from llmopt.engine.kernels.elementwise.triton_turn import TritonTurn
+def test_rope_and_cache(stored: torch.dtype) -> None:
+    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
 
     stacked = torch.randn(3000, 48, 128, device="cuda").to(BF16)
     angle = torch.rand(3000, 1, 64, device="cuda") * 6
@@ -97,9 +100,11 @@ def test_turn(stored: torch.dtype) -> None:
     norms = HeadNorms(weight, weight.flip(0), 1e-6)
     slots = torch.randperm(4096, device="cuda")[:3000]
     results = []
-    for turn in (TorchTurn(), TritonTurn()):
+    for rope_and_cache in (TorchRopeAndCache(), TritonRopeAndCache()):
         keys, values = (PagedTensor.zeros(256, 16, 8, 128, slots.device, stored) for _ in range(2))
-        own = turn(stacked.clone(), 32, cos.to(BF16), sin.to(BF16), keys, values, slots, norms)
+        own = rope_and_cache(
+            stacked.clone(), 32, cos.to(BF16), sin.to(BF16), keys, values, slots, norms
+        )
         blocks = torch.arange(256, device="cuda")
         results.append([own, keys.read(blocks, BF16), values.read(blocks, BF16)])
     for expected, got in zip(*results, strict=True):
@@ -120,12 +125,12 @@ SCHEMES: list[Scheme] = [
 
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (1000, 4096)], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_products(scheme: Scheme, shape: tuple[int, int]) -> None:
+def test_gemm(scheme: Scheme, shape: tuple[int, int]) -> None:
     weight = quantized(torch.randn(shape), scheme, torch.float32).to("cuda")
     linear, floats = prepare_quantized_linear(weight, BF16), weight.dequantize(torch.float32)
     for tokens in (1, 2, 16, 17, 64, 65, 500):
         x = torch.randn(tokens, shape[1], device="cuda").to(BF16)
-        close(linear(x), round_inputs(x.float(), scheme) @ floats.T)
+        close(linear(x), fake_quantize_inputs(x.float(), scheme) @ floats.T)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +140,7 @@ def test_products(scheme: Scheme, shape: tuple[int, int]) -> None:
 )
 def test_experts(scheme: Scheme | None) -> None:
     """64 experts of the size of Qwen3-30B-A3B's, of which a token visits eight."""
-    rows = RowSituation("cuda", BF16, 768)
+    rows = RowKernelQuery("cuda", BF16, 768)
 
     def linear(out: int, inputs: int) -> Projection:
         weight = torch.randn(out, inputs) * inputs**-0.5
@@ -146,7 +151,7 @@ def test_experts(scheme: Scheme | None) -> None:
         GatedMlp(linear(2 * 768, 2048), linear(2048, 768), GATE.select(rows).run())
         for _ in range(64)
     ]
-    candidate = EXPERTS.select(ExpertsSituation("cuda", BF16))
+    candidate = EXPERTS.select(ExpertsKernelQuery("cuda", BF16))
     assert candidate.name == "triton-grouped"
     kernel = candidate.run(experts, range(64), 64, False)
     reference = LoopedExperts(experts, range(64), 64, False)

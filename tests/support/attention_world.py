@@ -45,9 +45,9 @@ class World:
             return tensor
 
         self.keys = filled(dims[0])
-        self.values = self.keys.front(dims[1]) if in_keys else filled(dims[1])
+        self.values = self.keys.first_elements(dims[1]) if in_keys else filled(dims[1])
         self.queries = torch.randn(sum(news), heads, dims[0], generator=g).to(self.device, dtype)
-        self.anchored = torch.randn(self.queries.shape, generator=g).to(self.queries)
+        self.sink_queries = torch.randn(self.queries.shape, generator=g).to(self.queries)
 
     def batch(self, chosen: list[int] | None = None) -> tuple[torch.Tensor, pa.AttentionBatch]:
         """The rows of some sequences, and their batch."""
@@ -82,8 +82,8 @@ class World:
         self, kernel: Any, rule: pa.AttentionRule, chosen: list[int] | None = None
     ) -> torch.Tensor:
         rows, batch = self.batch(chosen)
-        anchored = self.anchored[rows] if rule.kept else None
-        return kernel(self.queries[rows], self.keys, self.values, batch, rule, anchored)
+        sink_queries = self.sink_queries[rows] if rule.num_sink_tokens else None
+        return kernel(self.queries[rows], self.keys, self.values, batch, rule, sink_queries)
 
 
 @st.composite
@@ -92,7 +92,7 @@ def rules(draw: st.DrawFn, heads: int) -> pa.AttentionRule:
     return pa.AttentionRule(
         draw(st.floats(0.05, 0.5)),
         window=window,
-        kept=draw(st.integers(0, 40)) if window else 0,
+        num_sink_tokens=draw(st.integers(0, 40)) if window else 0,
         chunk=draw(st.none() | st.integers(1, 40)) if window is None else None,
         softcap=draw(st.none() | st.floats(0.5, 30.0)),
         sinks=draw(st.none() | st.just(torch.linspace(-3, 3, heads))),

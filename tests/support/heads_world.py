@@ -86,7 +86,7 @@ def write_eagle3(
     vocab: int = 512,
     scored: int = 300,
     read: int = 256,
-    taps: list[int] | None = None,
+    aux_hidden_state_layers: list[int] | None = None,
     norms_residual: bool = False,
     seed: int = 0,
 ) -> Path:
@@ -123,7 +123,11 @@ def write_eagle3(
         "target_hidden_size": read, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
         "hidden_act": "silu", "norm_before_residual": norms_residual,
     }  # fmt: skip
-    config |= {} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}
+    config |= (
+        {}
+        if aux_hidden_state_layers is None
+        else {"eagle_aux_hidden_state_layer_ids": aux_hidden_state_layers}
+    )
     return _save(folder, config, tensors, "model.safetensors")
 
 

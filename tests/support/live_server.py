@@ -56,7 +56,7 @@ class RunningServer:
             assert time.monotonic() < deadline, "the engine does not get there"
             time.sleep(0.005)
 
-    def settle(self) -> EngineStats:
+    def wait_until_idle(self) -> EngineStats:
         """Wait until the engine is idle, check its books, and return its counters."""
         self.wait_for(lambda engine: not engine.has_unfinished())
 

@@ -152,18 +152,18 @@ class World:
     def step(self) -> tuple[StepPlan, list[Token]]:
         """One step of the loop; returns what was settled in it."""
         before = self._in_flight
-        if before is not None and before.plan.decides_next:
+        if before is not None and before.plan.blocks_next_step:
             self._in_flight = None
-            return self._settle(before)
+            return self._finish_step(before)
         plan = self.scheduler.schedule()
         step = _InFlight(plan, before) if plan.rows else None
         if step is not None and self.loop == "early":
             self._compute(step)
         if self.loop != "serial":
             self._in_flight, step = step, before
-        return (StepPlan(()), []) if step is None else self._settle(step)
+        return (StepPlan(()), []) if step is None else self._finish_step(step)
 
-    def _settle(self, step: _InFlight) -> tuple[StepPlan, list[Token]]:
+    def _finish_step(self, step: _InFlight) -> tuple[StepPlan, list[Token]]:
         if not step.is_computed:
             self._compute(step)
         tokens = self.scheduler.update(
@@ -190,8 +190,8 @@ class World:
         drafts = {
             row.sequence_id: draft_of(row, salts[row.sequence_id], self._width) for row in plan.rows
         }
-        room = sum(row.num_draft_tokens for row in plan.rows)
-        assert plan.num_tokens + room <= config.max_num_batched_tokens
+        num_draft_slots = sum(row.num_draft_tokens for row in plan.rows)
+        assert plan.num_tokens + num_draft_slots <= config.max_num_batched_tokens
         written: dict[tuple[int, int], Past] = {}
         for row in plan.rows:
             assert row.num_tokens >= 1
@@ -221,14 +221,16 @@ class World:
             if not row.num_samples:
                 continue
             drawn = [next_token(row.history, row.seed + i, salt) for i in range(row.num_samples)]
-            kept: list[int] = []
-            while (at := tree.child(kept[-1] if kept else -1, drawn[-1], draft)) is not None:
-                kept.append(at)
+            accepted: list[int] = []
+            while (
+                at := tree.child(accepted[-1] if accepted else -1, drawn[-1], draft)
+            ) is not None:
+                accepted.append(at)
                 path = path_of(draft, tree, at)
                 drawn.append(next_token([*row.history, *path], row.seed, salt))
-            self.num_accepted += len(kept)
-            self.num_moved += sum(index != place for place, index in enumerate(kept))
-            moved = [self.slots[self._slot(row, row.end + index)] for index in kept]
+            self.num_accepted += len(accepted)
+            self.num_moved += sum(index != place for place, index in enumerate(accepted))
+            moved = [self.slots[self._slot(row, row.end + index)] for index in accepted]
             for number, past in enumerate(moved, row.end):
                 self.slots[self._slot(row, number)] = past
             sampled[row.sequence_id] = drawn
@@ -256,11 +258,11 @@ class World:
     def _slot(self, row: ScheduledRow, number: int) -> tuple[int, int]:
         return row.block_ids[number // self.block_size], number % self.block_size
 
-    def lose_steps(self) -> None:
+    def drop_in_flight(self) -> None:
         """The model fails in a step that has just been scheduled."""
         self.scheduler.schedule()
         self._in_flight = None
-        self.scheduler.start_over()
+        self.scheduler.reset_in_flight()
         self.scheduler.check_integrity()
 
     def drain(self, limit: int = 2000) -> None:

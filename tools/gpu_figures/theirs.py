@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-MOST_ROWS = 128
+MAX_ROWS = 128
 """Of a batch: its cache is copied in every step, and 256 rows of 2,048 tokens would fill a GPU."""
 
 
@@ -30,7 +30,7 @@ class Theirs:
         """Seconds for all, in batches of answers of about one length: in each of them every row goes on until
         the longest answer ends."""
         order = sorted(range(len(prompts)), key=lambda index: num_tokens[index])
-        batches = [order[begin : begin + MOST_ROWS] for begin in range(0, len(order), MOST_ROWS)]
+        batches = [order[begin : begin + MAX_ROWS] for begin in range(0, len(order), MAX_ROWS)]
         return sum(
             self._batch([prompts[index] for index in own], max(num_tokens[index] for index in own))
             for own in batches

@@ -13,7 +13,7 @@
 #include "segment.h"
 
 #define ITEMS_PER_THREAD 2
-#define MOST_HEADS 64 /* of an item, fewer where there are more rows: scores stay in the second-level cache */
+#define MAX_HEADS 64 /* of an item, fewer where there are more rows: scores stay in the second-level cache */
 
 /* An item is a tile of rows, some of its KV heads, and all segments or one. Heads go together where that
  * leaves enough items: their vectors lie behind one another in memory. */
@@ -21,7 +21,7 @@ typedef struct {
     const Call *call;
     const int64_t *tiles_before; /* [num_spans + 1], tiles of rows */
     int64_t num_tiles;
-    int64_t most_rows; /* of a tile */
+    int64_t max_rows; /* of a tile */
     int64_t heads_at_once, head_runs;
     int64_t parts; /* that the segments of a tile are shared out in; 1: they are not */
     uint8_t *states; /* [item][heads_at_once], where they are */
@@ -36,7 +36,7 @@ static inline int64_t row_tiles(const Call *c, const Span *span) {
 
 static int64_t part_floats(const Job *job) {
     const Call *c = job->call;
-    return job->most_rows * (2 * c->keys.dim + SEGMENT + 2 * c->values.dim);
+    return job->max_rows * (2 * c->keys.dim + SEGMENT + 2 * c->values.dim);
 }
 
 static int64_t scratch_bytes(const Job *job) {
@@ -52,10 +52,10 @@ static Scratch *lay_out(const Job *job, uint8_t *memory) {
     for (int64_t h = 0; h < job->heads_at_once; h++, next += part_floats(job)) {
         Part *part = s->parts + h;
         part->queries = next;
-        part->anchored = part->queries + job->most_rows * c->keys.dim;
-        part->scores = part->anchored + job->most_rows * c->keys.dim;
-        part->segment.mixed = part->scores + job->most_rows * SEGMENT;
-        part->whole.mixed = part->segment.mixed + job->most_rows * c->values.dim;
+        part->sink_queries = part->queries + job->max_rows * c->keys.dim;
+        part->scores = part->sink_queries + job->max_rows * c->keys.dim;
+        part->segment.mixed = part->scores + job->max_rows * SEGMENT;
+        part->whole.mixed = part->segment.mixed + job->max_rows * c->values.dim;
     }
     s->run = next;
     return s;
@@ -127,9 +127,9 @@ static void store_tile(const Call *c, const Tile *tile, State *state) {
 }
 
 /* Whether a row of the tile sees anything of a segment. */
-static int is_seen(const Call *c, const Tile *tile, int64_t begin) {
+static int is_visible(const Call *c, const Tile *tile, int64_t begin) {
     if (begin > tile->own[tile->rows - 1]) return 0;
-    return begin < c->kept || begin + SEGMENT > sees_from(c, tile->own[0]);
+    return begin < c->num_sink_tokens || begin + SEGMENT > visible_from(c, tile->own[0]);
 }
 
 static void attend_items(void *argument) {
@@ -151,17 +151,17 @@ static void attend_items(void *argument) {
             begin = item % job->parts * SEGMENT;
             end = smaller(end, begin + SEGMENT);
         }
-        State *wholes[MOST_HEADS];
+        State *wholes[MAX_HEADS];
         for (int64_t h = 0; h < heads; h++) {
             tile.head = tile.heads_begin + h;
             load_queries(c, &tile, c->queries, c->query_stride, s->parts[h].queries);
-            if (c->anchored) load_queries(c, &tile, c->anchored, c->anchored_stride, s->parts[h].anchored);
+            if (c->sink_queries) load_queries(c, &tile, c->sink_queries, c->sink_query_stride, s->parts[h].sink_queries);
             wholes[h] =
                 job->parts > 1 ? shared_state(job, item * job->heads_at_once + h) : &s->parts[h].whole;
             start(&tile, wholes[h]);
         }
         for (; begin < end; begin += SEGMENT) {
-            if (!is_seen(c, &tile, begin)) continue;
+            if (!is_visible(c, &tile, begin)) continue;
             attend_segment(c, &tile, begin, s);
             for (int64_t h = 0; h < heads; h++) merge(c, &tile, &s->parts[h].segment, wholes[h]);
         }
@@ -191,7 +191,7 @@ static void merge_parts(const Job *job, State *whole) {
 static void share_out(Job *job, int64_t longest) {
     int64_t wanted = job->call->threads > 1 ? job->call->threads * ITEMS_PER_THREAD : 1;
     int64_t heads = job->call->keys.heads;
-    job->heads_at_once = smaller(heads, larger(1, MOST_HEADS / job->most_rows));
+    job->heads_at_once = smaller(heads, larger(1, MAX_HEADS / job->max_rows));
     while (job->heads_at_once > 1 && job->num_tiles * ceil_div(heads, job->heads_at_once) < wanted)
         job->heads_at_once = ceil_div(job->heads_at_once, 2);
     job->head_runs = ceil_div(heads, job->heads_at_once);
@@ -204,8 +204,8 @@ static void write_spans(const DecodeGroup *group, Span *spans) {
             .begin = group->rows[i],
             .end = group->rows[i] + 1,
             .num_cached = group->lengths[i],
-            .front = group->front,
-            .gap = group->gaps[i],
+            .sink_length = group->sink_length,
+            .evicted_span = group->evicted_spans[i],
             .blocks = group->blocks + i * group->width,
         };
 }
@@ -218,12 +218,12 @@ int llmopt_attend(const Call *c) {
     for (int64_t i = 0; i < c->num_spans; i++) {
         int64_t rows = (c->spans[i].end - c->spans[i].begin) * group_of(c);
         job.num_tiles += row_tiles(c, c->spans + i);
-        job.most_rows = larger(job.most_rows, smaller(rows, TILE_ROWS));
+        job.max_rows = larger(job.max_rows, smaller(rows, TILE_ROWS));
         longest = larger(longest, c->spans[i].num_cached);
     }
     if (!job.num_tiles) return 0;
     share_out(&job, longest);
-    job.state_bytes = ceil_div((int64_t)sizeof(State) + job.most_rows * c->values.dim * 4, 64) * 64;
+    job.state_bytes = ceil_div((int64_t)sizeof(State) + job.max_rows * c->values.dim * 4, 64) * 64;
     int64_t items = job.num_tiles * job.head_runs * job.parts;
     int64_t before_bytes = ceil_div((c->num_spans + 1) * (int64_t)sizeof(int64_t), 64) * 64;
     int64_t states_bytes = job.parts > 1 ? items * job.heads_at_once * job.state_bytes : 0;

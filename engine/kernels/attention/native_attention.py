@@ -21,7 +21,10 @@ class _Span(ctypes.Structure):
     """`Span` of `attention.c`."""
 
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("begin", "end", "num_cached", "front", "gap")],
+        *[
+            (name, ctypes.c_int64)
+            for name in ("begin", "end", "num_cached", "sink_length", "evicted_span")
+        ],
         ("blocks", ctypes.c_void_p),
     ]
 
@@ -30,8 +33,8 @@ class _DecodeGroup(ctypes.Structure):
     """`DecodeGroup` of `segment.h`."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("rows", "lengths", "gaps", "blocks")],
-        *[(name, ctypes.c_int64) for name in ("count", "width", "front")],
+        *[(name, ctypes.c_void_p) for name in ("rows", "lengths", "evicted_spans", "blocks")],
+        *[(name, ctypes.c_int64) for name in ("count", "width", "sink_length")],
     ]
 
 
@@ -48,12 +51,12 @@ class _Call(ctypes.Structure):
     """`Call` of `attention.c`."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("queries", "anchored", "out", "spans", "sinks")],
+        *[(name, ctypes.c_void_p) for name in ("queries", "sink_queries", "out", "spans", "sinks")],
         *[
             (name, ctypes.c_int64)
             for name in (
-                *("num_spans", "heads", "query_stride", "anchored_stride", "is_bf16"),
-                *("block_size", "window", "kept", "chunk", "threads"),
+                *("num_spans", "heads", "query_stride", "sink_query_stride", "is_bf16"),
+                *("block_size", "window", "num_sink_tokens", "chunk", "threads"),
             )
         ],
         ("decode", _DecodeGroup),
@@ -82,14 +85,14 @@ class _Spans:
             self.decode = _DecodeGroup(
                 group.rows.data_ptr(),
                 group.lengths.data_ptr(),
-                group.gaps.data_ptr(),
+                group.evicted_spans.data_ptr(),
                 group.block_ids.data_ptr(),
                 count,
                 group.block_ids.numel() // count,
-                group.front,
+                group.sink_length,
             )
         rows = [
-            (s.begin, s.end, s.num_cached, s.front, s.gap, s.block_ids.data_ptr())
+            (s.begin, s.end, s.num_cached, s.sink_length, s.evicted_span, s.block_ids.data_ptr())
             for s in batch.spans
         ]
         self.array = (_Span * (self.decode.count + len(rows)))()
@@ -108,28 +111,28 @@ def attend_native(
     values: PagedTensor,
     batch: AttentionBatch,
     rule: AttentionRule,
-    anchored: torch.Tensor | None = None,
+    sink_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention that reads the blocks where they lie; a token's numbers depend on its own past alone."""
-    spans = batch.laid_out(_Spans)
+    spans = batch.kernel_metadata(_Spans)
     queries = _dense_heads(queries)
-    anchored = None if anchored is None else _dense_heads(anchored)
+    sink_queries = None if sink_queries is None else _dense_heads(sink_queries)
     out = queries.new_empty(*queries.shape[:2], values.dim)
     sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
     call = _Call(
         queries.data_ptr(),
-        None if anchored is None else anchored.data_ptr(),
+        None if sink_queries is None else sink_queries.data_ptr(),
         out.data_ptr(),
         ctypes.addressof(spans.array),
         None if sinks is None else sinks.data_ptr(),
         len(spans.array),
         queries.shape[1],
         queries.stride(0),
-        0 if anchored is None else anchored.stride(0),
+        0 if sink_queries is None else sink_queries.stride(0),
         queries.dtype is torch.bfloat16,
         batch.block_size,
         rule.window or 0,
-        rule.kept,
+        rule.num_sink_tokens,
         rule.chunk or 0,
         torch.get_num_threads(),
         spans.decode,

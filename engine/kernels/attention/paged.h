@@ -24,7 +24,7 @@ typedef struct {
 /* A run of positions as a sequence sees it: where each lies. */
 typedef struct {
     int64_t slots[RUN];
-} Places;
+} SlotRun;
 
 static inline int64_t word_floats(const Paged *p) {
     return p->type == STORED_F32 ? 1 : p->type == STORED_BF16 ? 2 : 4;
@@ -44,12 +44,12 @@ static inline const uint8_t *vector_at(const Paged *p, int64_t slot, int64_t hea
 
 /* Asks for a run of vectors of some heads, which lie behind one another. (gcc takes calls of a function that
  * does nothing else for calls that do nothing, and leaves them out: so it must be inline.) */
-INLINE void fetch(const Paged *p, const Places *places, int64_t head, int64_t end) {
+INLINE void fetch(const Paged *p, const SlotRun *slot_run, int64_t head, int64_t end) {
     int64_t bytes = p->dim * (p->type == STORED_F32 ? 4 : p->type == STORED_BF16 ? 2 : 1);
     if (head >= end) return;
     bytes += (end - 1 - head) * p->head_bytes;
     for (int i = 0; i < RUN; i++) {
-        const uint8_t *vector = vector_at(p, places->slots[i], head);
+        const uint8_t *vector = vector_at(p, slot_run->slots[i], head);
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(vector + at);
     }
 }
@@ -63,14 +63,14 @@ INLINE ivec load_words(const uint8_t *vector, int64_t first, int64_t words) {
 }
 
 /* A run of vectors of `words` words as columns, floats [dim][RUN]; without the scales. */
-INLINE void read_columns_of(const int64_t type, int64_t words, const Paged *p, const Places *places,
+INLINE void read_columns_of(const int64_t type, int64_t words, const Paged *p, const SlotRun *slot_run,
                             int64_t head, float *columns) {
     const int parts = type == STORED_F32 ? 1 : type == STORED_BF16 ? 2 : 4;
     for (int half = 0; half < RUN; half += LANES)
         for (int64_t first = 0; first < words; first += LANES) {
             ivec block[LANES];
             for (int i = 0; i < LANES; i++)
-                block[i] = load_words(vector_at(p, places->slots[half + i], head), first, words);
+                block[i] = load_words(vector_at(p, slot_run->slots[half + i], head), first, words);
             transpose(block);
             int64_t count = words - first < LANES ? words - first : LANES;
             for (int64_t w = 0; w < count; w++)
@@ -81,13 +81,13 @@ INLINE void read_columns_of(const int64_t type, int64_t words, const Paged *p, c
 }
 
 /* The same; with `pairs`, bfloat16 stay two to a word, [dim / 2][RUN]. */
-static void read_columns(const Paged *p, const Places *places, int64_t head, int pairs, float *columns) {
+static void read_columns(const Paged *p, const SlotRun *slot_run, int64_t head, int pairs, float *columns) {
     int64_t words = p->dim / word_floats(p);
     switch (pairs ? STORED_F32 : p->type) { /* a pair is moved as a float is */
-    case STORED_F32: read_columns_of(STORED_F32, words, p, places, head, columns); break;
-    case STORED_BF16: read_columns_of(STORED_BF16, words, p, places, head, columns); break;
-    case STORED_S8: read_columns_of(STORED_S8, words, p, places, head, columns); break;
-    default: read_columns_of(STORED_E4M3, words, p, places, head, columns); break;
+    case STORED_F32: read_columns_of(STORED_F32, words, p, slot_run, head, columns); break;
+    case STORED_BF16: read_columns_of(STORED_BF16, words, p, slot_run, head, columns); break;
+    case STORED_S8: read_columns_of(STORED_S8, words, p, slot_run, head, columns); break;
+    default: read_columns_of(STORED_E4M3, words, p, slot_run, head, columns); break;
     }
 }
 
@@ -99,16 +99,16 @@ INLINE void pair_rows(const uint16_t *first, const uint16_t *second, int64_t dim
 
 /* A run of vectors as rows, floats [RUN][dim], without the scales; with `pairs`, bfloat16 of two neighbours in
  * every word, [RUN / 2][dim]. dim is a multiple of 16. */
-static void read_rows(const Paged *p, const Places *places, int64_t head, int pairs, float *rows) {
+static void read_rows(const Paged *p, const SlotRun *slot_run, int64_t head, int pairs, float *rows) {
     if (pairs) {
         for (int i = 0; i < RUN; i += 2)
-            pair_rows((const uint16_t *)vector_at(p, places->slots[i], head),
-                      (const uint16_t *)vector_at(p, places->slots[i + 1], head), p->dim,
+            pair_rows((const uint16_t *)vector_at(p, slot_run->slots[i], head),
+                      (const uint16_t *)vector_at(p, slot_run->slots[i + 1], head), p->dim,
                       rows + i / 2 * p->dim);
         return;
     }
     for (int i = 0; i < RUN; i++) {
-        const uint8_t *vector = vector_at(p, places->slots[i], head);
+        const uint8_t *vector = vector_at(p, slot_run->slots[i], head);
         float *row = rows + i * p->dim;
         for (int64_t d = 0; d < p->dim; d += LANES) {
             if (p->type == STORED_F32) fstore(row + d, fload((const float *)vector + d));
@@ -121,8 +121,8 @@ static void read_rows(const Paged *p, const Places *places, int64_t head, int pa
 }
 
 /* The scale of each vector of a run. */
-static inline void read_scales(const Paged *p, const Places *places, int64_t head, float *scales) {
-    for (int i = 0; i < RUN; i++) scales[i] = p->scales[places->slots[i] * p->heads + head];
+static inline void read_scales(const Paged *p, const SlotRun *slot_run, int64_t head, float *scales) {
+    for (int i = 0; i < RUN; i++) scales[i] = p->scales[slot_run->slots[i] * p->heads + head];
 }
 
 #endif

@@ -3,7 +3,7 @@
 The cache of a layer is `keys` of [blocks, block_size, kv_heads, head_dim] and `values` with a head size of
 their own; attention is over what they read back in the queries' dtype. A batch is a run of tokens,
 sequence after sequence; token t of a sequence sees its own past: every position up to its own, the last
-`window` of them and the `kept` first ones, or those of its own `chunk`. A table may leave out blocks that no
+`window` of them and the `num_sink_tokens` first ones, or those of its own `chunk`. A table may leave out blocks that no
 token of the batch sees. Guesses may form a tree: then several stand at one position, and each sees the
 known tokens and the guesses that lead to it.
 """
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from .paged_tensor import PagedTensor
 
-LaidOut = TypeVar("LaidOut")
+KernelMetadata = TypeVar("KernelMetadata")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class AttentionRule:
 
     scale: float
     window: int | None = None
-    kept: int = 0
+    num_sink_tokens: int = 0
     chunk: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
@@ -58,7 +58,7 @@ class TreeMask:
     """
 
     depths: torch.Tensor
-    sees: torch.Tensor
+    ancestors: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class SequenceSpan:
     Attributes:
         begin, end: where they lie in the batch.
         num_cached: tokens of the sequence so far, these included.
-        block_ids: int64, the blocks of these tokens, less those of `gap` tokens behind the first `front`.
+        block_ids: int64, the blocks of these tokens, less those of `evicted_span` tokens behind the first `sink_length`.
         tree: of the last tokens so far, where they are guesses that do not follow one another; a token
             then stands in the slot that its number says, and at the position that its depth says.
     """
@@ -77,14 +77,14 @@ class SequenceSpan:
     end: int
     num_cached: int
     block_ids: torch.Tensor
-    front: int = 0
-    gap: int = 0
+    sink_length: int = 0
+    evicted_span: int = 0
     tree: TreeMask | None = None
 
     @property
     def num_held(self) -> int:
         """Tokens in the blocks."""
-        return self.num_cached - self.gap
+        return self.num_cached - self.evicted_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,14 @@ class DecodeGroup:
         rows: int64 [sequences], where their tokens lie in the batch.
         block_ids: int64 [sequences * width], padded with the null block.
         lengths: int64 [sequences], tokens so far.
-        gaps: int64 [sequences], tokens that each table leaves out behind the first `front`.
+        gaps: int64 [sequences], tokens that each table leaves out behind the first `sink_length`.
     """
 
     rows: torch.Tensor
     block_ids: torch.Tensor
     lengths: torch.Tensor
-    gaps: torch.Tensor
-    front: int = 0
+    evicted_spans: torch.Tensor
+    sink_length: int = 0
 
 
 class AttentionBatch:
@@ -120,39 +120,39 @@ class AttentionBatch:
         self.block_size = block_size
         self._dtype = dtype
         self._masks: dict[tuple[int, int | None, int, int | None], torch.Tensor] = {}
-        self._laid_out: Any = None
+        self._kernel_metadata: Any = None
 
     @property
     def has_trees(self) -> bool:
         """Whether guesses of some sequence form a tree."""
         return any(span.tree is not None for span in self.spans)
 
-    def laid_out(self, make: Callable[[AttentionBatch], LaidOut]) -> LaidOut:
+    def kernel_metadata(self, make: Callable[[AttentionBatch], KernelMetadata]) -> KernelMetadata:
         """What a kernel makes of the batch, for all layers once; a model asks one kernel."""
-        if self._laid_out is None:
-            self._laid_out = make(self)
-        return self._laid_out
+        if self._kernel_metadata is None:
+            self._kernel_metadata = make(self)
+        return self._kernel_metadata
 
     def decode_mask(self, rule: AttentionRule) -> torch.Tensor:
         """What the decode rows see: 0 or -inf, [sequences, 1, 1, width * block_size]."""
         assert self.decode is not None
-        key = (-1, rule.window, rule.kept, rule.chunk)
+        key = (-1, rule.window, rule.num_sink_tokens, rule.chunk)
         if key not in self._masks:
             width = self.decode.block_ids.numel() // self.decode.rows.numel() * self.block_size
             slot = torch.arange(width, device=self.decode.rows.device)
-            position = slot + (slot >= self.decode.front) * self.decode.gaps[:, None]
+            position = slot + (slot >= self.decode.sink_length) * self.decode.evicted_spans[:, None]
             last = self.decode.lengths[:, None]
             self._masks[key] = self._bias(position, last - 1, rule)[:, None, None, :]
         return self._masks[key]
 
     def span_mask(self, index: int, rule: AttentionRule) -> torch.Tensor:
         """What the tokens of span `index` see: 0 or -inf, [tokens, num_held]."""
-        key = (index, rule.window, rule.kept, rule.chunk)
+        key = (index, rule.window, rule.num_sink_tokens, rule.chunk)
         if key not in self._masks:
             span = self.spans[index]
             device = span.block_ids.device
             slot = torch.arange(span.num_held, device=device)
-            position = slot + (slot >= span.front) * span.gap
+            position = slot + (slot >= span.sink_length) * span.evicted_span
             first = span.num_cached - (span.end - span.begin)
             own = torch.arange(first, span.num_cached, device=device)
             if (tree := span.tree) is not None:
@@ -162,7 +162,7 @@ class AttentionBatch:
                 position = torch.cat([position[:-count], places])
                 own = torch.cat([own[:-rows], places[-rows:]])
                 bias = self._bias(position, own[:, None], rule)
-                bias[-rows:, -count:].masked_fill_(~tree.sees[-rows:], float("-inf"))
+                bias[-rows:, -count:].masked_fill_(~tree.ancestors[-rows:], float("-inf"))
                 self._masks[key] = bias
             else:
                 self._masks[key] = self._bias(position, own[:, None], rule)
@@ -171,7 +171,7 @@ class AttentionBatch:
     def _bias(self, position: torch.Tensor, own: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         visible = position <= own
         if rule.window is not None:
-            visible &= (position > own - rule.window) | (position < rule.kept)
+            visible &= (position > own - rule.window) | (position < rule.num_sink_tokens)
         if rule.chunk is not None:
             visible &= position >= own - own % rule.chunk
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=position.device)
@@ -181,7 +181,7 @@ class AttentionBatch:
 class AttentionKernel(Protocol):
     """Queries [tokens, heads, head_dim] over keys and values → [tokens, heads, value head_dim].
 
-    `anchored` are the queries as they meet the `kept` first keys, where that differs from how they meet
+    `sink_queries` are the queries as they meet the `num_sink_tokens` first keys, where that differs from how they meet
     the others; it is given only with a rule that keeps some.
     """
 
@@ -192,7 +192,7 @@ class AttentionKernel(Protocol):
         values: PagedTensor,
         batch: AttentionBatch,
         rule: AttentionRule,
-        anchored: torch.Tensor | None = None,
+        sink_queries: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -202,17 +202,19 @@ def attend_reference(
     values: PagedTensor,
     batch: AttentionBatch,
     rule: AttentionRule,
-    anchored: torch.Tensor | None = None,
+    sink_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition, in float32, one token at a time. For tests."""
     out = queries.new_empty(*queries.shape[:2], values.dim)
-    anchored = queries if anchored is None else anchored
+    sink_queries = queries if sink_queries is None else sink_queries
     spans = list(batch.spans)
     if (group := batch.decode) is not None:
         table = group.block_ids.view(group.rows.numel(), -1)
         for i, row in enumerate(group.rows.tolist()):
-            length, gap = int(group.lengths[i]), int(group.gaps[i])
-            spans.append(SequenceSpan(row, row + 1, length, table[i], group.front, gap))
+            length, evicted_span = int(group.lengths[i]), int(group.evicted_spans[i])
+            spans.append(
+                SequenceSpan(row, row + 1, length, table[i], group.sink_length, evicted_span)
+            )
     for span in spans:
         k = keys.read(span.block_ids, torch.float32).flatten(0, 1)
         v = values.read(span.block_ids, torch.float32).flatten(0, 1)
@@ -223,13 +225,13 @@ def attend_reference(
             scores, slots = [], []
             for other in range(number + 1):
                 position = places[other]
-                is_first = position < rule.kept
-                if not is_first and not _sees(own, position, rule):
+                is_first = position < rule.num_sink_tokens
+                if not is_first and not _is_visible(own, position, rule):
                     continue
                 if other not in leads.get(number, range(number + 1)):
                     continue
-                slot = other if other < span.front else other - span.gap
-                query = (anchored if is_first else queries)[row].float()
+                slot = other if other < span.sink_length else other - span.evicted_span
+                query = (sink_queries if is_first else queries)[row].float()
                 grouped = query.view(keys.num_heads, -1, query.shape[-1])
                 scores.append(torch.einsum("hgd,hd->hg", grouped, k[slot]) * rule.scale)
                 slots.append(slot)
@@ -253,12 +255,12 @@ def _places(span: SequenceSpan) -> tuple[list[int], dict[int, set[int]]]:
     first = span.num_cached - len(depths)
     leads = {
         first + index: {*range(first), *(first + other for other, led in enumerate(row) if led)}
-        for index, row in enumerate(span.tree.sees.tolist())
+        for index, row in enumerate(span.tree.ancestors.tolist())
     }
     return [*range(first), *(first - 1 + depth for depth in depths)], leads
 
 
-def _sees(own: int, position: int, rule: AttentionRule) -> bool:
+def _is_visible(own: int, position: int, rule: AttentionRule) -> bool:
     """Whether the token at `own` sees the one at `position` before it, the kept first ones apart."""
     if rule.window is not None and own - position >= rule.window:
         return False
@@ -271,7 +273,7 @@ def attend_sdpa(
     values: PagedTensor,
     batch: AttentionBatch,
     rule: AttentionRule,
-    anchored: torch.Tensor | None = None,
+    sink_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """torch's attention over gathered blocks; on any device.
 
@@ -288,7 +290,9 @@ def attend_sdpa(
         k = keys.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, head_dim)
         v = values.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, value_dim)
         q = queries.index_select(0, decode.rows).view(count, num_kv_heads, group, head_dim)
-        first = None if anchored is None else anchored.index_select(0, decode.rows).view_as(q)
+        first = (
+            None if sink_queries is None else sink_queries.index_select(0, decode.rows).view_as(q)
+        )
         mask = batch.decode_mask(rule)
         mixed = _mix(q, k.transpose(1, 2), v.transpose(1, 2), mask, rule, sinks, first)
         out.index_copy_(0, decode.rows, mixed.reshape(count, heads, value_dim))
@@ -298,7 +302,7 @@ def attend_sdpa(
         v = values.read(span.block_ids, dtype).flatten(0, 1)[: span.num_held].transpose(0, 1)
         rows = slice(span.begin, span.end)
         folded = _fold(queries[rows], num_kv_heads)
-        first = None if anchored is None else _fold(anchored[rows], num_kv_heads)
+        first = None if sink_queries is None else _fold(sink_queries[rows], num_kv_heads)
         mask = batch.span_mask(index, rule).repeat(group, 1)
         row_sinks = None if sinks is None else sinks.repeat_interleave(count, dim=2)
         mixed = _mix(folded, k[None], v[None], mask, rule, row_sinks, first)
@@ -320,20 +324,22 @@ def _mix(
     mask: torch.Tensor,
     rule: AttentionRule,
     sinks: torch.Tensor | None,
-    anchored: torch.Tensor | None,
+    sink_queries: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of [batch, kv_heads, rows, head_dim]; `sinks` [1, kv_heads, rows, 1].
 
-    The first `rule.kept` keys meet `anchored` in place of `queries`.
+    The first `rule.num_sink_tokens` keys meet `sink_queries` in place of `queries`.
     """
-    if rule.is_plain and anchored is None:
+    if rule.is_plain and sink_queries is None:
         return functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=rule.scale
         )
     scores = queries.float() @ keys.float().transpose(-1, -2) * rule.scale
-    if anchored is not None:
-        first = keys[:, :, : rule.kept].float()
-        scores[..., : rule.kept] = anchored.float() @ first.transpose(-1, -2) * rule.scale
+    if sink_queries is not None:
+        first = keys[:, :, : rule.num_sink_tokens].float()
+        scores[..., : rule.num_sink_tokens] = (
+            sink_queries.float() @ first.transpose(-1, -2) * rule.scale
+        )
     if rule.softcap is not None:
         scores = rule.softcap * (scores / rule.softcap).tanh()
     scores = scores + mask

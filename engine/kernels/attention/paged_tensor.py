@@ -59,7 +59,7 @@ class PagedTensor:
     def dim(self) -> int:
         return self.codes.shape[3]
 
-    def front(self, dim: int) -> PagedTensor:
+    def first_elements(self, dim: int) -> PagedTensor:
         """The first `dim` elements of each vector, as a view."""
         return PagedTensor(self.codes[..., :dim], self.scales)
 

@@ -17,27 +17,27 @@
 typedef struct {
     int64_t begin, end;    /* where they lie in the batch */
     int64_t num_cached;    /* tokens of the sequence so far */
-    int64_t front, gap;    /* positions from `front` on lie `gap` slots further to the front */
+    int64_t sink_length, evicted_span;    /* positions from `sink_length` on lie `evicted_span` slots further to the front */
     const int64_t *blocks;
 } Span;
 
 /* The sequences that bring one token, as tensors: they come first among the spans. */
 typedef struct {
-    const int64_t *rows, *lengths, *gaps; /* [count] */
+    const int64_t *rows, *lengths, *evicted_spans; /* [count] */
     const int64_t *blocks;                /* [count][width] */
-    int64_t count, width, front;
+    int64_t count, width, sink_length;
 } DecodeGroup;
 
 typedef struct {
     const void *queries;   /* [tokens][query_stride], float32 or bfloat16, heads behind one another */
-    const void *anchored;  /* the same for the `kept` first keys, or NULL */
+    const void *sink_queries;  /* the same for the `num_sink_tokens` first keys, or NULL */
     void *out;             /* [tokens][heads][values.dim] */
     Span *spans;           /* those of the group are written by every call */
     const float *sinks;    /* [heads] or NULL */
-    int64_t num_spans, heads, query_stride, anchored_stride, is_bf16;
+    int64_t num_spans, heads, query_stride, sink_query_stride, is_bf16;
     int64_t block_size;
     int64_t window;        /* 0: none */
-    int64_t kept, chunk;   /* chunk 0: none */
+    int64_t num_sink_tokens, chunk;   /* chunk 0: none */
     int64_t threads;
     DecodeGroup decode;
     Paged keys, values;
@@ -58,7 +58,7 @@ typedef struct {
 
 /* What a thread works with for a head of a tile. */
 typedef struct {
-    float *queries, *anchored; /* [rows][keys.dim], scaled */
+    float *queries, *sink_queries; /* [rows][keys.dim], scaled */
     float *scores;         /* [rows][SEGMENT] */
     State segment, whole;
 } Part;
@@ -76,7 +76,7 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t group_of(const Call *c) { return c->heads / c->keys.heads; }
 
 /* The first position in the back that the token at `own` sees. */
-static inline int64_t sees_from(const Call *c, int64_t own) {
+static inline int64_t visible_from(const Call *c, int64_t own) {
     int64_t from = 0;
     if (c->window) from = larger(from, own - c->window + 1);
     if (c->chunk) from = larger(from, own - own % c->chunk);
@@ -115,14 +115,14 @@ static void load_queries(const Call *c, const Tile *tile, const void *from, int6
 
 /* Where a run of positions lies. Those that no row of the tile sees need not be held: a position that one
  * does see stands for them, so that what is read is a number. */
-static void find_places(const Call *c, const Tile *tile, int64_t begin, Places *places) {
+static void find_slots(const Call *c, const Tile *tile, int64_t begin, SlotRun *slot_run) {
     const Span *span = c->spans + tile->span;
-    int64_t from = sees_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
+    int64_t from = visible_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
     int64_t before = -2, slot = 0, left = 0; /* left: of the block that `slot` is in */
     for (int i = 0; i < RUN; i++) {
         int64_t p = begin + i;
-        if (p > last || (p < from && p >= c->kept)) p = last;
-        if (p >= span->front) p -= span->gap;
+        if (p > last || (p < from && p >= c->num_sink_tokens)) p = last;
+        if (p >= span->sink_length) p -= span->evicted_span;
         if (p == before + 1 && left > 1) {
             slot++, left--;
         } else if (p != before) {
@@ -130,7 +130,7 @@ static void find_places(const Call *c, const Tile *tile, int64_t begin, Places *
             slot = span->blocks[p / c->block_size] * c->block_size + within;
             left = c->block_size - within;
         }
-        places->slots[i] = slot;
+        slot_run->slots[i] = slot;
         before = p;
     }
 }
@@ -246,9 +246,9 @@ static void finish_scores(const Call *c, const Tile *tile, int64_t begin, const 
             }
             fstore(row + i, s);
         }
-        int64_t own = tile->own[r], from = larger(sees_from(c, own), c->kept);
+        int64_t own = tile->own[r], from = larger(visible_from(c, own), c->num_sink_tokens);
         for (int64_t p = larger(begin, own + 1); p < begin + RUN; p++) row[p - begin] = -INFINITY;
-        for (int64_t p = larger(begin, c->kept); p < smaller(from, begin + RUN); p++)
+        for (int64_t p = larger(begin, c->num_sink_tokens); p < smaller(from, begin + RUN); p++)
             row[p - begin] = -INFINITY;
     }
 }
@@ -273,30 +273,30 @@ static void soften(const Tile *tile, int64_t count, float *scores, State *state)
 /* One segment for all heads of a tile. The heads of a position lie behind one another in memory: so heads
  * change fastest, and what is read is read in the order in which it lies. */
 static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s) {
-    int64_t from = sees_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
+    int64_t from = visible_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
     int64_t end = smaller(begin + SEGMENT, last + 1);
-    Places places[SEGMENT / RUN];
+    SlotRun slot_run[SEGMENT / RUN];
     int64_t runs[SEGMENT / RUN], count = 0; /* those that a row may see */
     for (int64_t p = begin; p < end; p += RUN)
-        if (p < c->kept || p + RUN > from) runs[count++] = p;
+        if (p < c->num_sink_tokens || p + RUN > from) runs[count++] = p;
     float scales[RUN], *of_keys = c->keys.scales ? scales : NULL;
-    for (int64_t i = 0; i < count; i++) find_places(c, tile, runs[i], places + i);
+    for (int64_t i = 0; i < count; i++) find_slots(c, tile, runs[i], slot_run + i);
     for (int64_t i = 0; i < count; i++) {
         for (tile->head = tile->heads_begin; tile->head < tile->heads_end; tile->head++) {
             const Part *part = s->parts + (tile->head - tile->heads_begin);
-            if (i + 1 < count) fetch(&c->keys, places + i + 1, tile->head, tile->head + 1);
-            else fetch(&c->values, places, tile->head, tile->head + 1);
-            read_columns(&c->keys, places + i, tile->head, in_pairs(c, &c->keys), s->run);
+            if (i + 1 < count) fetch(&c->keys, slot_run + i + 1, tile->head, tile->head + 1);
+            else fetch(&c->values, slot_run, tile->head, tile->head + 1);
+            read_columns(&c->keys, slot_run + i, tile->head, in_pairs(c, &c->keys), s->run);
             float *scores = part->scores + i * RUN;
             score_run(c, tile->rows, part->queries, s->run, scores);
-            if (c->anchored && runs[i] < c->kept) {
-                float kept[TILE_ROWS * SEGMENT];
-                score_run(c, tile->rows, part->anchored, s->run, kept);
+            if (c->sink_queries && runs[i] < c->num_sink_tokens) {
+                float sink_scores[TILE_ROWS * SEGMENT];
+                score_run(c, tile->rows, part->sink_queries, s->run, sink_scores);
                 for (int64_t r = 0; r < tile->rows; r++)
-                    memcpy(scores + r * SEGMENT, kept + r * SEGMENT,
-                           (size_t)smaller(RUN, c->kept - runs[i]) * sizeof(float));
+                    memcpy(scores + r * SEGMENT, sink_scores + r * SEGMENT,
+                           (size_t)smaller(RUN, c->num_sink_tokens - runs[i]) * sizeof(float));
             }
-            if (of_keys) read_scales(&c->keys, places + i, tile->head, scales);
+            if (of_keys) read_scales(&c->keys, slot_run + i, tile->head, scales);
             finish_scores(c, tile, runs[i], of_keys, scores);
         }
     }
@@ -310,14 +310,14 @@ static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s)
             Part *part = s->parts + (tile->head - tile->heads_begin);
             float *weights = part->scores + i * RUN;
             if (c->values.scales) {
-                read_scales(&c->values, places + i, tile->head, scales);
+                read_scales(&c->values, slot_run + i, tile->head, scales);
                 for (int64_t r = 0; r < tile->rows; r++)
                     for (int k = 0; k < RUN; k += LANES)
                         fstore(weights + r * SEGMENT + k,
                                fmul(fload(weights + r * SEGMENT + k), fload(scales + k)));
             }
-            if (i + 1 < count) fetch(&c->values, places + i + 1, tile->head, tile->head + 1);
-            read_rows(&c->values, places + i, tile->head, in_pairs(c, &c->values), s->run);
+            if (i + 1 < count) fetch(&c->values, slot_run + i + 1, tile->head, tile->head + 1);
+            read_rows(&c->values, slot_run + i, tile->head, in_pairs(c, &c->values), s->run);
             mix_run(c, tile->rows, weights, s->run, part->segment.mixed);
         }
     }

@@ -20,10 +20,10 @@ import triton.language as tl
 from ..common.runtime import power_of_two
 from .paged_attention import AttentionBatch, AttentionRule
 from .paged_tensor import PagedTensor
-from .triton_layout import Layout
+from .triton_metadata import AttentionMetadata
 
 PART_TOKENS = 256
-MOST_PARTS = 64
+MAX_PARTS = 64
 """A part is `PART_TOKENS` keys, and more where that would make more parts than this."""
 FULL_GRID = 1024
 """Programs that fill a GPU: as many share a batch's parts, and each takes several where there are more."""
@@ -31,9 +31,13 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _held_slot(position, front, gap):
+def _held_slot(position, sink_length, evicted_span):
     """The slot of a position, of those that the table leaves out the slot behind them."""
-    return tl.where(position >= front + gap, position - gap, tl.minimum(position, front))
+    return tl.where(
+        position >= sink_length + evicted_span,
+        position - evicted_span,
+        tl.minimum(position, sink_length),
+    )
 
 
 @triton.jit
@@ -51,7 +55,7 @@ def _attend(
     state_ptr,
     used_ptr,
     query_ptr,
-    anchored_ptr,
+    sink_query_ptr,
     key_ptr,
     value_ptr,
     key_scale_ptr,
@@ -65,8 +69,8 @@ def _attend(
     num_parts,
     query_row,
     query_head,
-    anchored_row,
-    anchored_head,
+    sink_query_row,
+    sink_query_head,
     key_block,
     key_slot,
     key_head,
@@ -87,15 +91,15 @@ def _attend(
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    KEPT: tl.constexpr,
+    NUM_SINK_TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-    HAS_ANCHORED: tl.constexpr,
+    HAS_SINK_QUERIES: tl.constexpr,
     IN_PARTS: tl.constexpr,
     PART_TILES: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid: tiles of tokens, tiles of heads, programs that share the parts.
@@ -109,8 +113,8 @@ def _attend(
     begin = tl.load(segment_ptr + tile_row * 6)
     count = tl.load(segment_ptr + tile_row * 6 + 1)
     num_cached = tl.load(segment_ptr + tile_row * 6 + 2)
-    front = tl.load(segment_ptr + tile_row * 6 + 3)
-    gap = tl.load(segment_ptr + tile_row * 6 + 4)
+    sink_length = tl.load(segment_ptr + tile_row * 6 + 3)
+    evicted_span = tl.load(segment_ptr + tile_row * 6 + 4)
     table = table_ptr + tl.load(segment_ptr + tile_row * 6 + 5)
     HEAD_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     kv_head = (tl.program_id(1) // HEAD_TILES).to(tl.int64)
@@ -130,32 +134,32 @@ def _attend(
         rest = FRONT_DIM + tl.arange(0, REST_DIM)
         rest_mask = is_row[:, None] & (rest < KEY_DIM)[None, :]
         query_rest = tl.load(query_ptr + place[:, None] + rest[None, :], mask=rest_mask, other=0.0)
-    if HAS_ANCHORED:
-        place = (begin + token) * anchored_row + head * anchored_head
-        anchored = tl.load(
-            anchored_ptr + place[:, None] + lanes[None, :], mask=lane_mask, other=0.0
+    if HAS_SINK_QUERIES:
+        place = (begin + token) * sink_query_row + head * sink_query_head
+        sink_queries = tl.load(
+            sink_query_ptr + place[:, None] + lanes[None, :], mask=lane_mask, other=0.0
         )
         if REST_DIM:
-            anchored_rest = tl.load(
-                anchored_ptr + place[:, None] + rest[None, :], mask=rest_mask, other=0.0
+            sink_query_rest = tl.load(
+                sink_query_ptr + place[:, None] + rest[None, :], mask=rest_mask, other=0.0
             )
 
     # Which tiles of slots these tokens see: those of the kept first ones, then from the window's edge on.
     lowest = num_cached - count + first
     highest = tl.minimum(lowest + ROWS // GROUP_TILE, num_cached) - 1
-    end = _held_slot(highest, front, gap) + 1
+    end = _held_slot(highest, sink_length, evicted_span) + 1
     start = lowest * 0
     if WINDOW:
         start = tl.maximum(lowest - (WINDOW - 1), 0)
     if CHUNK:
         start = tl.maximum(start, lowest - lowest % CHUNK)
-    kept_tiles = (tl.minimum(end, KEPT) + TILE - 1) // TILE
-    start_tile = tl.maximum(_held_slot(start, front, gap) // TILE, kept_tiles)
-    num_tiles = kept_tiles + tl.maximum((end + TILE - 1) // TILE - start_tile, 0)
+    sink_tiles = (tl.minimum(end, NUM_SINK_TOKENS) + TILE - 1) // TILE
+    start_tile = tl.maximum(_held_slot(start, sink_length, evicted_span) // TILE, sink_tiles)
+    num_tiles = sink_tiles + tl.maximum((end + TILE - 1) // TILE - start_tile, 0)
     first_part, num_used, stride, each = 0, 1, 1, num_tiles
     if IN_PARTS:
         first_part, stride = tl.program_id(2), tl.num_programs(2)
-        each = tl.maximum((num_tiles + MOST_PARTS - 1) // MOST_PARTS, PART_TILES)
+        each = tl.maximum((num_tiles + MAX_PARTS - 1) // MAX_PARTS, PART_TILES)
         num_used = (num_tiles + each - 1) // each
         place = (part_row + row // GROUP_TILE) * num_heads + head
         tl.store(used_ptr + place, num_used, mask=is_row & (first_part == 0))
@@ -169,12 +173,12 @@ def _attend(
         total = tl.full([ROWS], 0.0, tl.float32)
         acc = tl.full([ROWS, VALUE_TILE], 0.0, tl.float32)
         for index in range(from_tile, to_tile):
-            tile = tl.where(index < kept_tiles, index, start_tile + index - kept_tiles)
+            tile = tl.where(index < sink_tiles, index, start_tile + index - sink_tiles)
             slot = tile * TILE + tl.arange(0, TILE)
             is_held = slot < end
             block = tl.load(table + slot // BLOCK_SIZE, mask=is_held, other=0)
             inside = slot % BLOCK_SIZE
-            position = slot + tl.where(slot >= front, gap, 0)
+            position = slot + tl.where(slot >= sink_length, evicted_span, 0)
 
             key_place = block * key_block + inside * key_slot + kv_head * key_head
             mask = is_held[None, :] & (lanes < KEY_DIM)[:, None]
@@ -192,12 +196,14 @@ def _attend(
                     key_rest = key_rest.to(tl.float32)
                 key_rest = key_rest.to(query.dtype)
                 scores = tl.dot(query_rest, key_rest, scores, input_precision=PRECISION)
-            if HAS_ANCHORED:  # noqa: SIM102 - known when it is compiled, the other is not
-                if index < kept_tiles:
-                    others = tl.dot(anchored, key, input_precision=PRECISION)
+            if HAS_SINK_QUERIES:  # noqa: SIM102 - known when it is compiled, the other is not
+                if index < sink_tiles:
+                    others = tl.dot(sink_queries, key, input_precision=PRECISION)
                     if REST_DIM:
-                        others = tl.dot(anchored_rest, key_rest, others, input_precision=PRECISION)
-                    scores = tl.where((position < KEPT)[None, :], others, scores)
+                        others = tl.dot(
+                            sink_query_rest, key_rest, others, input_precision=PRECISION
+                        )
+                    scores = tl.where((position < NUM_SINK_TOKENS)[None, :], others, scores)
             scores = scores * scale
             if HAS_SCALES:
                 scale_place = block * scale_block + inside * scale_slot + kv_head
@@ -207,13 +213,13 @@ def _attend(
             if SOFTCAP > 0.0:
                 scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0))
             scores = scores * _LOG2E
-            sees = is_held[None, :] & (position[None, :] <= own[:, None])
+            visible = is_held[None, :] & (position[None, :] <= own[:, None])
             if WINDOW:
                 in_window = position[None, :] > own[:, None] - WINDOW
-                sees = sees & (in_window | (position < KEPT)[None, :])
+                visible = visible & (in_window | (position < NUM_SINK_TOKENS)[None, :])
             if CHUNK:
-                sees = sees & (position[None, :] >= (own - own % CHUNK)[:, None])
-            scores = tl.where(sees, scores, float("-inf"))
+                visible = visible & (position[None, :] >= (own - own % CHUNK)[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
 
             highest_score = tl.maximum(top, tl.max(scores, 1))
             # A row that has seen nothing yet stays at nothing, without the difference of two infinities.
@@ -260,7 +266,7 @@ def _attend(
 
 
 @triton.jit
-def _join(
+def _reduce_parts(
     out_ptr,
     part_ptr,
     state_ptr,
@@ -317,10 +323,10 @@ def attend_triton(
     values: PagedTensor,
     batch: AttentionBatch,
     rule: AttentionRule,
-    anchored: torch.Tensor | None = None,
+    sink_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What `attend_reference` defines, without trees of guesses."""
-    layout = batch.laid_out(Layout)
+    metadata = batch.kernel_metadata(AttentionMetadata)
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
     heads, key_dim = queries.shape[1:]
     group = heads // keys.num_heads
@@ -330,7 +336,7 @@ def attend_triton(
     wide = key_dim + values.dim * (not shared) > 512
     group_tile = min(power_of_two(group), 16 if wide else 64)
     out = queries.new_empty(queries.shape[0], heads, values.dim)
-    met = queries if anchored is None else anchored
+    met = queries if sink_queries is None else sink_queries
     met = met if met.stride(2) == 1 else met.contiguous()
     scales = keys.scales, values.scales
     is_float32 = queries.dtype is torch.float32
@@ -340,11 +346,11 @@ def attend_triton(
         rows = max(16, group_tile)
         if not short and not wide:
             rows = max(rows, 32 if is_float32 else min(128, 16384 // front_dim))
-        if (tiles := layout.tiles(rows // group_tile, short)) is None:
+        if (tiles := metadata.tiles(rows // group_tile, short)) is None:
             continue
         num_parts, part, state, used = 1, out, out, out
         if short:
-            num_parts = min(MOST_PARTS, -(-tiles.width // PART_TOKENS))
+            num_parts = min(MAX_PARTS, -(-tiles.width // PART_TOKENS))
             shape = (tiles.rows.numel(), heads, num_parts)
             part = out.new_empty(*shape, values.dim, dtype=torch.float32)
             state = out.new_empty(*shape, 2, dtype=torch.float32)
@@ -365,8 +371,8 @@ def attend_triton(
             state if scales[1] is None else scales[1],
             sinks,
             tiles.index,
-            layout.segments,
-            layout.table,
+            metadata.segments,
+            metadata.table,
             rule.scale,
             heads,
             num_parts,
@@ -387,21 +393,21 @@ def attend_triton(
             TILE=tile,
             BLOCK_SIZE=batch.block_size,
             WINDOW=rule.window or 0,
-            KEPT=rule.kept,
+            NUM_SINK_TOKENS=rule.num_sink_tokens,
             CHUNK=rule.chunk or 0,
             SOFTCAP=rule.softcap or 0.0,
             HAS_SINKS=rule.sinks is not None,
             HAS_SCALES=scales[0] is not None,
-            HAS_ANCHORED=anchored is not None,
+            HAS_SINK_QUERIES=sink_queries is not None,
             IN_PARTS=short,
             PART_TILES=max(1, PART_TOKENS // tile),
-            MOST_PARTS=MOST_PARTS,
+            MAX_PARTS=MAX_PARTS,
             PRECISION="ieee" if is_float32 else "tf32",
             num_warps=8 if rows > 16 else 4,
             num_stages=2 if wide else 3,
         )
         if short:
-            _join[(tiles.rows.numel(), heads)](
+            _reduce_parts[(tiles.rows.numel(), heads)](
                 out,
                 part,
                 state,

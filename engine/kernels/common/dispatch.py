@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-Situation = TypeVar("Situation")
+KernelQuery = TypeVar("KernelQuery")
 Implementation = TypeVar("Implementation")
 
 
@@ -20,11 +20,11 @@ class NoKernel(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate(Generic[Situation, Implementation]):
+class Candidate(Generic[KernelQuery, Implementation]):
     """One implementation. `refuses` returns the reason why it cannot serve a situation, or None."""
 
     name: str
-    refuses: Callable[[Situation], str | None]
+    refuses: Callable[[KernelQuery], str | None]
     run: Implementation
 
 
@@ -33,34 +33,34 @@ class Choice:
     """A decision of the table: what was chosen, and each candidate's reason against itself."""
 
     operation: str
-    situation: str
+    kernel_query: str
     chosen: str | None
     reasons: tuple[tuple[str, str | None], ...]
 
 
-class Operation(Generic[Situation, Implementation]):
+class Operation(Generic[KernelQuery, Implementation]):
     """An operation and its candidates, best first."""
 
     def __init__(
-        self, name: str, candidates: Sequence[Candidate[Situation, Implementation]]
+        self, name: str, candidates: Sequence[Candidate[KernelQuery, Implementation]]
     ) -> None:
         self.name = name
         self.candidates = tuple(candidates)
 
-    def select(self, situation: Situation) -> Candidate[Situation, Implementation]:
-        """The first candidate that serves `situation`.
+    def select(self, kernel_query: KernelQuery) -> Candidate[KernelQuery, Implementation]:
+        """The first candidate that serves `kernel_query`.
 
         Raises:
             NoKernel: none does.
         """
         for candidate in self.candidates:
-            if candidate.refuses(situation) is None:
+            if candidate.refuses(kernel_query) is None:
                 return candidate
-        reasons = "; ".join(f"{c.name}: {c.refuses(situation)}" for c in self.candidates)
-        raise NoKernel(f"no kernel for {self.name} with {situation}: {reasons}")
+        reasons = "; ".join(f"{c.name}: {c.refuses(kernel_query)}" for c in self.candidates)
+        raise NoKernel(f"no kernel for {self.name} with {kernel_query}: {reasons}")
 
-    def explain(self, situation: Situation) -> Choice:
+    def explain(self, kernel_query: KernelQuery) -> Choice:
         """What `select` would do, with every reason."""
-        reasons = tuple((c.name, c.refuses(situation)) for c in self.candidates)
+        reasons = tuple((c.name, c.refuses(kernel_query)) for c in self.candidates)
         chosen = next((name for name, reason in reasons if reason is None), None)
-        return Choice(self.name, str(situation), chosen, reasons)
+        return Choice(self.name, str(kernel_query), chosen, reasons)

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def mend() -> bool:
+def patch_interpreter() -> bool:
     """Ranges with bounds that a kernel loaded; matrix products and differences of bfloat16; rounding to
     it, and to e4m3.
 

@@ -15,11 +15,11 @@ Launch = tuple[Any, ctypes.Structure]
 """A C function and its only argument."""
 
 
-class _Listener(threading.local):
-    hear: Callable[[Launch], None] | None = None
+class _LaunchCapture(threading.local):
+    on_launch: Callable[[Launch], None] | None = None
 
 
-_listener = _Listener()
+_capture = _LaunchCapture()
 
 
 def launch(function: Any, call: ctypes.Structure) -> int:
@@ -27,31 +27,31 @@ def launch(function: Any, call: ctypes.Structure) -> int:
 
     What `call` points at must outlive a recording of it.
     """
-    if _listener.hear is not None:
-        _listener.hear((function, call))
+    if _capture.on_launch is not None:
+        _capture.on_launch((function, call))
         return 0
     return function(ctypes.byref(call))
 
 
 @contextmanager
-def listening(hear: Callable[[Launch], None]) -> Iterator[None]:
-    """Tell `hear` of every launch of this thread, instead of making it, while the block lasts."""
-    before, _listener.hear = _listener.hear, hear
+def capturing_launches(on_launch: Callable[[Launch], None]) -> Iterator[None]:
+    """Tell `on_launch` of every launch of this thread, instead of making it, while the block lasts."""
+    before, _capture.on_launch = _capture.on_launch, on_launch
     try:
         yield
     finally:
-        _listener.hear = before
+        _capture.on_launch = before
 
 
 class _Entry(ctypes.Structure):
-    """`Entry` of `program.c`."""
+    """`Entry` of `replay.c`."""
 
     _fields_ = [("function", ctypes.c_void_p), ("argument", ctypes.c_void_p)]
 
 
-def repeated(launches: Sequence[Launch]) -> Callable[[], None]:
+def replay_launches(launches: Sequence[Launch]) -> Callable[[], None]:
     """Something that makes these launches again, in one call."""
-    library = native(Path(__file__).with_name("program.c")).library
+    library = native(Path(__file__).with_name("replay.c")).library
     assert library is not None, "what was launched was compiled, so this can be too"
     held = list(launches)
     entries = (_Entry * len(held))(
@@ -62,7 +62,7 @@ def repeated(launches: Sequence[Launch]) -> Callable[[], None]:
     )
 
     def run() -> None:
-        if library.llmopt_run(entries, ctypes.c_int64(len(held))):
+        if library.llmopt_replay(entries, ctypes.c_int64(len(held))):
             raise MemoryError("no memory for the work of a kernel")
 
     return run

@@ -44,9 +44,9 @@ def interpret() -> bool:
     """Have Triton interpret its kernels: it must be told so before the process imports it first."""
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
-    from .interpreter import mend
+    from .interpreter import patch_interpreter
 
-    return mend()
+    return patch_interpreter()
 
 
 @cache

@@ -7,17 +7,17 @@
 #include <string.h>
 
 #include "parallel.h"
-#include "round.h"
+#include "quantize.h"
 
 /* Where a row goes in 8 bits; `codes` NULL: it stays as it is. */
 typedef struct {
     int8_t *codes;         /* [rows][size] */
     float *scales;         /* [rows] */
     float levels;          /* codes that the largest magnitude takes */
-} Rounded;
+} Quantized;
 
 typedef struct {
-    Rounded rounded;
+    Quantized rounded;
     const void *x;         /* [rows][x_stride] */
     const void *added;     /* [rows][size], added to x first, or NULL */
     void *sum;             /* [rows][size], x + added */
@@ -30,7 +30,7 @@ typedef struct {
 } NormCall;
 
 typedef struct {
-    Rounded rounded;
+    Quantized rounded;
     const void *gate, *up; /* [rows][stride] */
     void *out;             /* as above */
     int64_t rows, size, stride, is_bf16, threads;
@@ -46,7 +46,7 @@ typedef struct {
     int64_t rows, stride, queries, kv_heads, dim, width, key_stride, value_stride, is_bf16, threads;
     atomic_long next;
     atomic_int failed;
-} TurnCall;
+} RopeAndCacheCall;
 
 INLINE fvec load(const void *p, int64_t at, const int is_bf16) {
     if (is_bf16) return fbits(ISHL(iwiden_u16((const uint16_t *)p + at), 16));
@@ -72,21 +72,21 @@ INLINE void store(void *p, int64_t at, fvec v, const int is_bf16) {
 INLINE fvec as_stored(fvec v, const int is_bf16) { return is_bf16 ? fbits(ISHL(rounded(v), 16)) : v; }
 
 /* Codes of a row of `size` floats, in memory of whole vectors. */
-static void round_row(const Rounded *to, int64_t row, int64_t size, const float *values, fvec largest) {
+static void quantize_row(const Quantized *to, int64_t row, int64_t size, const float *values, fvec largest) {
     float scale = scale_of(largest, to->levels);
     int8_t *codes = to->codes + row * size;
     to->scales[row] = scale;
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) istore_s8(codes + i, round_to(fload(values + i), fset(scale)));
+    for (; i + LANES <= size; i += LANES) istore_s8(codes + i, quantize_to(fload(values + i), fset(scale)));
     if (i < size) {
         int8_t last[LANES];
-        istore_s8(last, round_to(fload(values + i), fset(scale)));
+        istore_s8(last, quantize_to(fload(values + i), fset(scale)));
         memcpy(codes + i, last, (size_t)(size - i));
     }
 }
 
 /* Room for a row of floats, of this thread. */
-static float *row_room(int64_t size) { return (float *)workspace(1, (size + LANES) * 4); }
+static float *row_workspace(int64_t size) { return (float *)workspace(1, (size + LANES) * 4); }
 
 INLINE void norm_row(const NormCall *c, int64_t row, const int is_bf16, float *values) {
     const void *x = c->x;
@@ -114,7 +114,7 @@ INLINE void norm_row(const NormCall *c, int64_t row, const int is_bf16, float *v
         fstore(values + i, v);
         largest = fmax_(largest, fabs_(v));
     }
-    if (values) round_row(&c->rounded, row, c->size, values, largest);
+    if (values) quantize_row(&c->rounded, row, c->size, values, largest);
 }
 
 /* x / (1 + e^-x), with e^-|x| on both sides of zero. */
@@ -150,10 +150,10 @@ INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16, float *v
         store(to, 0, v, is_bf16);
         if (to == last[2]) memcpy(out + i * width, last[2], left);
     }
-    if (values) round_row(&c->rounded, row, c->size, values, largest);
+    if (values) quantize_row(&c->rounded, row, c->size, values, largest);
 }
 
-INLINE void turn_row(const TurnCall *c, int64_t row, const int is_bf16, float *values) {
+INLINE void rope_and_cache_row(const RopeAndCacheCall *c, int64_t row, const int is_bf16, float *values) {
     (void)values;
     int64_t half = c->width / 2, angle = row * c->width, begin = row * c->stride;
     for (int64_t head = 0; head < c->queries + c->kv_heads; head++) {
@@ -178,7 +178,7 @@ INLINE void turn_row(const TurnCall *c, int64_t row, const int is_bf16, float *v
     static void function(void *argument) { \
         Type *c = argument; \
         float *values = NULL; \
-        if ((codes) && !(values = row_room(size))) { \
+        if ((codes) && !(values = row_workspace(size))) { \
             atomic_store(&c->failed, 1); \
             return; \
         } \
@@ -192,7 +192,7 @@ INLINE void turn_row(const TurnCall *c, int64_t row, const int is_bf16, float *v
 
 ROWS_OF(NormCall, norm_rows, norm_row, c->rounded.codes, c->size)
 ROWS_OF(GateCall, gate_rows, gate_row, c->rounded.codes, c->size)
-ROWS_OF(TurnCall, turn_rows, turn_row, NULL, 0)
+ROWS_OF(RopeAndCacheCall, rope_and_cache_rows, rope_and_cache_row, NULL, 0)
 
 /* Each returns 0, or 1 where there is no memory. */
 #define CALL_OF(Type, name, function) \
@@ -205,4 +205,4 @@ ROWS_OF(TurnCall, turn_rows, turn_row, NULL, 0)
 
 CALL_OF(NormCall, llmopt_norm, norm_rows)
 CALL_OF(GateCall, llmopt_gate, gate_rows)
-CALL_OF(TurnCall, llmopt_turn, turn_rows)
+CALL_OF(RopeAndCacheCall, llmopt_rope_and_cache, rope_and_cache_rows)

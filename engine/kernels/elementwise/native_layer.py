@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..activations.rounded_rows import RoundedRows, Rounding
+from ..activations.quantized_activations import ActivationQuant, QuantizedActivations
 from ..attention.paged_tensor import PagedTensor
 from ..common.build import Native, native
 from ..common.launch import launch
@@ -20,7 +20,7 @@ _GRAIN = 32768
 """Elements below which a second thread costs more than it brings."""
 
 
-class _Rounded(ctypes.Structure):
+class _Quantized(ctypes.Structure):
     """`Rounded` of `layer.c`."""
 
     _fields_ = [("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("levels", ctypes.c_float)]
@@ -34,7 +34,7 @@ def _struct(
     name: str, pointers: str, numbers: str, *others: tuple[str, type], rounds: bool = False
 ) -> type[_Call]:
     fields = [
-        *([("rounded", _Rounded)] if rounds else []),
+        *([("quantized", _Quantized)] if rounds else []),
         *[(field, ctypes.c_void_p) for field in pointers.split()],
         *[(field, ctypes.c_int64) for field in numbers.split()],
         *others,
@@ -52,8 +52,8 @@ _Norm = _struct(
     rounds=True,
 )
 _Gate = _struct("_Gate", "gate up out", "rows size stride is_bf16 threads", rounds=True)
-_Turn = _struct(
-    "_Turn",
+_RopeAndCache = _struct(
+    "_RopeAndCache",
     "heads cos sin slots keys values",
     "rows stride queries kv_heads dim width key_stride value_stride is_bf16 threads",
 )
@@ -64,13 +64,13 @@ def native_layer() -> Native:
     return native(Path(__file__).with_name("layer.c"))
 
 
-def _new_rows(rows: int, size: int) -> RoundedRows:
+def _empty_quantized(rows: int, size: int) -> QuantizedActivations:
     codes = torch.empty(rows, size, dtype=torch.int8)
-    return RoundedRows(codes, torch.empty(rows, 1, dtype=torch.float32))
+    return QuantizedActivations(codes, torch.empty(rows, 1, dtype=torch.float32))
 
 
-def _rounded(rows: RoundedRows, rounding: Rounding) -> _Rounded:
-    return _Rounded(rows.codes.data_ptr(), rows.scales.data_ptr(), rounding.int8_levels)
+def _rounded(rows: QuantizedActivations, activation_quant: ActivationQuant) -> _Quantized:
+    return _Quantized(rows.codes.data_ptr(), rows.scales.data_ptr(), activation_quant.int8_levels)
 
 
 def _run(function: Any, call: _Call) -> None:
@@ -95,17 +95,17 @@ class NativeNorm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`x [rows, size]` and, of the same shape, `added`; returns their sum and its norm."""
         out = x.new_empty(x.shape)
-        return self._sum(x, added, _Rounded(), out.data_ptr()), out
+        return self._sum(x, added, _Quantized(), out.data_ptr()), out
 
-    def rounded(
-        self, x: torch.Tensor, added: torch.Tensor | None, rounding: Rounding
-    ) -> tuple[torch.Tensor, RoundedRows]:
+    def quantized(
+        self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
+    ) -> tuple[torch.Tensor, QuantizedActivations]:
         """The same, with the norm in 8 bits: a scale for every row."""
-        rows = _new_rows(*x.shape)
-        return self._sum(x, added, _rounded(rows, rounding), None), rows
+        rows = _empty_quantized(*x.shape)
+        return self._sum(x, added, _rounded(rows, activation_quant), None), rows
 
     def _sum(
-        self, x: torch.Tensor, added: torch.Tensor | None, rounded: _Rounded, out: int | None
+        self, x: torch.Tensor, added: torch.Tensor | None, quantized: _Quantized, out: int | None
     ) -> torch.Tensor:
         """Write the norm to where it is wanted; returns the sum."""
         if x.stride(1) != 1:
@@ -115,7 +115,7 @@ class NativeNorm:
         if added is not None:
             added, total = added.contiguous(), x.new_empty(rows, size)
         call = _Norm(
-            rounded,
+            quantized,
             x.data_ptr(),
             None if added is None else added.data_ptr(),
             total.data_ptr(),
@@ -142,23 +142,25 @@ class NativeSiluGate:
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         out = gate.new_empty(gate.shape)
-        self._fill(gate, up, _Rounded(), out.data_ptr())
+        self._fill(gate, up, _Quantized(), out.data_ptr())
         return out
 
-    def rounded(self, gate: torch.Tensor, up: torch.Tensor, rounding: Rounding) -> RoundedRows:
+    def quantized(
+        self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
+    ) -> QuantizedActivations:
         """The same in 8 bits: a scale for every row."""
-        rows = _new_rows(*gate.shape)
-        self._fill(gate, up, _rounded(rows, rounding), None)
+        rows = _empty_quantized(*gate.shape)
+        self._fill(gate, up, _rounded(rows, activation_quant), None)
         return rows
 
     def _fill(
-        self, gate: torch.Tensor, up: torch.Tensor, rounded: _Rounded, out: int | None
+        self, gate: torch.Tensor, up: torch.Tensor, quantized: _Quantized, out: int | None
     ) -> None:
         if gate.stride() != up.stride() or gate.stride(1) != 1:
             gate, up = gate.contiguous(), up.contiguous()
         rows, size = gate.shape
         call = _Gate(
-            rounded,
+            quantized,
             gate.data_ptr(),
             up.data_ptr(),
             out,
@@ -171,13 +173,13 @@ class NativeSiluGate:
         _run(self._function, call)
 
 
-class NativeTurn:
+class NativeRopeAndCache:
     """Turns queries and keys where they lie, and copies keys and values into the cache."""
 
     def __init__(self) -> None:
         library = native_layer().library
         assert library is not None
-        self._function = library.llmopt_turn
+        self._function = library.llmopt_rope_and_cache
 
     def __call__(
         self,
@@ -197,7 +199,7 @@ class NativeTurn:
         copies = all(
             p.codes.dtype is stacked.dtype and p.codes[0, 0].is_contiguous() for p in (keys, values)
         )
-        call = _Turn(
+        call = _RopeAndCache(
             stacked.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),

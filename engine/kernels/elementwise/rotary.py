@@ -5,30 +5,30 @@ from __future__ import annotations
 import torch
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate queries or keys; what lies beyond `width` in each head stays as it is.
 
     Args:
         x: [tokens, heads, head_dim].
         cos, sin: [tokens, 1, width], in x's dtype; the second half of `cos` repeats the first, and
-            the first half of `sin` is the second's negative (`expand_angles` makes them so).
+            the first half of `sin` is the second's negative (`expand_cos_sin` makes them so).
     """
     width = cos.shape[-1]
     if width < x.shape[-1]:
-        return torch.cat([apply_rotary(x[..., :width], cos, sin), x[..., width:]], dim=-1)
+        return torch.cat([apply_rotary_emb(x[..., :width], cos, sin), x[..., width:]], dim=-1)
     half = width // 2
     swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
     return x * cos + swapped * sin
 
 
-def neighbours_to_halves(x: torch.Tensor) -> torch.Tensor:
-    """Heads whose pairs are (2i, 2i + 1), reordered so that `apply_rotary` turns the same pairs.
+def interleaved_to_halves(x: torch.Tensor) -> torch.Tensor:
+    """Heads whose pairs are (2i, 2i + 1), reordered so that `apply_rotary_emb` turns the same pairs.
 
     Done to queries and keys alike it changes no score.
     """
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-def expand_angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From angles [..., width / 2] to the full-width factors that `apply_rotary` takes."""
+def expand_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """From angles [..., width / 2] to the full-width factors that `apply_rotary_emb` takes."""
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)

@@ -9,8 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..activations.rounded_rows import RoundedRows, Rounding
-from ..activations.triton_round_rows import block_of, new_rows, store_rounded, storing
+from ..activations.quantized_activations import ActivationQuant, QuantizedActivations
+from ..activations.triton_per_token_quant import (
+    block_of,
+    empty_quantized,
+    store_arguments,
+    store_quantized,
+)
 
 BLOCK = 1024
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -51,7 +56,7 @@ def _gate(
 
 
 @triton.jit
-def _rounded_gate(
+def _quantized_gate(
     gate_ptr,
     up_ptr,
     code_ptr,
@@ -75,7 +80,7 @@ def _rounded_gate(
     gate = tl.load(gate_ptr + row * gate_row + lanes, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + lanes, mask=mask, other=0.0).to(tl.float32)
     out = _activated(gate, up, gate_ptr.dtype.element_ty, ACTIVATION).to(tl.float32)
-    store_rounded(
+    store_quantized(
         out,
         mask,
         code_ptr,
@@ -117,14 +122,16 @@ class TritonGate:
             )
         return out
 
-    def rounded(self, gate: torch.Tensor, up: torch.Tensor, rounding: Rounding) -> RoundedRows:
+    def quantized(
+        self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
+    ) -> QuantizedActivations:
         """The same in 8 bits."""
         if gate.stride(1) != 1 or up.stride(1) != 1:
             gate, up = gate.contiguous(), up.contiguous()
         count, size = gate.shape
-        rows, block = new_rows(gate, size, rounding), block_of(size)
+        rows, block = empty_quantized(gate, size, activation_quant), block_of(size)
         if count:
-            _rounded_gate[(count,)](
+            _quantized_gate[(count,)](
                 gate,
                 up,
                 rows.codes,
@@ -133,7 +140,7 @@ class TritonGate:
                 ACTIVATION=self._activation,
                 SIZE=size,
                 BLOCK=block,
-                **storing(rows, rounding, block),
+                **store_arguments(rows, activation_quant, block),
                 num_warps=min(16, max(1, block // 512)),
             )
         return rows

@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..activations.rounded_rows import RoundedRows, Rounding
-from ..activations.triton_round_rows import (
+from ..activations.quantized_activations import ActivationQuant, QuantizedActivations
+from ..activations.triton_per_token_quant import (
     block_of,
-    new_rows,
-    store_rounded,
-    storing,
-    storing_floats,
+    empty_quantized,
+    store_arguments,
+    store_float_arguments,
+    store_quantized,
 )
 
 
@@ -50,15 +50,15 @@ def _norm(
     x = tl.load(x_ptr + row * x_row + lanes, mask=mask, other=0.0).to(tl.float32)
     if HAS_ADDED:
         x += tl.load(added_ptr + row * added_row + lanes, mask=mask, other=0.0).to(tl.float32)
-        rounded = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * SIZE + lanes, rounded, mask=mask)
-        x = rounded.to(tl.float32)
+        stored_sum = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * SIZE + lanes, stored_sum, mask=mask)
+        x = stored_sum.to(tl.float32)
     weight = tl.load(weight_ptr + lanes, mask=mask, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
     out = (x * factor * weight).to(x_ptr.dtype.element_ty)
     if RUN > 0:
         out = out.to(tl.float32)
-        store_rounded(
+        store_quantized(
             out,
             mask,
             out_ptr,
@@ -88,14 +88,16 @@ class TritonNorm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`x [rows, size]` and, of the same shape, `added`; returns their sum and its norm."""
         out = x.new_empty(x.shape)
-        return self._run(x, added, out, storing_floats(out)), out
+        return self._run(x, added, out, store_float_arguments(out)), out
 
-    def rounded(
-        self, x: torch.Tensor, added: torch.Tensor | None, rounding: Rounding
-    ) -> tuple[torch.Tensor, RoundedRows]:
+    def quantized(
+        self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
+    ) -> tuple[torch.Tensor, QuantizedActivations]:
         """The same, with the norm in 8 bits."""
-        rows = new_rows(x, x.shape[1], rounding)
-        return self._run(x, added, rows.codes, storing(rows, rounding, block_of(x.shape[1]))), rows
+        rows = empty_quantized(x, x.shape[1], activation_quant)
+        return self._run(
+            x, added, rows.codes, store_arguments(rows, activation_quant, block_of(x.shape[1]))
+        ), rows
 
     def _run(
         self,

@@ -9,7 +9,7 @@ import torch
 
 
 class CudaGraph:
-    """`call`, captured; `repeat` replays it. Its results lie in `pool`, where other graphs' may lie too.
+    """`call`, captured; `replay` replays it. Its results lie in `pool`, where other graphs' may lie too.
 
     What graphs of a pool have computed is overwritten by whichever is replayed next.
     """
@@ -22,7 +22,7 @@ class CudaGraph:
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._result = call()
 
-    def repeat(self) -> torch.Tensor:
+    def replay(self) -> torch.Tensor:
         """The result, which the next replay in the pool overwrites."""
         self._graph.replay()
         return self._result

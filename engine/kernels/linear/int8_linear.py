@@ -8,7 +8,7 @@ from ....quant.base.scheme import Activations
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.integer import IntTensor
 from ....quant.tensors.vectorwise import VectorwiseTensor
-from ..activations.activations import int8_inputs, split_outliers
+from ..activations.fake_quantize import int8_inputs, split_outliers
 
 
 class Int8MatmulLinear:

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "parallel.h"
-#include "round.h"
+#include "quantize.h"
 #include "tile.h"
 
 #define AHEAD 512 /* input channels; their codes are fetched so long before they are needed */
@@ -27,7 +27,7 @@ typedef struct {
     const float *bias;     /* [out_features] or NULL */
     int64_t rows, x_stride;
     int64_t is_bf16;
-    int64_t way;           /* INPUT_... */
+    int64_t input_dtype;           /* INPUT_... */
     int64_t threads;
     float levels;          /* 8-bit inputs: codes that the largest input takes, 127 or 127.5 */
     float fixed_scale;     /* 8-bit inputs: the scale, where it does not come from the row; else 0 */
@@ -115,7 +115,7 @@ static void prepare_s8(Job *job, int64_t row) {
         for (int i = 0; i < CHUNK; i += LANES) {
             fvec v = fload(values + i);
             if (call->threshold > 0.0f) v = fzero_unless_below(v, bound);
-            ivec code = round_to(v, fset(scale));
+            ivec code = quantize_to(v, fset(scale));
             istore_s8(codes + k + i, code);
             sum = iadd(sum, code);
             if ((left -= LANES) == 0) {
@@ -137,7 +137,7 @@ static void prepare_float(Job *job, int64_t row) {
     for (int64_t k = 0; k < w->in_features; k += CHUNK) {
         load_chunk(job->call, row, k, w->in_features, values);
         for (int i = 0; i < CHUNK; i++) sums[(k + i) / w->step] += values[i];
-        if (job->call->way == INPUT_F32) {
+        if (job->call->input_dtype == INPUT_F32) {
             memcpy(job->values + row * job->stride + k * 4, values, sizeof values);
             continue;
         }
@@ -156,7 +156,7 @@ static void prepare_rows(void *argument) {
         int64_t row = atomic_fetch_add(&job->next, 1);
         if (row >= job->call->rows) return;
         if (job->call->scales) prepare_codes(job, row);
-        else if (job->call->way == INPUT_S8) prepare_s8(job, row);
+        else if (job->call->input_dtype == INPUT_S8) prepare_s8(job, row);
         else prepare_float(job, row);
     }
 }
@@ -219,16 +219,16 @@ static __m512i sixteen_values(const Weight *w) {
 #endif
 
 /* Rows whose sums stay in registers; with steps so short those of the whole block do too. */
-static int tile_rows(int64_t way, int64_t step) {
-    return way != INPUT_S8 ? FLOAT_ROWS : step < 128 && MAX_ROWS > 6 ? 6 : MAX_ROWS;
+static int tile_rows(int64_t input_dtype, int64_t step) {
+    return input_dtype != INPUT_S8 ? FLOAT_ROWS : step < 128 && MAX_ROWS > 6 ? 6 : MAX_ROWS;
 }
 
 static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_t step_at, int64_t k,
                            int64_t rows, float *acc) {
-    int64_t way = job->call->way;
-    int most = tile_rows(way, b->step);
+    int64_t input_dtype = job->call->input_dtype;
+    int most = tile_rows(input_dtype, b->step);
     const uint8_t *ahead = b->ahead;
-    int64_t width = way == INPUT_S8 ? 1 : way == INPUT_BF16 ? 2 : 4;
+    int64_t width = input_dtype == INPUT_S8 ? 1 : input_dtype == INPUT_BF16 ? 2 : 4;
     for (int64_t r = 0, tiles = ceil_div(rows, most); r < rows; tiles--) {
         int count = (int)ceil_div(rows - r, tiles); /* tiles of about the same size */
         const uint8_t *x = job->values + (first + r) * job->stride + k * width;
@@ -250,7 +250,7 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
     case n: \
         tile_float(n, b, halves, x, job->stride, (const float *)sums, to, ahead); \
         break;
-        if (way == INPUT_S8) {
+        if (input_dtype == INPUT_S8) {
             switch (count) {
 #if MAX_ROWS == 8
                 S8(8) S8(7) S8(6) S8(5) S8(4) S8(3)
@@ -258,7 +258,7 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
                 S8(2) S8(1)
             }
 #if HAS_PAIRS
-        } else if (way == INPUT_BF16) {
+        } else if (input_dtype == INPUT_BF16) {
             switch (count) { FLOATS(6, 1) FLOATS(5, 1) FLOATS(4, 1) FLOATS(3, 1) FLOATS(2, 1) FLOATS(1, 1) }
 #endif
         } else {
@@ -284,7 +284,7 @@ static void store_rows(const Job *job, int64_t panel, int64_t first, int64_t row
     int64_t begin = panel * PANEL;
     int64_t count = w->out_features - begin < PANEL ? w->out_features - begin : PANEL;
     for (int64_t r = 0; r < rows; r++) {
-        float scale = call->way == INPUT_S8 ? job->scales[first + r] : 1.0f;
+        float scale = call->input_dtype == INPUT_S8 ? job->scales[first + r] : 1.0f;
         float bias[PANEL] = {0}, values[PANEL];
         if (call->bias) memcpy(bias, call->bias + begin, (size_t)count * sizeof(float));
         for (int i = 0; i < PANEL; i += LANES)
@@ -302,17 +302,17 @@ static void store_rows(const Job *job, int64_t panel, int64_t first, int64_t row
 
 static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t rows) {
     const Weight *w = job->weight;
-    int way = (int)job->call->way;
+    int input_dtype = (int)job->call->input_dtype;
     _Alignas(64) uint8_t scratch[MAX_BLOCK * PANEL], floats[MAX_BLOCK * PANEL * 4];
     _Alignas(64) float acc[ROWS_AT_ONCE * PANEL];
     memset(acc, 0, (size_t)rows * PANEL * sizeof(float));
     Block b = {.step = w->step, .steps = num_steps(w), .narrow = w->bits <= 6};
-    int most = tile_rows(way, w->step);
+    int most = tile_rows(input_dtype, w->step);
     /* Its tiles share what is to be fetched, so that memory and products go on side by side. */
     b.ahead_rate = ceil_div(w->bits * PANEL / 8, ceil_div(rows, most));
-    b.in_nibbles = way == INPUT_S8 && w->bits == 4 && (UNPACKING_IS_FREE || rows <= most);
+    b.in_nibbles = input_dtype == INPUT_S8 && w->bits == 4 && (UNPACKING_IS_FREE || rows <= most);
     b.has_offsets = has_own_offsets(w);
-    int64_t base = way == INPUT_S8 ? 0 : w->base; /* floats have it taken off already */
+    int64_t base = input_dtype == INPUT_S8 ? 0 : w->base; /* floats have it taken off already */
     int64_t chunks = num_chunks(w), size = chunk_bytes(w);
     /* Small steps go several at a time. */
     int64_t block = w->step >= 256 ? w->step : 256 / w->step * w->step;
@@ -334,9 +334,9 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
         b.ahead = run + AHEAD / CHUNK * size;
         if (b.in_nibbles) {
             b.weights = run;
-        } else if (way == INPUT_S8) {
+        } else if (input_dtype == INPUT_S8) {
             b.weights = codes_as_bytes(w, run, now, scratch);
-        } else if (way == INPUT_F32) {
+        } else if (input_dtype == INPUT_F32) {
             unpack_f32(w, codes_as_bytes(w, run, now, scratch), now, (float *)floats);
             b.weights = floats;
 #if HAS_PAIRS
@@ -380,7 +380,7 @@ int llmopt_has_bf16(void) {
 int llmopt_linear(const Call *call) {
     const Weight *w = call->weight;
     int64_t padded = num_chunks(w) * CHUNK;
-    int64_t width = call->way == INPUT_S8 ? 1 : call->way == INPUT_BF16 ? 2 : 4;
+    int64_t width = call->input_dtype == INPUT_S8 ? 1 : call->input_dtype == INPUT_BF16 ? 2 : 4;
     int64_t steps = num_steps(w);
     Job job = {.weight = w, .call = call};
     job.stride = padded * width + 64; /* rows at a power of two would share the cache's sets */

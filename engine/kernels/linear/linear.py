@@ -33,7 +33,7 @@ class FusesBias(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearSituation:
+class LinearKernelQuery:
     """What a candidate may look at."""
 
     device: str
@@ -73,11 +73,11 @@ class OneDnnLinear:
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
 
 
-def _refuses_onednn(situation: LinearSituation) -> str | None:
-    if situation.device != "cpu":
+def _refuses_onednn(kernel_query: LinearKernelQuery) -> str | None:
+    if kernel_query.device != "cpu":
         return "it is a CPU library"
-    if situation.dtype is not torch.bfloat16:
-        return f"it gains nothing in {situation.dtype}"
+    if kernel_query.dtype is not torch.bfloat16:
+        return f"it gains nothing in {kernel_query.dtype}"
     if not torch.backends.mkldnn.is_available():
         return "this torch has no oneDNN"
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -85,16 +85,18 @@ def _refuses_onednn(situation: LinearSituation) -> str | None:
     return None
 
 
-LINEAR: Operation[LinearSituation, Callable[[torch.Tensor], LinearKernel]] = Operation(
+LINEAR: Operation[LinearKernelQuery, Callable[[torch.Tensor], LinearKernel]] = Operation(
     "linear",
     [
         Candidate("onednn-prepacked", _refuses_onednn, OneDnnLinear),
-        Candidate("torch", lambda situation: None, TorchLinear),
+        Candidate("torch", lambda kernel_query: None, TorchLinear),
     ],
 )
 
 
 def prepare_linear(weight: torch.Tensor) -> LinearKernel:
     """Hand `weight` [out, in] to the best kernel for its device and dtype."""
-    situation = LinearSituation(weight.device.type, weight.dtype, weight.shape[0], weight.shape[1])
-    return LINEAR.select(situation).run(weight)
+    kernel_query = LinearKernelQuery(
+        weight.device.type, weight.dtype, weight.shape[0], weight.shape[1]
+    )
+    return LINEAR.select(kernel_query).run(weight)

@@ -8,14 +8,14 @@ from typing import Literal
 
 import torch
 
-from ..activations.rounded_rows import RoundedRows
+from ..activations.quantized_activations import QuantizedActivations
 from ..common.build import Native, native
 from ..common.launch import launch
 from .grid import Grid
 from .native_pack import PackedWeight
 
-InputWay = Literal["int8", "bfloat16", "float32"]
-_WAYS: dict[str, int] = {"int8": 0, "bfloat16": 1, "float32": 2}
+InputDtype = Literal["int8", "bfloat16", "float32"]
+_INPUT_DTYPES: dict[str, int] = {"int8": 0, "bfloat16": 1, "float32": 2}
 _MAX_STEPS = {"int8": 512, "bfloat16": 256, "float32": 256}
 """What a block unpacks to stays in the first-level cache, and sums of 8-bit codes are exact as floats."""
 
@@ -32,7 +32,7 @@ class CallStruct(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("x_stride", ctypes.c_int64),
         ("is_bf16", ctypes.c_int64),
-        ("way", ctypes.c_int64),
+        ("input_dtype", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("levels", ctypes.c_float),
         ("fixed_scale", ctypes.c_float),
@@ -67,7 +67,7 @@ class PackedLinear:
     def __init__(
         self,
         grid: Grid,
-        way: InputWay,
+        input_dtype: InputDtype,
         *,
         levels: float = 127.5,
         fixed_scale: float = 0.0,
@@ -76,12 +76,12 @@ class PackedLinear:
         library = native_linear().library
         assert library is not None
         self._run = library.llmopt_linear
-        if way == "bfloat16" and not has_bf16():
-            way = "float32"
-        self._weight = PackedWeight(grid, _MAX_STEPS[way])
+        if input_dtype == "bfloat16" and not has_bf16():
+            input_dtype = "float32"
+        self._weight = PackedWeight(grid, _MAX_STEPS[input_dtype])
         self._order = grid.order
         self._out_features, self._in_features = grid.codes.shape
-        self._way, self._levels = _WAYS[way], levels
+        self._input_dtype, self._levels = _INPUT_DTYPES[input_dtype], levels
         self._fixed_scale, self._threshold = fixed_scale, threshold
         self._bias: torch.Tensor | None = None
         self.weight_bytes = self._weight.nbytes
@@ -90,7 +90,7 @@ class PackedLinear:
         """`x [rows, in]` in bfloat16 or float32; the result is in the same."""
         return self._multiply(x, None, x.dtype)
 
-    def of_rounded(self, x: RoundedRows, dtype: torch.dtype) -> torch.Tensor:
+    def of_quantized(self, x: QuantizedActivations, dtype: torch.dtype) -> torch.Tensor:
         """Of rows in int8, with a scale each; the result is in `dtype`."""
         return self._multiply(x.codes, x.scales, dtype)
 
@@ -112,7 +112,7 @@ class PackedLinear:
             rows,
             x.stride(0),
             dtype is torch.bfloat16,
-            self._way,
+            self._input_dtype,
             torch.get_num_threads(),
             self._levels,
             self._fixed_scale,

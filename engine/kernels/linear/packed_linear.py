@@ -9,10 +9,10 @@ from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.gguf import GgufTensor
 from ....quant.tensors.integer import IntTensor
 from ....quant.tensors.vectorwise import VectorwiseTensor
-from ..activations.activations import round_inputs
-from ..activations.rounded_rows import RoundedRows, Rounding, Rows
+from ..activations.fake_quantize import fake_quantize_inputs
+from ..activations.quantized_activations import ActivationQuant, QuantizedActivations, Rows
 from .grid import Grid
-from .native_linear import InputWay, PackedLinear
+from .native_linear import InputDtype, PackedLinear
 
 OPTIONAL_LEVELS = 127.0
 """Codes for the largest input of a token where 8-bit inputs are the user's wish, not the scheme's.
@@ -44,11 +44,11 @@ class Packed16Linear(_Packed):
     def __init__(self, weight: QuantizedTensor, grid: Grid, dtype: torch.dtype) -> None:
         self._scheme: Scheme = weight.scheme
         self._input_scale = weight.parts().get("input_scale")
-        way: InputWay = "bfloat16" if dtype is torch.bfloat16 else "float32"
-        super().__init__(PackedLinear(grid, way))
+        input_dtype: InputDtype = "bfloat16" if dtype is torch.bfloat16 else "float32"
+        super().__init__(PackedLinear(grid, input_dtype))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(round_inputs(x, self._scheme, self._input_scale))
+        return self._linear(fake_quantize_inputs(x, self._scheme, self._input_scale))
 
 
 class Packed8Linear(_Packed):
@@ -63,11 +63,11 @@ class Packed8Linear(_Packed):
                 fixed_scale = float(weight.input_scale)
         super().__init__(PackedLinear(grid, "int8", levels=levels, fixed_scale=fixed_scale))
         if fixed_scale == 0.0:
-            self.rounding = Rounding(Activations("int8"), int8_levels=levels)
+            self.activation_quant = ActivationQuant(Activations("int8"), int8_levels=levels)
 
     def __call__(self, x: Rows) -> torch.Tensor:
-        if isinstance(x, RoundedRows):
-            return self._linear.of_rounded(x, self._dtype)
+        if isinstance(x, QuantizedActivations):
+            return self._linear.of_quantized(x, self._dtype)
         return self._linear(x)
 
 

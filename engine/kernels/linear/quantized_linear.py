@@ -26,7 +26,7 @@ from ....quant.tensors.codebook import CodebookTensor
 from ....quant.tensors.integer import IntTensor
 from ....quant.tensors.lookup import LookupTensor
 from ....quant.tensors.vectorwise import VectorwiseTensor
-from ..activations.activations import round_inputs
+from ..activations.fake_quantize import fake_quantize_inputs
 from ..common.dispatch import Candidate, Operation
 from ..common.runtime import refuses_fp8, refuses_rows
 from .grid import grid_of, refuses_grid
@@ -39,13 +39,13 @@ from .packed_linear import (
     PackedOutlierLinear,
     wants_8_bit_inputs,
 )
-from .triton_tile_weight import piece_of, refuses_tiles, scale_group, tiles_of
+from .triton_packed_weight import pack_weight, piece_of, refuses_packing, scale_group
 
-MOST_INPUTS = 2**20
+MAX_INPUTS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedLinearSituation:
+class QuantizedLinearKernelQuery:
     """What a candidate may look at.
 
     `dtype` is the activations'; with `input_bits` 8 a kernel may round them where the scheme does not ask
@@ -83,7 +83,7 @@ class TiledDequantLinear:
         self.weight_bytes = self._held.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = round_inputs(x, self._scheme, self._input_scale)
+        x = fake_quantize_inputs(x, self._scheme, self._input_scale)
         tiles = [
             functional.linear(x, self._tile(slice(begin, begin + self.TILE_ROWS)))
             for begin in range(0, self._rows, self.TILE_ROWS)
@@ -158,56 +158,56 @@ class Int8PackLinear:
         return torch.ops.aten._weight_int8pack_mm(x, self._codes, self._scales)
 
 
-def _refuses_packed(situation: QuantizedLinearSituation) -> str | None:
-    if situation.device != "cpu":
+def _refuses_packed(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    if kernel_query.device != "cpu":
         return "it is a CPU kernel"
     if (reason := native_linear().reason) is not None:
         return reason
-    if situation.dtype not in (torch.bfloat16, torch.float32):
-        return f"it takes bfloat16 and float32, not {situation.dtype}"
-    if situation.in_features > MOST_INPUTS:
-        return f"its sums are for at most {MOST_INPUTS} inputs"
-    return refuses_grid(situation.scheme, situation.in_features)
+    if kernel_query.dtype not in (torch.bfloat16, torch.float32):
+        return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
+    if kernel_query.in_features > MAX_INPUTS:
+        return f"its sums are for at most {MAX_INPUTS} inputs"
+    return refuses_grid(kernel_query.scheme, kernel_query.in_features)
 
 
-def _refuses_packed_8(situation: QuantizedLinearSituation) -> str | None:
-    scheme = situation.scheme
+def _refuses_packed_8(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    scheme = kernel_query.scheme
     if not isinstance(scheme, IntScheme | VectorwiseScheme | GgufScheme):
         return f"it is for integer weights, not {scheme.label}"
-    if not wants_8_bit_inputs(scheme, situation.input_bits):
+    if not wants_8_bit_inputs(scheme, kernel_query.input_bits):
         return "it rounds the inputs to 8 bits, which is not asked for"
-    return _refuses_packed(situation)
+    return _refuses_packed(kernel_query)
 
 
-def _refuses_cpu_bf16(situation: QuantizedLinearSituation) -> str | None:
-    if situation.device != "cpu":
+def _refuses_cpu_bf16(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    if kernel_query.device != "cpu":
         return "it is a CPU kernel"
-    if situation.dtype is not torch.bfloat16:
-        return f"it is fast with bfloat16 activations only, not {situation.dtype}"
+    if kernel_query.dtype is not torch.bfloat16:
+        return f"it is fast with bfloat16 activations only, not {kernel_query.dtype}"
     return None
 
 
-def _refuses_int4pack(situation: QuantizedLinearSituation) -> str | None:
-    scheme = situation.scheme
-    if (reason := _refuses_cpu_bf16(situation)) is not None:
+def _refuses_int4pack(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    scheme = kernel_query.scheme
+    if (reason := _refuses_cpu_bf16(kernel_query)) is not None:
         return reason
     if not isinstance(scheme, IntScheme) or scheme.activations is not None or scheme.permuted:
         return f"it is for plain integer weights, not {scheme.label}"
     if scheme.bits != 4:
         return f"it is for 4-bit weights, not {scheme.bits}"
-    group = situation.in_features if scheme.group_size == PER_CHANNEL else scheme.group_size
+    group = kernel_query.in_features if scheme.group_size == PER_CHANNEL else scheme.group_size
     if group not in (32, 64, 128, 256):
         return f"it has no group size {group} (32, 64, 128, 256)"
-    if situation.out_features % 16 or situation.in_features % 64:
-        shape = f"{situation.out_features} × {situation.in_features}"
+    if kernel_query.out_features % 16 or kernel_query.in_features % 64:
+        shape = f"{kernel_query.out_features} × {kernel_query.in_features}"
         return f"it needs out % 16 = 0 and in % 64 = 0, not {shape}"
     return None
 
 
-def _refuses_int8pack(situation: QuantizedLinearSituation) -> str | None:
-    if (reason := _refuses_cpu_bf16(situation)) is not None:
+def _refuses_int8pack(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    if (reason := _refuses_cpu_bf16(kernel_query)) is not None:
         return reason
-    scheme = situation.scheme
+    scheme = kernel_query.scheme
     if (
         not isinstance(scheme, IntScheme)
         or scheme.activations is not None
@@ -220,9 +220,9 @@ def _refuses_int8pack(situation: QuantizedLinearSituation) -> str | None:
     return None
 
 
-def _refuses_int8_product(situation: QuantizedLinearSituation) -> str | None:
-    scheme = situation.scheme
-    if situation.device != "cpu":
+def _refuses_int8_matmul(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    scheme = kernel_query.scheme
+    if kernel_query.device != "cpu":
         return "it is a CPU kernel"
     if not isinstance(scheme, IntScheme) or scheme.activations is None:
         return f"it is for int8 weights and int8 inputs, not {scheme.label}"
@@ -233,22 +233,22 @@ def _refuses_int8_product(situation: QuantizedLinearSituation) -> str | None:
     return None
 
 
-def _refuses_vectorwise(situation: QuantizedLinearSituation) -> str | None:
-    if situation.device != "cpu":
+def _refuses_vectorwise(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    if kernel_query.device != "cpu":
         return "it is a CPU kernel"
-    if not isinstance(situation.scheme, VectorwiseScheme):
-        return f"it is for LLM.int8(), not {situation.scheme.label}"
+    if not isinstance(kernel_query.scheme, VectorwiseScheme):
+        return f"it is for LLM.int8(), not {kernel_query.scheme.label}"
     return None
 
 
-def _refuses_triton(situation: QuantizedLinearSituation) -> str | None:
-    if (reason := refuses_rows(situation.device, situation.dtype)) is not None:
+def _refuses_triton(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    if (reason := refuses_rows(kernel_query.device, kernel_query.dtype)) is not None:
         return reason
-    return refuses_tiles(situation.scheme, situation.in_features)
+    return refuses_packing(kernel_query.scheme, kernel_query.in_features)
 
 
-def _refuses_triton_rounded(situation: QuantizedLinearSituation) -> str | None:
-    scheme = situation.scheme
+def _refuses_triton_quantized_input(kernel_query: QuantizedLinearKernelQuery) -> str | None:
+    scheme = kernel_query.scheme
     activations = scheme.activations
     if isinstance(scheme, IntScheme):
         kind = "int8" if scheme.symmetric and not scheme.permuted else None
@@ -256,11 +256,11 @@ def _refuses_triton_rounded(situation: QuantizedLinearSituation) -> str | None:
         kind = "fp8" if isinstance(scheme, FloatScheme) else None
     if activations is None or activations.kind != kind:
         return f"it is for symmetric integers and int8 inputs, or fp8 and fp8, not {scheme.label}"
-    if kind == "fp8" and (reason := refuses_fp8(situation.device)) is not None:
+    if kind == "fp8" and (reason := refuses_fp8(kernel_query.device)) is not None:
         return reason
-    if (reason := _refuses_triton(situation)) is not None:
+    if (reason := _refuses_triton(kernel_query)) is not None:
         return reason
-    piece = piece_of(situation.in_features, scale_group(scheme), scheme.bits)
+    piece = piece_of(kernel_query.in_features, scale_group(scheme), scheme.bits)
     if piece is None or piece < 32:
         return f"a product of 8-bit inputs takes 32 of them, which {scheme.label} does not fit"
     return None
@@ -279,7 +279,7 @@ def _int8pack(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
 def _triton(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     device = next(iter(weight.parts().values())).device.type
     elements = [torch.float8_e4m3fn] if refuses_fp8(device) is None else []
-    tiles = tiles_of(weight, elements)
+    tiles = pack_weight(weight, elements)
     if tiles is None:
         return TiledDequantLinear(weight, dtype)
     from .triton_linear import FloatInputLinear
@@ -287,12 +287,12 @@ def _triton(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     return FloatInputLinear(weight, tiles, dtype)
 
 
-def _triton_rounded(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
-    tiles = tiles_of(weight, [torch.float8_e4m3fn, torch.int8])
+def _triton_quantized_input(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
+    tiles = pack_weight(weight, [torch.float8_e4m3fn, torch.int8])
     assert tiles is not None
-    from .triton_linear import RoundedInputLinear
+    from .triton_linear import QuantizedInputLinear
 
-    return RoundedInputLinear(weight, tiles, dtype)
+    return QuantizedInputLinear(weight, tiles, dtype)
 
 
 def _packed_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
@@ -312,19 +312,19 @@ def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
 
 
 QUANTIZED_LINEAR: Operation[
-    QuantizedLinearSituation, Callable[[QuantizedTensor, torch.dtype], LinearKernel]
+    QuantizedLinearKernelQuery, Callable[[QuantizedTensor, torch.dtype], LinearKernel]
 ] = Operation(
     "quantized linear",
     [
-        Candidate("triton-8bit-inputs", _refuses_triton_rounded, _triton_rounded),
+        Candidate("triton-8bit-inputs", _refuses_triton_quantized_input, _triton_quantized_input),
         Candidate("triton", _refuses_triton, _triton),
         Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
         Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
         Candidate("torch-int4pack", _refuses_int4pack, _int4pack),
         Candidate("torch-int8pack", _refuses_int8pack, _int8pack),
-        Candidate("torch-int8-product", _refuses_int8_product, Int8MatmulLinear),
+        Candidate("torch-int8-product", _refuses_int8_matmul, Int8MatmulLinear),
         Candidate("torch-int8-outliers", _refuses_vectorwise, VectorwiseLinear),
-        Candidate("tiled-dequant", lambda situation: None, TiledDequantLinear),
+        Candidate("tiled-dequant", lambda kernel_query: None, TiledDequantLinear),
     ],
 )
 
@@ -336,7 +336,7 @@ def prepare_quantized_linear(
 
     With `input_bits` 8 it may round them to 8 bits where the scheme keeps 16.
     """
-    situation = QuantizedLinearSituation(
+    kernel_query = QuantizedLinearKernelQuery(
         next(iter(weight.parts().values())).device.type,
         dtype,
         weight.out_features,
@@ -344,4 +344,4 @@ def prepare_quantized_linear(
         weight.scheme,
         input_bits,
     )
-    return QUANTIZED_LINEAR.select(situation).run(weight, dtype)
+    return QUANTIZED_LINEAR.select(kernel_query).run(weight, dtype)

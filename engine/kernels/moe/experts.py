@@ -54,7 +54,7 @@ class ExpertsKernel(Protocol):
         ...
 
     @property
-    def is_repeatable(self) -> bool:
+    def is_capturable(self) -> bool:
         """Whether it does the same operations whatever visits which expert."""
         ...
 
@@ -72,7 +72,7 @@ class LoopedExperts:
         numbers: of these experts among `count`.
     """
 
-    is_repeatable = False
+    is_capturable = False
 
     def __init__(
         self, experts: Sequence[Expert], numbers: range, count: int, on_inputs: bool
@@ -86,8 +86,8 @@ class LoopedExperts:
     ) -> torch.Tensor:
         weights = weights.to(x.dtype).flatten()
         # Visits in the order of the experts: each expert's tokens then form a run.
-        visits = experts.flatten().argsort(stable=True)
-        tokens = visits // experts.shape[1]
+        permutation = experts.flatten().argsort(stable=True)
+        tokens = permutation // experts.shape[1]
         counts = torch.bincount(experts.flatten(), minlength=self._count).tolist()
         out = torch.zeros_like(x)
         begin = sum(counts[: self._numbers.start])
@@ -96,10 +96,13 @@ class LoopedExperts:
             if count == 0:
                 continue
             run = slice(begin, begin + count)
-            inputs, share = x.index_select(0, tokens[run]), weights[visits[run], None]
+            inputs, routing_weights = (
+                x.index_select(0, tokens[run]),
+                weights[permutation[run], None],
+            )
             if self._on_inputs:
-                out.index_add_(0, tokens[run], expert(inputs * share))
+                out.index_add_(0, tokens[run], expert(inputs * routing_weights))
             else:
-                out.index_add_(0, tokens[run], expert(inputs) * share)
+                out.index_add_(0, tokens[run], expert(inputs) * routing_weights)
             begin += count
         return out

@@ -6,42 +6,54 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..activations.rounded_rows import RoundedRows, Rounding, RoundsGate, Rows
-from ..activations.triton_round_rows import round_rows
+from ..activations.quantized_activations import (
+    ActivationQuant,
+    FusesGateQuant,
+    QuantizedActivations,
+    Rows,
+)
+from ..activations.triton_per_token_quant import round_rows
 from ..linear.linear import LinearKernel, TorchLinear
-from ..linear.triton_linear import FloatInputLinear, RoundedInputLinear
-from ..linear.triton_product import Parts, multiply
-from ..linear.triton_tile_weight import TileWeight, stack_tiles, tiles_of_floats
+from ..linear.triton_gemm import TokenPermutation, gemm
+from ..linear.triton_linear import FloatInputLinear, QuantizedInputLinear
+from ..linear.triton_packed_weight import (
+    TritonPackedWeight,
+    pack_float_weight,
+    stack_packed_weights,
+)
 from .experts import Expert, ExpertLinear
-from .triton_deal import deal
+from .triton_token_permutation import permute_tokens
 
 
 class GroupedLinear:
     """A linear of every expert, `[out, in]` each, as one weight of so many parts."""
 
     def __init__(
-        self, tiles: TileWeight, bias: torch.Tensor | None, rounding: Rounding | None
+        self,
+        tiles: TritonPackedWeight,
+        bias: torch.Tensor | None,
+        activation_quant: ActivationQuant | None,
     ) -> None:
-        self._tiles, self._bias, self.rounding = tiles, bias, rounding
+        self._packed_weight, self._bias, self.activation_quant = tiles, bias, activation_quant
         self.weight_bytes = tiles.weight_bytes + (0 if bias is None else bias.nbytes)
 
     def __call__(
-        self, x: Rows, dtype: torch.dtype, parts: Parts, experts: torch.Tensor
+        self, x: Rows, dtype: torch.dtype, parts: TokenPermutation, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Rows `[visits, out]`, in the order of `experts [visits]`."""
-        if self.rounding is not None and isinstance(x, torch.Tensor):
-            x = round_rows(x, self.rounding)
-        if isinstance(x, RoundedRows):
-            y = multiply(x.codes, self._tiles, dtype, x.scales, parts)
+        """Rows `[top_k, out]`, in the order of `experts [top_k]`."""
+        if self.activation_quant is not None and isinstance(x, torch.Tensor):
+            x = round_rows(x, self.activation_quant)
+        if isinstance(x, QuantizedActivations):
+            y = gemm(x.codes, self._packed_weight, dtype, x.scales, parts)
         else:
-            y = multiply(x, self._tiles, dtype, None, parts)
+            y = gemm(x, self._packed_weight, dtype, None, parts)
         return y if self._bias is None else y + self._bias.index_select(0, experts)
 
 
 class GroupedExperts:
     """Visits in the order of the experts; each tile of rows meets the weight of its own."""
 
-    is_repeatable = True
+    is_capturable = True
 
     def __init__(
         self,
@@ -58,19 +70,24 @@ class GroupedExperts:
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        tokens, visits = experts.shape
+        tokens, top_k = experts.shape
         numbers, weights = experts.flatten(), weights.to(x.dtype)
         if self._on_inputs:
             x = (x[:, None, :] * weights[:, :, None]).flatten(0, 1)
-        into = deal(numbers, self._count, 1 if self._on_inputs else visits)
-        gate, up = self._gate_up(x, x.dtype, into, numbers).chunk(2, dim=-1)
-        rounding = self._down.rounding
-        if rounding is not None and isinstance(self._combine, RoundsGate):
-            inner: Rows = self._combine.rounded(gate, up, rounding)
+        permutation = permute_tokens(numbers, self._count, 1 if self._on_inputs else top_k)
+        gate, up = self._gate_up(x, x.dtype, permutation, numbers).chunk(2, dim=-1)
+        activation_quant = self._down.activation_quant
+        if activation_quant is not None and isinstance(self._combine, FusesGateQuant):
+            inner: Rows = self._combine.quantized(gate, up, activation_quant)
         else:
             inner = self._combine(gate, up)
-        out = self._down(inner, x.dtype, Parts(into.tiles, into.order, into.rows, 1), numbers)
-        out = out.view(tokens, visits, -1)
+        out = self._down(
+            inner,
+            x.dtype,
+            TokenPermutation(permutation.tiles, permutation.order, permutation.rows, 1),
+            numbers,
+        )
+        out = out.view(tokens, top_k, -1)
         if self._on_inputs:
             return out.sum(dim=1)
         return torch.bmm(weights[:, None, :], out).squeeze(1)
@@ -88,21 +105,28 @@ def group(experts: Sequence[Expert], on_inputs: bool) -> GroupedExperts | None:
 def _joined(linears: Sequence[ExpertLinear]) -> GroupedLinear | None:
     kernels = [linear.kernel for linear in linears]
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    tiles = [found for kernel in kernels if (found := _tiles(kernel)) is not None]
-    roundings = [kernel.rounding for kernel in kernels if isinstance(kernel, RoundedInputLinear)]
+    tiles = [found for kernel in kernels if (found := _packed_weight(kernel)) is not None]
+    activation_quants = [
+        kernel.activation_quant for kernel in kernels if isinstance(kernel, QuantizedInputLinear)
+    ]
     # Scales that calibration fixed are an expert's own.
-    is_fixed = any(rounding.input_scale is not None for rounding in roundings)
+    is_fixed = any(
+        activation_quant.input_scale is not None for activation_quant in activation_quants
+    )
     if len(tiles) < len(linears) or is_fixed or len(biases) not in (0, len(linears)):
         return None
-    if (stacked := stack_tiles(tiles)) is None or len(roundings) not in (0, len(linears)):
+    if (stacked := stack_packed_weights(tiles)) is None or len(activation_quants) not in (
+        0,
+        len(linears),
+    ):
         return None
     bias = torch.stack(biases) if biases else None
-    return GroupedLinear(stacked, bias, roundings[0] if roundings else None)
+    return GroupedLinear(stacked, bias, activation_quants[0] if activation_quants else None)
 
 
-def _tiles(kernel: LinearKernel | None) -> TileWeight | None:
-    if isinstance(kernel, RoundedInputLinear):
+def _packed_weight(kernel: LinearKernel | None) -> TritonPackedWeight | None:
+    if isinstance(kernel, QuantizedInputLinear):
         return kernel.tiles
-    if isinstance(kernel, FloatInputLinear) and not kernel.rounds:
+    if isinstance(kernel, FloatInputLinear) and not kernel.quantizes_inputs:
         return kernel.tiles
-    return tiles_of_floats(kernel.weight) if isinstance(kernel, TorchLinear) else None
+    return pack_float_weight(kernel.weight) if isinstance(kernel, TorchLinear) else None

@@ -118,7 +118,7 @@ def _narrow(
     top_p = tl.load(float_ptr + row * 3 + 2)
     top_k = tl.load(integer_ptr + row * 3 + 2)
     at = row * 0 + _LOWEST
-    room = top_p * 0.0 + _ALL
+    quota = top_p * 0.0 + _ALL
     last = row * 0 - 1
     if (temperature > 0.0) & ((min_p > 0.0) | (top_p < 1.0) | (top_k > 0)):
         highest = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -134,7 +134,7 @@ def _narrow(
                 found, above = _search(
                     row_ptr, size, temperature, top, at, target, False, PIVOTS, BLOCK
                 )
-                room = tl.where(found > at, target - above, tl.minimum(room, target - above))
+                quota = tl.where(found > at, target - above, tl.minimum(quota, target - above))
                 at = found
             if top_p < 1.0:
                 # Above the threshold, and with what is at it.
@@ -143,14 +143,14 @@ def _narrow(
                 above = tl.sum(tl.where(ways == 0, both, 0.0), 0)
                 with_it = tl.sum(tl.where(ways == 1, both, 0.0), 0)
                 own = tl.exp(_value(at.to(tl.int32)) - top)
-                target = top_p * tl.minimum(above + room * own, with_it)
+                target = top_p * tl.minimum(above + quota * own, with_it)
                 found, above = _search(
                     row_ptr, size, temperature, top, at, target, True, PIVOTS, BLOCK
                 )
                 own = tl.exp(_value(found.to(tl.int32)) - top)
                 left = tl.where(own > 0.0, tl.ceil((target - above) / own), 1.0 * _ALL)
                 left = tl.maximum(left, 1.0)
-                room = tl.where(found > at, left, tl.minimum(room, left))
+                quota = tl.where(found > at, left, tl.minimum(quota, left))
                 at = found
             last = row * 0 + size
             seen = row * 0
@@ -159,7 +159,7 @@ def _narrow(
                 x = _scores(row_ptr, lanes, size, temperature)
                 is_equal = (_key(x).to(tl.int64) == at) & (lanes < size)
                 rank = seen + tl.cumsum(is_equal.to(tl.int32), 0)
-                is_last = is_equal & (rank.to(tl.float32) == room)
+                is_last = is_equal & (rank.to(tl.float32) == quota)
                 last = tl.minimum(last, tl.min(tl.where(is_last, lanes, size), 0))
                 seen += tl.sum(is_equal.to(tl.int32), 0)
     tl.store(threshold_ptr + row, _value(at.to(tl.int32)))
@@ -266,17 +266,17 @@ def _constrain(
     logit_ptr,
     row_ptr,
     word_ptr,
-    ending_ptr,
+    stop_id_ptr,
     size,
     words,
-    endings,
+    stop_ids,
     BLOCK: tl.constexpr,
-    ENDINGS: tl.constexpr,
+    STOP_IDS: tl.constexpr,
 ):
     """Takes what a packed mask does not allow out of the scores, in place. Grid: masked rows.
 
     Where nothing is left, the logits of the tokens that end the sequence are put back. `word_ptr` int32
-    [rows, words]; `ending_ptr` int64 [rows, endings], padded with -1.
+    [rows, words]; `stop_id_ptr` int64 [rows, endings], padded with -1.
     """
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + index)
@@ -292,8 +292,8 @@ def _constrain(
     nothing = tl.max(left, 0) == 0
     tl.debug_barrier()
     if nothing:
-        lanes = tl.arange(0, ENDINGS)
-        token = tl.load(ending_ptr + index * endings + lanes, mask=lanes < endings, other=-1)
+        lanes = tl.arange(0, STOP_IDS)
+        token = tl.load(stop_id_ptr + index * stop_ids + lanes, mask=lanes < stop_ids, other=-1)
         is_token = token >= 0
         x = tl.load(logit_ptr + row * size + token, mask=is_token, other=0.0)
         tl.store(score_ptr + row * size + token, x, mask=is_token)
@@ -386,7 +386,7 @@ def constrain(
     logits: torch.Tensor,
     rows: torch.Tensor,
     words: torch.Tensor,
-    endings: torch.Tensor,
+    stop_ids: torch.Tensor,
 ) -> None:
     """Token masks on some rows of `scores`, in place.
 
@@ -401,11 +401,11 @@ def constrain(
         logits,
         rows,
         words,
-        endings,
+        stop_ids,
         scores.shape[1],
         words.shape[1],
-        endings.shape[1],
+        stop_ids.shape[1],
         BLOCK=BLOCK,
-        ENDINGS=triton.next_power_of_2(max(1, endings.shape[1])),
+        STOP_IDS=triton.next_power_of_2(max(1, stop_ids.shape[1])),
         num_warps=8,
     )

@@ -38,7 +38,7 @@ class TransformersModel:
 
     window = None
     """Whether every layer has a window is the modules' own affair: all blocks are kept."""
-    is_repeatable = False
+    is_capturable = False
     """What the modules do with values is theirs too."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
@@ -136,9 +136,9 @@ class TransformersModel:
     ) -> bool:
         """Whether two steps over blocks, the second with another sequence beside, give the same."""
         caches = [LayerCache.zeros(one, 4, 4, self._device, self._dtype) for one in layouts]
-        cut = 4
-        first = self._step(tokens, [(0, cut, [2])])
-        second = self._step(tokens, [(cut, len(tokens), [2, 1]), (0, 2, [3])])
+        weight_slice = 4
+        first = self._step(tokens, [(0, weight_slice, [2])])
+        second = self._step(tokens, [(weight_slice, len(tokens), [2, 1]), (0, 2, [3])])
         got = torch.cat([forward(first, caches), forward(second, caches)]).float()
         wanted = torch.cat([expected, expected[:2]])
         share = 1e-3 if self._dtype is torch.float32 else 0.05

@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ...kernels.attention.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from ...kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from ...kernels.attention.paged_attention import AttentionRule
 from ...kernels.attention.paged_tensor import PagedTensor
 from ..layers.attention import LayerCache, StepInputs
@@ -48,14 +48,14 @@ class _PagedStep:
         rule: AttentionRule,
     ) -> torch.Tensor:
         cache = self._caches[layer]
-        situation = AttentionSituation(
+        kernel_query = AttentionKernelQuery(
             queries.device.type,
             queries.dtype,
             cache.keys.dim,
             cache.values.dim,
             self._inputs.batch.has_trees,
         )
-        kernel = PAGED_ATTENTION.select(situation).run
+        kernel = PAGED_ATTENTION.select(kernel_query).run
         cache.keys.write(keys, self._inputs.slots)
         cache.values.write(values, self._inputs.slots)
         return kernel(queries, cache.keys, cache.values, self._inputs.batch, rule)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...kernels.attention.attention_kernels import attention_kernels, reads_in_place
-from ...kernels.elementwise.layer_kernels import TURN, RowSituation
+from ...kernels.attention.dispatch import attention_kernels, reads_in_place
+from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RowKernelQuery
 from ...scheduling.window import Window
-from ..layers.angles import StepAngles
 from ..layers.attention import Attention, LayerCache, Step, StepInputs
 from ..layers.mlp import Block
 from ..layers.norm import Norm
 from ..layers.projection import LinearSite, Projection
+from ..layers.rotary_embedding import RotaryEmbedding
 from ..lora.bank import AdapterBank
 from ..spec.rope import RopeSpec
 from ..spec.spec import KvLayout, ModelSpec
@@ -51,8 +51,8 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes `hidden + added` in; gives two tensors whose sum leaves, for the next norm to add."""
         # Where attention and MLP both read the norm, it stays in floats.
-        rounding = None if self.parallel else self.attention.rounding
-        hidden, x = self.input_norm.of_sum(hidden, added, rounding)
+        activation_quant = None if self.parallel else self.attention.activation_quant
+        hidden, x = self.input_norm.of_sum(hidden, added, activation_quant)
         adapters = step.inputs.adapters
         mixed = self.attention(x, step, cache)
         if self.parallel:
@@ -64,7 +64,7 @@ class DecoderLayer:
         if self.mlp_norm is None:
             x = hidden = hidden + mixed
         else:
-            hidden, x = self.mlp_norm.of_sum(hidden, mixed, self.mlp.rounding)
+            hidden, x = self.mlp_norm.of_sum(hidden, mixed, self.mlp.activation_quant)
         out = self.mlp(x, adapters)
         return hidden, out if self.post_mlp_norm is None else self.post_mlp_norm(out)
 
@@ -105,7 +105,7 @@ class DecoderWeights:
 class Decoder:
     """A decoder-only transformer, whatever its family.
 
-    `mirror`, where one is set, is told of each call's name and argument before it is computed: the
+    `broadcast`, where one is set, is told of each call's name and argument before it is computed: the
     processes that hold the other parts of the model must make the same calls.
     """
 
@@ -119,14 +119,14 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.weights = weights
-        self.mirror: Callable[[str, Any], None] | None = None
+        self.broadcast: Callable[[str, Any], None] | None = None
         self._adapters = adapters
         self._dtype = dtype
         device = weights.embedding.device
-        self._angles = StepAngles(
+        self._rotary_embedding = RotaryEmbedding(
             weights.ropes,
             spec.rotary_width,
-            max_model_len if spec.stream is None else spec.stream.num_seen,
+            max_model_len if spec.stream is None else spec.stream.num_visible,
             device,
             dtype,
             spec.stream,
@@ -135,8 +135,8 @@ class Decoder:
         self._scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         layout = spec.kv_layouts[0]
         self._attend = attention_kernels(device, dtype, layout.key_dim, layout.value_dim)
-        turned = RowSituation(device.type, dtype, spec.rotary_width)
-        self._turn = TURN.select(turned).run()
+        rope_query = RowKernelQuery(device.type, dtype, spec.rotary_width)
+        self._rope_and_cache = ROPE_AND_CACHE.select(rope_query).run()
 
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
@@ -153,7 +153,7 @@ class Decoder:
         windows = [window for window in self.spec.shape.windows if window is not None]
         if len(windows) < self.spec.shape.num_layers:
             return None
-        return Window(max(windows), self.spec.num_kept)
+        return Window(max(windows), self.spec.num_sink_tokens)
 
     @property
     def bytes_held(self) -> int:
@@ -167,26 +167,29 @@ class Decoder:
         return self.weights.bytes_per_step
 
     @property
-    def is_repeatable(self) -> bool:
+    def is_capturable(self) -> bool:
         """Whether steps of one shape are the same operations whatever their values.
 
         So they are where no other process must hear of them, no layer counts visits of experts on the host,
         and attention reads the blocks in use and not the whole table.
         """
-        same = all(layer.mlp.is_repeatable for layer in self.weights.layers)
-        return same and self.mirror is None and reads_in_place(self._attend[False])
+        same = all(layer.mlp.is_capturable for layer in self.weights.layers)
+        return same and self.broadcast is None and reads_in_place(self._attend[False])
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step and fill the caches; returns the normed hidden states [tokens, hidden], and beside
-        them what entered the layers of the step's `taps`."""
-        if self.mirror is not None:
-            self.mirror("forward", inputs)
+        them what entered the layers of the step's `aux_hidden_state_layers`."""
+        if self.broadcast is not None:
+            self.broadcast("forward", inputs)
         positions = inputs.positions
-        places = self._angles.places(positions)
-        angles, anchors = self._angles.of(positions), self._angles.of_anchors(places)
+        cache_positions = self._rotary_embedding.cache_positions(positions)
+        cos_sin, sink_cos_sin = (
+            self._rotary_embedding.of(positions),
+            self._rotary_embedding.of_sink_queries(cache_positions),
+        )
         attend = self._attend[inputs.batch.has_trees]
-        step = Step(inputs, places, angles, attend, anchors, self._turn)
+        step = Step(inputs, cache_positions, cos_sin, attend, sink_cos_sin, self._rope_and_cache)
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)
         if self._scale != 1.0:
             hidden = hidden * self._scale
@@ -195,21 +198,23 @@ class Decoder:
         added: torch.Tensor | None = None
         entered: dict[int, torch.Tensor] = {}
         for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
-            if index in inputs.taps:
+            if index in inputs.aux_hidden_state_layers:
                 entered[index] = hidden if added is None else hidden + added
             hidden, added = layer(hidden, added, step, cache)
         normed = self.weights.final_norm(hidden if added is None else hidden + added)
-        if not inputs.taps:
+        if not inputs.aux_hidden_state_layers:
             return normed
-        return torch.cat([normed, *(entered[index] for index in inputs.taps)], dim=-1)
+        return torch.cat(
+            [normed, *(entered[index] for index in inputs.aux_hidden_state_layers)], dim=-1
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores over the vocabulary, float32 [rows, vocab], of what `forward` gave, or of normed hidden
         states [rows, hidden] alone."""
         hidden = hidden[:, : self.spec.shape.hidden_size].contiguous()
-        if self.mirror is not None:
-            self.mirror("logits", hidden)
+        if self.broadcast is not None:
+            self.broadcast("logits", hidden)
         logits = self.weights.head(hidden).float()
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * (logits / cap).tanh()

@@ -9,7 +9,7 @@ import torch
 
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor
-from ...kernels.moe.expert_kernels import EXPERTS
+from ...kernels.moe.dispatch import EXPERTS
 from ...planner.model.shapes import Experts
 from ..layers.experts import MixtureOfExperts, Router
 from ..layers.mlp import GatedMlp, gating
@@ -71,11 +71,13 @@ def load_mixture(
         one = f"{layer}{names.shared_expert}."
         shared = gated(one, ("gate_proj", "up_proj"), "down_proj", experts.shared_width)
     whole = len(own) == experts.count
-    run = EXPERTS.select(reader.experts_situation(whole)).run
+    run = EXPERTS.select(reader.experts_kernel_query(whole)).run
     kernel = run(routed, own, experts.count, kind.on_inputs)
     # A kernel with a layout of its own is then the only one that has these weights.
     reader.drop_linears(prefix)
-    return MixtureOfExperts(router, kernel, shared, None if shard is None else shard.group.sum)
+    return MixtureOfExperts(
+        router, kernel, shared, None if shard is None else shard.group.all_reduce
+    )
 
 
 def _fused(

@@ -163,7 +163,7 @@ def _gpt_oss(shape: ModelShape, config: Config) -> dict[str, Any]:
 
 def _llama4(shape: ModelShape, config: Config) -> dict[str, Any]:
     block = "feed_forward"
-    turns = config.get("no_rope_layers") or [window is not None for window in shape.windows]
+    with_rope = config.get("no_rope_layers") or [window is not None for window in shape.windows]
     rope = RopeSpec.from_config(config, 500000.0)
     return {
         "names": Names(
@@ -174,8 +174,8 @@ def _llama4(shape: ModelShape, config: Config) -> dict[str, Any]:
             shared_expert=f"{block}.shared_expert",
             fused_experts=True,
         ),
-        "ropes": tuple(rope if turn else None for turn in turns),
-        "rotary_neighbours": True,
+        "ropes": tuple(rope if has_rope else None for has_rope in with_rope),
+        "rotary_interleaved": True,
         "key_norm_after_rotation": bool(config.get("use_qk_norm", True)),
         "temperature": Temperature(config.get("floor_scale", 8192), config.get("attn_scale", 0.1))
         if config.get("attn_temperature_tuning", True)
@@ -195,7 +195,7 @@ def _deepseek(shape: ModelShape, config: Config) -> dict[str, Any]:
     return {
         "ropes": (rope,) * shape.num_layers,
         "rotary_width": shape.latent.rope_dim,
-        "rotary_neighbours": bool(config.get("rope_interleave", True)),
+        "rotary_interleaved": bool(config.get("rope_interleave", True)),
         "attention_scale": scale,
     }
 
@@ -209,7 +209,7 @@ def _deepseek_v2(shape: ModelShape, config: Config) -> dict[str, Any]:
         normalize=False,
         scale=float(config.get("routed_scaling_factor", 1.0)),
         num_groups=config["n_group"] if grouped else 1,
-        kept_groups=config["topk_group"] if grouped else 1,
+        topk_groups=config["topk_group"] if grouped else 1,
     )
     return {**_deepseek(shape, config), "router": router}
 
@@ -220,8 +220,8 @@ def _deepseek_v3(shape: ModelShape, config: Config) -> dict[str, Any]:
         normalize=bool(config.get("norm_topk_prob", True)),
         scale=float(config.get("routed_scaling_factor", 2.5)),
         num_groups=config.get("n_group") or 8,
-        kept_groups=config.get("topk_group") or 4,
-        group_votes=2,
+        topk_groups=config.get("topk_group") or 4,
+        group_top_k=2,
         correction=True,
     )
     return {**_deepseek(shape, config), "router": router}

@@ -14,8 +14,8 @@ from ..layers.attention import Attention, HeadAttention, LatentAttention, Rotati
 from ..layers.mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating
 from ..layers.norm import Norm
 from ..layers.projection import LinearSite, Projection
-from ..parallel.cut import Cut
 from ..parallel.shard import Shard
+from ..parallel.weight_slice import WeightSlice
 from ..spec.rope import RopeSpec
 from ..spec.spec import ModelSpec
 from .decoder import DecoderLayer, DecoderWeights
@@ -90,10 +90,12 @@ class LayerLoader:
         if tied:
             head = Projection([embedding[part]], None, self.dtype)
         else:
-            cut = None if self.shard is None else Cut(rows=((part,),))
-            head = reader.projection([head_name], hidden, [vocab], bias=False, cut=cut)
+            weight_slice = None if self.shard is None else WeightSlice(rows=((part,),))
+            head = reader.projection(
+                [head_name], hidden, [vocab], bias=False, weight_slice=weight_slice
+            )
         if (shard := self.shard) is not None:
-            head.then(lambda logits: shard.group.join_columns(logits, vocab))
+            head.then(lambda logits: shard.group.all_gather_columns(logits, vocab))
         reader.finish(lambda name: self._may_remain(name, f"{head_name}.weight" if tied else ""))
         return DecoderWeights(
             embedding, positions, layers, final_norm, head, tied, ropes, self._linears()
@@ -138,14 +140,14 @@ class LayerLoader:
         names = self.spec.names
         layer = self.base + names.layer.format(index)
         rope, latent = self.spec.ropes[index], self.spec.shape.latent
-        turn = None
+        rotation = None
         if rope is not None:
-            turn = Rotation(ropes.index(rope), self.spec.rotary_neighbours)
+            rotation = Rotation(ropes.index(rope), self.spec.rotary_interleaved)
         attention: Attention
-        if latent is not None and turn is not None:
-            attention = self._latent_attention(layer, latent, turn)
+        if latent is not None and rotation is not None:
+            attention = self._latent_attention(layer, latent, rotation)
         else:
-            attention = self.head_attention(layer, index, turn)
+            attention = self.head_attention(layer, index, rotation)
         return DecoderLayer(
             input_norm=self.norm(layer + names.input_norm, self.spec.shape.hidden_size),
             attention=attention,
@@ -157,7 +159,7 @@ class LayerLoader:
         )
 
     def head_attention(
-        self, layer: str, index: int, turn: Rotation | None, in_features: int | None = None
+        self, layer: str, index: int, rotation: Rotation | None, in_features: int | None = None
     ) -> HeadAttention:
         """The attention of a layer, which reads `in_features`, by default the hidden states."""
         spec, names, shape, shard = self.spec, self.spec.names, self.spec.shape, self.shard
@@ -171,37 +173,44 @@ class LayerLoader:
         rule = AttentionRule(
             spec.attention_scale,
             window=None if shape.chunked else window,
-            kept=spec.num_kept,
+            num_sink_tokens=spec.num_sink_tokens,
             chunk=window if shape.chunked else None,
             softcap=spec.attention_softcap,
             sinks=sinks,
         )
-        hidden, cuts = shape.hidden_size, (None, None)
+        hidden, weight_slices = shape.hidden_size, (None, None)
         inputs = in_features or hidden
         if shard is not None:
-            cuts = shard.qkv(spec), shard.output(shape)
+            weight_slices = shard.qkv(spec), shard.output(shape)
         return HeadAttention(
             own.num_heads,
             own.num_kv_heads,
             shape.head_dim,
-            qkv=self._linear(layer, names.qkv, inputs, outs, bias=shape.qkv_bias, cut=cuts[0]),
+            qkv=self._linear(
+                layer, names.qkv, inputs, outs, bias=shape.qkv_bias, weight_slice=weight_slices[0]
+            ),
             output=self._linear(
-                layer, (names.output,), queries, [hidden], bias=shape.output_bias, cut=cuts[1]
+                layer,
+                (names.output,),
+                queries,
+                [hidden],
+                bias=shape.output_bias,
+                weight_slice=weight_slices[1],
             ),
             rule=rule,
-            rotation=turn,
+            rotation=rotation,
             query_norm=self.norm(layer + names.query_norm, shape.head_dim)
             if shape.qk_norm
             else None,
             key_norm=self.norm(layer + names.key_norm, shape.head_dim) if shape.qk_norm else None,
-            turned_norm=Norm(shape.head_dim, spec.norm_eps)
-            if spec.key_norm_after_rotation and turn is not None
+            rotated_norm=Norm(shape.head_dim, spec.norm_eps)
+            if spec.key_norm_after_rotation and rotation is not None
             else None,
-            temperature=spec.temperature if turn is None else None,
+            temperature=spec.temperature if rotation is None else None,
             grouped=spec.grouped_qkv,
         )
 
-    def _latent_attention(self, layer: str, latent: Latent, turn: Rotation) -> LatentAttention:
+    def _latent_attention(self, layer: str, latent: Latent, rotation: Rotation) -> LatentAttention:
         shape, prefix, shard = self.spec.shape, f"{layer}self_attn.", self.shard
         hidden, heads = shape.hidden_size, shape.num_heads
         wide, rank = heads * latent.query_dim, latent.kv_rank
@@ -209,11 +218,13 @@ class LayerLoader:
         into, out_of = (None, None) if shard is None else shard.latent(shape, latent)
         query_norm = query_up = None
         if latent.query_rank is None:
-            query = self._linear(prefix, ("q_proj",), hidden, [wide], cut=into)
+            query = self._linear(prefix, ("q_proj",), hidden, [wide], weight_slice=into)
         else:
             query = self._linear(prefix, ("q_a_proj",), hidden, [latent.query_rank])
             query_norm = self._latent_norm(f"{prefix}q_a_layernorm", latent.query_rank)
-            query_up = self._linear(prefix, ("q_b_proj",), latent.query_rank, [wide], cut=into)
+            query_up = self._linear(
+                prefix, ("q_b_proj",), latent.query_rank, [wide], weight_slice=into
+            )
         both = heads * (latent.nope_dim + latent.value_dim)
         expand = self.reader.dense(f"{prefix}kv_b_proj", both, rank).view(heads, -1, rank)[own]
         return LatentAttention(
@@ -227,12 +238,14 @@ class LayerLoader:
             key_up=expand[:, : latent.nope_dim].clone(),
             value_up=expand[:, latent.nope_dim :].clone(),
             output=self._linear(
-                prefix, ("o_proj",), heads * latent.value_dim, [hidden], cut=out_of
+                prefix, ("o_proj",), heads * latent.value_dim, [hidden], weight_slice=out_of
             ),
             rule=AttentionRule(
-                self.spec.attention_scale, window=shape.windows[0], kept=self.spec.num_kept
+                self.spec.attention_scale,
+                window=shape.windows[0],
+                num_sink_tokens=self.spec.num_sink_tokens,
             ),
-            rotation=turn,
+            rotation=rotation,
         )
 
     def _latent_norm(self, module: str, size: int) -> Norm:
@@ -248,10 +261,10 @@ class LayerLoader:
         hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
         if shape.gated_mlp:
             return self._gated(layer, names.gate_up, names.down, inner, bias=bias)
-        into, out_of = self._mlp_cuts(inner, 1, 1)
+        into, out_of = self._mlp_slices(inner, 1, 1)
         return PlainMlp(
-            self._linear(layer, names.gate_up, hidden, [inner], bias=bias, cut=into),
-            self._linear(layer, (names.down,), inner, [hidden], bias=bias, cut=out_of),
+            self._linear(layer, names.gate_up, hidden, [inner], bias=bias, weight_slice=into),
+            self._linear(layer, (names.down,), inner, [hidden], bias=bias, weight_slice=out_of),
             ACTIVATIONS[self.spec.activation],
         )
 
@@ -268,16 +281,16 @@ class LayerLoader:
         """The gated MLP below `prefix`, or with a shard its part of it unless it is to be `whole`."""
         hidden = self.spec.shape.hidden_size
         outs = [inner, inner] if len(gate_up) > 1 else [2 * inner]
-        into, out_of = (None, None) if whole else self._mlp_cuts(inner, len(gate_up), 2)
+        into, out_of = (None, None) if whole else self._mlp_slices(inner, len(gate_up), 2)
         return GatedMlp(
-            self._linear(prefix, gate_up, hidden, outs, bias=bias, cut=into),
-            self._linear(prefix, (down,), inner, [hidden], bias=bias, cut=out_of),
+            self._linear(prefix, gate_up, hidden, outs, bias=bias, weight_slice=into),
+            self._linear(prefix, (down,), inner, [hidden], bias=bias, weight_slice=out_of),
             gating(self.spec.activation, self.reader.rows(inner)),
         )
 
-    def _mlp_cuts(
+    def _mlp_slices(
         self, inner: int, num_modules: int, num_stacked: int
-    ) -> tuple[Cut | None, Cut | None]:
+    ) -> tuple[WeightSlice | None, WeightSlice | None]:
         if self.shard is None:
             return None, None
         return self.shard.gate_up(inner, num_modules, num_stacked), self.shard.down(inner)
@@ -290,9 +303,14 @@ class LayerLoader:
         out_features: list[int],
         *,
         bias: bool = False,
-        cut: Cut | None = None,
+        weight_slice: WeightSlice | None = None,
     ) -> Projection:
-        modules, turned = [prefix + name for name in names], self.spec.names.transposed
+        modules, is_transposed = [prefix + name for name in names], self.spec.names.transposed
         return self.reader.projection(
-            modules, in_features, out_features, bias=bias, transposed=turned, cut=cut
+            modules,
+            in_features,
+            out_features,
+            bias=bias,
+            transposed=is_transposed,
+            weight_slice=weight_slice,
         )

@@ -12,11 +12,11 @@ from ....quant.convert.read import quantized_modules, read_quantized, tensor_nam
 from ....quant.formats.mxfp4 import METHOD, mxfp4_names, read_mxfp4
 from ....quant.model.checkpoint import Checkpoint
 from ....quant.tensors.base import QuantizedTensor
-from ...kernels.elementwise.layer_kernels import RowSituation
-from ...kernels.moe.expert_kernels import ExpertsSituation
+from ...kernels.elementwise.dispatch import RowKernelQuery
+from ...kernels.moe.dispatch import ExpertsKernelQuery
 from ..layers.projection import LinearSite, Projection
-from ..parallel.cut import Cut, take, take_rows
 from ..parallel.shard import Shard
+from ..parallel.weight_slice import WeightSlice, take, take_rows
 
 _log = logging.getLogger(__name__)
 
@@ -79,13 +79,13 @@ class CheckpointReader:
         """Let go of the pages of the checkpoint's files."""
         self._checkpoint.release()
 
-    def rows(self, size: int) -> RowSituation:
+    def rows(self, size: int) -> RowKernelQuery:
         """What the choice of a kernel for rows of activations depends on."""
-        return RowSituation(self._device.type, self._dtype, size)
+        return RowKernelQuery(self._device.type, self._dtype, size)
 
-    def experts_situation(self, is_whole: bool) -> ExpertsSituation:
+    def experts_kernel_query(self, is_whole: bool) -> ExpertsKernelQuery:
         """What the choice of a kernel for experts depends on; `is_whole`: they are all here."""
-        return ExpertsSituation(self._device.type, self._dtype, is_whole)
+        return ExpertsKernelQuery(self._device.type, self._dtype, is_whole)
 
     def drop_linears(self, prefix: str) -> None:
         """Forget where the linears below `prefix` lie: no adapter goes there."""
@@ -116,15 +116,19 @@ class CheckpointReader:
         *,
         bias: bool,
         transposed: bool = False,
-        cut: Cut | None = None,
+        weight_slice: WeightSlice | None = None,
     ) -> Projection:
         """Linears that share their input, stacked in the order given; `transposed` ones lie [in, out].
 
-        With `cut`, the part of them that this reader's shard holds.
+        With `weight_slice`, the part of them that this reader's shard holds.
         """
         read = self._transposed if transposed else self._weight
-        rows = ((),) * len(modules) if cut is None or not cut.rows else cut.rows
-        columns = None if cut is None else cut.columns
+        rows = (
+            ((),) * len(modules)
+            if weight_slice is None or not weight_slice.rows
+            else weight_slice.rows
+        )
+        columns = None if weight_slice is None else weight_slice.columns
         weights: list[torch.Tensor | QuantizedTensor] = []
         biases: list[torch.Tensor] = []
         for module, out, runs in zip(modules, out_features, rows, strict=True):
@@ -136,7 +140,7 @@ class CheckpointReader:
             biases.clear()  # one part of a sum brings the bias
         projection = self.stacked(weights, torch.cat(biases) if biases else None)
         if columns is not None and self._shard is not None:
-            projection.then(self._shard.group.sum)
+            projection.then(self._shard.group.all_reduce)
         begin = 0
         for module, out, runs, weight in zip(modules, out_features, rows, weights, strict=True):
             outputs = slice(begin, begin + weight.shape[0])

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...kernels.activations.rounded_rows import Rounding, Rows
+from ...kernels.activations.quantized_activations import ActivationQuant, Rows
 from ...kernels.attention.paged_attention import AttentionBatch, AttentionKernel, AttentionRule
 from ...kernels.attention.paged_tensor import PagedTensor
+from ...kernels.elementwise.dispatch import RopeAndCacheKernel, TorchRopeAndCache
 from ...kernels.elementwise.head_norms import HeadNorms
-from ...kernels.elementwise.layer_kernels import TorchTurn, TurnKernel
-from ...kernels.elementwise.rotary import apply_rotary, neighbours_to_halves
+from ...kernels.elementwise.rotary import apply_rotary_emb, interleaved_to_halves
 from ..spec.spec import KvLayout, Temperature
 from .norm import Norm
 from .projection import AdapterRows, Projection
@@ -42,7 +42,7 @@ class LayerCache:
         shape = (num_blocks, block_size, layout.num_heads)
         keys = PagedTensor.zeros(*shape, layout.key_dim, device, dtype)
         if layout.values_in_keys:
-            return cls(keys, keys.front(layout.value_dim), True)
+            return cls(keys, keys.first_elements(layout.value_dim), True)
         return cls(keys, PagedTensor.zeros(*shape, layout.value_dim, device, dtype))
 
     @property
@@ -68,23 +68,23 @@ class StepInputs:
     slots: torch.Tensor
     batch: AttentionBatch
     adapters: AdapterRows = field(default_factory=dict)
-    taps: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """What every layer of a step needs: its inputs, the angles of each rotation, the kernels.
 
-    `places` are the positions within what is in sight, other than `inputs.positions` where a sequence has
-    no end; `anchors` are the angles at which queries then meet its first tokens.
+    `cache_positions` are the positions within what is in sight, other than `inputs.positions` where a sequence has
+    no end; `sink_cos_sin` are the angles at which queries then meet its first tokens.
     """
 
     inputs: StepInputs
-    places: torch.Tensor
-    angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    cache_positions: torch.Tensor
+    cos_sin: Sequence[tuple[torch.Tensor, torch.Tensor]]
     attend: AttentionKernel
-    anchors: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    turn: TurnKernel = field(default_factory=TorchTurn)
+    sink_cos_sin: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    rope_and_cache: RopeAndCacheKernel = field(default_factory=TorchRopeAndCache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +92,21 @@ class Rotation:
     """Which of the step's angles a layer turns by, and which elements make a pair."""
 
     index: int
-    neighbours: bool
+    interleaved: bool
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        return self._turn(x, step.angles)
+        return self._rotate(x, step.cos_sin)
 
-    def anchored(self, x: torch.Tensor, step: Step) -> torch.Tensor | None:
+    def sink_queries(self, x: torch.Tensor, step: Step) -> torch.Tensor | None:
         """Queries as they meet the first tokens; None where no first tokens are kept."""
-        return self._turn(x, step.anchors) if step.anchors else None
+        return self._rotate(x, step.sink_cos_sin) if step.sink_cos_sin else None
 
-    def _turn(
-        self, x: torch.Tensor, angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    def _rotate(
+        self, x: torch.Tensor, cos_sin: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        return apply_rotary(neighbours_to_halves(x) if self.neighbours else x, *angles[self.index])
+        return apply_rotary_emb(
+            interleaved_to_halves(x) if self.interleaved else x, *cos_sin[self.index]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class HeadAttention:
     rotation: Rotation | None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
-    turned_norm: Norm | None = None
+    rotated_norm: Norm | None = None
     temperature: Temperature | None = None
     grouped: bool = False
 
@@ -138,47 +140,53 @@ class HeadAttention:
         return total + (0 if self.rule.sinks is None else self.rule.sinks.nbytes)
 
     @property
-    def rounding(self) -> Rounding | None:
+    def activation_quant(self) -> ActivationQuant | None:
         """How its input may be rounded before it comes."""
-        return self.qkv.rounding
+        return self.qkv.activation_quant
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         adapters = step.inputs.adapters
         qkv = self.qkv(x, adapters)
         norms = self._head_norms(qkv.dtype)
-        if self._only_turns(norms) and not step.anchors:
+        if self._is_fusable_rope(norms) and not step.sink_cos_sin:
             assert self.rotation is not None
             stacked = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-            angles = step.angles[self.rotation.index]
-            queries = step.turn(
-                stacked, self.num_heads, *angles, cache.keys, cache.values, step.inputs.slots, norms
+            cos_sin = step.cos_sin[self.rotation.index]
+            queries = step.rope_and_cache(
+                stacked,
+                self.num_heads,
+                *cos_sin,
+                cache.keys,
+                cache.values,
+                step.inputs.slots,
+                norms,
             )
             mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
             return self.output(mixed.flatten(1), adapters)
         queries, keys, values = self._split(qkv)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
-        anchored = None
+        sink_queries = None
         if self.rotation is not None:
-            anchored = self.rotation.anchored(queries, step)
+            sink_queries = self.rotation.sink_queries(queries, step)
             queries, keys = self.rotation(queries, step), self.rotation(keys, step)
-        if self.turned_norm is not None:
-            queries, keys = self.turned_norm(queries), self.turned_norm(keys)
-            anchored = None if anchored is None else self.turned_norm(anchored)
+        if self.rotated_norm is not None:
+            queries, keys = self.rotated_norm(queries), self.rotated_norm(keys)
+            sink_queries = None if sink_queries is None else self.rotated_norm(sink_queries)
         if self.temperature is not None:
-            queries = _heated(queries, self.temperature, step.places)
+            queries = _scale_by_position(queries, self.temperature, step.cache_positions)
         cache.keys.write(keys, step.inputs.slots)
         cache.values.write(values, step.inputs.slots)
         mixed = step.attend(
-            queries, cache.keys, cache.values, step.inputs.batch, self.rule, anchored
+            queries, cache.keys, cache.values, step.inputs.batch, self.rule, sink_queries
         )
         return self.output(mixed.flatten(1), adapters)
 
-    def _only_turns(self, norms: HeadNorms | None) -> bool:
+    def _is_fusable_rope(self, norms: HeadNorms | None) -> bool:
         """Whether nothing happens to queries and keys but `norms` and the rotation."""
-        rotation, others = self.rotation, (self.turned_norm, self.temperature)
+        rotation, others = self.rotation, (self.rotated_norm, self.temperature)
         is_normed = self.query_norm is None or norms is not None
-        plain = rotation is not None and not rotation.neighbours and not self.grouped
+        plain = rotation is not None and not rotation.interleaved and not self.grouped
         return plain and is_normed and others == (None, None)
 
     def _head_norms(self, dtype: torch.dtype) -> HeadNorms | None:
@@ -238,7 +246,7 @@ class LatentAttention:
         return total + sum(part.weight_bytes for part in parts if part is not None)
 
     @property
-    def rounding(self) -> Rounding | None:
+    def activation_quant(self) -> ActivationQuant | None:
         """Two linears with scales of their own read the input, so nobody else rounds it."""
         return None
 
@@ -248,19 +256,19 @@ class LatentAttention:
         if self.query_norm is not None and self.query_up is not None:
             queries = self.query_up(self.query_norm(queries), adapters)
         queries = queries.view(len(queries), self.num_heads, -1)
-        plain, turned = queries[..., : self.nope_dim], queries[..., self.nope_dim :]
+        plain, rope_queries = queries[..., : self.nope_dim], queries[..., self.nope_dim :]
         latent = self.latent(x, adapters)
         rank = self.latent_norm.size
         key = self.rotation(latent[:, None, rank:], step)
-        kept = torch.cat([self.latent_norm(latent[:, :rank])[:, None], key], dim=-1)
-        cache.keys.write(kept, step.inputs.slots)
+        latent_and_key = torch.cat([self.latent_norm(latent[:, :rank])[:, None], key], dim=-1)
+        cache.keys.write(latent_and_key, step.inputs.slots)
         inward = torch.einsum("thn,hnr->thr", plain, self.key_up)
-        anchored = self.rotation.anchored(turned, step)
-        if anchored is not None:
-            anchored = torch.cat([inward, anchored], dim=-1)
-        queries = torch.cat([inward, self.rotation(turned, step)], dim=-1)
+        sink_queries = self.rotation.sink_queries(rope_queries, step)
+        if sink_queries is not None:
+            sink_queries = torch.cat([inward, sink_queries], dim=-1)
+        queries = torch.cat([inward, self.rotation(rope_queries, step)], dim=-1)
         mixed = step.attend(
-            queries, cache.keys, cache.values, step.inputs.batch, self.rule, anchored
+            queries, cache.keys, cache.values, step.inputs.batch, self.rule, sink_queries
         )
         return self.output(torch.einsum("thr,hvr->thv", mixed, self.value_up).flatten(1), adapters)
 
@@ -268,7 +276,9 @@ class LatentAttention:
 Attention = HeadAttention | LatentAttention
 
 
-def _heated(queries: torch.Tensor, temperature: Temperature, places: torch.Tensor) -> torch.Tensor:
-    steps = ((places.float() + 1.0) / temperature.floor).floor()
+def _scale_by_position(
+    queries: torch.Tensor, temperature: Temperature, cache_positions: torch.Tensor
+) -> torch.Tensor:
+    steps = ((cache_positions.float() + 1.0) / temperature.floor).floor()
     factor = steps.log1p() * temperature.weight + 1.0
     return (queries * factor[:, None, None]).to(queries.dtype)

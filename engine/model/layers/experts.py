@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ...kernels.activations.rounded_rows import Rounding, Rows
+from ...kernels.activations.quantized_activations import ActivationQuant, Rows
 from ...kernels.moe.experts import ExpertsKernel
 from ..spec.spec import RouterSpec
 from .mlp import Block
@@ -39,21 +39,21 @@ class Router:
         logits = functional.linear(x.float(), self.weight, self.bias)
         softmax = self.spec.scoring == "softmax"
         scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
-        votes = scores if self.correction is None else scores + self.correction
+        selection_scores = scores if self.correction is None else scores + self.correction
         if self.spec.num_groups > 1:
-            votes = self._in_best_groups(votes)
-        experts = votes.topk(self.per_token, dim=-1).indices
+            selection_scores = self._limit_to_top_groups(selection_scores)
+        experts = selection_scores.topk(self.per_token, dim=-1).indices
         weights = scores.gather(1, experts)
         if self.spec.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * self.spec.scale, experts
 
-    def _in_best_groups(self, votes: torch.Tensor) -> torch.Tensor:
-        grouped = votes.unflatten(1, (self.spec.num_groups, -1))
-        best = grouped.topk(self.spec.group_votes, dim=-1).values.sum(dim=-1)
-        kept = torch.zeros_like(best, dtype=torch.bool)
-        kept.scatter_(1, best.topk(self.spec.kept_groups, dim=-1).indices, True)
-        return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    def _limit_to_top_groups(self, selection_scores: torch.Tensor) -> torch.Tensor:
+        grouped = selection_scores.unflatten(1, (self.spec.num_groups, -1))
+        best = grouped.topk(self.spec.group_top_k, dim=-1).values.sum(dim=-1)
+        in_top_groups = torch.zeros_like(best, dtype=torch.bool)
+        in_top_groups.scatter_(1, best.topk(self.spec.topk_groups, dim=-1).indices, True)
+        return grouped.masked_fill(~in_top_groups[..., None], float("-inf")).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class MixtureOfExperts:
         return self.router.weight_bytes + self.experts.weight_bytes + shared
 
     @property
-    def is_repeatable(self) -> bool:
-        shared = self.shared is None or self.shared.is_repeatable
-        return self.experts.is_repeatable and shared
+    def is_capturable(self) -> bool:
+        shared = self.shared is None or self.shared.is_capturable
+        return self.experts.is_capturable and shared
 
     @property
-    def rounding(self) -> Rounding | None:
+    def activation_quant(self) -> ActivationQuant | None:
         """The router reads the input as it is."""
         return None
 

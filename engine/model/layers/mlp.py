@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from ...kernels.activations.rounded_rows import Rounding, RoundsGate, Rows
-from ...kernels.elementwise.layer_kernels import GATE, GELU_GATE, RowSituation
+from ...kernels.activations.quantized_activations import ActivationQuant, FusesGateQuant, Rows
+from ...kernels.elementwise.dispatch import GATE, GELU_GATE, RowKernelQuery
 from .projection import NO_ADAPTERS, AdapterRows, Projection
 
 
@@ -23,12 +23,12 @@ class Block(Protocol):
         ...
 
     @property
-    def rounding(self) -> Rounding | None:
+    def activation_quant(self) -> ActivationQuant | None:
         """How its input may be rounded before it comes; None: it may not."""
         ...
 
     @property
-    def is_repeatable(self) -> bool:
+    def is_capturable(self) -> bool:
         """Whether it does the same operations whatever its input's values."""
         ...
 
@@ -61,15 +61,15 @@ CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 def gating(
-    activation: str, situation: RowSituation
+    activation: str, kernel_query: RowKernelQuery
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """How the two halves of a gated MLP become one: a function of gate and up."""
     if activation == "silu":
-        return GATE.select(situation).run()
+        return GATE.select(kernel_query).run()
     if activation == CLAMPED_SWIGLU:
         return _clamped_swiglu
     if activation.startswith("gelu"):
-        return GELU_GATE.select(situation).run(activation != "gelu")
+        return GELU_GATE.select(kernel_query).run(activation != "gelu")
     function = ACTIVATIONS[activation]
     return lambda gate, up: function(gate) * up
 
@@ -83,7 +83,7 @@ class GatedMlp:
     combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     @property
-    def is_repeatable(self) -> bool:
+    def is_capturable(self) -> bool:
         return True
 
     @property
@@ -91,14 +91,14 @@ class GatedMlp:
         return self.gate_up.weight_bytes + self.down.weight_bytes
 
     @property
-    def rounding(self) -> Rounding | None:
-        return self.gate_up.rounding
+    def activation_quant(self) -> ActivationQuant | None:
+        return self.gate_up.activation_quant
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         gate, up = self.gate_up(x, adapters).chunk(2, dim=-1)
-        rounding = self.down.rounding
-        if rounding is not None and isinstance(self.combine, RoundsGate):
-            return self.down(self.combine.rounded(gate, up, rounding), adapters)
+        activation_quant = self.down.activation_quant
+        if activation_quant is not None and isinstance(self.combine, FusesGateQuant):
+            return self.down(self.combine.quantized(gate, up, activation_quant), adapters)
         return self.down(self.combine(gate, up), adapters)
 
 
@@ -111,7 +111,7 @@ class PlainMlp:
     activation: Callable[[torch.Tensor], torch.Tensor]
 
     @property
-    def is_repeatable(self) -> bool:
+    def is_capturable(self) -> bool:
         return True
 
     @property
@@ -119,8 +119,8 @@ class PlainMlp:
         return self.up.weight_bytes + self.down.weight_bytes
 
     @property
-    def rounding(self) -> Rounding | None:
-        return self.up.rounding
+    def activation_quant(self) -> ActivationQuant | None:
+        return self.up.activation_quant
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         return self.down(self.activation(self.up(x, adapters)), adapters)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from ...kernels.activations.rounded_rows import Rounding, RoundsNorm, Rows
-from ...kernels.elementwise.layer_kernels import NORM, NormKernel, RowSituation
+from ...kernels.activations.quantized_activations import ActivationQuant, FusesNormQuant, Rows
+from ...kernels.elementwise.dispatch import NORM, NormKernel, RowKernelQuery
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Norm:
 
     def __post_init__(self) -> None:
         if self.weight is not None and not self.centered:
-            situation = RowSituation(self.weight.device.type, self.weight.dtype, self.size)
-            kernel = NORM.select(situation).run(self.weight, self.eps)
+            kernel_query = RowKernelQuery(self.weight.device.type, self.weight.dtype, self.size)
+            kernel = NORM.select(kernel_query).run(self.weight, self.eps)
             object.__setattr__(self, "_kernel", kernel)
 
     @property
@@ -48,12 +48,15 @@ class Norm:
         return functional.rms_norm(wide, (self.size,), self.weight, self.eps).to(x.dtype)
 
     def of_sum(
-        self, x: torch.Tensor, added: torch.Tensor | None, rounding: Rounding | None = None
+        self,
+        x: torch.Tensor,
+        added: torch.Tensor | None,
+        activation_quant: ActivationQuant | None = None,
     ) -> tuple[torch.Tensor, Rows]:
         """`x + added`, and its norm as a linear takes it: rounded as that asks for, if the kernel can."""
         if self._kernel is not None and self._takes(x):
-            if rounding is not None and isinstance(self._kernel, RoundsNorm):
-                return self._kernel.rounded(x, added, rounding)
+            if activation_quant is not None and isinstance(self._kernel, FusesNormQuant):
+                return self._kernel.quantized(x, added, activation_quant)
             return self._kernel(x, added)
         total = x if added is None else x + added
         return total, self(total)

@@ -15,7 +15,12 @@ from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
 from ....quant.tensors.gguf import GgufTensor
 from ....quant.tensors.integer import IntTensor
 from ....quant.tensors.vectorwise import VectorwiseTensor
-from ...kernels.activations.rounded_rows import RoundedRows, Rounding, Rows, TakesRounded
+from ...kernels.activations.quantized_activations import (
+    ActivationQuant,
+    QuantizedActivations,
+    Rows,
+    TakesQuantizedInput,
+)
 from ...kernels.linear.linear import FusesBias, LinearKernel, TorchLinear, prepare_linear
 from ...kernels.linear.quantized_linear import prepare_quantized_linear
 
@@ -52,7 +57,9 @@ class Projection:
             run.append(weight)
         self._kernels.append(_prepare(run, dtype, input_bits))
         only = self._kernels[0]
-        self._takes_rounded: TakesRounded | None = only if isinstance(only, TakesRounded) else None
+        self._takes_quantized_input: TakesQuantizedInput | None = (
+            only if isinstance(only, TakesQuantizedInput) else None
+        )
         if bias is not None and len(self._kernels) == 1 and isinstance(only, FusesBias):
             only.fuse_bias(bias)
             bias = None
@@ -80,10 +87,14 @@ class Projection:
         return self._bias
 
     @property
-    def rounding(self) -> Rounding | None:
+    def activation_quant(self) -> ActivationQuant | None:
         """How the kernel rounds its input, where it takes rows that were: a delta wants them as they are."""
         alone = len(self._kernels) == 1 and self._delta is None
-        return self._takes_rounded.rounding if alone and self._takes_rounded is not None else None
+        return (
+            self._takes_quantized_input.activation_quant
+            if alone and self._takes_quantized_input is not None
+            else None
+        )
 
     def add_delta(self, delta: Delta) -> None:
         """Let `delta` change the results for steps with adapters from now on."""
@@ -94,9 +105,9 @@ class Projection:
         self._then = step
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
-        if isinstance(x, RoundedRows):
-            assert self._takes_rounded is not None and self._delta is None
-            y = self._takes_rounded(x)
+        if isinstance(x, QuantizedActivations):
+            assert self._takes_quantized_input is not None and self._delta is None
+            y = self._takes_quantized_input(x)
         elif len(self._kernels) == 1:
             y = self._kernels[0](x)
         else:

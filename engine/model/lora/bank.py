@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ...base.transfer import packed
 from ..layers.projection import AdapterRows, LinearSite
-from ..parallel.cut import take_rows
+from ..parallel.weight_slice import take_rows
 from .read import read_adapter
 
 

@@ -45,19 +45,19 @@ class Group:
         self.explain: Callable[[], str | None] = lambda: None
         """Asked for the reason when an operation fails."""
 
-    def connect(self, meeting_point: Path) -> None:
+    def connect(self, rendezvous: Path) -> None:
         """Meet the others, who name the same file, which no one else knows."""
         file_store: Any = distributed.FileStore  # pyright: ignore[reportPrivateImportUsage]
-        store = file_store(str(meeting_point), self.size)
-        self._run(lambda: self._meet(store))
+        store = file_store(str(rendezvous), self.size)
+        self._run(lambda: self._rendezvous(store))
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of everybody's `part`, in its place."""
         part = part.contiguous()
         self._run(lambda: self._processes.allreduce([part]).wait())
         return part
 
-    def join_columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
+    def all_gather_columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
         """`[rows, width]` from everybody's columns, which `Shard.vocabulary` has divided."""
         ends = [width * (rank + 1) // self.size for rank in range(self.size)]
         counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
@@ -68,7 +68,7 @@ class Group:
         self._run(lambda: self._processes.allgather([parts], [padded]).wait())
         return torch.cat([p[:, :count] for p, count in zip(parts, counts, strict=True)], dim=1)
 
-    def _meet(self, store: Any) -> None:
+    def _rendezvous(self, store: Any) -> None:
         if self._cuda:
             options: Any = distributed.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT

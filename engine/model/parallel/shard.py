@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from ....quant.base.errors import BadInput
 from ...planner.model.shapes import Latent, ModelShape
 from ..spec.spec import ModelSpec
-from .cut import Cut
 from .group import Group
+from .weight_slice import WeightSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Shard:
         )
         return replace(spec, shape=own)
 
-    def qkv(self, spec: ModelSpec) -> Cut:
+    def qkv(self, spec: ModelSpec) -> WeightSlice:
         """Rows of queries, keys and values, however the family stacks them."""
         shape, dim = spec.shape, spec.shape.head_dim
         heads, kv_heads = self.heads(shape), self._kv_heads(shape)
@@ -64,26 +64,26 @@ class Shard:
             stride = (group + 2) * dim
             start = kv_heads.start * stride
             if self.size <= shape.num_kv_heads:
-                return Cut(rows=((slice(start, kv_heads.stop * stride),),))
+                return WeightSlice(rows=((slice(start, kv_heads.stop * stride),),))
             first = (heads.start - kv_heads.start * group) * dim
             queries = slice(start + first, start + first + (heads.stop - heads.start) * dim)
-            return Cut(rows=((queries, slice(start + group * dim, start + stride)),))
+            return WeightSlice(rows=((queries, slice(start + group * dim, start + stride)),))
         queries, keys = _times(heads, dim), _times(kv_heads, dim)
         if len(spec.names.qkv) > 1:
-            return Cut(rows=((queries,), (keys,), (keys,)))
+            return WeightSlice(rows=((queries,), (keys,), (keys,)))
         key_start = shape.num_heads * dim
         value_start = key_start + shape.num_kv_heads * dim
-        return Cut(rows=((queries, _after(keys, key_start), _after(keys, value_start)),))
+        return WeightSlice(rows=((queries, _after(keys, key_start), _after(keys, value_start)),))
 
-    def output(self, shape: ModelShape) -> Cut:
+    def output(self, shape: ModelShape) -> WeightSlice:
         """Columns of the projection behind the heads."""
-        return Cut(columns=_times(self.heads(shape), shape.head_dim))
+        return WeightSlice(columns=_times(self.heads(shape), shape.head_dim))
 
-    def latent(self, shape: ModelShape, latent: Latent) -> tuple[Cut, Cut]:
+    def latent(self, shape: ModelShape, latent: Latent) -> tuple[WeightSlice, WeightSlice]:
         """Rows of the linear into latent attention's queries, and columns of the one behind its heads."""
         heads = self.heads(shape)
         queries = _times(heads, latent.query_dim)
-        return Cut(rows=((queries,),)), Cut(columns=_times(heads, latent.value_dim))
+        return WeightSlice(rows=((queries,),)), WeightSlice(columns=_times(heads, latent.value_dim))
 
     def heads(self, shape: ModelShape) -> slice:
         """The query heads of this part."""
@@ -94,16 +94,18 @@ class Shard:
         run = self._run(count)
         return range(run.start, run.stop)
 
-    def gate_up(self, inner: int, num_modules: int, num_stacked: int) -> Cut:
+    def gate_up(self, inner: int, num_modules: int, num_stacked: int) -> WeightSlice:
         """Rows of the linears into an MLP of width `inner`: `num_stacked` in `num_modules` modules."""
         run = self._run(inner)
         if num_modules == num_stacked:
-            return Cut(rows=((run,),) * num_modules)
-        return Cut(rows=(tuple(_after(run, index * inner) for index in range(num_stacked)),))
+            return WeightSlice(rows=((run,),) * num_modules)
+        return WeightSlice(
+            rows=(tuple(_after(run, index * inner) for index in range(num_stacked)),)
+        )
 
-    def down(self, inner: int) -> Cut:
+    def down(self, inner: int) -> WeightSlice:
         """Columns of the linear out of an MLP."""
-        return Cut(columns=self._run(inner))
+        return WeightSlice(columns=self._run(inner))
 
     def vocabulary(self, vocab_size: int) -> slice:
         """Tokens that this part scores; parts differ by one token at most."""

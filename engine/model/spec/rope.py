@@ -114,18 +114,20 @@ def _llama3(frequencies: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     low, high = rope.parameters["low_freq_factor"], rope.parameters["high_freq_factor"]
     original = rope.parameters["original_max_position_embeddings"]
-    turns = original * frequencies / (2 * math.pi)  # full turns within the original context
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / rope.parameters["factor"])
+    num_rotations = original * frequencies / (2 * math.pi)  # full turns within the original context
+    unstretched = ((num_rotations - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (unstretched + (1.0 - unstretched) / rope.parameters["factor"])
 
 
 def _yarn(frequencies: torch.Tensor, rope: RopeSpec, width: int) -> tuple[torch.Tensor, float]:
     p = rope.parameters
     factor, original = p["factor"], p["original_max_position_embeddings"]
 
-    def pair_at(turns: float) -> float:
-        """Index of the pair that makes `turns` full turns within the original context."""
-        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair_at(num_rotations: float) -> float:
+        """Index of the pair that makes `num_rotations` full turns within the original context."""
+        return (
+            width * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
 
     low, high = pair_at(p.get("beta_fast", 32.0)), pair_at(p.get("beta_slow", 1.0))
     if p.get("truncate", 1.0):

@@ -48,7 +48,7 @@ class RouterSpec:
         normalize: the weights of the chosen experts are divided by their sum.
         scale: factor on the weights after that.
         num_groups, kept_groups: only the best groups of experts are chosen from (DeepSeek); a group's
-            score is the sum of its `group_votes` best.
+            score is the sum of its `group_top_k` best.
         correction: a learned bias decides the choice, not the weights (DeepSeek-V3).
         on_inputs: the weight multiplies what goes into the expert, not what comes out (Llama 4).
         bias: the router's linear has a bias.
@@ -58,8 +58,8 @@ class RouterSpec:
     normalize: bool = True
     scale: float = 1.0
     num_groups: int = 1
-    kept_groups: int = 1
-    group_votes: int = 1
+    topk_groups: int = 1
+    group_top_k: int = 1
     correction: bool = False
     on_inputs: bool = False
     bias: bool = False
@@ -103,7 +103,7 @@ class ModelSpec:
     rotary_width: int
     attention_scale: float
     activation: str = "silu"
-    rotary_neighbours: bool = False
+    rotary_interleaved: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     norm_offset: float = 0.0
@@ -116,7 +116,7 @@ class ModelSpec:
     stream: Window | None = None
 
     @property
-    def num_kept(self) -> int:
+    def num_sink_tokens(self) -> int:
         """Tokens at the beginning of a sequence that all of its tokens see, whatever the window."""
         return 0 if self.stream is None else self.stream.sinks
 

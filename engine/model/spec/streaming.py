@@ -28,7 +28,7 @@ def streaming_spec(spec: ModelSpec, stream: Window) -> ModelSpec:
         )
     if any(window is not None for window in spec.shape.windows):
         refuse({"streams", "windows"}, asked)
-    if stream.num_seen > spec.max_model_len:
+    if stream.num_visible > spec.max_model_len:
         raise BadInput(
             f"{asked}: together they exceed the model's context of {spec.max_model_len} tokens"
         )

@@ -30,7 +30,7 @@ class CachedShape(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CacheRoom:
+class KvCacheBudget:
     """What a cache may take of a device's memory.
 
     Attributes:
@@ -44,7 +44,7 @@ class CacheRoom:
     advice: str = ""
 
     @classmethod
-    def on_cpu(cls, free_bytes: int) -> CacheRoom:
+    def on_cpu(cls, free_bytes: int) -> KvCacheBudget:
         """A share of what is free, because the machine is there for others too."""
         return cls(int(free_bytes * CPU_SHARE))
 
@@ -56,7 +56,7 @@ class CacheRoom:
         weight_bytes: int,
         activation_bytes: int,
         other_bytes: int,
-    ) -> CacheRoom:
+    ) -> KvCacheBudget:
         """A share of the device, less its weights, the largest step, and what others hold."""
         taken = {
             "weights": weight_bytes,
@@ -95,7 +95,7 @@ class CacheRequest:
     num_blocks: int | None = None
 
     @property
-    def says_its_size(self) -> bool:
+    def is_fixed(self) -> bool:
         """Whether the size was given, so that the room does not matter."""
         return self.memory_bytes is not None or self.num_blocks is not None
 
@@ -126,7 +126,7 @@ def num_blocks_for(
     return memory_bytes // (block_size * shape.kv_bytes_per_token(bytes_per_element))
 
 
-def size_cache(shape: CachedShape, request: CacheRequest, room: CacheRoom) -> CacheSize:
+def size_cache(shape: CachedShape, request: CacheRequest, budget: KvCacheBudget) -> CacheSize:
     """The cache of an engine: as many blocks as were asked for; else as the memory given holds; else
     enough for `max_num_seqs` sequences of the longest kind, cut to the room that there is.
 
@@ -145,12 +145,12 @@ def size_cache(shape: CachedShape, request: CacheRequest, room: CacheRoom) -> Ca
             )
         return CacheSize(num_blocks, size, block_bytes)
     per_sequence = -(-request.max_model_len // size)
-    affordable = num_blocks_for(room.num_bytes, shape, size, element)
+    affordable = num_blocks_for(budget.num_bytes, shape, size, element)
     if affordable < per_sequence:
         shorter = f" to {affordable * size} or less" if affordable else ""
         raise BadInput(
             f"a sequence of {request.max_model_len} tokens needs "
-            f"{format_gib(per_sequence * block_bytes)} of KV cache, but {room}: "
-            f"lower max_model_len{shorter}{room.advice}"
+            f"{format_gib(per_sequence * block_bytes)} of KV cache, but {budget}: "
+            f"lower max_model_len{shorter}{budget.advice}"
         )
     return CacheSize(min(affordable, per_sequence * request.max_num_seqs), size, block_bytes)

@@ -171,8 +171,8 @@ class Deployment:
 
     def _budget(self, weights: int, memory_bytes: int, reserve: Reserve) -> int:
         used = weights + self.activation_bytes(reserve) + self.overhead_bytes()
-        room = int(memory_bytes * reserve.utilization) - used
-        return room if reserve.kv_cache_bytes is None else min(room, reserve.kv_cache_bytes)
+        budget = int(memory_bytes * reserve.utilization) - used
+        return budget if reserve.kv_cache_bytes is None else min(budget, reserve.kv_cache_bytes)
 
     def sequences_that_fit(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
         """Sequences of `context` tokens whose caches fit at once, in every stage."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....quant.base.durable import Entry, file_bytes
+from ....quant.base.atomic_io import Entry, file_bytes
 from .shapes import ModelShape
 from .weights import WeightRecipe
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ....quant.base.errors import BadInput
 
-MOST_LAYERS = 10_000
-MOST = 10**9
+MAX_LAYERS = 10_000
+MAX_COUNT = 10**9
 
 _COUNTS = frozenset(
     {
@@ -118,7 +118,7 @@ def check_nulls(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
 
 
 def _check_count(key: str, value: Any, least: int) -> None:
-    most = MOST_LAYERS if key == "num_hidden_layers" else MOST
+    most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise _nonsense(key, value, f"a whole number from {least} to {most:,}")
 

@@ -46,7 +46,7 @@ class EngineRule:
     name: str
     slots: Callable[[ModelShape, int, CacheKnobs], int]
     kv_dtypes: tuple[str, ...]
-    says: str
+    description: str
 
     def kv_bytes(
         self,
@@ -78,7 +78,7 @@ def resident_tokens(shape: ModelShape, tokens: int, step_tokens: int, block_size
     windows = [window for window in shape.windows if window is not None]
     if len(windows) < shape.num_layers:
         return tokens
-    return min(tokens, Window(max(windows)).most_blocks(step_tokens, block_size) * block_size)
+    return min(tokens, Window(max(windows)).max_blocks(step_tokens, block_size) * block_size)
 
 
 def _llmopt(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:

@@ -10,7 +10,7 @@ from ....quant.base.errors import BadInput
 from ....quant.model.checkpoint import INDEX_NAME, read_json
 
 _LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 def stored_weight_bytes(folder: Path) -> int | None:
@@ -30,7 +30,7 @@ def _tensor_bytes(path: Path) -> int:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
-            if length > _MOST_HEADER_BYTES:
+            if length > _MAX_HEADER_BYTES:
                 raise ValueError("its header has no sensible length")
             header = json.loads(file.read(length))
         spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]

@@ -21,7 +21,7 @@ class KvDtype:
     block: int
     block_bytes: int
     scale_bytes: int = 0
-    says: str = ""
+    description: str = ""
 
     def bytes_per_element(self, shape: ModelShape) -> Fraction:
         """Exact bytes of one element, scales spread over the elements that they serve.
@@ -41,21 +41,27 @@ class KvDtype:
 KV_DTYPES = {
     dtype.name: dtype
     for dtype in (
-        KvDtype("bf16", 1, 2, says="2 bytes"),
-        KvDtype("float32", 1, 4, says="4 bytes"),
-        KvDtype("fp8", 1, 1, says="1 byte"),
+        KvDtype("bf16", 1, 2, description="2 bytes"),
+        KvDtype("float32", 1, 4, description="4 bytes"),
+        KvDtype("fp8", 1, 1, description="1 byte"),
         KvDtype(
             "fp8_per_token_head",
             1,
             1,
             scale_bytes=4,
-            says="1 byte, and a float32 scale per token and head",
+            description="1 byte, and a float32 scale per token and head",
         ),
-        KvDtype("int8", 1, 1, scale_bytes=4, says="1 byte, and a float32 scale per token and head"),
-        KvDtype("nvfp4", 16, 9, says="half a byte, and an fp8 scale per 16"),
-        KvDtype("q8_0", 32, 34, says="34 bytes per 32"),
-        KvDtype("q5_1", 32, 24, says="24 bytes per 32"),
-        KvDtype("q4_0", 32, 18, says="18 bytes per 32"),
+        KvDtype(
+            "int8",
+            1,
+            1,
+            scale_bytes=4,
+            description="1 byte, and a float32 scale per token and head",
+        ),
+        KvDtype("nvfp4", 16, 9, description="half a byte, and an fp8 scale per 16"),
+        KvDtype("q8_0", 32, 34, description="34 bytes per 32"),
+        KvDtype("q5_1", 32, 24, description="24 bytes per 32"),
+        KvDtype("q4_0", 32, 18, description="18 bytes per 32"),
     )
 }
 

@@ -128,7 +128,7 @@ def recipe_for(
                 )
         return recipe
     if name != "gptq":
-        recipe = _laid_out(recipe, symmetric, file_format)
+        recipe = _kernel_metadata(recipe, symmetric, file_format)
     elif file_format is not None:
         raise BadInput("--format has no meaning for gptq, which is a format itself")
     if group_size is None and recipe.group_size < 0:
@@ -136,7 +136,7 @@ def recipe_for(
     return replace(recipe, group_size=_group_size(recipe, shape, group_size))
 
 
-def _laid_out(
+def _kernel_metadata(
     recipe: WeightRecipe, symmetric: bool | None, file_format: str | None
 ) -> WeightRecipe:
     """The recipe in one of the project's formats."""

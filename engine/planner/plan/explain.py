@@ -75,7 +75,7 @@ def _cache(plan: Plan) -> Iterator[Formula]:
         "layers x (latent + rope) x bytes"
         if shape.latent
         else "layers x 2 x KV heads x head_dim x bytes",
-        f"{shape.num_layers} x {per_layer} x {_number(element)} ({dtype.says})",
+        f"{shape.num_layers} x {per_layer} x {_number(element)} ({dtype.description})",
         f"{shape.kv_bytes_per_token(element):,} B",
     )
     counts = Counter(shape.windows)
@@ -96,7 +96,7 @@ def _cache(plan: Plan) -> Iterator[Formula]:
         size = rule.kv_bytes(shape, work.context, element, knobs)
         yield Formula(
             f"KV of a sequence in {rule.name}",
-            rule.says,
+            rule.description,
             f"{slots:,} slots x {_number(rule.cached_elements(shape) * element)}",
             f"{size:,} B = {format_gib(size)}",
         )

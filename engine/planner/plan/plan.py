@@ -15,8 +15,8 @@ from ..memory.cache_size import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     CacheRequest,
-    CacheRoom,
     CacheSize,
+    KvCacheBudget,
     size_cache,
 )
 from ..memory.memory import Deployment, Reserve
@@ -215,10 +215,10 @@ def _engine_cache(
         memory_bytes=setup.kv_cache_bytes,
     )
     if device.kind == "cpu":
-        room = CacheRoom.on_cpu(max(0, device.memory_bytes - deployment.weight_bytes))
+        budget = KvCacheBudget.on_cpu(max(0, device.memory_bytes - deployment.weight_bytes))
     else:
         largest = replace(reserve, chunk_tokens=step_tokens, max_num_seqs=sequences)
-        room = CacheRoom.on_cuda(
+        budget = KvCacheBudget.on_cuda(
             device.memory_bytes,
             reserve.utilization,
             deployment.weight_bytes,
@@ -226,7 +226,7 @@ def _engine_cache(
             deployment.overhead_bytes(),
         )
     try:
-        return size_cache(deployment.shape, request, room)
+        return size_cache(deployment.shape, request, budget)
     except BadInput:
         return None
 

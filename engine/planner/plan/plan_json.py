@@ -82,7 +82,7 @@ def engines_as_dict(plan: Plan, first: DevicePlan, element: Fraction) -> dict[st
                 first.device.memory_bytes, reserve, work.context
             ),
             "stores_kv_dtype": work.kv_dtype in rule.kv_dtypes,
-            "rule": rule.says,
+            "rule": rule.description,
         }
     return found
 

@@ -8,7 +8,7 @@ from ....quant.base.errors import BadInput
 from ..device.devices import Device
 from ..device.money import Prices
 from ..device.speed import DEFAULT_EFFICIENCY, Efficiency
-from ..memory.cache_size import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, CacheRoom
+from ..memory.cache_size import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, KvCacheBudget
 from ..memory.memory import Reserve
 from ..model.engine_rules import engine_rule
 from ..model.kv_dtypes import kv_dtype
@@ -84,11 +84,11 @@ class Setup:
                 self.max_num_seqs,
                 self.kv_cache_bytes,
             )
-        room = CacheRoom.on_cpu(max(0, device.memory_bytes - weight_bytes))
+        budget = KvCacheBudget.on_cpu(max(0, device.memory_bytes - weight_bytes))
         sequences = self.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cpu"]
         return Reserve(
             1.0 if self.utilization is None else self.utilization,
             self.max_num_batched_tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"], sequences),
             sequences,
-            room.num_bytes if self.kv_cache_bytes is None else self.kv_cache_bytes,
+            budget.num_bytes if self.kv_cache_bytes is None else self.kv_cache_bytes,
         )

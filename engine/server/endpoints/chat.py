@@ -46,8 +46,8 @@ class ChatShape:
             message["tool_calls"] = [call.as_json() for call in calls]
         return self._choice(choice, completion, {"message": message})
 
-    def part(self, choice: int, job: int, piece: Completion, *, first: bool) -> dict[str, Any]:
-        content, calls, num_before = self._read(choice, piece)
+    def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
+        content, calls, num_before = self._read(choice, output)
         delta: dict[str, Any] = {"content": content}
         if calls:
             delta = {"content": content} if content else {}
@@ -56,20 +56,20 @@ class ChatShape:
             ]
         # The role comes with the first token: an event of its own would look like one to a stopwatch.
         return self._choice(
-            choice, piece, {"delta": {"role": "assistant"} | delta if first else delta}
+            choice, output, {"delta": {"role": "assistant"} | delta if first else delta}
         )
 
-    def _read(self, choice: int, piece: Completion) -> tuple[str, list[Call], int]:
+    def _read(self, choice: int, output: Completion) -> tuple[str, list[Call], int]:
         """Text and calls of a piece, and how many calls there were before it."""
         if self._reader is None:
-            return piece.text, [], 0
+            return output.text, [], 0
         reader = self._readers.setdefault(choice, self._reader())
         before = reader.num_calls
-        text, calls = reader.feed(piece.text, is_last=piece.finish_reason is not None)
+        text, calls = reader.feed(output.text, is_last=output.finish_reason is not None)
         return text, calls, before
 
-    def _choice(self, choice: int, piece: Completion, content: dict[str, Any]) -> dict[str, Any]:
-        scored, reason = piece.logprobs, piece.finish_reason
+    def _choice(self, choice: int, output: Completion, content: dict[str, Any]) -> dict[str, Any]:
+        scored, reason = output.logprobs, output.finish_reason
         called = choice in self._readers and self._readers[choice].num_calls > 0
         if reason == "stop" and called and not self._tool_is_named:
             reason = "tool_calls"
@@ -78,7 +78,7 @@ class ChatShape:
             **content,
             "logprobs": None if scored is None else chat_logprobs(self._text, scored),
             "finish_reason": reason,
-            "stop_reason": piece.stop_reason,
+            "stop_reason": output.stop_reason,
         }
 
 
@@ -101,7 +101,7 @@ def chat_router(service: Service) -> APIRouter:
         def reader() -> ToolReader:
             assert form is not None
             most = 1 if body.parallel_tool_calls is False else None
-            return ToolReader(form, max_calls=most, endings=service.text.endings)
+            return ToolReader(form, max_calls=most, stop_texts=service.text.stop_texts)
 
         shape = ChatShape(
             service.text,

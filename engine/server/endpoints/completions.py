@@ -38,12 +38,12 @@ class CompletionShape:
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
         return self.part(choice, job, completion, first=True)
 
-    def part(self, choice: int, job: int, piece: Completion, *, first: bool) -> dict[str, Any]:
-        text = piece.text
-        token_ids: list[int] = piece.token_ids
+    def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
+        text = output.text
+        token_ids: list[int] = output.token_ids
         scores: list[TokenLogprobs | None] | None = None
-        if piece.logprobs is not None:
-            scores = [*piece.logprobs]
+        if output.logprobs is not None:
+            scores = [*output.logprobs]
         if first and self._echoed is not None:
             text = self._echoed[job] + text
             if scores is not None:
@@ -62,8 +62,8 @@ class CompletionShape:
             "index": choice,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
         }
 
     def _length(self, token_ids: Sequence[int]) -> int:

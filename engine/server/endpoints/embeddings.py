@@ -89,7 +89,7 @@ class _Embedding:
 
     def __call__(self, engine: Engine) -> torch.Tensor:
         scheduler, count = engine.scheduler, len(self._token_ids)
-        if count <= engine.max_model_len and scheduler.config.most_blocks(count) > (
+        if count <= engine.max_model_len and scheduler.config.max_blocks(count) > (
             scheduler.pool.num_free
         ):
             raise TooMany("the KV cache has no room for the text now", {"Retry-After": "1"})

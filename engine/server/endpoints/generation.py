@@ -44,7 +44,7 @@ class Generation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ResponseContext:
     """What every response says of itself, and the stream that it is made from."""
 
     id: str
@@ -107,7 +107,7 @@ class Service:
         params: SamplingParams,
         prompts: Sequence[Sequence[int]],
         id_prefix: str,
-        generation: Callable[[Answer], Generation],
+        generation: Callable[[ResponseContext], Generation],
         arrival_seconds: float,
     ) -> Response:
         """Generate for `prompts`; the response follows `body.stream`.
@@ -133,7 +133,7 @@ class Service:
             for index, token_ids in enumerate(prompts)
         ]
         stream = await self.loop.submit(jobs)
-        answer = generation(Answer(response_id, name, int(time.time()), stream))
+        answer = generation(ResponseContext(response_id, name, int(time.time()), stream))
         if body.stream:
             events = answer.events(body.stream_options or StreamOptions())
             return EventStream(events, on_close=stream.close)
@@ -158,7 +158,7 @@ class Shape(Protocol):
         """A finished choice of a response that is no stream."""
         ...
 
-    def part(self, choice: int, job: int, piece: Completion, *, first: bool) -> dict[str, Any]:
+    def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
         """What an event adds to a choice; `first` is set on its first event."""
         ...
 
@@ -166,8 +166,8 @@ class Shape(Protocol):
 class Choices:
     """The output of one request as a list of choices, as completions and chats have it."""
 
-    def __init__(self, answer: Answer, shape: Shape) -> None:
-        self._answer = answer
+    def __init__(self, answer: ResponseContext, shape: Shape) -> None:
+        self._context = answer
         self._shape = shape
         jobs = answer.stream.jobs
         self._job_of = {job.request_id: index for index, job in enumerate(jobs)}
@@ -175,10 +175,10 @@ class Choices:
 
     async def document(self) -> dict[str, Any]:
         completions: dict[int, tuple[int, Completion]] = {}
-        async for piece in self._answer.stream:
-            choice, job = self._take(piece)
+        async for output in self._context.stream:
+            choice, job = self._take(output)
             _, completion = completions.setdefault(choice, (job, Completion(choice)))
-            completion.extend(piece)
+            completion.extend(output)
         choices = [
             self._shape.whole(choice, job, completion)
             for choice, (job, completion) in sorted(completions.items())
@@ -190,10 +190,10 @@ class Choices:
         started: set[int] = set()
         wants_usage = options.include_usage or options.continuous_usage_stats
         try:
-            async for piece in self._answer.stream:
-                choice, job = self._take(piece)
+            async for output in self._context.stream:
+                choice, job = self._take(output)
                 completion = Completion(choice)
-                completion.extend(piece)
+                completion.extend(output)
                 part = self._shape.part(choice, job, completion, first=choice not in started)
                 started.add(choice)
                 event = self._envelope(self._shape.chunk_name, [part])
@@ -209,20 +209,20 @@ class Choices:
         except ApiError as error:
             yield server_sent(error.body())
 
-    def _take(self, piece: RequestOutput) -> tuple[int, int]:
+    def _take(self, output: RequestOutput) -> tuple[int, int]:
         """Count a piece; returns the choice and the job that it belongs to."""
-        job = self._job_of[piece.request_id]
-        self._usage.take(piece)
-        if piece.prompt_logprobs is not None:
-            self._shape.prompt_scored(job, piece.prompt_logprobs)
-        return job * self._answer.stream.jobs[job].params.n + piece.index, job
+        job = self._job_of[output.request_id]
+        self._usage.take(output)
+        if output.prompt_logprobs is not None:
+            self._shape.prompt_scored(job, output.prompt_logprobs)
+        return job * self._context.stream.jobs[job].params.n + output.index, job
 
     def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self._answer.id,
+            "id": self._context.id,
             "object": name,
-            "created": self._answer.created,
-            "model": self._answer.model,
+            "created": self._context.created,
+            "model": self._context.model,
             "choices": choices,
         }
 
@@ -254,8 +254,8 @@ def _request_id(request: Request) -> str | None:
 def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:
     """One event of a stream, by name where its clients want names."""
     text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-    front = b"" if name is None else f"event: {name}\n".encode()
-    return front + b"data: " + text.encode() + b"\n\n"
+    event_line = b"" if name is None else f"event: {name}\n".encode()
+    return event_line + b"data: " + text.encode() + b"\n\n"
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -16,7 +16,7 @@ from ..protocol.errors import ApiError
 from ..protocol.protocol import GenerationRequest, StreamOptions, unsupported
 from ..protocol.structure import ANY_OBJECT, Constraint, JsonSchemaFormat
 from ..text.text import Tokenization
-from .generation import Answer, Service, server_sent
+from .generation import ResponseContext, Service, server_sent
 from .logprobs import chat_logprobs
 from .usage import Usage
 
@@ -108,8 +108,8 @@ class ResponsesRequest(GenerationRequest):
 class TextResponse:
     """The output of one request as a response object, or as the events that build it."""
 
-    def __init__(self, answer: Answer, body: ResponsesRequest, text: Tokenization) -> None:
-        self._answer = answer
+    def __init__(self, answer: ResponseContext, body: ResponsesRequest, text: Tokenization) -> None:
+        self._context = answer
         self._body = body
         self._text = text
         self._usage = Usage(answer.stream.jobs)
@@ -118,9 +118,9 @@ class TextResponse:
 
     async def document(self) -> dict[str, Any]:
         completion = Completion(0)
-        async for piece in self._answer.stream:
-            self._usage.take(piece)
-            completion.extend(piece)
+        async for output in self._context.stream:
+            self._usage.take(output)
+            completion.extend(output)
         return self._finished(completion)
 
     async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
@@ -135,15 +135,15 @@ class TextResponse:
         yield self._event("response.in_progress", {"response": begun})
         is_open = False
         try:
-            async for piece in self._answer.stream:
-                self._usage.take(piece)
+            async for output in self._context.stream:
+                self._usage.take(output)
                 if not is_open:
                     is_open = True
                     for event in self._opening(where):
                         yield event
-                completion.extend(piece)
+                completion.extend(output)
                 part = Completion(0)
-                part.extend(piece)
+                part.extend(output)
                 if part.text or part.logprobs:
                     delta = {"delta": part.text, "logprobs": self._logprobs(part)}
                     yield self._event("response.output_text.delta", {**where, **delta})
@@ -228,11 +228,11 @@ class TextResponse:
         body = self._body
         form = TextFormat() if body.text is None else body.text.format
         return {
-            "id": self._answer.id,
+            "id": self._context.id,
             "object": "response",
-            "created_at": self._answer.created,
+            "created_at": self._context.created,
             "status": status,
-            "model": self._answer.model,
+            "model": self._context.model,
             "output": output,
             "error": None,
             "incomplete_details": None,

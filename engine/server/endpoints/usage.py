@@ -19,10 +19,10 @@ class Usage:
         self._cached_tokens: dict[str, int] = {}
         self._times: dict[tuple[str, int], RequestTimes] = {}
 
-    def take(self, piece: RequestOutput) -> None:
-        self.num_output_tokens += len(piece.new_token_ids)
-        self._cached_tokens[piece.request_id] = piece.num_cached_tokens
-        self._times[piece.request_id, piece.index] = piece.times
+    def take(self, output: RequestOutput) -> None:
+        self.num_output_tokens += len(output.new_token_ids)
+        self._cached_tokens[output.request_id] = output.num_cached_tokens
+        self._times[output.request_id, output.index] = output.times
 
     @property
     def num_cached_tokens(self) -> int:

@@ -17,7 +17,7 @@ from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import Aborted, TooMany, Unavailable
 from ..protocol.server_options import ServerOptions
 from .metrics import ServerMetrics
-from .pace import Pace
+from .retry_after import RetryAfter
 from .stream import Job, OutputStream
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class _Reply:
     value: Any = None
     error: Exception | None = None
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         if self.future.done():  # whoever asked has gone
             return
         if self.error is None:
@@ -59,7 +59,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self.metrics = ServerMetrics()
         self._options = options
-        self._pace = Pace()
+        self._retry_after = RetryAfter()
         self._warm = asyncio.Event()
         self._engine = engine
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -183,13 +183,13 @@ class EngineLoop:
             self._post(self._warm.set)
             while not self._stopping:
                 replies = self._take_calls(wait=not engine.has_unfinished())
-                pieces = engine.step() if engine.has_unfinished() else []
-                for piece in pieces:
-                    if piece.finish_reason is not None:
-                        self._pace.note_end()
-                self.metrics.note_step(pieces)
-                if replies or pieces:
-                    self._post(self._deliver, replies, pieces)
+                outputs = engine.step() if engine.has_unfinished() else []
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        self._retry_after.record_finish()
+                self.metrics.note_step(outputs)
+                if replies or outputs:
+                    self._post(self._deliver, replies, outputs)
         except Exception as error:
             if isinstance(error, Failure):
                 _log.error("the engine failed: %s", error)
@@ -212,13 +212,13 @@ class EngineLoop:
             except Exception as error:
                 replies.append(_Reply(call.future, error=error))
 
-    def _deliver(self, replies: Sequence[_Reply], pieces: Sequence[RequestOutput]) -> None:
+    def _deliver(self, replies: Sequence[_Reply], outputs: Sequence[RequestOutput]) -> None:
         for reply in replies:
-            reply.settle()
-        for piece in pieces:
-            stream = self._streams.get(piece.request_id)
+            reply.resolve()
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
             if stream is not None:
-                stream.push(piece)
+                stream.push(output)
 
     def _post(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -235,7 +235,7 @@ class EngineLoop:
         if num_waiting > most:
             raise TooMany(
                 f"{num_waiting} sequences would wait, {most} may: try again later, or send less at once",
-                self._pace.retry_after(num_waiting - most),
+                self._retry_after.retry_after(num_waiting - most),
             )
         for index, job in enumerate(jobs):
             try:

@@ -106,7 +106,7 @@ class ServerMetrics:
         self._last_token.pop(request_id, None)
         self.finished["abort"] += 1
 
-    def note_step(self, pieces: Sequence[RequestOutput]) -> None:
+    def note_step(self, outputs: Sequence[RequestOutput]) -> None:
         """Take what a step brought, or nothing where calls alone changed the engine."""
         self.stats = self._engine.stats
         for step in self._recorder.steps:
@@ -116,38 +116,38 @@ class ServerMetrics:
             self.step_seconds["output"] += step.update_seconds
             self.distributions.iteration_tokens.observe(step.prefill_tokens + step.decode_tokens)
         self._recorder.steps.clear()
-        for piece in pieces:
-            self._take(piece)
+        for output in outputs:
+            self._take(output)
         if self._engine.scheduler.num_preemptions != self._num_preemptions:
             self._find_preempted()
         if self._engine.config.loras:
             self._find_adapters()
 
-    def _take(self, piece: RequestOutput) -> None:
-        seen, times = self.distributions, piece.times
+    def _take(self, output: RequestOutput) -> None:
+        seen, times = self.distributions, output.times
         assert times.first_scheduled is not None and times.first_token is not None
         assert times.last_token is not None
-        last = self._last_token.setdefault(piece.request_id, {})
-        self.num_generation_tokens += len(piece.new_token_ids)
-        if piece.index in last:
-            seen.inter_token_latency_seconds.observe(times.last_token - last[piece.index])
-        elif piece.index == 0:
-            self.num_prompt_tokens += piece.num_prompt_tokens
+        last = self._last_token.setdefault(output.request_id, {})
+        self.num_generation_tokens += len(output.new_token_ids)
+        if output.index in last:
+            seen.inter_token_latency_seconds.observe(times.last_token - last[output.index])
+        elif output.index == 0:
+            self.num_prompt_tokens += output.num_prompt_tokens
             seen.time_to_first_token_seconds.observe(times.first_token - times.arrival)
             seen.request_queue_time_seconds.observe(times.first_scheduled - times.arrival)
             seen.request_prefill_time_seconds.observe(times.first_token - times.first_scheduled)
-            seen.request_prompt_tokens.observe(piece.num_prompt_tokens)
-        last[piece.index] = times.last_token
-        if piece.finish_reason is None:
+            seen.request_prompt_tokens.observe(output.num_prompt_tokens)
+        last[output.index] = times.last_token
+        if output.finish_reason is None:
             return
-        self.finished[piece.finish_reason] += 1
+        self.finished[output.finish_reason] += 1
         seen.e2e_request_latency_seconds.observe(times.last_token - times.arrival)
         seen.request_inference_time_seconds.observe(times.last_token - times.first_scheduled)
         seen.request_decode_time_seconds.observe(times.last_token - times.first_token)
-        seen.request_generation_tokens.observe(piece.num_output_tokens)
-        del last[piece.index]
+        seen.request_generation_tokens.observe(output.num_output_tokens)
+        del last[output.index]
         if not last:
-            del self._last_token[piece.request_id]
+            del self._last_token[output.request_id]
 
     def _find_preempted(self) -> None:
         scheduler, now = self._engine.scheduler, time.perf_counter()

@@ -24,7 +24,7 @@ class Job:
 
 
 class OutputStream:
-    """What the engine makes of some jobs, as it makes it: `async for piece in stream`.
+    """What the engine makes of some jobs, as it makes it: `async for output in stream`.
 
     Ends when every completion of every job has a finish reason. Raises `Unavailable` where the engine
     fails or stops first, and `TimedOut` after `timeout_seconds`. `close` must be called in the end; it
@@ -39,7 +39,7 @@ class OutputStream:
     ) -> None:
         self.jobs = jobs
         self._on_close = on_close
-        self._pieces: asyncio.Queue[RequestOutput | ApiError] = asyncio.Queue()
+        self._outputs: asyncio.Queue[RequestOutput | ApiError] = asyncio.Queue()
         self._num_unfinished = sum(job.params.n for job in jobs)
         self._deadline = asyncio.get_running_loop().call_later(
             timeout_seconds, self.push, TimedOut(timeout_seconds)
@@ -47,18 +47,18 @@ class OutputStream:
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while not self.is_finished:
-            piece = await self._pieces.get()
-            if isinstance(piece, ApiError):
-                raise piece
-            self._num_unfinished -= piece.finish_reason is not None
-            yield piece
+            output = await self._outputs.get()
+            if isinstance(output, ApiError):
+                raise output
+            self._num_unfinished -= output.finish_reason is not None
+            yield output
 
     @property
     def is_finished(self) -> bool:
         return self._num_unfinished == 0
 
-    def push(self, piece: RequestOutput | ApiError) -> None:
-        self._pieces.put_nowait(piece)
+    def push(self, output: RequestOutput | ApiError) -> None:
+        self._outputs.put_nowait(output)
 
     def close(self) -> None:
         self._deadline.cancel()

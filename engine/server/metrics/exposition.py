@@ -107,12 +107,14 @@ class _EngineCollector(Collector):
             "spec_decode_num_drafts", "Times that guesses were checked.", stats.num_drafts
         )
         yield self._counter(
-            "spec_decode_num_draft_tokens", "Tokens that speculation guessed.", stats.num_guesses
+            "spec_decode_num_draft_tokens",
+            "Tokens that speculation guessed.",
+            stats.num_draft_tokens,
         )
         yield self._counter(
             "spec_decode_num_accepted_tokens",
             "Guessed tokens that stood.",
-            stats.num_accepted_guesses,
+            stats.num_accepted_tokens,
         )
         yield self._gauge(
             "lora_requests_info",

@@ -16,7 +16,7 @@ from ..protocol.errors import Unavailable
 from .exposition import speed_features
 
 INTERVAL_SECONDS = 0.25
-MOST_WAITING = 40
+MAX_WAITING = 40
 """Waiting sequences that are listed; the others are only counted."""
 
 
@@ -76,7 +76,7 @@ def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
         "running": [
             _sequence(r, now) | {"blocks": runs(r.held_block_ids)} for r in scheduler.running
         ],
-        "waiting": [_sequence(request, now) for request in waiting[:MOST_WAITING]],
+        "waiting": [_sequence(request, now) for request in waiting[:MAX_WAITING]],
         "num_waiting": len(waiting),
         "counters": {
             "steps": metrics.num_steps,
@@ -85,8 +85,8 @@ def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
             "preemptions": stats.num_preemptions,
             "prefix_queries": stats.prefix_cache_queries,
             "prefix_hits": stats.prefix_cache_hits,
-            "guesses": stats.num_guesses,
-            "accepted_guesses": stats.num_accepted_guesses,
+            "draft_tokens": stats.num_draft_tokens,
+            "accepted_tokens": stats.num_accepted_tokens,
             "finished": sum(metrics.finished.values()),
         },
         "step_seconds": metrics.step_seconds,

@@ -58,10 +58,10 @@ class Tokenization:
     ) -> None:
         """`max_model_len` is the most tokens that a prompt may have, for texts that are longer anyhow.
         `chat_template` takes the place of the model's, `tool_format` that of what the template uses.
-        `endings` are the texts of the tokens that end a sequence."""
+        `stop_texts` are the texts of the tokens that end a sequence."""
         self._tokenizer = copy.deepcopy(tokenizer)
         longest_token = max(map(len, self._tokenizer.get_vocab()))
-        self._most_characters = None if max_model_len is None else max_model_len * longest_token
+        self._max_characters = None if max_model_len is None else max_model_len * longest_token
         self._given_template = chat_template
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
@@ -71,7 +71,7 @@ class Tokenization:
         self._anchor = self._encode_text("a")[-1]
         self._anchor_text = self._decode([self._anchor])
         self._texts: dict[int, TokenText] = {}
-        self.endings = tuple(self._decode([token]) for token in end_token_ids)
+        self.stop_texts = tuple(self._decode([token]) for token in end_token_ids)
 
     @property
     def template_source(self) -> str:
@@ -142,7 +142,7 @@ class Tokenization:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     def _encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if self._most_characters is not None and len(text) > self._most_characters:
+        if self._max_characters is not None and len(text) > self._max_characters:
             # Encoding it could take minutes, and everybody else's texts would wait.
             raise BadInput(
                 f"the prompt has {len(text)} characters: its tokens exceed the model's context length"

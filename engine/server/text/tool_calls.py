@@ -86,15 +86,15 @@ class ToolReader:
     """
 
     def __init__(
-        self, form: ToolFormat, *, max_calls: int | None = None, endings: Sequence[str] = ()
+        self, form: ToolFormat, *, max_calls: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         self._format = form
         self._max_calls = max_calls
-        self._endings = endings
+        self._stop_texts = stop_texts
         self._held = ""
         self._in_calls = False
         self._opened = ""
-        self._begun = False
+        self._started = False
         self._shown_since = False
         self.num_calls = 0
 
@@ -102,7 +102,7 @@ class ToolReader:
         """Add a piece; returns what may be shown now, and the calls that it completed."""
         if is_last:
             # Where special tokens are shown, so is the one that ended the text.
-            text = next((text.removesuffix(e) for e in self._endings if text.endswith(e)), text)
+            text = next((text.removesuffix(e) for e in self._stop_texts if text.endswith(e)), text)
         self._held += text
         shown = ""
         calls: list[Call] = []
@@ -119,11 +119,11 @@ class ToolReader:
         return shown, calls
 
     def _take_text(self) -> str:
-        if not self._begun:
+        if not self._started:
             front = self._held.lstrip()
             if not front:
                 return ""
-            self._begun = True
+            self._started = True
             if front[0] in self._format.bare:
                 self._in_calls = True
                 return ""

@@ -202,12 +202,12 @@ def test_responses_cut_anywhere(message: bytes) -> None:
         assert not response.is_whole
         response.feed(2.0, message[cut:])
         assert response.is_whole and response.keeps_alive and response.status == 200
-        assert b"".join(data for _, data in response.pieces) == BODY
+        assert b"".join(data for _, data in response.chunks) == BODY
     response = Response()
     for number in range(len(message)):
         response.feed(float(number), message[number : number + 1])
-    assert response.is_whole and b"".join(data for _, data in response.pieces) == BODY
-    assert all(earlier < later for (earlier, _), (later, _) in pairwise(response.pieces))
+    assert response.is_whole and b"".join(data for _, data in response.chunks) == BODY
+    assert all(earlier < later for (earlier, _), (later, _) in pairwise(response.chunks))
 
 
 def test_a_body_until_the_end_of_the_connection() -> None:

@@ -128,7 +128,7 @@ def test_the_server_refuses_a_wrong_model(url: str, tmp_path: Path) -> None:
     assert result["failed"] == 24 and "HTTP 404: no model 'someone-else'" in result["errors"][0]
 
 
-def test_two_servers_take_turns(url: str, tmp_path: Path, capsys) -> None:
+def test_two_servers_are_measured_in_pairs(url: str, tmp_path: Path, capsys) -> None:
     words = ["--no-check-client", "--gpu-hour-price", "2"]
     code = llmopt(
         "bench", *FAST, *words, "--base-url", url, "--against", url.replace("127.0.0.1", "localhost"),

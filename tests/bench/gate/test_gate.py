@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from llmopt.bench.gate.compare import Comparison, RunData, compare
 from llmopt.bench.gate.gate import COUNTED, MEASURED, Outcome, parse_gate, speed_limits
-from llmopt.bench.gate.judge import crowding
+from llmopt.bench.gate.judge import interference
 from llmopt.bench.gate.outputs import benchmark_entries, junit
 from llmopt.bench.page.page import markdown_table
 from llmopt.bench.report.comparison_tables import deltas_table
@@ -21,7 +21,7 @@ from llmopt.quant.base.errors import BadInput
 def run_of(
     ttft: list[float],
     *,
-    arms: str | None = None,
+    pair_id: str | None = None,
     load: float | None = 0.0,
     name: str = "run",
     weights: int = 1000,
@@ -58,7 +58,7 @@ def run_of(
     identity |= {"load": {}, "engine": {}, "model": "m", "quantization": None, "dtype": "float32"}
     ours: dict[str, Any] = {
         "run_id": f"{name} {ttft} {load}",
-        "arms": arms,
+        "arms": pair_id,
         "name": name,
         "interrupted": False,
         "slowdown": 1.0,
@@ -169,14 +169,14 @@ def test_neighbours_excuse_a_slowdown_and_forbid_a_pass() -> None:
     assert compare(quiet, run_of([v * 3 for v in STEADY], load=0.5)).outcome is Outcome.REGRESSION
     # A base that was slowed could hide that the new run is worse.
     assert compare(run_of(STEADY, load=0.5), run_of(STEADY)).outcome is Outcome.NO_VERDICT
-    assert crowding(quiet, busy, relative=True) == pytest.approx((math.log(2), 0.0))
+    assert interference(quiet, busy, relative=True) == pytest.approx((math.log(2), 0.0))
 
 
-def test_runs_that_took_turns_met_the_same_neighbours() -> None:
-    base = run_of([20.0, 40.0, 25.0, 30.0, 21.0], arms="a", load=0.5)
-    worse = run_of([v * 1.15 for v in (20.0, 40.0, 25.0, 30.0, 21.0)], arms="a", load=0.5)
+def test_paired_runs_met_the_same_interference() -> None:
+    base = run_of([20.0, 40.0, 25.0, 30.0, 21.0], pair_id="a", load=0.5)
+    worse = run_of([v * 1.15 for v in (20.0, 40.0, 25.0, 30.0, 21.0)], pair_id="a", load=0.5)
     assert compare(base, worse).outcome is Outcome.REGRESSION
-    level = run_of([20.1, 39.9, 25.0, 30.1, 20.9], arms="a", load=0.5, name="other")
+    level = run_of([20.1, 39.9, 25.0, 30.1, 20.9], pair_id="a", load=0.5, name="other")
     assert compare(base, level).outcome is Outcome.PASS
 
 

@@ -108,7 +108,7 @@ def test_csv_holds_what_parquet_holds(root: Path) -> None:
     assert json.loads(rows[0]["chunk_times_s"]) == table["chunk_times_s"][0]
 
 
-def test_against_measures_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_against_measures_paired_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = llmopt(
         "bench", "stories3M", *FAST, "--against", "stories3M", "--no-quality", "--name", "new",
         "--result-dir", tmp_path, "--gate", "weight_bytes<=+0% median_tpot_ms<=+900%", "--json",
@@ -116,8 +116,8 @@ def test_against_measures_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 0
     verdict = json.loads(capsys.readouterr().out)["llmopt"]["verdict"]
     assert (verdict["base"], verdict["new"]) == ("stories3M", "new")
-    arms = {RunData.read(one).result["llmopt"]["arms"] for one in tmp_path.iterdir()}
-    assert len(list(tmp_path.iterdir())) == 2 and len(arms) == 1 and None not in arms
+    pair_ids = {RunData.read(one).result["llmopt"]["arms"] for one in tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == 2 and len(pair_ids) == 1 and None not in pair_ids
 
 
 @pytest.mark.parametrize(

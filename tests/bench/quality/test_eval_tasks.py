@@ -20,7 +20,7 @@ from llmopt.bench.quality.eval_scoring import (
     rolling_windows,
 )
 from llmopt.bench.quality.eval_tasks import metric_rows, prepare_tasks, task_tables
-from llmopt.bench.session.sweep import Rig
+from llmopt.bench.session.sweep import SweepTarget
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.engine.config.config import EngineConfig
@@ -167,7 +167,7 @@ def test_what_cannot_score_tasks_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     options = checked(BenchOptions, {"tasks": "a, b"}, "option")
     assert options.tasks == ("a", "b")
     with pytest.raises(BadInput, match="scores no tasks"):
-        Rig(options, "rate")
+        SweepTarget(options, "rate")
     monkeypatch.setitem(import_module("sys").modules, "lm_eval", None)
     with pytest.raises(BadInput, match=r"pip install 'llmopt\[eval\]'"):
         prepare_tasks(["hellaswag"])

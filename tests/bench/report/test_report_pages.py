@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.bench.files.run_folder import stamped, whole_folder, write_whole
+from llmopt.bench.files.run_folder import atomic_folder, stamped, write_atomically
 from llmopt.bench.gate.compare import Outcome, QualityGate, RunData, compare, parse_share
 from llmopt.bench.metrics import run_statistics
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
@@ -329,20 +329,20 @@ def test_read_result_refuses_what_it_cannot_judge(tmp_path: Path) -> None:
 def test_folders_are_whole_or_absent(tmp_path: Path) -> None:
     target = stamped(tmp_path, "a name/with: signs")
     assert target.name.endswith("-a-name-with-signs")
-    with pytest.raises(RuntimeError), whole_folder(target) as folder:
+    with pytest.raises(RuntimeError), atomic_folder(target) as folder:
         (folder / "half").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         (folder / "all").write_text("x")
         assert not target.exists()
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
-    with pytest.raises(BadInput, match="exists"), whole_folder(target):
+    with pytest.raises(BadInput, match="exists"), atomic_folder(target):
         pass
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="in the way"), whole_folder(tmp_path / "file" / "x"):
+    with pytest.raises(BadInput, match="in the way"), atomic_folder(tmp_path / "file" / "x"):
         pass
-    write_whole(tmp_path / "page", "text")
+    write_atomically(tmp_path / "page", "text")
     assert (tmp_path / "page").read_text() == "text"
 
 

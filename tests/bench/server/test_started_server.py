@@ -40,17 +40,17 @@ def options(serve: str, **more: object) -> BenchOptions:
 
 
 def test_a_real_server_is_measured_and_gone_afterwards() -> None:
-    with served(options("transformers")) as settled:
-        assert settled.serve is None and settled.base_url is not None
-        run = run_bench(settled)
+    with served(options("transformers")) as resolved_options:
+        assert resolved_options.serve is None and resolved_options.base_url is not None
+        run = run_bench(resolved_options)
     started = run.result["llmopt"]["server"]["started"]
     assert (run.result["completed"], run.result["failed"]) == (4, 0)
     assert run.result["total_output_tokens"] == 4 * 6
     assert started["preset"] == "transformers" and started["version"][0].isdigit()
-    assert started["command"][-1] == settled.base_url.rpartition(":")[2]
+    assert started["command"][-1] == resolved_options.base_url.rpartition(":")[2]
     assert run.result["llmopt"]["name"] == "transformers-stories3M"
     with pytest.raises(BadInput, match="no server answers"):
-        run_bench(settled.model_copy(update={"model": None}))
+        run_bench(resolved_options.model_copy(update={"model": None}))
 
 
 @pytest.mark.parametrize(

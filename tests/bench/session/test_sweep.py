@@ -12,8 +12,14 @@ from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.options.sweep_loads import parse_loads
 from llmopt.bench.report.sweep_page import sweep_page
 from llmopt.bench.session import sweep as sweeps
-from llmopt.bench.session.slo import PRECISION, Found, highest_count, highest_rate
-from llmopt.bench.session.sweep import Rig, double_until_flat, find_knee, good_share, sweep_loads
+from llmopt.bench.session.slo import PRECISION, SloResult, highest_count, highest_rate
+from llmopt.bench.session.sweep import (
+    SweepTarget,
+    double_until_flat,
+    find_knee,
+    good_share,
+    sweep_loads,
+)
 from llmopt.cli.main import main
 from llmopt.quant.base.errors import BadInput
 
@@ -35,8 +41,8 @@ def test_rate_search_comes_within_its_precision(limit: float) -> None:
 
 
 def test_rate_search_at_its_ends() -> None:
-    assert highest_rate(lambda _: False, 2.0) == Found(None, 2.0)
-    assert highest_rate(lambda _: True, 2.0) == Found(2.0 * 2**10, None)
+    assert highest_rate(lambda _: False, 2.0) == SloResult(None, 2.0)
+    assert highest_rate(lambda _: True, 2.0) == SloResult(2.0 * 2**10, None)
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 48, 64])
@@ -102,16 +108,18 @@ def test_parse_loads() -> None:
 
 def test_rig_refuses_a_rate_and_a_workload_with_its_own_times() -> None:
     with pytest.raises(BadInput, match="leave --request-rate"):
-        Rig(BenchOptions(request_rate=2.0), "rate")
-    rig = Rig(BenchOptions(dataset="azure", num_prompts=4, num_threads=1), "concurrency")
+        SweepTarget(BenchOptions(request_rate=2.0), "rate")
+    sweep_target = SweepTarget(
+        BenchOptions(dataset="azure", num_prompts=4, num_threads=1), "concurrency"
+    )
     with pytest.raises(BadInput, match="--trace-speed"):
-        rig.measure("concurrency", 1)
+        sweep_target.measure("concurrency", 1)
 
 
 def test_sweep_over_rates_begins_at_the_serial_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeps, "MOST_STEPS", 3)
+    monkeypatch.setattr(sweeps, "MAX_STEPS", 3)
     options = BenchOptions(num_prompts=8, output_len=6, num_threads=1, num_runs=2)
-    found = sweep_loads(Rig(options, "rate"), None)
+    found = sweep_loads(SweepTarget(options, "rate"), None)
     assert found.serial_rate is not None
     rates = [one["rate"] for one in found.ordered()]
     assert rates == pytest.approx([found.serial_rate * 0.5 * 2**n for n in range(len(rates))])
@@ -133,7 +141,7 @@ def test_prefix_cache_hits_are_those_of_the_prefixes() -> None:
         num_threads=1,
         block_size=16,
     )
-    found = Rig(options, "concurrency").measure("concurrency", 1)
+    found = SweepTarget(options, "concurrency").measure("concurrency", 1)
     # One after the other, all but the first of each prefix find its 160 tokens.
     assert found["prefix_cache_hit_rate"] == pytest.approx(8 * 160 / (10 * 192), abs=0.01)
 
@@ -193,16 +201,16 @@ def test_what_makes_no_sense_is_refused(words: list[str], tmp_path: Path) -> Non
 
 
 def test_an_interrupted_sweep_keeps_its_whole_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Rig.measure
+    whole = SweepTarget.measure
 
-    def measure(self: Rig, kind: sweeps.Kind, value: float) -> dict[str, Any]:
+    def measure(self: SweepTarget, kind: sweeps.Kind, value: float) -> dict[str, Any]:
         if value == 2:
             raise KeyboardInterrupt
         return whole(self, kind, value)
 
-    monkeypatch.setattr(Rig, "measure", measure)
+    monkeypatch.setattr(SweepTarget, "measure", measure)
     options = BenchOptions(num_prompts=4, output_len=4, num_threads=1)
-    found = sweep_loads(Rig(options, "concurrency"), [1, 2, 4])
+    found = sweep_loads(SweepTarget(options, "concurrency"), [1, 2, 4])
     assert found.interrupted and [one["concurrency"] for one in found.points] == [1]
     page = sweep_page(found.as_dict())
     assert any("interrupted" in note for note in page.warnings)

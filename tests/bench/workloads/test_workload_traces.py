@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.session import BenchSession
-from llmopt.bench.workloads.datasets import build_workload, settled
+from llmopt.bench.workloads.datasets import build_workload, resolved_options
 from llmopt.bench.workloads.traces import BUNDLED, read_trace, trace_workload
 from llmopt.quant.base.errors import BadInput
 
@@ -249,6 +249,6 @@ def test_a_trace_takes_no_rate() -> None:
         build_workload(BenchOptions(dataset="azure", request_rate=2.0), IDS, 4096)
     options = BenchOptions(dataset="azure", num_prompts=50)
     workload = build_workload(options, IDS, 4096)
-    out = settled(options, workload)
+    out = resolved_options(options, workload)
     assert out.concurrency is None
     assert out.rate == pytest.approx(50 / workload.items[-1].arrival_seconds)

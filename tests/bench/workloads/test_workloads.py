@@ -68,9 +68,9 @@ def test_sharegpt_short_answer_is_kept_when_the_length_is_forced() -> None:
 
 
 def test_sharegpt_counts_what_it_drops(tmp_path: Path) -> None:
-    one_turn = {"conversations": [{"value": "a b c d e"}]}
+    one_message = {"conversations": [{"value": "a b c d e"}]}
     entries = [conversation(2, 9), conversation(9, 2), conversation(60, 60), conversation(5, 7)]
-    path = sharegpt_file(tmp_path, [*entries, one_turn, "no entry"])
+    path = sharegpt_file(tmp_path, [*entries, one_message, "no entry"])
     found = sharegpt_workload(WORDS, num_prompts=9, max_model_len=100, path=path, oversample=False)
     # Both sides carry the tokenizer's special token: 5 + 1 and 7 + 1.
     assert [(len(i.prompt_token_ids), i.output_len) for i in found.items] == [(6, 8)]

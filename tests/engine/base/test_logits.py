@@ -167,19 +167,19 @@ def test_every_completion_has_its_own_place_in_the_grammar(llm, tokenizer, promp
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_guesses_that_the_grammar_refuses_leave_nothing_behind(
+def test_draft_tokens_that_the_grammar_refuses_leave_nothing_behind(
     llm, tokenizer, prompts, method, temperature
 ):
     draft = MODELS / "stories260K" if method == "draft" else None
-    guessing = LLM(
+    draft_length = LLM(
         MODEL, dtype="float32", num_threads=1, speculation=SpeculationConfig(method, draft)
     )
     params: dict[str, Any] = {"temperature": temperature, "seed": 2, "ignore_eos": False}
     expected = outputs(llm, prompts, token_mask=AutomatonMask(Sentence(tokenizer)), **params)
     mask = AutomatonMask(Sentence(tokenizer))
-    assert outputs(guessing, prompts, token_mask=mask, **params) == expected
+    assert outputs(draft_length, prompts, token_mask=mask, **params) == expected
     if method == "draft":
-        assert guessing.engine.stats.num_guesses > 0
+        assert draft_length.engine.stats.num_draft_tokens > 0
     assert all(tokens[-1] == EOS for tokens in expected)
 
 
@@ -246,9 +246,11 @@ class Only:
         return self._mask
 
 
-def draw(mask: Any, barred: tuple[int, ...] = (), endings: tuple[int, ...] = (0,), **params) -> int:
+def draw(
+    mask: Any, suppressed_ids: tuple[int, ...] = (), stop_ids: tuple[int, ...] = (0,), **params
+) -> int:
     own = SamplingParams(token_mask=mask, **{"temperature": 0, **params})
-    row = SamplingRow(own, 0, [1], 1, frozenset(barred), frozenset(endings))
+    row = SamplingRow(own, 0, [1], 1, frozenset(suppressed_ids), frozenset(stop_ids))
     return Sampler().draw(torch.tensor([[0.5, 1.0, 2.0, 3.0, 4.0]]), [row])[0][0]
 
 
@@ -258,13 +260,15 @@ def test_the_mask_has_the_last_word():
     assert draw(Only(1), logits_processors=(lambda history, scores: scores.zero_(),)) == 1
     assert draw(Only(1, 3), temperature=5.0, top_k=5, seed=1) in (1, 3)
     assert draw(Only(1, size=2)) == 1, "what lies behind the end of a mask may not come"
-    assert draw(Only(0, 1, size=1 + 1), barred=(0,)) == 1
+    assert draw(Only(0, 1, size=1 + 1), suppressed_ids=(0,)) == 1
 
 
 def test_where_nothing_is_left_the_sequence_ends():
     assert draw(Only()) == 0
-    assert draw(Only(), endings=(0, 2)) == 2, "the model chooses among the endings"
-    assert draw(Only(3), barred=(3, 0)) == 0, "min_tokens yields to a grammar that is at its end"
+    assert draw(Only(), stop_ids=(0, 2)) == 2, "the model chooses among the endings"
+    assert draw(Only(3), suppressed_ids=(3, 0)) == 0, (
+        "min_tokens yields to a grammar that is at its end"
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,7 +307,7 @@ def test_a_processor_that_fails_takes_nobody_along(llm, prompts):
     assert outputs(llm, prompts[:1], temperature=0)
 
 
-def test_a_mask_needs_an_ending(llm, prompts):
+def test_a_mask_needs_a_stop_token(llm, prompts):
     known, llm.engine.eos_token_ids = llm.engine.eos_token_ids, frozenset()
     try:
         with pytest.raises(BadInput, match="give stop_token_ids"):

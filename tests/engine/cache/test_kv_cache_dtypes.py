@@ -150,7 +150,7 @@ def test_a_cache_wider_than_the_arithmetic_changes_nothing(prompts, monkeypatch,
     assert run(engine("bfloat16", **options), prompts[:6]) == expected
 
 
-def test_products_of_bfloat16_as_it_lies_change_little(prompts):
+def test_bfloat16_gemm_without_widening_changes_little(prompts):
     """There weights of values become bfloat16, as in torch's attention; beside a wider cache they do not."""
 
     def scored(kv: str) -> torch.Tensor:

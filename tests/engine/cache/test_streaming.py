@@ -33,7 +33,7 @@ def engine(model: Any = MODEL, **options: Any) -> Engine:
     return Engine(EngineConfig(model, **{**given, **options}))
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 
@@ -59,8 +59,8 @@ def streaming_llm(model: Any, ids: torch.Tensor, sinks: int, window: int) -> tor
         q, k, v = (
             part(x).view(count, -1, own.head_dim) for part in (own.q_proj, own.k_proj, own.v_proj)
         )
-        q = turned(q, cos[place][:, None], sin[place][:, None])
-        keys = turned(k[visible], cos[:, None], sin[:, None]).repeat_interleave(groups, dim=2)
+        q = rotated(q, cos[place][:, None], sin[place][:, None])
+        keys = rotated(k[visible], cos[:, None], sin[:, None]).repeat_interleave(groups, dim=2)
         scores = torch.einsum("thd,tchd->thc", q, keys) * own.head_dim**-0.5
         scores = scores.masked_fill(~filled[:, None], float("-inf")).softmax(dim=-1)
         mixed = torch.einsum("thc,tchd->thd", scores, v[visible].repeat_interleave(groups, dim=2))
@@ -96,7 +96,7 @@ def test_a_long_stream_holds_a_constant_number_of_blocks(tokens):
         built.scheduler.check_integrity()
         held.append(built.stats.kv_blocks_used)
     assert len(new) == answer
-    assert max(held) <= built.scheduler.config.most_blocks(2000) == 16
+    assert max(held) <= built.scheduler.config.max_blocks(2000) == 16
     settled = held[100:-1]
     # The first block, and the window, which begins and ends inside a block.
     assert set(settled) <= {1 + 8, 1 + 9}
@@ -146,7 +146,7 @@ def test_tokens_depend_on_nothing_but_the_prompt(tokens, kv):
 # Llama 4 norms queries behind their rotation, and heats those of layers without one by their place.
 FULL = {"attention_chunk_size": None, "layer_types": ["full_attention"]}
 NORMED = {**FULL, "no_rope_layers": [1], "attn_temperature_tuning": False}
-HEATED = {**FULL, "no_rope_layers": [0], "floor_scale": 8}
+SCALED = {**FULL, "no_rope_layers": [0], "floor_scale": 8}
 ONE_LAYER: list[tuple[str, dict[str, Any]]] = [
     ("llama-3.1", {}),
     ("llama-linear-rope", {}),
@@ -155,7 +155,7 @@ ONE_LAYER: list[tuple[str, dict[str, Any]]] = [
     ("falcon-40b", {}),
     ("deepseek-v3", {}),
     ("llama-4", NORMED),
-    ("llama-4", HEATED),
+    ("llama-4", SCALED),
 ]
 
 

@@ -206,8 +206,8 @@ def test_every_feature_meets_a_divided_model():
 
 def test_what_a_config_asks_for_is_what_turns_a_feature_on():
     for name, options in ENGINE.items():
-        of_guesses = {"ngram"} if name == "rejection" else set()
-        assert EngineConfig(**options).features == {name, *of_guesses}
+        of_draft_tokens = {"ngram"} if name == "rejection" else set()
+        assert EngineConfig(**options).features == {name, *of_draft_tokens}
     assert EngineConfig().features == frozenset()
     assert set(FEATURES) == {*ENGINE, *CHECKPOINT, *REQUEST}
 

@@ -16,7 +16,7 @@ from llmopt.engine.deploy.deploy_files import deploy_files
 from llmopt.engine.deploy.deployment import Choices, Deployment, deployment_for
 from llmopt.engine.deploy.kubernetes import QUEUE_METRIC
 from llmopt.engine.deploy.vllm_command import VLLM_VERSION
-from llmopt.engine.planner.plan.ask import Ask, plan_for
+from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
 from llmopt.quant.base.errors import BadInput
 
 KUBERNETES = ("1.31", "1.37")
@@ -28,7 +28,7 @@ def deployment(ask: dict[str, Any] | None = None, **choices: Any) -> Deployment:
     chosen = {"model": "org/model", "name": "big-model", "key_secret": "llm-key", **choices}
     engine = chosen.get("engine", "vllm")
     return deployment_for(
-        Choices(**chosen), plan_for(Ask(**{**asked, "engine": engine, **(ask or {})}))
+        Choices(**chosen), plan_for(PlanRequest(**{**asked, "engine": engine, **(ask or {})}))
     )
 
 
@@ -100,7 +100,7 @@ def test_the_parts_find_each_other() -> None:
 def test_the_numbers_are_the_plan_s() -> None:
     found = deployment()
     plan = plan_for(
-        Ask("llama-70b", context="32k", sequences=16, gpus=("H100 SXM",), engine="vllm")
+        PlanRequest("llama-70b", context="32k", sequences=16, gpus=("H100 SXM",), engine="vllm")
     )
     one = plan.devices[0]
     words = list(found.command)

@@ -92,7 +92,7 @@ def test_values_mean_the_same(tmp_path: Path) -> None:
     assert json.loads(after("--allowed-origins")[0]) == ["https://app.example"]
 
 
-def test_the_promises_of_our_server_are_kept_unasked() -> None:
+def test_the_defaults_of_our_server_are_passed_to_vllm() -> None:
     assert vllm_command("m", {}) == shlex.split(
         "vllm serve m --host 127.0.0.1 --port 8000 --allowed-origins '[]' --shutdown-timeout 5"
     )

@@ -11,7 +11,7 @@ import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.execution import step_graphs
 from llmopt.engine.kernels.attention.native_attention import native_attention
-from llmopt.engine.kernels.graphs.recording import NotRecordable, Recording, TensorPool
+from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph, GraphMemoryPool, NotCapturable
 from llmopt.quant.base.scheme import VectorwiseScheme
 
 from ...support.quantized_world import random_model, write_checkpoint
@@ -63,7 +63,7 @@ def test_rows_up_to_the_next_size_change_nothing(
     expected, near, _ = decoded(enforce_eager=True, **options)
     monkeypatch.setattr(step_graphs, "CPU_SIZES", sizes)
     if capture == "called again":
-        monkeypatch.setattr("llmopt.engine.engine.capture_on", lambda _: step_graphs.CalledAgain)
+        monkeypatch.setattr("llmopt.engine.engine.capture_on", lambda _: step_graphs.EagerGraph)
     tokens, scored, used = decoded(**options)
     assert tokens == expected
     # torch's own products sum in another order where there are more rows.
@@ -112,7 +112,7 @@ def test_a_model_whose_steps_differ_is_left_alone() -> None:
     """A kernel that reads the whole width of a table would read more in a graph than in a step."""
     llm = LLM("stories3M", device="cpu", max_model_len=64)
     llm.engine.runner.decoder._attend = (lambda *_: None,) * 2  # pyright: ignore
-    assert not llm.engine.runner.decoder.is_repeatable
+    assert not llm.engine.runner.decoder.is_capturable
 
 
 def test_steps_that_look_at_values_are_computed(tmp_path: Path) -> None:
@@ -138,15 +138,15 @@ def test_a_recording_reads_new_values_where_the_old_ones_were() -> None:
         total.add_(made.flatten())
         return (made * 2).t()
 
-    recording = Recording(call, TensorPool())
+    recording = CpuGraph(call, GraphMemoryPool())
     total.zero_()
-    assert torch.equal(recording.repeat(), torch.arange(6.0).view(2, 3).t() * 2)
+    assert torch.equal(recording.replay(), torch.arange(6.0).view(2, 3).t() * 2)
     x.fill_(5.0)
-    assert torch.equal(recording.repeat(), torch.full((3, 2), 10.0))
+    assert torch.equal(recording.replay(), torch.full((3, 2), 10.0))
     assert torch.equal(total, torch.arange(6.0) + 5.0)
 
 
-def test_dropped_tensors_make_room() -> None:
+def test_dropped_tensors_free_graph_memory() -> None:
     def call() -> torch.Tensor:
         x = torch.zeros(64)
         for _ in range(10):
@@ -156,9 +156,9 @@ def test_dropped_tensors_make_room() -> None:
             del made
         return x
 
-    pool = TensorPool()
-    result = Recording(call, pool)
-    assert torch.equal(result.repeat(), torch.full((64,), 10.0))
+    pool = GraphMemoryPool()
+    result = CpuGraph(call, pool)
+    assert torch.equal(result.replay(), torch.full((64,), 10.0))
     # What a torch operation reads or writes is its recording's for good; nothing here is left over.
     assert pool.num_bytes == 10 * 64 * 4
 
@@ -173,5 +173,5 @@ def test_dropped_tensors_make_room() -> None:
     ],
 )
 def test_a_function_that_looks_at_values_is_refused(call: Any) -> None:
-    with pytest.raises(NotRecordable):
-        Recording(lambda: call(torch.arange(4.0)), TensorPool())
+    with pytest.raises(NotCapturable):
+        CpuGraph(lambda: call(torch.arange(4.0)), GraphMemoryPool())

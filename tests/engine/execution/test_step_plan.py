@@ -21,7 +21,7 @@ from llmopt.engine.scheduling.request import Request
 from llmopt.engine.scheduling.scheduler import Scheduler
 from llmopt.engine.scheduling.step_plan import ScheduledRow, StepPlan
 from llmopt.engine.scheduling.token_view import OUTPUT_PLACEHOLDER, TokenView
-from llmopt.engine.scheduling.window import take_out
+from llmopt.engine.scheduling.window import evict_blocks
 from llmopt.recipes import MODELS
 
 PROMPTS = [[1] + [7 * i + 3 * j + 5 for i in range(2 + 3 * j)] for j in range(7)]
@@ -108,7 +108,7 @@ def test_a_plan_does_not_change_while_later_steps_are_scheduled_and_computed(
     assert num_waiting == 0 if loop == "serial" else num_waiting >= 10 or options == "drafts"
 
 
-WRITERS = {one.__module__ for one in (Scheduler, Request, PrefixCache, take_out)}
+WRITERS = {one.__module__ for one in (Scheduler, Request, PrefixCache, evict_blocks)}
 
 
 def writer() -> tuple[str, str]:

@@ -8,8 +8,11 @@ from llmopt.engine.doctor.kernel_table import table
 from llmopt.engine.kernels.attention import paged_attention as pa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common.dispatch import Candidate, NoKernel, Operation
-from llmopt.engine.kernels.linear.linear import LINEAR, LinearSituation, TorchLinear
-from llmopt.engine.kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearSituation
+from llmopt.engine.kernels.linear.linear import LINEAR, LinearKernelQuery, TorchLinear
+from llmopt.engine.kernels.linear.quantized_linear import (
+    QUANTIZED_LINEAR,
+    QuantizedLinearKernelQuery,
+)
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.grids.int_grid import round_to_nearest
@@ -74,7 +77,7 @@ RULES = {
 def test_attention_rules_agree_with_their_definition(rule, value_dim):
     case = attention_case(8, 4, 32, 4, [1, 7, 20, 9, 13, 5], [1, 7, 1, 4, 1, 2])
     queries, keys, values, batch = case
-    values = values.front(value_dim)
+    values = values.first_elements(value_dim)
     given = pa.AttentionRule(0.3, **RULES[rule])
     got = pa.attend_sdpa(queries, keys, values, batch, given)
     expected = pa.attend_reference(queries, keys, values, batch, given)
@@ -122,20 +125,20 @@ def test_quantized_linears_agree_with_dequantized_floats(scheme, candidate, toke
     exact = x @ weight.dequantize().T
     served = 0
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1.5e-2)):
-        situation = QuantizedLinearSituation("cpu", dtype, 96, 256, scheme)
-        if candidate.refuses(situation) is None:
+        kernel_query = QuantizedLinearKernelQuery("cpu", dtype, 96, 256, scheme)
+        if candidate.refuses(kernel_query) is None:
             kernel = candidate.run(weight, dtype)
             error = (kernel(x.to(dtype)).float() - exact).norm() / exact.norm()
             assert error < tolerance
             assert kernel.weight_bytes < 96 * 256 * (0.7 if scheme.bits == 4 else 1.3)
             served += 1
     if not served:
-        assert candidate.refuses(QuantizedLinearSituation("cpu", torch.bfloat16, 96, 256, scheme))
+        assert candidate.refuses(QuantizedLinearKernelQuery("cpu", torch.bfloat16, 96, 256, scheme))
 
 
 def test_prepacked_bf16_is_bit_equal_to_torch():
-    situation = LinearSituation("cpu", torch.bfloat16, 96, 256)
-    chosen = LINEAR.select(situation)
+    kernel_query = LinearKernelQuery("cpu", torch.bfloat16, 96, 256)
+    chosen = LINEAR.select(kernel_query)
     weight, x = torch.randn(96, 256).bfloat16(), torch.randn(7, 256).bfloat16()
     torch.testing.assert_close(chosen.run(weight)(x), TorchLinear(weight)(x), atol=0, rtol=8e-3)
 
@@ -172,45 +175,56 @@ def test_the_table_names_a_kernel_for_every_operation():
         assert choice.chosen in dict(choice.reasons)
 
 
-@pytest.mark.parametrize(("block_size", "kept", "window"), [(4, 6, 5), (4, 3, 9), (1, 0, 3)])
-def test_what_a_table_leaves_out_was_not_seen(block_size, kept, window):
+@pytest.mark.parametrize(
+    ("block_size", "num_sink_tokens", "window"), [(4, 6, 5), (4, 3, 9), (1, 0, 3)]
+)
+def test_what_a_table_leaves_out_was_not_seen(block_size, num_sink_tokens, window):
     """First tokens stay in sight, met by queries of their own; blocks in the middle are not looked at."""
     queries, keys, values, batch = attention_case(
         8, 4, 32, block_size, [30, 50, 7, 21, 33], [1, 1, 1, 4, 9]
     )
-    rule = pa.AttentionRule(0.3, window=window, kept=kept)
-    anchored = torch.randn(queries.shape, generator=torch.Generator().manual_seed(1))
-    whole = pa.attend_reference(queries, keys, values, batch, rule, anchored)
-    front = -(-kept // block_size)
+    rule = pa.AttentionRule(0.3, window=window, num_sink_tokens=num_sink_tokens)
+    sink_queries = torch.randn(queries.shape, generator=torch.Generator().manual_seed(1))
+    whole = pa.attend_reference(queries, keys, values, batch, rule, sink_queries)
+    num_sink_blocks = -(-num_sink_tokens // block_size)
 
     def cut(blocks: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
-        stop = max(front, (first - window + 1) // block_size)
-        return torch.cat([blocks[:front], blocks[stop:]]), (stop - front) * block_size
+        stop = max(num_sink_blocks, (first - window + 1) // block_size)
+        return torch.cat([blocks[:num_sink_blocks], blocks[stop:]]), (
+            stop - num_sink_blocks
+        ) * block_size
 
     spans = []
     for span in batch.spans:
-        blocks, gap = cut(span.block_ids, span.num_cached - (span.end - span.begin))
+        blocks, evicted_span = cut(span.block_ids, span.num_cached - (span.end - span.begin))
         spans.append(
-            pa.SequenceSpan(span.begin, span.end, span.num_cached, blocks, front * block_size, gap)
+            pa.SequenceSpan(
+                span.begin,
+                span.end,
+                span.num_cached,
+                blocks,
+                num_sink_blocks * block_size,
+                evicted_span,
+            )
         )
     group = batch.decode
     assert group is not None
-    tables, gaps = [], []
+    tables, evicted_spans = [], []
     for length, row in zip(group.lengths.tolist(), group.block_ids.view(3, -1), strict=True):
-        blocks, gap = cut(row[: -(-length // block_size)], length - 1)
+        blocks, evicted_span = cut(row[: -(-length // block_size)], length - 1)
         tables.append(blocks)
-        gaps.append(gap)
+        evicted_spans.append(evicted_span)
     padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).flatten()
     decode = pa.DecodeGroup(
-        group.rows, padded, group.lengths, torch.tensor(gaps), front * block_size
+        group.rows, padded, group.lengths, torch.tensor(evicted_spans), num_sink_blocks * block_size
     )
-    assert max(gaps) > 0
-    assert max(span.gap for span in spans) > 0
+    assert max(evicted_spans) > 0
+    assert max(span.evicted_span for span in spans) > 0
     held = pa.AttentionBatch(spans, decode, block_size, queries.dtype)
     for attend, given in (
         (pa.attend_sdpa, batch),
         (pa.attend_sdpa, held),
         (pa.attend_reference, held),
     ):
-        got = attend(queries, keys, values, given, rule, anchored)
+        got = attend(queries, keys, values, given, rule, sink_queries)
         torch.testing.assert_close(got, whole, atol=1e-5, rtol=1e-5)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.engine.kernels.attention import paged_attention as pa
-from llmopt.engine.kernels.attention.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from llmopt.engine.kernels.attention.native_attention import attend_native, native_attention
 from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
 
@@ -57,13 +57,13 @@ def test_it_agrees_with_the_definition(path: str) -> None:
 def test_long_sequences_and_bfloat16(path: str, stored: torch.dtype) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         world = World([700, 40, 1, 513], [1, 40, 1, 150], stored=stored, dtype=dtype)
-        for rule in (pa.AttentionRule(0.2), pa.AttentionRule(0.2, window=300, kept=4)):
+        for rule in (pa.AttentionRule(0.2), pa.AttentionRule(0.2, window=300, num_sink_tokens=4)):
             got, expected = world.attend(attend_native, rule), world.attend(pa.attend_sdpa, rule)
             bound = 2e-2 if dtype is torch.bfloat16 else 2e-5
             torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
 
 
-def test_values_in_the_front_of_the_keys(path: str) -> None:
+def test_values_in_the_first_elements_of_the_keys(path: str) -> None:
     world = World([90, 33], [1, 12], heads=16, kv_heads=1, dims=(80, 64), in_keys=True)
     got = world.attend(attend_native, pa.AttentionRule(0.1))
     expected = world.attend(pa.attend_reference, pa.AttentionRule(0.1))
@@ -119,29 +119,29 @@ def test_heads_of_a_wider_tensor_are_read_where_they_lie(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("situation", "reason"),
+    ("kernel_query", "reason"),
     [
-        (AttentionSituation("cuda", torch.bfloat16, 64, 64), "it is a CPU kernel"),
-        (AttentionSituation("cpu", torch.float16, 64, 64), "it takes bfloat16 and float32"),
-        (AttentionSituation("cpu", torch.float32, 64, 20), "it is for heads of multiples of 16"),
-        (AttentionSituation("cpu", torch.float32, 64, 64, True), "it knows no guesses that form"),
+        (AttentionKernelQuery("cuda", torch.bfloat16, 64, 64), "it is a CPU kernel"),
+        (AttentionKernelQuery("cpu", torch.float16, 64, 64), "it takes bfloat16 and float32"),
+        (AttentionKernelQuery("cpu", torch.float32, 64, 20), "it is for heads of multiples of 16"),
+        (AttentionKernelQuery("cpu", torch.float32, 64, 64, True), "it knows no guesses that form"),
     ],
     ids=str,
 )
 def test_what_it_does_not_serve_it_refuses(
-    path: str, situation: AttentionSituation, reason: str
+    path: str, kernel_query: AttentionKernelQuery, reason: str
 ) -> None:
-    choice = PAGED_ATTENTION.explain(situation)
+    choice = PAGED_ATTENTION.explain(kernel_query)
     assert choice.chosen != "native-paged"
     assert str(dict(choice.reasons)["native-paged"]).startswith(reason)
 
 
 def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    situation = AttentionSituation("cpu", torch.bfloat16, 64, 64)
+    kernel_query = AttentionKernelQuery("cpu", torch.bfloat16, 64, 64)
     monkeypatch.setenv(VARIABLE, HERE[0])
     if native_attention().library is not None:
-        assert PAGED_ATTENTION.select(situation).name == "native-paged"
+        assert PAGED_ATTENTION.select(kernel_query).name == "native-paged"
     monkeypatch.setenv(VARIABLE, "off")
-    choice = PAGED_ATTENTION.explain(situation)
+    choice = PAGED_ATTENTION.explain(kernel_query)
     assert choice.chosen == "torch-sdpa"
     assert dict(choice.reasons)["native-paged"] == f"{VARIABLE}=off"

@@ -9,25 +9,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.engine.kernels.activations.rounded_rows import Rounding, TakesRounded
+from llmopt.engine.kernels.activations.quantized_activations import (
+    ActivationQuant,
+    TakesQuantizedInput,
+)
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
-from llmopt.engine.kernels.elementwise.layer_kernels import (
+from llmopt.engine.kernels.elementwise.dispatch import (
     GATE,
     NORM,
-    TURN,
-    RowSituation,
+    ROPE_AND_CACHE,
+    RowKernelQuery,
     TorchNorm,
-    TorchTurn,
+    TorchRopeAndCache,
     torch_silu_gate,
 )
 from llmopt.engine.kernels.elementwise.native_layer import (
     NativeNorm,
+    NativeRopeAndCache,
     NativeSiluGate,
-    NativeTurn,
     native_layer,
 )
-from llmopt.engine.kernels.elementwise.rotary import expand_angles
+from llmopt.engine.kernels.elementwise.rotary import expand_cos_sin
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.quant.base.scheme import Activations, IntScheme
 from llmopt.quant.grids.int_grid import round_to_nearest
@@ -62,10 +65,12 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("levels", [127.0, 127.5])
-def test_rounded_rows_are_what_a_linear_would_make_of_them(path: str, levels: float) -> None:
+def test_quantized_activations_are_what_a_linear_would_make_of_them(
+    path: str, levels: float
+) -> None:
     """The same bits, with a row of zeros, and gates that do not fill a vector."""
     scheme = IntScheme(8, -1, True, Activations("int8") if levels == 127.5 else None)
-    rounding = Rounding(Activations("int8"), int8_levels=levels)
+    activation_quant = ActivationQuant(Activations("int8"), int8_levels=levels)
 
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(st.integers(1, 70), st.integers(1, 19), st.sampled_from(DTYPES), st.booleans())
@@ -73,19 +78,22 @@ def test_rounded_rows_are_what_a_linear_would_make_of_them(path: str, levels: fl
         size = 16 * sixteens
         weight = round_to_nearest(rows_of(40, size, torch.float32), scheme, torch.float32)
         linear: Any = prepare_quantized_linear(weight, dtype, input_bits=8)
-        assert isinstance(linear, TakesRounded)
-        assert linear.rounding.int8_levels == levels
+        assert isinstance(linear, TakesQuantizedInput)
+        assert linear.activation_quant.int8_levels == levels
         norm = NativeNorm(rows_of(1, size, dtype, 3)[0], 1e-5)
         x = rows_of(rows, size, dtype, 1)
         x[rows // 2] = 0.0
         added = x.flip(0) if adds else None
-        (total, plain), (same, rounded) = norm(x, added), norm.rounded(x, added, rounding)
+        (total, plain), (same, quantized) = (
+            norm(x, added),
+            norm.quantized(x, added, activation_quant),
+        )
         assert torch.equal(total, same)
-        assert torch.equal(linear(rounded), linear(plain))
+        assert torch.equal(linear(quantized), linear(plain))
         gate = NativeSiluGate()
-        both = gate.rounded(x, plain, rounding)
+        both = gate.quantized(x, plain, activation_quant)
         assert torch.equal(linear(both), linear(gate(x, plain)))
-        odd = gate.rounded(x[:, 1:], plain[:, 1:], rounding)
+        odd = gate.quantized(x[:, 1:], plain[:, 1:], activation_quant)
         values = gate(x[:, 1:], plain[:, 1:]).float()
         scales = values.abs().amax(1, keepdim=True) / levels
         scales = scales.where(scales > 0, 1.0)
@@ -138,7 +146,7 @@ def test_gates_far_from_zero(path: str) -> None:
 
 
 @pytest.mark.parametrize("stored", [*DTYPES, torch.int8, torch.float8_e4m3fn], ids=str)
-def test_turning_and_writing(path: str, stored: torch.dtype) -> None:
+def test_rope_and_cache_write(path: str, stored: torch.dtype) -> None:
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(
         st.integers(0, 9),
@@ -151,11 +159,11 @@ def test_turning_and_writing(path: str, stored: torch.dtype) -> None:
     ) -> None:
         (num_heads, kv_heads), (dim, width) = heads, dims
         whole = rows_of(tokens, (num_heads + 2 * kv_heads) * dim, dtype)
-        turn = torch.rand(tokens, 1, width // 2, generator=torch.Generator().manual_seed(1)) * 6
-        cos, sin = (part.to(dtype) for part in expand_angles(turn.cos(), turn.sin()))
+        angles = torch.rand(tokens, 1, width // 2, generator=torch.Generator().manual_seed(1)) * 6
+        cos, sin = (part.to(dtype) for part in expand_cos_sin(angles.cos(), angles.sin()))
         slots = torch.randperm(24, generator=torch.Generator().manual_seed(2))[:tokens]
         found = []
-        for kernel in (NativeTurn(), TorchTurn()):
+        for kernel in (NativeRopeAndCache(), TorchRopeAndCache()):
             caches = [PagedTensor.zeros(3, 8, kv_heads, dim, CPU, stored) for _ in range(2)]
             stacked = whole.clone().view(tokens, num_heads + 2 * kv_heads, dim)
             queries = kernel(stacked, num_heads, cos, sin, caches[0], caches[1], slots)
@@ -185,14 +193,22 @@ def test_a_second_thread_changes_nothing(path: str) -> None:
 
 
 def test_who_serves_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = RowSituation("cpu", torch.float32, 24)
-    even = RowSituation("cpu", torch.float32, 64)
+    odd = RowKernelQuery("cpu", torch.float32, 24)
+    even = RowKernelQuery("cpu", torch.float32, 64)
     monkeypatch.setenv(VARIABLE, HERE[0])
     if native_layer().library is not None:
-        assert NORM.select(even).name == GATE.select(odd).name == TURN.select(even).name == "native"
+        assert (
+            NORM.select(even).name
+            == GATE.select(odd).name
+            == ROPE_AND_CACHE.select(even).name
+            == "native"
+        )
         assert dict(NORM.explain(odd).reasons)["native"] == "it is for multiples of 16 elements"
-        assert dict(TURN.explain(odd).reasons)["native"] == "it is for multiples of 32 elements"
+        assert (
+            dict(ROPE_AND_CACHE.explain(odd).reasons)["native"]
+            == "it is for multiples of 32 elements"
+        )
     monkeypatch.setenv(VARIABLE, "off")
-    for operation in (NORM, GATE, TURN):
+    for operation in (NORM, GATE, ROPE_AND_CACHE):
         assert operation.explain(even).chosen == "torch"
         assert dict(operation.explain(even).reasons)["native"] == f"{VARIABLE}=off"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.engine.kernels.activations.activations import (
-    round_activations,
-    round_inputs,
+from llmopt.engine.kernels.activations.fake_quantize import (
+    fake_quantize_activations,
+    fake_quantize_inputs,
     split_outliers,
 )
 from llmopt.engine.kernels.common.build import Native
@@ -22,7 +22,7 @@ from llmopt.engine.kernels.linear.native_pack import pack_codes, pack_codes_torc
 from llmopt.engine.kernels.linear.packed_linear import PackedOutlierLinear
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
-    QuantizedLinearSituation,
+    QuantizedLinearKernelQuery,
     TiledDequantLinear,
     prepare_quantized_linear,
 )
@@ -145,7 +145,7 @@ def test_eight_bit_inputs_are_the_reference_s(path: str) -> None:
         x = inputs_of(rows, weight.in_features)
         x[0] = 0
         got = PackedLinear(grid, "int8")(x)
-        assert error(got[1:], round_activations(x, INT8)[1:], weight) < 2e-6
+        assert error(got[1:], fake_quantize_activations(x, INT8)[1:], weight) < 2e-6
         assert not got[0].any()
 
     sweep()
@@ -208,7 +208,7 @@ def test_outliers_are_multiplied_as_floats(path: str) -> None:
     x[2, 11], x[4, 150] = 50.0, -3.0
     got = PackedOutlierLinear(weight, grid)(x)
     assert split_outliers(x, 3.0)[2].count_nonzero() >= 2
-    assert error(got, round_inputs(x, scheme), weight) < 2e-6
+    assert error(got, fake_quantize_inputs(x, scheme), weight) < 2e-6
 
 
 def test_static_scales_and_biases(path: str) -> None:
@@ -216,7 +216,7 @@ def test_static_scales_and_biases(path: str) -> None:
     weight, x = weight_of(scheme, 50, 200), inputs_of(6, 200)
     bias = torch.randn(50, generator=torch.Generator().manual_seed(3))
     got = Projection([weight], bias, torch.float32)(x)
-    rounded = round_inputs(x, scheme, weight.parts()["input_scale"])
+    rounded = fake_quantize_inputs(x, scheme, weight.parts()["input_scale"])
     assert error(got - bias, rounded, weight) < 1e-5
     assert torch.equal(Projection([weight], bias, torch.float32)(x[::2]), got[::2])
 
@@ -249,8 +249,8 @@ def test_slices_of_a_wider_input_are_read_where_they_lie(path: str) -> None:
 def test_the_kernel_follows_the_scheme_and_the_wish(
     path: str, scheme: Scheme, input_bits: int, chosen: str
 ) -> None:
-    situation = QuantizedLinearSituation("cpu", torch.bfloat16, 64, 768, scheme, input_bits)
-    assert QUANTIZED_LINEAR.select(situation).name == chosen
+    kernel_query = QuantizedLinearKernelQuery("cpu", torch.bfloat16, 64, 768, scheme, input_bits)
+    assert QUANTIZED_LINEAR.select(kernel_query).name == chosen
 
 
 def test_unequal_groups_of_a_permuted_weight_are_dequantized(path: str) -> None:
@@ -279,8 +279,10 @@ def test_packed_weights_take_the_bits_of_their_codes(path: str) -> None:
 def test_off_is_reported_and_served_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "off")
     assert native_linear() == Native(None, None, f"{VARIABLE}=off")
-    situation = QuantizedLinearSituation("cpu", torch.float32, 64, 768, IntScheme(4, 128, True))
-    choice = QUANTIZED_LINEAR.explain(situation)
+    kernel_query = QuantizedLinearKernelQuery(
+        "cpu", torch.float32, 64, 768, IntScheme(4, 128, True)
+    )
+    choice = QUANTIZED_LINEAR.explain(kernel_query)
     assert choice.chosen == "tiled-dequant"
     assert dict(choice.reasons)["native-16bit-inputs"] == f"{VARIABLE}=off"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.kernels.attention import paged_attention as pa
-from llmopt.engine.kernels.attention.attention_kernels import PAGED_ATTENTION, AttentionSituation
+from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from llmopt.engine.kernels.common.runtime import VARIABLE
 
 from ...support.attention_world import STORED, World
@@ -23,12 +23,17 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[int], list[int]]] = [
     ({"stored": torch.float8_e4m3fn}, {"window": 9}, [70, 5], [66, 1]),
     ({"stored": torch.bfloat16}, {"chunk": 7}, [64, 65], [1, 12]),
     ({"block_size": 1}, {"window": 1}, [12, 30], [12, 1]),
-    ({"block_size": 5}, {"window": 20, "kept": 3}, [90, 17], [10, 1]),
-    ({"block_size": 32}, {"window": 70, "kept": 65}, [200, 150], [1, 2]),
+    ({"block_size": 5}, {"window": 20, "num_sink_tokens": 3}, [90, 17], [10, 1]),
+    ({"block_size": 32}, {"window": 70, "num_sink_tokens": 65}, [200, 150], [1, 2]),
     ({"block_size": 16}, {"sinks": SINKS}, [300, 513], [1, 2]),
     ({"block_size": 64}, {"sinks": SINKS, "softcap": 3.0, "window": 4}, [65, 64], [20, 1]),
     ({"dims": (80, 48)}, {}, [33, 66], [33, 1]),
-    ({"dims": (24, 24), "stored": torch.int8}, {"window": 5, "kept": 2}, [33, 6], [12, 1]),
+    (
+        {"dims": (24, 24), "stored": torch.int8},
+        {"window": 5, "num_sink_tokens": 2},
+        [33, 6],
+        [12, 1],
+    ),
     ({"dims": (8, 8)}, {}, [1, 9], [1, 9]),
     ({"dims": (96, 96), "heads": 10, "kv_heads": 2}, {}, [17, 2], [10, 1]),
     ({"heads": 3, "kv_heads": 1}, {"chunk": 3}, [70, 4], [1, 4]),
@@ -57,7 +62,7 @@ def test_bfloat16_queries_meet_every_stored_type(stored: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dims", [(80, 64), (96, 64), (64, 40)], ids=str)
-def test_values_in_the_front_of_the_keys(dims: tuple[int, int]) -> None:
+def test_values_in_the_first_elements_of_the_keys(dims: tuple[int, int]) -> None:
     shape: Any = {"heads": 20, "kv_heads": 1, "dims": dims, "in_keys": True, "block_size": 4}
     check(World([41, 13], [1, 12], device=DEVICE, **shape), pa.AttentionRule(0.1))
 
@@ -68,14 +73,14 @@ def test_what_a_table_leaves_out_was_not_seen() -> None:
 
     shape: Any = {"heads": 4, "kv_heads": 2, "block_size": 4, "device": DEVICE}
     world = World([50, 30, 33], [1, 1, 9], **shape)
-    rule = pa.AttentionRule(0.3, window=7, kept=6)
+    rule = pa.AttentionRule(0.3, window=7, num_sink_tokens=6)
     whole = world.attend(pa.attend_reference, rule)
-    front, spans, tables, gaps = 2, [], [], []
+    num_sink_blocks, spans, tables, evicted_spans = 2, [], [], []
     for index, first in enumerate((49, 29, 24)):
-        stop = max(front, (first - 6) // 4)
+        stop = max(num_sink_blocks, (first - 6) // 4)
         table = world.tables[index]
-        tables.append([*table[:front], *table[stop:]])
-        gaps.append((stop - front) * 4)
+        tables.append([*table[:num_sink_blocks], *table[stop:]])
+        evicted_spans.append((stop - num_sink_blocks) * 4)
     width = max(map(len, tables[:2]))
     of_decode = [block for own in tables[:2] for block in own + [0] * (width - len(own))]
 
@@ -83,11 +88,15 @@ def test_what_a_table_leaves_out_was_not_seen() -> None:
         return torch.tensor(values, device=DEVICE)
 
     decode = pa.DecodeGroup(
-        tensor([0, 1]), tensor(of_decode), tensor([50, 30]), tensor(gaps[:2]), front * 4
+        tensor([0, 1]),
+        tensor(of_decode),
+        tensor([50, 30]),
+        tensor(evicted_spans[:2]),
+        num_sink_blocks * 4,
     )
-    spans = [pa.SequenceSpan(2, 11, 33, tensor(tables[2]), front * 4, gaps[2])]
+    spans = [pa.SequenceSpan(2, 11, 33, tensor(tables[2]), num_sink_blocks * 4, evicted_spans[2])]
     batch = pa.AttentionBatch(spans, decode, 4, world.dtype)
-    got = attend_triton(world.queries, world.keys, world.values, batch, rule, world.anchored)
+    got = attend_triton(world.queries, world.keys, world.values, batch, rule, world.sink_queries)
     torch.testing.assert_close(got, whole, atol=2e-5, rtol=2e-5)
 
 
@@ -104,7 +113,9 @@ def test_a_row_depends_on_its_own_past_alone() -> None:
         assert torch.equal(world.attend(attend_triton, rule, [index]), together[rows])
 
 
-@pytest.mark.parametrize("given", [{}, {"sinks": SINKS}, {"window": 300, "kept": 3}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"sinks": SINKS}, {"window": 300, "num_sink_tokens": 3}], ids=str
+)
 def test_the_grid_changes_no_bit(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     """One program for all parts of a sequence, or one for each, and more programs than parts."""
     from llmopt.engine.kernels.attention import triton_attention as attention
@@ -135,8 +146,8 @@ def test_heads_of_a_wider_tensor_are_read_where_they_lie() -> None:
 
 def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(device: str, dtype: torch.dtype, trees: bool = False) -> str | None:
-        situation = AttentionSituation(device, dtype, 64, 64, trees)
-        return dict(PAGED_ATTENTION.explain(situation).reasons)["triton-paged"]
+        kernel_query = AttentionKernelQuery(device, dtype, 64, 64, trees)
+        return dict(PAGED_ATTENTION.explain(kernel_query).reasons)["triton-paged"]
 
     monkeypatch.delenv(VARIABLE, raising=False)
     assert reason("cuda", torch.bfloat16) is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.execution import step_graphs
-from llmopt.engine.kernels.activations.rounded_rows import RoundedRows
+from llmopt.engine.kernels.activations.quantized_activations import QuantizedActivations
 from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, FloatScheme, IntScheme
@@ -47,16 +47,16 @@ def test_rows_that_fill_a_graph_change_no_token(
     assert tokens(tmp_path) == expected
 
 
-def test_steps_with_experts_are_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_steps_with_experts_are_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Which experts the rows visit changes, what is launched does not."""
     save_model(tmp_path, "MixtralConfig", {"num_local_experts": 4, "num_hidden_layers": 1})
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
     expected = tokens(tmp_path, enforce_eager=True)
     monkeypatch.setattr(step_graphs, "CPU_SIZES", (3,))
     calls: list[int] = []
-    repeat = step_graphs.CalledAgain.repeat
+    replay = step_graphs.EagerGraph.replay
     monkeypatch.setattr(
-        step_graphs.CalledAgain, "repeat", lambda self: calls.append(1) or repeat(self)
+        step_graphs.EagerGraph, "replay", lambda self: calls.append(1) or replay(self)
     )
     assert tokens(tmp_path) == expected
     assert calls or DEVICE == "cuda"
@@ -86,7 +86,7 @@ def test_greedy_tokens_of_a_quantized_model(
     call = Projection.__call__
 
     def watched(self: Projection, x: Any) -> Any:
-        seen.append(isinstance(x, RoundedRows))
+        seen.append(isinstance(x, QuantizedActivations))
         return call(self, x)
 
     monkeypatch.setattr(Projection, "__call__", watched)

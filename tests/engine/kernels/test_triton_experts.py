@@ -8,8 +8,8 @@ import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.kernels.common.runtime import VARIABLE
-from llmopt.engine.kernels.elementwise.layer_kernels import RowSituation
-from llmopt.engine.kernels.moe.expert_kernels import EXPERTS, ExpertsSituation
+from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
+from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.layers.mlp import CLAMPED_SWIGLU, GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
@@ -52,11 +52,11 @@ def expert(number: int, scheme: Scheme | None, bias: bool, activation: str) -> G
         add = torch.randn(out, generator=g).to(DEVICE) if bias else None
         return Projection([held.to(DEVICE)], add, torch.float32)
 
-    combine = gating(activation, RowSituation(DEVICE, torch.float32, INNER))
+    combine = gating(activation, RowKernelQuery(DEVICE, torch.float32, INNER))
     return GatedMlp(projection(2 * INNER, HIDDEN), projection(HIDDEN, INNER), combine)
 
 
-def visits(tokens: int, per_token: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def routing(tokens: int, per_token: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Inputs, weights, and experts, of which the last is never visited."""
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, HIDDEN, generator=g)
@@ -67,13 +67,13 @@ def visits(tokens: int, per_token: int) -> tuple[torch.Tensor, torch.Tensor, tor
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_they_are_the_sum_of_the_experts(scheme: Scheme | None) -> None:
     experts = [expert(number, scheme, False, "silu") for number in range(COUNT)]
-    situation = ExpertsSituation(DEVICE, torch.float32)
-    kernel = EXPERTS.select(situation).run(experts, range(COUNT), COUNT, False)
+    kernel_query = ExpertsKernelQuery(DEVICE, torch.float32)
+    kernel = EXPERTS.select(kernel_query).run(experts, range(COUNT), COUNT, False)
     assert type(kernel).__name__ == "GroupedExperts"
     reference = LoopedExperts(experts, range(COUNT), COUNT, False)
     many = [(170, 3)] if scheme is None else []
     for tokens, per_token in ((1, 1), (3, 3), (20, 2), *many):
-        given = visits(tokens, per_token)
+        given = routing(tokens, per_token)
         torch.testing.assert_close(kernel(*given), reference(*given), atol=2e-5, rtol=1e-4)
 
 
@@ -81,36 +81,36 @@ def test_they_are_the_sum_of_the_experts(scheme: Scheme | None) -> None:
 @pytest.mark.parametrize("activation", ["gelu", CLAMPED_SWIGLU])
 def test_biases_and_weights_on_the_inputs(activation: str, on_inputs: bool) -> None:
     experts = [expert(number, None, True, activation) for number in range(COUNT)]
-    situation = ExpertsSituation(DEVICE, torch.float32)
-    kernel = EXPERTS.select(situation).run(experts, range(COUNT), COUNT, on_inputs)
+    kernel_query = ExpertsKernelQuery(DEVICE, torch.float32)
+    kernel = EXPERTS.select(kernel_query).run(experts, range(COUNT), COUNT, on_inputs)
     reference = LoopedExperts(experts, range(COUNT), COUNT, on_inputs)
     assert type(kernel) is not type(reference)
-    given = visits(9, 3)
+    given = routing(9, 3)
     torch.testing.assert_close(kernel(*given), reference(*given), atol=2e-5, rtol=1e-4)
 
 
 def test_experts_of_different_kinds_are_run_one_by_one() -> None:
     kinds: list[Scheme | None] = [None, IntScheme(4, 32, False), None]
     experts = [expert(number, scheme, False, "silu") for number, scheme in enumerate(kinds)]
-    situation = ExpertsSituation(DEVICE, torch.float32)
-    kernel = EXPERTS.select(situation).run(experts, range(3), 3, False)
+    kernel_query = ExpertsKernelQuery(DEVICE, torch.float32)
+    kernel = EXPERTS.select(kernel_query).run(experts, range(3), 3, False)
     assert isinstance(kernel, LoopedExperts)
-    some = EXPERTS.explain(ExpertsSituation(DEVICE, torch.float32, is_whole=False))
+    some = EXPERTS.explain(ExpertsKernelQuery(DEVICE, torch.float32, is_whole=False))
     assert some.chosen == "loop"
     assert dict(some.reasons)["triton-grouped"] == "it wants all experts in one process"
 
 
 @pytest.mark.parametrize("total", [1, 16, 40, 333, 5000])
 @pytest.mark.parametrize("spread", ["even", "one", "first and last"])
-def test_every_visit_is_in_a_tile_of_its_expert(total: int, spread: str) -> None:
-    from llmopt.engine.kernels.moe.triton_deal import MOST_RANKED, deal
+def test_every_routed_token_is_in_a_tile_of_its_expert(total: int, spread: str) -> None:
+    from llmopt.engine.kernels.moe.triton_token_permutation import MAX_SORTED, permute_tokens
 
-    assert MOST_RANKED < 5000
+    assert MAX_SORTED < 5000
     g, count = torch.Generator().manual_seed(total), 7
     experts = torch.randint(0, count, (total,), generator=g)
     if spread != "even":
         experts = torch.full((total,), 3) if spread == "one" else experts.remainder(2) * (count - 1)
-    parts = deal(experts.to(DEVICE), count, 1)
+    parts = permute_tokens(experts.to(DEVICE), count, 1)
     order = parts.order.tolist()
     assert order == experts.argsort(stable=True).tolist()
     met: list[int] = []

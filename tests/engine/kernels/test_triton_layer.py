@@ -6,20 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.activations.rounded_rows import RoundedRows, Rounding
+from llmopt.engine.kernels.activations.quantized_activations import (
+    ActivationQuant,
+    QuantizedActivations,
+)
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
-from llmopt.engine.kernels.elementwise.layer_kernels import (
+from llmopt.engine.kernels.elementwise.dispatch import (
     GATE,
     GELU_GATE,
     NORM,
-    TURN,
-    RowSituation,
+    ROPE_AND_CACHE,
+    RowKernelQuery,
     TorchNorm,
-    TorchTurn,
+    TorchRopeAndCache,
     torch_silu_gate,
 )
-from llmopt.engine.kernels.elementwise.rotary import expand_angles
+from llmopt.engine.kernels.elementwise.head_norms import HeadNorms
+from llmopt.engine.kernels.elementwise.rotary import expand_cos_sin
 from llmopt.quant.base.scheme import Activations
 from torch.nn import functional
 
@@ -80,7 +83,7 @@ def test_gates_far_from_zero_are_no_nan() -> None:
         close(TritonGate(name)(gate, torch.ones_like(gate)), expected)
 
 
-ROUNDINGS = [
+ACTIVATION_QUANTS = [
     Activations("int8"),
     Activations("int8", "tensor", dynamic=False),
     Activations("fp8", "group128"),
@@ -88,36 +91,39 @@ ROUNDINGS = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activations", ROUNDINGS, ids=str)
+@pytest.mark.parametrize("activations", ACTIVATION_QUANTS, ids=str)
 @pytest.mark.parametrize("size", [1, 80, 128, 172, 1000])
-def test_norms_and_gates_round_what_they_write(
+def test_norms_and_gates_quantize_what_they_write(
     size: int, activations: Activations, dtype: torch.dtype
 ) -> None:
     """To the bit as it is rounded where it comes in floats."""
-    from llmopt.engine.kernels.activations.triton_round_rows import round_rows
+    from llmopt.engine.kernels.activations.triton_per_token_quant import round_rows
     from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
     from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
 
     fixed = None if activations.dynamic else torch.tensor([0.02], device=DEVICE)
-    rounding = Rounding(activations, fixed)
+    activation_quant = ActivationQuant(activations, fixed)
     x, added = (random(3, size, seed=seed, dtype=dtype) for seed in (1, 2))
     x[1], added[1] = 0.0, 0.0
     norm, gate = TritonNorm(random(size, seed=3, dtype=dtype), 1e-5), TritonGate("silu")
     for other in (None, added):
-        (total, plain), (own, rows) = norm(x, other), norm.rounded(x, other, rounding)
+        (total, plain), (own, rows) = norm(x, other), norm.quantized(x, other, activation_quant)
         assert torch.equal(own, total)
-        same_rows(rows, round_rows(plain, rounding))
+        same_rows(rows, round_rows(plain, activation_quant))
     front, back = random(3, 2 * size, seed=4, dtype=dtype).split(size, dim=1)
-    same_rows(gate.rounded(front, back, rounding), round_rows(gate(front, back), rounding))
-    assert norm.rounded(x[:0], None, rounding)[1].codes.shape == (0, size)
+    same_rows(
+        gate.quantized(front, back, activation_quant),
+        round_rows(gate(front, back), activation_quant),
+    )
+    assert norm.quantized(x[:0], None, activation_quant)[1].codes.shape == (0, size)
 
 
-def same_rows(got: RoundedRows, expected: RoundedRows) -> None:
+def same_rows(got: QuantizedActivations, expected: QuantizedActivations) -> None:
     assert torch.equal(got.codes.float(), expected.codes.float())
     assert torch.equal(got.scales, expected.scales)
 
 
-TURNS: list[tuple[dict[str, Any], torch.dtype]] = [
+ROPE_CASES: list[tuple[dict[str, Any], torch.dtype]] = [
     ({}, torch.float32),
     ({"normed": True}, torch.float32),
     ({"normed": True, "width": 16}, torch.bfloat16),
@@ -129,9 +135,9 @@ TURNS: list[tuple[dict[str, Any], torch.dtype]] = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "stored"), TURNS)
-def test_turn(shape: dict[str, Any], stored: torch.dtype, dtype: torch.dtype) -> None:
-    from llmopt.engine.kernels.elementwise.triton_turn import TritonTurn
+@pytest.mark.parametrize(("shape", "stored"), ROPE_CASES)
+def test_rope_and_cache(shape: dict[str, Any], stored: torch.dtype, dtype: torch.dtype) -> None:
+    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
 
     given = {"heads": 4, "kv_heads": 2, "dim": 32, "width": None, "normed": False, **shape}
     heads, kv_heads, dim = given["heads"], given["kv_heads"], given["dim"]
@@ -141,17 +147,19 @@ def test_turn(shape: dict[str, Any], stored: torch.dtype, dtype: torch.dtype) ->
     stacked = wide[:, : (heads + 2 * kv_heads) * dim].unflatten(1, (-1, dim))
     stacked[2, heads + kv_heads :] = 0.0
     angle = random(tokens, 1, width // 2, seed=4) * 3
-    cos, sin = (part.to(dtype) for part in expand_angles(angle.cos(), angle.sin()))
+    cos, sin = (part.to(dtype) for part in expand_cos_sin(angle.cos(), angle.sin()))
     slots = torch.tensor([7, 0, 3, 11, 2], device=DEVICE)
     norms = None
     if given["normed"]:
         norms = HeadNorms(random(dim, seed=5, dtype=dtype), random(dim, seed=6, dtype=dtype), 1e-6)
     results = []
-    for turn in (TorchTurn(), TritonTurn()):
+    for rope_and_cache in (TorchRopeAndCache(), TritonRopeAndCache()):
         caches = [
             PagedTensor.zeros(3, 4, kv_heads, dim, torch.device(DEVICE), stored) for _ in range(2)
         ]
-        queries = turn(stacked.clone(), heads, cos, sin, caches[0], caches[1], slots, norms)
+        queries = rope_and_cache(
+            stacked.clone(), heads, cos, sin, caches[0], caches[1], slots, norms
+        )
         blocks = torch.arange(3, device=DEVICE)
         results.append([queries, *(cache.read(blocks, torch.float32) for cache in caches)])
     # Torch rounds between its operations, so the last bit differs, and with it a code of a cache.
@@ -164,7 +172,7 @@ def test_turn(shape: dict[str, Any], stored: torch.dtype, dtype: torch.dtype) ->
 
 def test_values_are_stored_bit_for_bit() -> None:
     """They are only copied, so no rounding may differ: halves go to even codes, as with torch."""
-    from llmopt.engine.kernels.elementwise.triton_turn import TritonTurn
+    from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
 
     codes = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 3.49], device=DEVICE)
     stacked = codes.view(1, 1, 8).repeat(3, 3, 1)
@@ -175,14 +183,14 @@ def test_values_are_stored_bit_for_bit() -> None:
             [PagedTensor.zeros(1, 4, 1, 8, torch.device(DEVICE), stored) for _ in range(2)]
             for _ in range(2)
         )
-        TritonTurn()(stacked.clone(), 1, ones, zeros, ours[0], ours[1], slots)
-        TorchTurn()(stacked.clone(), 1, ones, zeros, theirs[0], theirs[1], slots)
+        TritonRopeAndCache()(stacked.clone(), 1, ones, zeros, ours[0], ours[1], slots)
+        TorchRopeAndCache()(stacked.clone(), 1, ones, zeros, theirs[0], theirs[1], slots)
         for got, expected in zip(ours, theirs, strict=True):
             assert torch.equal(got.codes.float(), expected.codes.float())
             assert torch.equal(got.parts[1], expected.parts[1])
 
 
 def test_a_gpu_takes_them() -> None:
-    situation = RowSituation("cuda", torch.bfloat16, 100)
-    for operation in (NORM, GATE, GELU_GATE, TURN):
-        assert operation.select(situation).name == "triton"
+    kernel_query = RowKernelQuery("cuda", torch.bfloat16, 100)
+    for operation in (NORM, GATE, GELU_GATE, ROPE_AND_CACHE):
+        assert operation.select(kernel_query).name == "triton"

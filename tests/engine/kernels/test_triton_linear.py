@@ -6,12 +6,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from llmopt.engine.kernels.activations.activations import round_activations, round_inputs
-from llmopt.engine.kernels.activations.rounded_rows import Rounding
+from llmopt.engine.kernels.activations.fake_quantize import (
+    fake_quantize_activations,
+    fake_quantize_inputs,
+)
+from llmopt.engine.kernels.activations.quantized_activations import ActivationQuant
 from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
-    QuantizedLinearSituation,
+    QuantizedLinearKernelQuery,
     prepare_quantized_linear,
 )
 from llmopt.engine.model.layers.projection import Projection
@@ -82,11 +85,11 @@ def is_close(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_products(case: tuple[Scheme, int, int]) -> None:
+def test_gemm(case: tuple[Scheme, int, int]) -> None:
     scheme, out, inputs = case
     weight, x = weight_of(scheme, out, inputs), inputs_of(inputs, 70)
-    situation = QuantizedLinearSituation(DEVICE, torch.float32, out, inputs, scheme)
-    assert QUANTIZED_LINEAR.select(situation).name == "triton"
+    kernel_query = QuantizedLinearKernelQuery(DEVICE, torch.float32, out, inputs, scheme)
+    assert QUANTIZED_LINEAR.select(kernel_query).name == "triton"
     for dtype, counts in ((torch.float32, (0, 1, 3, 17, 70)), (torch.bfloat16, (1, 2))):
         linear = prepare_quantized_linear(weight, dtype)
         expected = weight.dequantize(dtype).double()
@@ -94,7 +97,7 @@ def test_products(case: tuple[Scheme, int, int]) -> None:
             given = x[:tokens].to(dtype)
             got = linear(given)
             assert got.dtype is dtype and got.shape == (tokens, out)
-            seen = round_inputs(given, scheme).double()
+            seen = fake_quantize_inputs(given, scheme).double()
             assert is_close(got, seen @ expected.T, dtype), tokens
 
 
@@ -113,14 +116,14 @@ def test_a_token_depends_on_no_neighbour() -> None:
 
 
 def test_every_e4m3_code_is_read_from_its_bits() -> None:
-    from llmopt.engine.kernels.linear.triton_tile_values import dequantize
-    from llmopt.engine.kernels.linear.triton_tile_weight import tiles_of
+    from llmopt.engine.kernels.linear.triton_dequantize import dequantize
+    from llmopt.engine.kernels.linear.triton_packed_weight import pack_weight
 
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
     finite = torch.where(codes.float().isnan(), 0.0, codes.float()).to(codes.dtype)
     scale = torch.ones(2, 1)
     weight = Fp8Tensor(finite, scale, FloatScheme("channel")).to(DEVICE)
-    tiles = tiles_of(weight, [])
+    tiles = pack_weight(weight, [])
     assert tiles is not None and tiles.kind == "e4m3"
     assert torch.equal(dequantize(tiles, torch.float32), finite.to(DEVICE).float())
 
@@ -140,12 +143,12 @@ ROUNDED: list[tuple[Scheme, int, int]] = [
 
 
 @pytest.mark.parametrize("case", ROUNDED, ids=str)
-def test_rounded_inputs(case: tuple[Scheme, int, int]) -> None:
+def test_quantized_inputs(case: tuple[Scheme, int, int]) -> None:
     """Inputs on the grid of the reference, which the product leaves as they are."""
     scheme, out, inputs = case
     weight, x = weight_of(scheme, out, inputs), inputs_of(inputs, 70)
-    situation = QuantizedLinearSituation(DEVICE, torch.float32, out, inputs, scheme)
-    assert QUANTIZED_LINEAR.select(situation).name == "triton-8bit-inputs"
+    kernel_query = QuantizedLinearKernelQuery(DEVICE, torch.float32, out, inputs, scheme)
+    assert QUANTIZED_LINEAR.select(kernel_query).name == "triton-8bit-inputs"
     fixed = weight.parts().get("input_scale")
     for dtype, counts in ((torch.float32, (1, 3, 70)), (torch.bfloat16, (2, 70))):
         linear = prepare_quantized_linear(weight, dtype)
@@ -155,15 +158,15 @@ def test_rounded_inputs(case: tuple[Scheme, int, int]) -> None:
             given = x[:tokens].to(dtype)
             got = linear(given)
             assert got.dtype is dtype and got.shape == (tokens, out)
-            seen = round_inputs(given.float(), scheme, fixed)
+            seen = fake_quantize_inputs(given.float(), scheme, fixed)
             assert is_close(got, seen.double() @ expected.T, dtype), tokens
 
 
 @pytest.mark.parametrize("granularity", ["token", "group128", "static"])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("size", [1, 80, 320, 1000])
-def test_rows_are_rounded_to_the_bit(size: int, kind: Any, granularity: str) -> None:
-    from llmopt.engine.kernels.activations.triton_round_rows import round_rows
+def test_per_token_quantization_is_bit_exact(size: int, kind: Any, granularity: str) -> None:
+    from llmopt.engine.kernels.activations.triton_per_token_quant import round_rows
 
     dynamic, shared_by = granularity != "static", cast(Any, granularity)
     fixed = None if dynamic else torch.tensor([0.013], device=DEVICE)
@@ -172,21 +175,21 @@ def test_rows_are_rounded_to_the_bit(size: int, kind: Any, granularity: str) -> 
     x[1], x[2, ::3] = 0.0, 0.0195  # a token of zeros, and halves between two codes
     for dtype in (torch.float32, torch.bfloat16):
         given = x.to(dtype)
-        rows = round_rows(given, Rounding(activations, fixed))
+        rows = round_rows(given, ActivationQuant(activations, fixed))
         assert rows.codes.element_size() == 1
         wide = rows.scales.repeat_interleave(128 if granularity == "group128" else size, dim=1)
         got = rows.codes.float() * wide[:, :size]
-        assert torch.equal(got, round_activations(given.float(), activations, fixed))
-    assert round_rows(x[:0], Rounding(activations, fixed)).codes.shape == (0, size)
+        assert torch.equal(got, fake_quantize_activations(given.float(), activations, fixed))
+    assert round_rows(x[:0], ActivationQuant(activations, fixed)).codes.shape == (0, size)
 
 
 def test_a_delta_gets_the_input_as_it_is() -> None:
     """An adapter reads floats, so nobody else rounds what a projection with one takes."""
     scheme = IntScheme(8, -1, True, Activations("int8"))
     projection = Projection([weight_of(scheme, 32, 64)], None, torch.float32)
-    assert projection.rounding is not None
+    assert projection.activation_quant is not None
     projection.add_delta(lambda x, y, adapters: None)
-    assert projection.rounding is None
+    assert projection.activation_quant is None
 
 
 REFUSED: list[tuple[Scheme, int, str, str]] = [
@@ -202,8 +205,8 @@ REFUSED: list[tuple[Scheme, int, str, str]] = [
 
 @pytest.mark.parametrize(("scheme", "inputs", "name", "reason"), REFUSED, ids=str)
 def test_what_they_refuse(scheme: Scheme, inputs: int, name: str, reason: str) -> None:
-    situation = QuantizedLinearSituation("cuda", torch.bfloat16, 64, inputs, scheme)
-    choice = QUANTIZED_LINEAR.explain(situation)
+    kernel_query = QuantizedLinearKernelQuery("cuda", torch.bfloat16, 64, inputs, scheme)
+    choice = QUANTIZED_LINEAR.explain(kernel_query)
     assert choice.chosen in ("tiled-dequant", "triton") and choice.chosen != name
     assert str(dict(choice.reasons)[name]).startswith(reason)
 
@@ -213,7 +216,7 @@ def test_an_old_gpu_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     scheme = FloatScheme("channel", Activations("fp8"))
     choice = QUANTIZED_LINEAR.explain(
-        QuantizedLinearSituation("cuda", torch.bfloat16, 64, 128, scheme)
+        QuantizedLinearKernelQuery("cuda", torch.bfloat16, 64, 128, scheme)
     )
     assert choice.chosen == "triton"
     reason = str(dict(choice.reasons)["triton-8bit-inputs"])

@@ -16,7 +16,7 @@ from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop
 from llmopt.engine.kernels.common.runtime import VARIABLE
 from llmopt.engine.sampling.counts import TokenCounts
-from llmopt.engine.sampling.kernels import SAMPLING, SamplingKernel, SamplingSituation
+from llmopt.engine.sampling.kernels import SAMPLING, SamplingKernel, SamplingKernelQuery
 from llmopt.engine.sampling.row import SamplingRow
 from llmopt.engine.sampling.rowwise import RowwiseSampling, filter_mask
 from llmopt.engine.scheduling.token_view import TokenView
@@ -32,7 +32,7 @@ ON = torch.device(DEVICE)
 @pytest.fixture
 def batched(monkeypatch: pytest.MonkeyPatch) -> SamplingKernel:
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
-    chosen = SAMPLING.select(SamplingSituation(DEVICE))
+    chosen = SAMPLING.select(SamplingKernelQuery(DEVICE))
     assert chosen.name == "triton-batched"
     return chosen.run()
 
@@ -63,12 +63,12 @@ FILTERS = st.tuples(
 @given(
     vocab=st.sampled_from([1, 2, 5, 33, 300, 2048, 2500]),
     steps=st.sampled_from([None, 1.0, 0.0]),
-    barred=st.sampled_from([0.0, 0.4, 0.99]),
+    suppressed_ids=st.sampled_from([0.0, 0.4, 0.99]),
     filters=st.lists(FILTERS, min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
 def test_what_stays_of_a_row(
-    vocab: int, steps: float | None, barred: float, filters: list[Any], seed: int
+    vocab: int, steps: float | None, suppressed_ids: float, filters: list[Any], seed: int
 ) -> None:
     """The very tokens that a stable sort leaves, ties and all; where rounding decides, either."""
     from llmopt.engine.kernels.sampling.triton_sampling import thresholds
@@ -77,7 +77,7 @@ def test_what_stays_of_a_row(
     if steps is not None:
         logits = (logits * steps).round()
     noise = torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed))
-    logits = logits.masked_fill(noise.to(ON) < barred, LOWEST)
+    logits = logits.masked_fill(noise.to(ON) < suppressed_ids, LOWEST)
     floats = torch.tensor([one[:3] for one in filters], device=ON)
     integers = torch.tensor([[0, 0, one[3]] for one in filters], device=ON)
     threshold, last = thresholds(logits, floats, integers)
@@ -267,7 +267,7 @@ def generate(interpreted: None, tmp_path: Path) -> Generate:
     return generated
 
 
-def test_seeded_tokens_are_the_same_alone_in_a_batch_with_guesses_and_ahead(
+def test_seeded_tokens_are_the_same_alone_in_a_batch_with_drafts_and_async_scheduling(
     generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = generate(PROMPTS)

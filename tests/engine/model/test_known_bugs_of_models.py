@@ -71,7 +71,7 @@ def test_vllm_7845_the_prefix_cache_changes_no_token(alone):
         assert run(built, PROMPTS) == alone
 
 
-def test_vllm_27878_penalties_see_the_tokens_of_a_step_that_was_under_way(plain):
+def test_vllm_27878_penalties_see_the_tokens_of_an_in_flight_step(plain):
     params = SamplingParams(
         temperature=0, max_tokens=20, repetition_penalty=1.5, presence_penalty=0.7, ignore_eos=True
     )
@@ -83,9 +83,9 @@ def test_vllm_27878_penalties_see_the_tokens_of_a_step_that_was_under_way(plain)
 
 @pytest.mark.parametrize("kv", ["auto", "fp8", "int8"])
 def test_vllm_40875_and_40831_prompt_lookup_of_two_tokens_with_every_kind_of_cache(kv):
-    guessing = engine(speculation=NGRAM, kv_cache_dtype=kv)
-    assert run(guessing, PROMPTS) == run(engine(kv_cache_dtype=kv), PROMPTS)
-    assert guessing.stats.num_accepted_guesses > 0
+    draft_length = engine(speculation=NGRAM, kv_cache_dtype=kv)
+    assert run(draft_length, PROMPTS) == run(engine(kv_cache_dtype=kv), PROMPTS)
+    assert draft_length.stats.num_accepted_tokens > 0
 
 
 def test_vllm_14649_and_3951_a_draft_that_is_the_model_itself_is_never_wrong(alone):
@@ -93,13 +93,13 @@ def test_vllm_14649_and_3951_a_draft_that_is_the_model_itself_is_never_wrong(alo
     built = engine(speculation=ITSELF)
     assert run(built, PROMPTS) == alone
     assert run(built, PROMPTS) == alone, "behind hits"
-    assert built.stats.num_accepted_guesses == built.stats.num_guesses > 50
+    assert built.stats.num_accepted_tokens == built.stats.num_draft_tokens > 50
 
 
-@pytest.mark.parametrize("guesses", [NGRAM, ITSELF], ids=["ngram", "draft"])
-def test_vllm_54360_speculation_leaves_the_prefix_hits_as_they_are(guesses):
+@pytest.mark.parametrize("draft_tokens", [NGRAM, ITSELF], ids=["ngram", "draft"])
+def test_vllm_54360_speculation_leaves_the_prefix_hits_as_they_are(draft_tokens):
     hits = []
-    for options in ({}, {"speculation": guesses}):
+    for options in ({}, {"speculation": draft_tokens}):
         built = engine(**options)
         run(built, PROMPTS[:1])
         run(built, PROMPTS)

@@ -171,7 +171,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_families_with_stacked_and_turned_weights(tmp_path, family):
+def test_families_with_stacked_and_transposed_weights(tmp_path, family):
     model = save_model(tmp_path / "base", *FAMILIES[family][:2])
     adapter = write_adapter(tmp_path / "adapter", model, FUSED[family], fan_in_fan_out=True)
     tokens = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -15,7 +15,10 @@ from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.kernels.activations.activations import round_activations, round_inputs
+from llmopt.engine.kernels.activations.fake_quantize import (
+    fake_quantize_activations,
+    fake_quantize_inputs,
+)
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
 from llmopt.quant.base.scheme import (
     Activations,
@@ -116,7 +119,7 @@ def test_weights_and_inputs(case, tmp_path):
         linear.weight.data = weight.dequantize()
         scale = weight.parts().get("input_scale")
         linear.register_forward_pre_hook(
-            lambda _, inputs, scale=scale: round_inputs(inputs[0], scheme, scale)
+            lambda _, inputs, scale=scale: fake_quantize_inputs(inputs[0], scheme, scale)
         )
     plain = their_logits(random_model())
     expected, got = their_logits(model), our_logits(tmp_path)
@@ -155,7 +158,7 @@ def test_inputs_round_as_in_compressed_tensors(activations, args):
     x[0, 4], x[0, :, 7] = 0, x[0, :, 7] * 30
     theirs = QuantizationArgs(num_bits=8, symmetric=True, **args)
     scale, zero = torch.tensor([0.04]), torch.zeros(1)
-    ours = round_activations(x[0], activations, scale)
+    ours = fake_quantize_activations(x[0], activations, scale)
     if activations.dynamic:
         scale, zero = compute_dynamic_scales_and_zp(x, theirs, torch.nn.Identity())
     expected = fake_quantize(x, scale, zero, theirs)[0]
@@ -166,21 +169,23 @@ def test_inputs_round_as_in_compressed_tensors(activations, args):
 def test_the_last_run_of_channels_may_be_short():
     x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
     runs = Activations("fp8", "group128")
-    parts = [round_activations(part, Activations("fp8")) for part in x.split(128, dim=1)]
-    torch.testing.assert_close(round_activations(x, runs), torch.cat(parts, 1), atol=0, rtol=0)
+    parts = [fake_quantize_activations(part, Activations("fp8")) for part in x.split(128, dim=1)]
+    torch.testing.assert_close(
+        fake_quantize_activations(x, runs), torch.cat(parts, 1), atol=0, rtol=0
+    )
 
 
 def test_outliers_keep_their_bits_and_do_not_stretch_the_range():
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     x[2, 11], x[3, 40] = 60.0, -6.0
-    rounded = round_inputs(x, VectorwiseScheme(6.0))
+    rounded = fake_quantize_inputs(x, VectorwiseScheme(6.0))
     assert rounded[2, 11] == 60 and rounded[3, 40] == -6
     rest = x.clone()
     rest[2, 11] = rest[3, 40] = 0
     step = rest.abs().amax(1, keepdim=True) / 127
     small = rest != 0
     torch.testing.assert_close(rounded[small], ((rest / step).round() * step)[small])
-    everything = round_inputs(x, VectorwiseScheme(0.0))
+    everything = fake_quantize_inputs(x, VectorwiseScheme(0.0))
     assert (everything[2] == 0).sum() > 10, "without a threshold an outlier swallows its token"
 
 

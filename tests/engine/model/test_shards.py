@@ -15,8 +15,8 @@ from llmopt.engine.cache.kv_cache import KvCache
 from llmopt.engine.cache.step_inputs import Run, step_inputs
 from llmopt.engine.model.lora.bank import rows_by_adapter
 from llmopt.engine.model.open import CausalModel, open_model
-from llmopt.engine.model.parallel.cut import take
 from llmopt.engine.model.parallel.shard import Shard
+from llmopt.engine.model.parallel.weight_slice import take
 from llmopt.engine.tensor_parallel.channel import Channel
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import (
@@ -63,10 +63,10 @@ class _Member:
     rank: int
     group: ThreadGroup
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.group.exchange(self.rank, part)).sum(dim=0)
 
-    def join_columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
+    def all_gather_columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
         whole = torch.cat(self.group.exchange(self.rank, part), dim=1)
         assert whole.shape[1] == width
         return whole
@@ -117,7 +117,7 @@ def test_two_parts_of_a_family_are_the_whole(tmp_path, family):
 
 
 @pytest.mark.parametrize(("family", "size"), [("mixtral", 4), ("deepseek-v3", 4), ("gpt-oss", 4)])
-def test_experts_and_heads_are_dealt_out_one_by_one(tmp_path, family, size):
+def test_experts_and_heads_are_sharded_one_by_one(tmp_path, family, size):
     save_model(tmp_path / "model", *FAMILIES[family][:2])
     parts = assert_parts_are_the_whole(tmp_path / "model", size)
     held = sorted(part.bytes_held for part in parts)  # one of them has the biases of sums

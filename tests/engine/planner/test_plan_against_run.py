@@ -18,13 +18,13 @@ from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.planner.device.host import host_dtype
 from llmopt.engine.planner.memory.cache_size import (
     CacheRequest,
-    CacheRoom,
+    KvCacheBudget,
     num_blocks_for,
     size_cache,
 )
 from llmopt.engine.planner.model.catalog import find_model
-from llmopt.engine.planner.plan.ask import Ask, plan_for
 from llmopt.engine.planner.plan.plan_json import plan_as_dict
+from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.quant.base.errors import BadInput
 
@@ -37,7 +37,7 @@ DTYPES = {
 
 
 def planned(**options: Any) -> dict[str, Any]:
-    return plan_as_dict(plan_for(Ask(model="stories3M", gpus=("cpu",), **options)))
+    return plan_as_dict(plan_for(PlanRequest(model="stories3M", gpus=("cpu",), **options)))
 
 
 def engine(**options: Any) -> Engine:
@@ -84,36 +84,36 @@ def test_the_host_computes_in_what_the_engine_chooses() -> None:
     assert host_dtype() == DTYPES[engine().dtype]
 
 
-def test_the_rule_takes_the_smaller_of_room_and_demand() -> None:
+def test_the_rule_takes_the_smaller_of_budget_and_demand() -> None:
     shape = find_model("stories3M").shape
 
-    def blocks(room: CacheRoom, **changes: Any) -> int:
+    def blocks(budget: KvCacheBudget, **changes: Any) -> int:
         values: dict[str, Any] = {
             "bytes_per_element": 2,
             "block_size": 32,
             "max_model_len": 512,
             "max_num_seqs": 16,
         }
-        return size_cache(shape, CacheRequest(**{**values, **changes}), room).num_blocks
+        return size_cache(shape, CacheRequest(**{**values, **changes}), budget).num_blocks
 
-    assert blocks(CacheRoom.on_cpu(2**30)) == 16 * 16
-    assert blocks(CacheRoom.on_cpu(2**23)) == num_blocks_for(2**21, shape, 32, 2) == 25
-    on_cuda = CacheRoom.on_cuda(2**24, 0.9, 2**20, 2**21, 2**22)
+    assert blocks(KvCacheBudget.on_cpu(2**30)) == 16 * 16
+    assert blocks(KvCacheBudget.on_cpu(2**23)) == num_blocks_for(2**21, shape, 32, 2) == 25
+    on_cuda = KvCacheBudget.on_cuda(2**24, 0.9, 2**20, 2**21, 2**22)
     left = int(0.9 * 2**24) - 2**20 - 2**21 - 2**22
     assert blocks(on_cuda) == num_blocks_for(left, shape, 32, 2)
-    assert blocks(CacheRoom(0), num_blocks=7) == 7
+    assert blocks(KvCacheBudget(0), num_blocks=7) == 7
     with pytest.raises(BadInput, match=r"256 KiB is there: lower max_model_len to 96 or less$"):
-        blocks(CacheRoom.on_cpu(2**20))
+        blocks(KvCacheBudget.on_cpu(2**20))
     with pytest.raises(BadInput, match="does not hold one block"):
-        blocks(CacheRoom(0), memory_bytes=100)
+        blocks(KvCacheBudget(0), memory_bytes=100)
 
 
 def test_where_it_does_not_fit_the_numbers_are_said() -> None:
     """8 GiB of weights on a card of 10 GiB: one sequence needs 4 GiB, and 0.5 GiB is left."""
     shape = find_model("llama-3.1-8b").shape
-    room = CacheRoom.on_cuda(10 * 2**30, 0.95, 8 * 2**30, 2**29, 2**29)
+    budget = KvCacheBudget.on_cuda(10 * 2**30, 0.95, 8 * 2**30, 2**29, 2**29)
     with pytest.raises(BadInput) as refused:
-        size_cache(shape, CacheRequest(2, 16, 32768, 4), room)
+        size_cache(shape, CacheRequest(2, 16, 32768, 4), budget)
     assert str(refused.value) == (
         "a sequence of 32768 tokens needs 4.00 GiB of KV cache, but 0.50 GiB is left of 9.50 GiB "
         "(weights 8.00 GiB, the largest step 0.50 GiB, the runtime and others 0.50 GiB): lower "
@@ -218,7 +218,9 @@ def test_a_utilization_without_a_meaning_is_refused(options: dict[str, Any], lin
 
 def test_a_plan_for_a_card_follows_the_rule() -> None:
     """What `kv-plan` expects of a GPU is what the engine does there: its own numbers in the same sum."""
-    plan = plan_for(Ask(model="llama-3.1-8b", gpus=("h100",), context="8k", max_num_seqs=256))
+    plan = plan_for(
+        PlanRequest(model="llama-3.1-8b", gpus=("h100",), context="8k", max_num_seqs=256)
+    )
     (device,) = plan.devices
     assert device.engine_cache is not None
     limits = replace(device.reserve, chunk_tokens=8192, max_num_seqs=256)

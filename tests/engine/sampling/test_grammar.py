@@ -75,7 +75,7 @@ def test_schedule_and_speculation_change_nothing(llm, compiler):
         if "num_blocks" in options:
             assert other.engine.stats.num_preemptions > 0
         else:
-            assert other.engine.stats.num_guesses > 0
+            assert other.engine.stats.num_draft_tokens > 0
 
 
 def test_every_kind_of_grammar(llm, compiler):
@@ -123,7 +123,7 @@ def counted(compiler: GrammarCompiler, num_sequences: int) -> tuple[GrammarMask,
 LETTERS = [411, 412, 413, 414, 415, 416, 417, 418]
 
 
-def test_a_step_reads_one_token_and_a_rejected_guess_goes_back(compiler):
+def test_a_step_reads_one_token_and_a_rejected_draft_token_rolls_back(compiler):
     mask, log = counted(compiler, 1)
     for end in range(len(LETTERS) + 1):
         mask.allowed([], LETTERS[:end])

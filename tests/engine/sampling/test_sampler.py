@@ -16,9 +16,9 @@ from llmopt.engine.sampling.sampler import Sampler
 from llmopt.quant.base.errors import BadInput
 
 
-def row(history=(1,), num_prompt_tokens=1, seed=0, barred=(), **params) -> SamplingRow:
+def row(history=(1,), num_prompt_tokens=1, seed=0, suppressed_ids=(), **params) -> SamplingRow:
     return SamplingRow(
-        SamplingParams(**params), seed, list(history), num_prompt_tokens, frozenset(barred)
+        SamplingParams(**params), seed, list(history), num_prompt_tokens, frozenset(suppressed_ids)
     )
 
 
@@ -64,22 +64,22 @@ def test_noise_is_exponential_and_positive():
     assert not torch.equal(noise, exponential_noise(6, 9, 20000))
 
 
-def kept(probabilities: list[float], **params) -> list[int]:
+def survivors(probabilities: list[float], **params) -> list[int]:
     ordered = torch.tensor(probabilities).log()
     return filter_mask(ordered, SamplingParams(**params)).nonzero().flatten().tolist()
 
 
 def test_filters_keep_what_they_promise():
     p = [0.5, 0.25, 0.15, 0.1]
-    assert kept(p, top_k=2) == [0, 1]
-    assert kept(p, top_p=0.5) == [0]
-    assert kept(p, top_p=0.51) == [0, 1]
-    assert kept(p, top_p=0.76) == [0, 1, 2]
-    assert kept(p, min_p=0.4) == [0, 1]
-    assert kept(p, min_p=1.0) == [0]
+    assert survivors(p, top_k=2) == [0, 1]
+    assert survivors(p, top_p=0.5) == [0]
+    assert survivors(p, top_p=0.51) == [0, 1]
+    assert survivors(p, top_p=0.76) == [0, 1, 2]
+    assert survivors(p, min_p=0.4) == [0, 1]
+    assert survivors(p, min_p=1.0) == [0]
     # top-p looks at what top-k left: 0.5 / 0.75 = 0.67 of it is the first.
-    assert kept(p, top_k=2, top_p=0.6) == [0]
-    assert kept(p, top_k=100, top_p=1.0) == [0, 1, 2, 3]
+    assert survivors(p, top_k=2, top_p=0.6) == [0]
+    assert survivors(p, top_k=100, top_p=1.0) == [0, 1, 2, 3]
 
 
 @given(
@@ -105,9 +105,9 @@ def test_penalties_by_hand():
     assert scores.tolist() == [0.0, -1.25, -0.75, 0.0]
 
 
-def test_bias_and_barred_tokens():
+def test_bias_and_suppressed_tokens():
     assert draw([0.0, 1.0, 2.0], temperature=0, logit_bias={0: 5.0}) == 0
-    assert draw([0.0, 1.0, 2.0], temperature=0, barred=[2]) == 1
+    assert draw([0.0, 1.0, 2.0], temperature=0, suppressed_ids=[2]) == 1
     logits = torch.tensor([[0.0, 1.0]])
     Sampler().draw(logits, [row(temperature=0, logit_bias={0: 9.0})])
     assert logits.tolist() == [[0.0, 1.0]], "the scores belong to the caller"

@@ -230,7 +230,7 @@ def test_mini_sglang_43_blocks_that_several_hold_outlive_all_but_the_last(loop):
         world.step()
     shared = parent.block_ids[:2]
     for gone in ("n/0", "n/2", "n/1"):
-        assert all(world.scheduler.pool.num_holders(block) for block in shared)
+        assert all(world.scheduler.pool.ref_count(block) for block in shared)
         world.scheduler.abort(gone)
     world.drain()
     assert answer(world, "n/3") == foretell([1] * 10, parent.seed + 3, 6, ignore_eos=True)

@@ -153,7 +153,7 @@ def test_forks_share_full_blocks_and_copy_the_partial_one():
     }  # fmt: skip
 
 
-def test_a_fork_without_room_waits_and_says_the_same():
+def test_a_fork_without_free_blocks_waits_and_says_the_same():
     world = World(num_blocks=20, max_num_seqs=2, max_num_batched_tokens=20)
     request = world.add("a", [1] * 6, 5, n=4)
     seed = request.seed
@@ -259,7 +259,7 @@ def test_a_lost_step_costs_no_known_token():
         requests = [world.add(name, [1] * 6, 6) for name in ("a", "b")]
         for _ in range(3):
             world.step()
-        world.lose_steps()
+        world.drop_in_flight()
         world.drain()
         for request in requests:
             expected = foretell([1] * 6, request.seed, 6)

@@ -117,7 +117,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             self.world.step()
             SchedulerWalk.num_steps += 1
             SchedulerWalk.num_dropped_blocks += sum(
-                len(request.dropped) for request in self.world.scheduler.running
+                len(request.evicted) for request in self.world.scheduler.running
             )
 
     @rule(data=st.data())

@@ -43,12 +43,12 @@ def run(world: World) -> list[StepPlan]:
     return plans
 
 
-def until_kept(world: World) -> str:
+def until_swapped(world: World) -> str:
     """Step until a sequence is kept on the host; returns its name."""
     swap = world.scheduler.swap
     while swap.num_free == swap.num_blocks:
         world.step()
-    (name,) = (r.sequence_id for r in world.scheduler.requests() if swap.kept(r) is not None)
+    (name,) = (r.sequence_id for r in world.scheduler.requests() if swap.swapped(r) is not None)
     return name
 
 
@@ -63,7 +63,7 @@ def test_what_was_computed_is_not_computed_again(loop, caching):
     assert without.scheduler.swap.num_swaps == 0
 
 
-def test_without_room_on_the_host_it_is():
+def test_without_free_host_blocks_it_is_recomputed():
     world = crowded(2)
     run(world)
     assert world.scheduler.num_preemptions > world.scheduler.swap.num_swaps == 0
@@ -101,16 +101,16 @@ def test_blocks_behind_a_window_are_not_copied():
 
 
 @pytest.mark.parametrize("how", ["abort", "finish", "lost step"])
-def test_host_blocks_come_back_when_a_kept_sequence_ends(how):
+def test_host_blocks_are_freed_when_a_swapped_sequence_ends(how):
     world = crowded(20)
-    scheduler, name = world.scheduler, until_kept(world)
+    scheduler, name = world.scheduler, until_swapped(world)
     (request,) = (r for r in scheduler.requests() if r.sequence_id == name)
     if how == "abort":
         scheduler.abort(name)
     elif how == "finish":
         scheduler.finish(request, "stop")
     else:
-        world.lose_steps()
+        world.drop_in_flight()
     scheduler.check_integrity()
     assert scheduler.swap.num_free == scheduler.swap.num_blocks
     run(world)
@@ -169,8 +169,8 @@ def answers(**options: Any) -> tuple[list[list[int]], Engine]:
         prompt = [1, *(300 + (7 * index + 3 * place) % 200 for place in range(10 + index))]
         built.add_request(str(index), prompt, params)
     while built.has_unfinished():
-        for piece in built.step():
-            tokens[int(piece.request_id)] += piece.new_token_ids
+        for output in built.step():
+            tokens[int(output.request_id)] += output.new_token_ids
         built.scheduler.check_integrity()
     built.close()
     return tokens, built

@@ -31,6 +31,6 @@ def fragile_server() -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def guarded_server() -> Iterator[RunningServer]:
+def protected_server() -> Iterator[RunningServer]:
     with running(make_engine("stories260K"), ServerOptions(api_keys=("sesame",))) as it:
         yield it

@@ -156,15 +156,15 @@ def test_unknown_names_are_404(server: RunningServer) -> None:
 
 
 def test_a_batch_is_taken_whole_or_not_at_all(server: RunningServer) -> None:
-    before = server.settle().num_steps
+    before = server.wait_until_idle().num_steps
     status, _ = refusal(server, "/v1/completions", json={"prompt": ["fine", "x " * 2000]})
     assert status == 400
-    after = server.settle()
+    after = server.wait_until_idle()
     assert (after.num_steps, after.num_waiting, after.kv_blocks_used) == (before, 0, 0)
 
 
-def test_the_key_opens_the_door(guarded_server: RunningServer) -> None:
-    with guarded_server.http() as http:
+def test_the_key_opens_the_door(protected_server: RunningServer) -> None:
+    with protected_server.http() as http:
         assert http.get("/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
             response = http.get("/v1/models", headers=headers)

@@ -93,7 +93,7 @@ def test_many_clients_at_once_get_their_own_answers(server: RunningServer, llm: 
     for thread in threads:
         thread.join()
     assert [answers[i] for i in range(len(prompts))] == expected
-    assert server.settle().kv_blocks_used == 0
+    assert server.wait_until_idle().kv_blocks_used == 0
 
 
 def test_several_completions_equal_the_offline_ones(server: RunningServer, llm: LLM) -> None:
@@ -174,7 +174,7 @@ def test_a_stop_string_across_tokens_is_never_shown(server: RunningServer, llm: 
     parts = [event["choices"][0] for event in events(server, "/v1/completions", body)]
     assert "".join(part["text"] for part in parts) == whole["text"]
     assert parts[-1]["finish_reason"] == "stop"
-    assert server.settle().kv_blocks_used == 0
+    assert server.wait_until_idle().kv_blocks_used == 0
 
 
 def test_every_event_counts_its_tokens(server: RunningServer) -> None:

@@ -117,7 +117,7 @@ def test_huge_bodies(http: httpx.Client, server: RunningServer) -> None:
     bias = {str(index): 1 for index in range(100_000)}
     body = {"prompt": "hi", "logit_bias": bias}
     assert answer(http, "/v1/completions", json.dumps(body).encode())[0] == 400
-    assert server.settle().kv_blocks_used == 0
+    assert server.wait_until_idle().kv_blocks_used == 0
 
 
 @pytest.mark.parametrize(

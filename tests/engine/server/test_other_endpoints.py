@@ -178,7 +178,7 @@ def test_embeddings_are_those_of_transformers(embedder: RunningServer) -> None:
     client = embedder.openai()  # it asks for base64
     answer = client.embeddings.create(model="tiny", input=token_ids)
     np.testing.assert_allclose(answer.data[1].embedding, found["data"][1]["embedding"], atol=1e-6)
-    assert embedder.settle().kv_blocks_used == 0
+    assert embedder.wait_until_idle().kv_blocks_used == 0
     assert "dimensions" in post(embedder, "/v1/embeddings", {"input": "a", "dimensions": 7}, 400)
     assert "exceed the context" in post(embedder, "/v1/embeddings", {"input": "a b " * 600}, 400)
     assert "input" in post(embedder, "/v1/embeddings", {"input": []}, 400)
@@ -262,4 +262,4 @@ def test_abort_ends_a_response_and_tells_its_client(server: RunningServer) -> No
     assert ends["whole"].json()["error"]["code"] == "aborted"
     assert ends["stream"] == "the request was aborted"
     assert post(server, "/abort", {"id": "cmpl-a"})["aborted"] is False
-    assert server.settle().kv_blocks_used == 0
+    assert server.wait_until_idle().kv_blocks_used == 0

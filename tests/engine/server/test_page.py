@@ -60,7 +60,7 @@ def test_the_state_holds_no_text_and_costs_nothing_unwatched(server: RunningServ
             with http.stream("GET", "/engine/state") as state:
                 event = next(state.iter_lines())
     assert '"running":[{' in event and secret not in event and "garden" not in event
-    server.settle()
+    server.wait_until_idle()
     assert not server.loop._calls
 
 
@@ -96,7 +96,7 @@ def test_one_talks_stops_and_sees_the_blocks_change(locked: RunningServer) -> No
                 await page.press("Escape")
                 await page.wait_for(f"{META}.startsWith('stopped')")
                 await page.wait_for("document.getElementById('running').textContent === '0'")
-            assert locked.settle().kv_blocks_used == 0
+            assert locked.wait_until_idle().kv_blocks_used == 0
             await page.wait_for(
                 "document.getElementById('ttft-note').textContent.startsWith('p50')"
             )

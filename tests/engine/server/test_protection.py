@@ -183,7 +183,7 @@ def post(server: RunningServer, name: str, **fields: Any) -> httpx.Response:
         return http.post("/v1/completions", json={**LONG, **fields})
 
 
-def test_a_key_has_turns_and_others_do_not_wait_for_it(strict: RunningServer) -> None:
+def test_a_key_has_its_own_concurrency_limit(strict: RunningServer) -> None:
     with slow_steps(strict), ThreadPoolExecutor(8) as pool:
         mine = [pool.submit(post, strict, "sesame", max_tokens=60) for _ in range(5)]
         other = pool.submit(post, strict, "rosebud", max_tokens=5)
@@ -207,7 +207,7 @@ def test_who_leaves_the_queue_gives_up_the_place(strict: RunningServer) -> None:
         time.sleep(0.05)
         next_in_line = pool.submit(post, strict, "sesame", max_tokens=5)
         assert [one.result().status_code for one in [*working, next_in_line]] == [200] * 3
-    assert strict.settle().kv_blocks_used == 0
+    assert strict.wait_until_idle().kv_blocks_used == 0
 
 
 def test_an_answer_that_takes_too_long_is_ended(strict: RunningServer) -> None:
@@ -221,7 +221,7 @@ def test_an_answer_that_takes_too_long_is_ended(strict: RunningServer) -> None:
             lines = [line for line in response.iter_lines() if line]
         last = json.loads(lines[-1].removeprefix("data: "))
         assert last["error"]["code"] == "timeout" and len(lines) > 10
-    assert strict.settle().kv_blocks_used == 0
+    assert strict.wait_until_idle().kv_blocks_used == 0
 
 
 def test_the_engine_s_queue_is_bounded() -> None:
@@ -247,10 +247,10 @@ def test_the_engine_s_queue_is_bounded() -> None:
             assert "retry-after" in refused.headers
             gone.set()
             holding.join()
-            it.settle()
+            it.wait_until_idle()
             assert http.post("/v1/completions", json={"prompt": ["x"] * 5}).status_code == 200
             assert http.post("/v1/completions", json={"prompt": ["x"] * 6}).status_code == 429
-        assert it.settle().kv_blocks_used == 0
+        assert it.wait_until_idle().kv_blocks_used == 0
 
 
 def test_prompts_are_in_the_log_only_when_asked(

@@ -17,24 +17,24 @@ LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True,
 
 
 def test_a_stream_that_is_left_frees_its_blocks(server: RunningServer) -> None:
-    before = server.settle()
+    before = server.wait_until_idle()
     with slow_steps(server):
         with (
             server.http() as http,
             http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
         ):
             next(response.iter_lines())
-        after = server.settle()
+        after = server.wait_until_idle()
     assert after.kv_blocks_used == 0
     assert 0 < after.num_generated_tokens - before.num_generated_tokens < 1000
 
 
 def test_a_request_that_is_left_frees_its_blocks(server: RunningServer) -> None:
-    before = server.settle()
+    before = server.wait_until_idle()
     with slow_steps(server):
         with server.http() as http, pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=LONG, timeout=0.3)
-        after = server.settle()
+        after = server.wait_until_idle()
     assert after.kv_blocks_used == 0
     assert 0 < after.num_generated_tokens - before.num_generated_tokens < 1000
 
@@ -92,7 +92,7 @@ def test_it_is_ready_only_when_warm() -> None:
         # A request that came early is served all the same, and leaves no trace of the warm-up.
         assert http.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
         assert http.get("/ready").json() == {"status": "ready"}
-        assert server.settle().prefix_cache_queries < 10
+        assert server.wait_until_idle().prefix_cache_queries < 10
 
 
 def test_those_who_stay_are_not_disturbed_by_one_who_leaves(server: RunningServer) -> None:
@@ -116,12 +116,12 @@ def test_those_who_stay_are_not_disturbed_by_one_who_leaves(server: RunningServe
             staying.start()
             server.wait_for(lambda engine: engine.stats.num_running == 4)
         staying.join()
-        assert server.settle().kv_blocks_used == 0
+        assert server.wait_until_idle().kv_blocks_used == 0
     assert answers == [alone]
 
 
 def test_an_idle_engine_takes_no_steps(server: RunningServer) -> None:
-    server.settle()
+    server.wait_until_idle()
     calls = 0
     step = server.engine.step
 

@@ -97,7 +97,7 @@ def load(server: RunningServer) -> list[dict[str, float]]:
 
 
 def test_the_counters_are_what_the_client_saw(small: RunningServer) -> None:
-    small.settle()
+    small.wait_until_idle()
     before = samples(scrape(small))
     seen = load(small)
     after = samples(scrape(small))
@@ -156,7 +156,7 @@ def test_preemptions_and_ends_are_counted(small: RunningServer) -> None:
         with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
-    small.settle()
+    small.wait_until_idle()
     after = samples(scrape(small))
     assert after["vllm:num_preemptions_total"] > before["vllm:num_preemptions_total"]
     ended = "llmopt_request_success_total{{finished_reason={}}}".format
@@ -229,12 +229,12 @@ def test_speculation_shows_in_the_metrics() -> None:
     with running(engine) as server, server.http() as http:
         body = {"prompt": PROMPT * 4, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
         assert http.post("/v1/completions", json=body).status_code == 200
-        server.settle()
+        server.wait_until_idle()
         found = samples(scrape(server))
-    drafts, guessed, stood = (
+    drafts, draft_token_ids, stood = (
         found[f"vllm:spec_decode_num_{name}_total"]
         for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
-    assert 0 < drafts <= guessed <= 3 * drafts and stood <= guessed
+    assert 0 < drafts <= draft_token_ids <= 3 * drafts and stood <= draft_token_ids
     assert found["llmopt_steps_total"] >= 60 - stood
     assert "llmopt_feature_info{speculation=ngram}" in found

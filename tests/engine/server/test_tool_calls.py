@@ -102,7 +102,7 @@ JSON_TWO = '{"name": "clock", "arguments": {}}'
     ],
 )
 def test_formats(form: ToolFormat, text: str, shown: str, calls: list[Any], size: int) -> None:
-    assert read(form, text, size, endings=["<|eot_id|>"]) == (shown, calls)
+    assert read(form, text, size, stop_texts=["<|eot_id|>"]) == (shown, calls)
 
 
 def test_one_call_where_one_is_allowed() -> None:

@@ -17,7 +17,7 @@ from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.scheduling.draft_length import DraftLength
 from llmopt.engine.scheduling.step_plan import ScheduledRow
-from llmopt.engine.speculation.proposer import DraftTokens, DrawOf
+from llmopt.engine.speculation.proposer import DraftTokens, SamplingRowOf
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file
@@ -118,10 +118,12 @@ class PlainEagle3(PlainEagle):
     def known(self, tokens: Sequence[int]) -> torch.Tensor:
         layers = len(self._model.model.layers)
         default = [2, layers // 2, layers - 3]
-        taps = getattr(self._config, "eagle_aux_hidden_state_layer_ids", default)
+        aux_hidden_state_layers = getattr(self._config, "eagle_aux_hidden_state_layer_ids", default)
         with torch.no_grad():
             found = self._model.model(torch.tensor([list(tokens)]), output_hidden_states=True)
-        states = torch.cat([found.hidden_states[tap][0] for tap in taps], dim=-1)
+        states = torch.cat(
+            [found.hidden_states[aux_layer][0] for aux_layer in aux_hidden_state_layers], dim=-1
+        )
         return states @ self._found["fc.weight"].T
 
     @torch.no_grad()
@@ -167,14 +169,14 @@ def watched(speculation: SpeculationConfig, **options: Any) -> tuple[Proposed, L
     found: Proposed = []
     propose: Callable[..., Mapping[str, DraftTokens]] = proposer.propose
 
-    def watch(rows: Sequence[ScheduledRow], draw: DrawOf) -> Mapping[str, DraftTokens]:
-        guesses = propose(rows, draw)
+    def watch(rows: Sequence[ScheduledRow], draw: SamplingRowOf) -> Mapping[str, DraftTokens]:
+        draft_tokens = propose(rows, draw)
         found.extend(
-            (tuple(row.history), guesses[row.sequence_id])
+            (tuple(row.history), draft_tokens[row.sequence_id])
             for row in rows
-            if row.sequence_id in guesses
+            if row.sequence_id in draft_tokens
         )
-        return guesses
+        return draft_tokens
 
     proposer.propose = watch  # pyright: ignore[reportAttributeAccessIssue]
     llm.generate(PROMPTS, GREEDY)
@@ -183,19 +185,23 @@ def watched(speculation: SpeculationConfig, **options: Any) -> tuple[Proposed, L
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_medusa_guesses_are_those_of_the_published_module(
+def test_medusa_drafts_are_those_of_the_published_module(
     tmp_path: Path, model: Any, blocks: int
 ) -> None:
     folder = write_medusa(tmp_path, heads=3, blocks=blocks)
     plain = PlainMedusa(folder, 3, blocks)
     speculation = SpeculationConfig("medusa", folder, num_tokens=3, tree_width=2)
     found, _ = watched(speculation, prefill_chunk_size=5)
-    for history, guesses in found:
+    for history, draft_tokens in found:
         scores = plain(final_hidden(model, history[:-1])[-1])
-        for index, depth in enumerate(guesses.tree.depths):
+        for index, depth in enumerate(draft_tokens.tree.depths):
             likeliest = scores[depth - 1].topk(2).indices.tolist()
-            assert guesses.token_ids[index] in likeliest
-        firsts = [t for t, d in zip(guesses.token_ids, guesses.tree.depths, strict=True) if d == 1]
+            assert draft_tokens.token_ids[index] in likeliest
+        firsts = [
+            t
+            for t, d in zip(draft_tokens.token_ids, draft_tokens.tree.depths, strict=True)
+            if d == 1
+        ]
         assert int(scores[0].argmax()) in firsts
 
 
@@ -204,33 +210,37 @@ def test_medusa_guesses_are_those_of_the_published_module(
     [
         ({"prefill_chunk_size": 5, "block_size": 4}, write_eagle, {}),
         ({"enable_prefix_caching": False}, write_eagle, {"bias": True, "embedding": True}),
-        ({"prefill_chunk_size": 5, "block_size": 4}, write_eagle3, {"taps": [1, 2, 4]}),
+        (
+            {"prefill_chunk_size": 5, "block_size": 4},
+            write_eagle3,
+            {"aux_hidden_state_layers": [1, 2, 4]},
+        ),
         ({}, write_eagle3, {"hidden": 128, "norms_residual": True}),
     ],
     ids=["chunks", "bias-embedding", "third", "third-narrow"],
 )
-def test_eagle_guesses_are_those_of_the_published_module(
+def test_eagle_drafts_are_those_of_the_published_module(
     tmp_path: Path, model: Any, options: dict[str, Any], write: Any, head: dict[str, Any]
 ) -> None:
     """Its whole past is computed anew for each guess; the engine has it in a cache, as a tree."""
     folder = write(tmp_path, **head)
     plain = (PlainEagle if write is write_eagle else PlainEagle3)(folder, model)
     found, _ = watched(SpeculationConfig("eagle", folder, num_tokens=3, tree_width=2), **options)
-    assert max(guesses.tree.depth for _, guesses in found) > 1
-    for history, guesses in found:
+    assert max(draft_tokens.tree.depth for _, draft_tokens in found) > 1
+    for history, draft_tokens in found:
         known = plain.known(history[:-1])
-        for index, parent in enumerate(guesses.tree.parents):
+        for index, parent in enumerate(draft_tokens.tree.parents):
             before, path = known, []
-            for guess in guesses.tree.path(parent):
+            for draft_token in draft_tokens.tree.path(parent):
                 after = plain([*history[1:], *path], before)
                 before = torch.cat([before, after[-1:]])
-                path.append(guesses.token_ids[guess])
+                path.append(draft_tokens.token_ids[draft_token])
             after = plain([*history[1:], *path], before)
             likeliest = plain.scores(after[-1]).topk(2).indices.tolist()
-            assert guesses.token_ids[index] in likeliest
+            assert draft_tokens.token_ids[index] in likeliest
 
 
-def test_vllms_names_and_pickled_files_give_the_same_guesses(tmp_path: Path) -> None:
+def test_vllms_names_and_pickled_files_give_the_same_drafts(tmp_path: Path) -> None:
     folders = [
         write_medusa(tmp_path / "a"),
         write_medusa(tmp_path / "b", file="medusa_lm_head.pt"),
@@ -376,4 +386,4 @@ def test_trained_heads_say_what_comes(tmp_path: Path) -> None:
         expected = expected or tokens
         assert tokens == expected
         if method is not None:
-            assert llm.engine.stats.num_accepted_guesses > 10
+            assert llm.engine.stats.num_accepted_tokens > 10

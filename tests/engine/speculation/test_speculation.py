@@ -16,7 +16,7 @@ from llmopt.engine.sampling.sampler import Sampler
 from llmopt.engine.scheduling.draft_length import Acceptance, DraftLength
 from llmopt.engine.scheduling.tree import Tree
 from llmopt.engine.speculation.proposer import DraftTokens
-from llmopt.engine.speculation.verify import DRAFT_STREAM, Chain, accepted_tokens
+from llmopt.engine.speculation.rejection_sampler import DRAFT_STREAM, Chain, accepted_tokens
 from llmopt.quant.base.errors import BadInput
 
 NGRAM = SpeculationConfig("ngram", num_tokens=6, ngram_min=1)
@@ -59,7 +59,7 @@ def plain(request: pytest.FixtureRequest) -> tuple[SamplingParams, list[list[int
     ],
     ids=["plain", "alone", "chunks", "no-prefix-cache", "preempted"],
 )
-def test_the_tokens_are_those_without_guesses(
+def test_the_tokens_are_those_without_speculation(
     plain: tuple[SamplingParams, list[list[int]]],
     speculation: SpeculationConfig,
     options: dict[str, Any],
@@ -68,7 +68,7 @@ def test_the_tokens_are_those_without_guesses(
     tokens, llm = generate(params, speculation, **options)
     assert tokens == expected
     stats = llm.engine.stats
-    assert stats.num_accepted_guesses > 0
+    assert stats.num_accepted_tokens > 0
     assert stats.num_generated_tokens == sum(map(len, tokens))
     assert stats.kv_blocks_used == 0
     if "num_blocks" in options:
@@ -80,7 +80,7 @@ def test_fewer_steps_with_a_good_draft() -> None:
     assert generate(GREEDY, None)[1].engine.stats.num_steps == 40
 
 
-def test_logprobs_penalties_and_forks_are_those_without_guesses() -> None:
+def test_logprobs_penalties_and_forks_are_those_without_speculation() -> None:
     params = SamplingParams(
         temperature=0.8,
         seed=11,
@@ -95,8 +95,8 @@ def test_logprobs_penalties_and_forks_are_those_without_guesses() -> None:
     for speculation in (None, DRAFT, NGRAM):
         llm = LLM("stories3M", dtype="float32", num_threads=1, speculation=speculation)
         results.append(llm.generate(PROMPTS[:3], params))
-    for guessed in results[1:]:
-        for one, other in zip(results[0], guessed, strict=True):
+    for draft_token_ids in results[1:]:
+        for one, other in zip(results[0], draft_token_ids, strict=True):
             for mine, theirs in zip(one.completions, other.completions, strict=True):
                 assert mine.token_ids == theirs.token_ids
                 assert mine.text == theirs.text
@@ -134,7 +134,7 @@ def test_rejection_keeps_the_greedy_tokens() -> None:
         assert generate(GREEDY, speculation)[0] == expected
 
 
-def test_rejection_without_a_guess_draws_as_without_speculation() -> None:
+def test_rejection_without_a_draft_token_samples_as_without_speculation() -> None:
     never = SpeculationConfig("ngram", ngram_min=64, ngram_max=64, acceptance="rejection")
     params = SamplingParams(temperature=0.9, seed=4, n=3, max_tokens=12, logprobs=1)
     results = [
@@ -164,13 +164,13 @@ def test_rejection_draws_by_the_target(certain: bool) -> None:
         contexts = [[written[seed][-1] if written[seed] else vocab] for seed in going]
         places = [7 + len(written[seed]) for seed in going]
         for index in range(2):
-            guesses = [(context[0] + index) % vocab for context in contexts]
+            draft_tokens = [(context[0] + index) % vocab for context in contexts]
             if not certain:
                 weights = draft[[context[-1] for context in contexts]]
                 keys = [(seed, place + index) for seed, place in zip(going, places, strict=True)]
-                guesses = sampler.choose(weights, keys, DRAFT_STREAM)
-            for context, guess in zip(contexts, guesses, strict=True):
-                context.append(guess)
+                draft_tokens = sampler.choose(weights, keys, DRAFT_STREAM)
+            for context, draft_token in zip(contexts, draft_tokens, strict=True):
+                context.append(draft_token)
         chains = []
         for context, seed, place in zip(contexts, going, places, strict=True):
             probabilities = None if certain else draft[context[:-1]]
@@ -200,7 +200,7 @@ def test_distributions_are_what_draw_draws_by() -> None:
 
 
 @given(st.floats(0, 1), st.floats(0, 0.5), st.integers(1, 8))
-def test_the_number_of_guesses_grows_with_what_is_accepted(
+def test_the_number_of_draft_tokens_grows_with_acceptance(
     rate: float, cost: float, longest: int
 ) -> None:
     rule = DraftLength(longest, cost)

@@ -45,8 +45,8 @@ def one(loras) -> Engine:
 def two(loras) -> Iterator[Engine]:
     """Guesses of a draft model are checked by both processes; they leave the tokens as they are."""
     options = {**OPTIONS, **LIMITS, "tensor_parallel_size": 2}
-    guesses = SpeculationConfig("draft", draft_model="stories260K")
-    engine = Engine(EngineConfig(MODEL, loras=loras, speculation=guesses, **options))
+    draft_tokens = SpeculationConfig("draft", draft_model="stories260K")
+    engine = Engine(EngineConfig(MODEL, loras=loras, speculation=draft_tokens, **options))
     yield engine
     engine.close()
 
@@ -82,7 +82,7 @@ def test_greedy_tokens_are_those_of_one_process(one, two, prompts):
     assert run(two, prompts, GREEDY) == expected
     assert two.stats.prefix_cache_hits > hits
     assert two.stats.num_preemptions > 0, "the pool was meant to be too small"
-    assert two.stats.num_accepted_guesses > 20
+    assert two.stats.num_accepted_tokens > 20
 
 
 def test_logits_are_those_of_one_process(one, two, prompts):

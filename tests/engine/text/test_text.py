@@ -42,7 +42,7 @@ def test_the_earliest_stop_wins_and_may_be_shown():
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(0, 30), max_size=8),
 )
-def test_pieces_give_what_the_whole_gives(text, stops, cuts):
+def test_deltas_give_what_the_whole_gives(text, stops, cuts):
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(edges)]
     shown, met = show(pieces, tuple(stops))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from llmopt.quant.base import durable
+from llmopt.quant.base import atomic_io
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.model.checkpoint import Checkpoint
@@ -92,7 +92,7 @@ def test_measuring_goes_on_where_it_was_cut(
     measured: tuple[Path, QuantizeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, first = measured
-    real, calls = durable.os.fsync, iter(range(1000))
+    real, calls = atomic_io.os.fsync, iter(range(1000))
 
     class Crash(BaseException):
         pass
@@ -104,7 +104,7 @@ def test_measuring_goes_on_where_it_was_cut(
 
     asked = request(tmp_path, "out", stats=tmp_path / "stats")
     with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "fsync", crash)
+        patch.setattr(atomic_io.os, "fsync", crash)
         with pytest.raises(Crash):
             quantize(asked)
     assert list((tmp_path / "stats").glob("layer-*")) and not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.activations.activations import round_activations
+from llmopt.engine.kernels.activations.fake_quantize import fake_quantize_activations
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, IntScheme
 from llmopt.quant.methods.base import (
@@ -121,7 +121,7 @@ def test_int8_layers_lose_less_when_smoothed() -> None:
                 layer.get_submodule(name).weight.copy_(norm)
             for name, codes in result.weights.items():
                 layer.get_submodule(name).weight.copy_(codes.dequantize())
-            return each_linear(layer, lambda _, __, x: round_activations(x, INT8))
+            return each_linear(layer, lambda _, __, x: fake_quantize_activations(x, INT8))
 
         return change
 
@@ -152,7 +152,7 @@ def test_reported_bound_holds_for_measured_inputs() -> None:
     inputs = correlated_inputs(2000, 64)
     record, columns = statistics_of(inputs), torch.rand(64) + 0.5
     scaled = inputs / columns
-    noise = float((round_activations(scaled, INT8) - scaled).square().sum(dim=0).mean())
+    noise = float((fake_quantize_activations(scaled, INT8) - scaled).square().sum(dim=0).mean())
     assert noise < input_noise(record, columns) < 12 * noise
     one_loud_token = torch.cat([inputs, inputs[:1] * 1000])
     bound = input_noise(statistics_of(one_loud_token), torch.ones(64))

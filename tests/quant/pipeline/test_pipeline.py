@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from llmopt.quant.base import durable
+from llmopt.quant.base import atomic_io
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.manifest import journal
@@ -145,7 +145,7 @@ def test_output_is_a_whole_model_folder(quantized: Quantized) -> None:
         "model-layer-00004.safetensors",
         "model-other.safetensors",
     } <= names
-    assert not [name for name in names if name.endswith(durable.TEMPORARY_SUFFIX)]
+    assert not [name for name in names if name.endswith(atomic_io.TEMPORARY_SUFFIX)]
     checkpoint, source = Checkpoint(folder), Checkpoint(STORIES)
     name = "model.embed_tokens.weight"
     assert torch.equal(checkpoint.tensor(name), source.tensor(name))
@@ -369,7 +369,7 @@ def test_a_full_disk_in_the_middle_keeps_the_finished_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = contents(quantize(small_request(tmp_path / "whole")).output)
-    real = durable.os.fsync
+    real = atomic_io.os.fsync
     calls = iter(range(1000))
 
     def full(descriptor: int) -> None:
@@ -379,12 +379,12 @@ def test_a_full_disk_in_the_middle_keeps_the_finished_layers(
 
     output = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "fsync", full)
+        patch.setattr(atomic_io.os, "fsync", full)
         with pytest.raises(BadInput, match="no space left while writing"):
             quantize(small_request(output))
     folder = work_folder(output)
     assert len((folder / "journal.jsonl").read_bytes().splitlines()) > 1
-    assert not list(folder.rglob("*" + durable.TEMPORARY_SUFFIX))
+    assert not list(folder.rglob("*" + atomic_io.TEMPORARY_SUFFIX))
     assert quantize(small_request(output)).resumed_layers > 0
     assert contents(output) == expected
 

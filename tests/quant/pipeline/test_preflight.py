@@ -15,7 +15,7 @@ from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
-from llmopt.quant.plan.loaders import ENGINE_TYPES, Stored, loaders, loads_in, stored
+from llmopt.quant.plan.loaders import ENGINE_TYPES, CheckpointContents, loaders, loads_in, stored
 from llmopt.quant.plan.plan import QuantizeRequest, make_plan
 from llmopt.quant.request.selection import split_fusions
 
@@ -144,7 +144,7 @@ def test_the_line_names_those_that_load_and_what_they_need() -> None:
     """The same rules for a plan, a finished run and a conversion, the model's type included."""
     name = "transformer.h.0.self_attention.query_key_value"
     scheme = IntScheme(4, 128, True)
-    foreign = Stored("bloom", {name: (768, 256)}, {name: scheme}, ())
+    foreign = CheckpointContents("bloom", {name: (768, 256)}, {name: scheme}, ())
     assert loads_in(loaders(foreign, "compressed-tensors")) == (
         "transformers (needs compressed-tensors); vLLM (Marlin; tried on a CPU)"
     )
@@ -154,7 +154,7 @@ def test_the_line_names_those_that_load_and_what_they_need() -> None:
 def test_a_matrix_that_is_quantized_in_part_is_split() -> None:
     query, key = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
     scheme = IntScheme(4, 128, True)
-    part = Stored("llama", {query: (256, 256)}, {query: scheme}, (key,))
+    part = CheckpointContents("llama", {query: (256, 256)}, {query: scheme}, (key,))
     vllm = next(one for one in loaders(part, "gptq") if one.name == "vLLM")
     assert not vllm.loads and "one matrix" in vllm.reason
 

@@ -91,8 +91,8 @@ export function startEngine(mine) {
     byId("hits").textContent = percent(counters.prefix_hits, counters.prefix_queries);
     byId("hits-note").textContent = `${counters.prefix_hits.toLocaleString("en")} tokens`;
     byId("num-preemptions").textContent = counters.preemptions.toLocaleString("en");
-    byId("preemptions-note").textContent = counters.guesses
-      ? `${percent(counters.accepted_guesses, counters.guesses)} of guesses stood` : "";
+    byId("preemptions-note").textContent = counters.draft_tokens
+      ? `${percent(counters.accepted_tokens, counters.draft_tokens)} of draft tokens accepted` : "";
     byId("blocks-note").textContent = map.draw(blocks, running);
     showSequences(state);
     drawLine(byId("rate-chart"), rates);

@@ -1,0 +1,97 @@
+"""Which kernel attends over a paged cache, and why the others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..common.dispatch import Candidate, Operation
+from ..common.runtime import refuses_rows
+from .native_attention import HEAD_CHANNELS, attend_native, native_attention
+from .paged_attention import AttentionBatch, AttentionKernel, AttentionRule, attend_sdpa
+from .paged_tensor import PagedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernelQuery:
+    """What a candidate may look at.
+
+    Attributes:
+        dtype: of the queries.
+        key_dim, value_dim: elements of a head.
+        has_trees: whether guesses of a step form trees.
+    """
+
+    device: str
+    dtype: torch.dtype
+    key_dim: int
+    value_dim: int
+    has_trees: bool = False
+
+    def __str__(self) -> str:
+        same = self.key_dim == self.value_dim
+        heads = f"{self.key_dim}" if same else f"{self.key_dim} and {self.value_dim}"
+        trees = ", trees of guesses" if self.has_trees else ""
+        return f"heads of {heads} in {self.dtype} on {self.device}{trees}"
+
+
+def _refuses_native(kernel_query: AttentionKernelQuery) -> str | None:
+    if kernel_query.device != "cpu":
+        return "it is a CPU kernel"
+    if (reason := native_attention().reason) is not None:
+        return reason
+    if kernel_query.dtype not in (torch.bfloat16, torch.float32):
+        return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
+    if kernel_query.key_dim % HEAD_CHANNELS or kernel_query.value_dim % HEAD_CHANNELS:
+        return f"it is for heads of multiples of {HEAD_CHANNELS}"
+    if kernel_query.has_trees:
+        return "it knows no guesses that form trees"
+    return None
+
+
+def _refuses_triton(kernel_query: AttentionKernelQuery) -> str | None:
+    if kernel_query.has_trees:
+        return "it knows no guesses that form trees"
+    return refuses_rows(kernel_query.device, kernel_query.dtype)
+
+
+def _attend_triton(
+    queries: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    batch: AttentionBatch,
+    rule: AttentionRule,
+    sink_queries: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attend_triton`; Triton is imported by the first call."""
+    from .triton_attention import attend_triton
+
+    return attend_triton(queries, keys, values, batch, rule, sink_queries)
+
+
+PAGED_ATTENTION: Operation[AttentionKernelQuery, AttentionKernel] = Operation(
+    "paged attention",
+    [
+        Candidate("triton-paged", _refuses_triton, _attend_triton),
+        Candidate("native-paged", _refuses_native, attend_native),
+        Candidate("torch-sdpa", lambda kernel_query: None, attend_sdpa),
+    ],
+)
+
+
+def attention_kernels(
+    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
+) -> tuple[AttentionKernel, AttentionKernel]:
+    """For a decoder's heads: the kernel of steps without trees of guesses, and that of steps with some."""
+
+    def choose(has_trees: bool) -> AttentionKernel:
+        kernel_query = AttentionKernelQuery(device.type, dtype, key_dim, value_dim, has_trees)
+        return PAGED_ATTENTION.select(kernel_query).run
+
+    return choose(False), choose(True)
+
+
+def reads_in_place(kernel: AttentionKernel) -> bool:
+    """Whether a kernel reads the blocks of each sequence where they lie, however wide the table is."""
+    return kernel in (attend_native, _attend_triton)

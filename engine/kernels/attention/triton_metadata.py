@@ -1,0 +1,101 @@
+"""A batch as the attention kernel reads it: tables behind one another, and which program does what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...base.transfer import to_device
+from .paged_attention import AttentionBatch
+
+SHORT_SPAN = 8
+"""Tokens of a sequence in the batch up to which its keys are dealt to several programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The programs of some sequences: `index` as the kernel takes it; `rows` of the batch, by parts' rows."""
+
+    index: torch.Tensor
+    rows: torch.Tensor
+    width: int
+
+
+class AttentionMetadata:
+    """A batch as the kernels read it; what it copies to the device, it copies once a step."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._spans = sorted(batch.spans, key=lambda span: span.end - span.begin)
+        self._decode = batch.decode
+        tables = [span.block_ids for span in self._spans]
+        fields: list[list[int]] = []
+        offset = 0
+        for span in self._spans:
+            row = [
+                span.begin,
+                span.end - span.begin,
+                span.num_cached,
+                span.sink_length,
+                span.evicted_span,
+                offset,
+            ]
+            fields.append(row)
+            offset += span.block_ids.numel()
+        self._num_short = sum(row[1] <= SHORT_SPAN for row in fields)
+        segments = []
+        if (decode := batch.decode) is not None:
+            count = decode.rows.numel()
+            self._decode_width = decode.block_ids.numel() // count
+            steps = torch.arange(count, device=decode.rows.device) * self._decode_width + offset
+            tables.append(decode.block_ids)
+            ones = torch.ones_like(steps)
+            of_decode = (
+                decode.rows,
+                ones,
+                decode.lengths,
+                ones * decode.sink_length,
+                decode.evicted_spans,
+                steps,
+            )
+            segments.append(torch.stack(of_decode, dim=1))
+        self.table = tables[0] if len(tables) == 1 else torch.cat(tables)
+        self._device = self.table.device
+        if fields:
+            segments.insert(0, self._copied(fields))
+        self.segments = segments[0] if len(segments) == 1 else torch.cat(segments)
+        self._block_size = batch.block_size
+        self._made: dict[tuple[int, bool], Tiles | None] = {}
+
+    def tiles(self, tokens: int, short: bool) -> Tiles | None:
+        """Tiles of so many tokens of the short sequences, or of the long ones; None: there are none."""
+        key = (tokens, short)
+        if key not in self._made:
+            self._made[key] = self._tiles(tokens, short)
+        return self._made[key]
+
+    def _tiles(self, tokens: int, short: bool) -> Tiles | None:
+        chosen = range(self._num_short) if short else range(self._num_short, len(self._spans))
+        index, rows, width = [], [], 0
+        for segment in chosen:
+            span = self._spans[segment]
+            count = span.end - span.begin
+            index += [[segment, first, len(rows) + first] for first in range(0, count, tokens)]
+            rows += range(span.begin, span.end)
+            width = max(width, span.num_held)
+        parts = [self._copied(index)] if index else []
+        of_parts = [self._copied(rows)] if rows else []
+        if short and self._decode is not None:
+            steps = torch.arange(self._decode.rows.numel(), device=self._device)
+            own = (steps + len(self._spans), torch.zeros_like(steps), steps + len(rows))
+            parts.append(torch.stack(own, dim=1))
+            of_parts.append(self._decode.rows)
+            width = max(width, self._decode_width * self._block_size)
+        if not parts:
+            return None
+        return Tiles(torch.cat(parts), torch.cat(of_parts), width)
+
+    def _copied(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        return to_device(np.array(values, dtype=np.int64), self._device)

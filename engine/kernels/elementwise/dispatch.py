@@ -1,0 +1,189 @@
+"""What lies between a layer's linears, and which kernel does it: norms, gates, turning heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from ..attention.paged_tensor import PagedTensor
+from ..common.dispatch import Candidate, Operation
+from ..common.runtime import refuses_rows
+from .head_norms import HeadNorms
+from .native_layer import CHANNELS, NativeNorm, NativeRopeAndCache, NativeSiluGate, native_layer
+from .rotary import apply_rotary_emb
+
+
+@dataclass(frozen=True, slots=True)
+class RowKernelQuery:
+    """What a candidate may look at: rows of `size` elements, or heads of which so many turn in pairs."""
+
+    device: str
+    dtype: torch.dtype
+    size: int
+
+    def __str__(self) -> str:
+        return f"rows of {self.size} in {self.dtype} on {self.device}"
+
+
+class NormKernel(Protocol):
+    """Root mean square norm of `x [rows, size]`, or of `x + added`: their sum, and its norm."""
+
+    def __call__(
+        self, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class TorchNorm:
+    """torch's own."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight, self._eps = weight, eps
+
+    def __call__(
+        self, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x if added is None else x + added
+        return x, functional.rms_norm(x, (x.shape[-1],), self._weight, self._eps)
+
+
+GateKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""`activation(gate) * up`, of `[rows, size]` each."""
+
+
+def torch_silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """torch's own."""
+    return functional.silu(gate) * up
+
+
+def _torch_gelu_gate(is_tanh: bool) -> GateKernel:
+    approximate = "tanh" if is_tanh else "none"
+    return lambda gate, up: functional.gelu(gate, approximate=approximate) * up
+
+
+class RopeAndCacheKernel(Protocol):
+    """Turns queries and keys by their angles, puts keys and values into the cache; returns the queries.
+
+    `stacked` [tokens, heads, dim] holds queries, keys and values, and may be overwritten; `cos` and `sin` are
+    as `apply_rotary_emb` takes them. `norms` come before the rotation.
+    """
+
+    def __call__(
+        self,
+        stacked: torch.Tensor,
+        num_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keys: PagedTensor,
+        values: PagedTensor,
+        slots: torch.Tensor,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor: ...
+
+
+class TorchRopeAndCache:
+    """torch's own operations."""
+
+    def __call__(
+        self,
+        stacked: torch.Tensor,
+        num_heads: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keys: PagedTensor,
+        values: PagedTensor,
+        slots: torch.Tensor,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        if norms is not None:
+            norms.apply(stacked, num_heads)
+        kv_heads = (stacked.shape[1] - num_heads) // 2
+        queries, own_keys, own_values = stacked.split([num_heads, kv_heads, kv_heads], dim=1)
+        keys.write(apply_rotary_emb(own_keys, cos, sin), slots)
+        values.write(own_values, slots)
+        return apply_rotary_emb(queries, cos, sin)
+
+
+def _refuses(kernel_query: RowKernelQuery, channels: int = 1) -> str | None:
+    if kernel_query.device != "cpu":
+        return "it is a CPU kernel"
+    if (reason := native_layer().reason) is not None:
+        return reason
+    if kernel_query.dtype not in (torch.bfloat16, torch.float32):
+        return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
+    if kernel_query.size % channels:
+        return f"it is for multiples of {channels} elements"
+    return None
+
+
+def _refuses_norm(kernel_query: RowKernelQuery) -> str | None:
+    return _refuses(kernel_query, CHANNELS)
+
+
+def _refuses_rope_and_cache(kernel_query: RowKernelQuery) -> str | None:
+    return _refuses(kernel_query, 2 * CHANNELS)
+
+
+def _refuses_triton(kernel_query: RowKernelQuery) -> str | None:
+    return refuses_rows(kernel_query.device, kernel_query.dtype)
+
+
+def _triton_norm(weight: torch.Tensor, eps: float) -> NormKernel:
+    from .triton_norm import TritonNorm
+
+    return TritonNorm(weight, eps)
+
+
+def _triton_silu_gate() -> GateKernel:
+    from .triton_gate import TritonGate
+
+    return TritonGate("silu")
+
+
+def _triton_gelu_gate(is_tanh: bool) -> GateKernel:
+    from .triton_gate import TritonGate
+
+    return TritonGate("gelu_tanh" if is_tanh else "gelu")
+
+
+def _triton_turn() -> RopeAndCacheKernel:
+    from .triton_rope_and_cache import TritonRopeAndCache
+
+    return TritonRopeAndCache()
+
+
+NORM: Operation[RowKernelQuery, Callable[[torch.Tensor, float], NormKernel]] = Operation(
+    "norm",
+    [
+        Candidate("triton", _refuses_triton, _triton_norm),
+        Candidate("native", _refuses_norm, NativeNorm),
+        Candidate("torch", lambda _: None, TorchNorm),
+    ],
+)
+GATE: Operation[RowKernelQuery, Callable[[], GateKernel]] = Operation(
+    "silu gate",
+    [
+        Candidate("triton", _refuses_triton, _triton_silu_gate),
+        Candidate("native", _refuses, NativeSiluGate),
+        Candidate("torch", lambda _: None, lambda: torch_silu_gate),
+    ],
+)
+GELU_GATE: Operation[RowKernelQuery, Callable[[bool], GateKernel]] = Operation(
+    "gelu gate",
+    [
+        Candidate("triton", _refuses_triton, _triton_gelu_gate),
+        Candidate("torch", lambda _: None, _torch_gelu_gate),
+    ],
+)
+"""Asked for with whether it is the form with a tanh."""
+ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Operation(
+    "rotation and cache write",
+    [
+        Candidate("triton", _refuses_triton, _triton_turn),
+        Candidate("native", _refuses_rope_and_cache, NativeRopeAndCache),
+        Candidate("torch", lambda _: None, TorchRopeAndCache),
+    ],
+)

@@ -1,0 +1,51 @@
+"""Which kernel runs the experts of a mixture, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..common.dispatch import Candidate, Operation
+from ..common.runtime import refuses_rows
+from .experts import Expert, ExpertsKernel, LoopedExperts
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsKernelQuery:
+    """What a candidate may look at; `is_whole`: all the model's experts are here."""
+
+    device: str
+    dtype: torch.dtype
+    is_whole: bool = True
+
+    def __str__(self) -> str:
+        which = "all experts" if self.is_whole else "some of the experts"
+        return f"{which} in {self.dtype} on {self.device}"
+
+
+def _refuses_grouped(kernel_query: ExpertsKernelQuery) -> str | None:
+    if not kernel_query.is_whole:
+        return "it wants all experts in one process"
+    return refuses_rows(kernel_query.device, kernel_query.dtype)
+
+
+def _grouped(
+    experts: Sequence[Expert], numbers: range, count: int, on_inputs: bool
+) -> ExpertsKernel:
+    from .triton_experts import group
+
+    grouped = group(experts, on_inputs)
+    return LoopedExperts(experts, numbers, count, on_inputs) if grouped is None else grouped
+
+
+EXPERTS: Operation[
+    ExpertsKernelQuery, Callable[[Sequence[Expert], range, int, bool], ExpertsKernel]
+] = Operation(
+    "experts",
+    [
+        Candidate("triton-grouped", _refuses_grouped, _grouped),
+        Candidate("loop", lambda kernel_query: None, LoopedExperts),
+    ],
+)

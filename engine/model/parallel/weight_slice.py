@@ -1,0 +1,132 @@
+"""The part of a linear's weight that one of several processes holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ....quant.base.errors import BadInput
+from ....quant.tensors.base import QuantizedTensor
+from ....quant.tensors.codebook import CodebookTensor
+from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
+from ....quant.tensors.gguf import GgufTensor
+from ....quant.tensors.integer import IntTensor
+from ....quant.tensors.lookup import LookupTensor
+from ....quant.tensors.vectorwise import VectorwiseTensor
+
+Weight = torch.Tensor | QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """Runs of outputs of each of several stacked linears, or a run of the inputs of one.
+
+    With `columns` the results of all processes must be summed.
+    """
+
+    rows: tuple[tuple[slice, ...], ...] = ()
+    columns: slice | None = None
+
+
+def take(module: str, weight: Weight, rows: Sequence[slice], columns: slice | None) -> Weight:
+    """The weight of some outputs (all, where `rows` is empty) and some inputs, free of the whole.
+
+    Raises:
+        BadInput: the codes of `module` cannot be divided there.
+    """
+    if rows:
+        weight = _take_rows(module, weight, rows)
+    if columns is not None:
+        weight = _take_columns(module, weight, columns)
+    return weight
+
+
+def take_rows(tensor: torch.Tensor, rows: Sequence[slice]) -> torch.Tensor:
+    """Some rows of a plain tensor, as a copy."""
+    return torch.cat([tensor[run] for run in rows])
+
+
+def _take_rows(module: str, weight: Weight, rows: Sequence[slice]) -> Weight:
+    if isinstance(weight, torch.Tensor):
+        return take_rows(weight, rows)
+    blocks = isinstance(weight, Fp8Tensor) and weight.scheme.granularity == "block"
+    if blocks or isinstance(weight, CodebookTensor):
+        for run in rows:
+            if run.start % BLOCK or (run.stop % BLOCK and run.stop != weight.out_features):
+                raise _refusal(module, weight, f"between outputs {run.start} and {run.stop}", BLOCK)
+    made = [weight.rows(run) for run in rows]
+    first, whole = made[0], weight.parts()
+    parts = {}
+    for name, part in first.parts().items():
+        # What belongs to no output, such as an order of the inputs, is the same in every run.
+        shared = name in whole and whole[name].shape == part.shape
+        parts[name] = part if shared else torch.cat([run.parts()[name] for run in made])
+    return _changed(first, parts)
+
+
+def _take_columns(module: str, weight: Weight, columns: slice) -> Weight:
+    if isinstance(weight, torch.Tensor):
+        return weight[:, columns].clone()
+    step = _columns_together(weight)
+    if step is None:
+        raise _refusal(module, weight, "along its inputs")
+    if columns.start % step or columns.stop % step:
+        where = f"between inputs {columns.start} and {columns.stop}"
+        raise _refusal(module, weight, where, step)
+    runs = slice(columns.start // step, columns.stop // step)
+    return _changed(weight, {n: p.clone() for n, p in _columns(weight, columns, runs).items()})
+
+
+def _columns_together(weight: QuantizedTensor) -> int | None:
+    """How many inputs share a scale or a block; None: they cannot be told apart."""
+    if isinstance(weight, IntTensor):
+        if weight.group_index is not None:
+            return None
+        return 1 if weight.num_groups == 1 else weight.in_features // weight.num_groups
+    if isinstance(weight, Fp8Tensor):
+        return BLOCK if weight.scheme.granularity == "block" else 1
+    if isinstance(weight, CodebookTensor):
+        size = weight.scheme.block_size
+        return None if weight.scheme.double_quant or weight.in_features % size else size
+    if isinstance(weight, GgufTensor):
+        return weight.scheme.block[0]
+    if isinstance(weight, LookupTensor):
+        return 1 if weight.sparse_rows is None else None
+    return 1 if isinstance(weight, VectorwiseTensor) else None
+
+
+def _columns(weight: QuantizedTensor, columns: slice, runs: slice) -> dict[str, torch.Tensor]:
+    """The parts that change where only some inputs are kept; `runs` counts groups or blocks."""
+    if isinstance(weight, IntTensor):
+        groups = slice(None) if weight.num_groups == 1 else runs
+        return {
+            "codes": weight.codes[:, columns],
+            "scales": weight.scales[:, groups],
+            "zeros": weight.zeros[:, groups],
+        }
+    if isinstance(weight, Fp8Tensor):
+        blocks = runs if weight.scheme.granularity == "block" else slice(None)
+        return {"values": weight.values[:, columns], "scales": weight.scales[:, blocks]}
+    if isinstance(weight, CodebookTensor):
+        magnitudes = weight.absmax.view(weight.out_features, -1)[:, runs]
+        return {"codes": weight.codes[:, columns], "absmax": magnitudes.flatten()}
+    if isinstance(weight, GgufTensor):
+        size = weight.scheme.block[1]
+        return {"data": weight.data[:, runs.start * size : runs.stop * size]}
+    assert isinstance(weight, LookupTensor | VectorwiseTensor)
+    return {"codes": weight.codes[:, columns]}
+
+
+def _changed(weight: Any, parts: Mapping[str, torch.Tensor]) -> QuantizedTensor:
+    return replace(weight, **parts)
+
+
+def _refusal(module: str, weight: QuantizedTensor, where: str, step: int | None = None) -> BadInput:
+    multiple = "" if step is None else f": only at multiples of {step}"
+    return BadInput(
+        f"{module}: {weight.scheme.label} cannot be divided {where}{multiple}; choose another "
+        "tensor_parallel_size"
+    )

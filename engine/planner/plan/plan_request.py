@@ -1,0 +1,133 @@
+"""From the words of a command line to a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....quant.base.errors import BadInput
+from ...base.units import parse_bytes, parse_size, parse_tokens
+from ..device.devices import Device, choose_devices
+from ..device.host import host_dtype
+from ..device.money import Prices
+from ..device.speed import Efficiency
+from ..memory.cache_size import DEFAULT_BLOCK_SIZE
+from ..model.catalog import PlannedModel, find_model
+from ..model.weights import WeightRecipe, recipe_for
+from .measured import read_run
+from .plan import Plan, make_plan
+from .setup import Setup, Workload
+from .speculation import Speculation
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What was asked, as it was written; None where nothing was said. See `llmopt kv-plan --help`."""
+
+    model: str
+    weights: str | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    file_format: str | None = None
+    context: str | None = None
+    sequences: int = 1
+    output_tokens: int | None = None
+    kv_dtype: str | None = None
+    gpus: tuple[str, ...] = ()
+    gpu_memory: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    engine: str = "llmopt"
+    block_size: int | None = None
+    utilization: float | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    kv_cache_memory: str | None = None
+    measured: Path | None = None
+    draft_tokens: int | None = None
+    acceptance: float = 0.7
+    draft_cost: float = 0.1
+    gpu_hour_price: float | None = None
+    api_price_in: float | None = None
+    api_price_out: float | None = None
+    duty_cycle: float = 1.0
+
+
+def plan_for(ask: PlanRequest) -> Plan:
+    """The plan that answers it.
+
+    Raises:
+        BadInput: any word that is not understood, and anything that contradicts the model.
+    """
+    model = find_model(ask.model)
+    devices, efficiency = _devices(ask)
+    on_cpu = all(device.kind == "cpu" for device in devices)
+    block_size = ask.block_size
+    if block_size is None:
+        block_size = DEFAULT_BLOCK_SIZE["cpu" if on_cpu else "cuda"]
+    workload = Workload(
+        model.shape.max_context if ask.context is None else parse_tokens(ask.context),
+        ask.sequences,
+        ask.kv_dtype or (host_dtype() if on_cpu else "bf16"),
+        block_size,
+        ask.output_tokens,
+    )
+    setup = Setup(
+        tp=ask.tp,
+        pp=ask.pp,
+        engine="llmopt" if ask.engine == "all" else ask.engine,
+        utilization=ask.utilization,
+        max_num_batched_tokens=ask.max_num_batched_tokens,
+        max_num_seqs=ask.max_num_seqs,
+        kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
+        efficiency=efficiency,
+        prices=_prices(ask),
+        speculation=None
+        if ask.draft_tokens is None
+        else Speculation(ask.draft_tokens, ask.acceptance, ask.draft_cost),
+    )
+    ranked = any(name.lower() == "all" for name in ask.gpus)
+    return make_plan(model, _recipe(ask, model), workload, devices, setup=setup, ranked=ranked)
+
+
+def _devices(ask: PlanRequest) -> tuple[list[Device], Efficiency]:
+    memory = None if ask.gpu_memory is None else parse_bytes(ask.gpu_memory)
+    if ask.measured is None:
+        return choose_devices(ask.gpus, memory), Efficiency()
+    run = read_run(ask.measured)
+    if not ask.gpus and memory is None:
+        if not run.is_cpu:
+            raise BadInput(
+                f"{ask.measured} was measured on a GPU: name it with --gpu, or give --gpu-memory"
+            )
+        return [run.device(host) for host in choose_devices(["cpu"], None)], run.efficiency
+    # A run on this machine tells the roofs of what has no data sheet, and what to expect of the rest.
+    devices = choose_devices(ask.gpus, memory)
+    return (
+        [run.device(one) if one.bandwidth is None else one for one in devices],
+        run.efficiency,
+    )
+
+
+def _recipe(ask: PlanRequest, model: PlannedModel) -> WeightRecipe:
+    chosen = (ask.weights, ask.group_size, ask.symmetric, ask.file_format)
+    if all(value is None for value in chosen):
+        return model.as_stored()
+    return recipe_for(
+        ask.weights or "int4",
+        model.shape,
+        ask.group_size,
+        symmetric=ask.symmetric,
+        file_format=ask.file_format,
+        plain_bytes=model.plain_bytes,
+    )
+
+
+def _prices(ask: PlanRequest) -> Prices | None:
+    if ask.gpu_hour_price is None:
+        if ask.api_price_in is not None or ask.api_price_out is not None:
+            raise BadInput(
+                "--api-price-in and --api-price-out need --gpu-hour-price to compare with"
+            )
+        return None
+    return Prices(ask.gpu_hour_price, ask.api_price_in, ask.api_price_out, ask.duty_cycle)

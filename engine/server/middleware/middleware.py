@@ -1,0 +1,236 @@
+"""What a request must pass before any endpoint sees it: size, key, and its key's turn."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections import Counter, deque
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..loop.retry_after import RetryAfter
+from ..protocol.errors import ApiError, TooMany, error_response
+from ..protocol.server_options import ServerOptions
+
+_log = logging.getLogger(__name__)
+
+DISCARD_SECONDS = 2.0
+"""How long a body that is too large is read on, so that its sender comes to read the refusal."""
+
+
+class RequestMiddleware:
+    """ASGI middleware that reads a request whole, lets it through if it may enter, and counts the answers
+    by their status.
+
+    Probes, and the files of the page, which hold no secret, need no key.
+    """
+
+    OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+    OPEN_PREFIX = "/page/"
+    ABORT_PATH = "/abort"
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, count: Counter[int]) -> None:
+        self._app = app
+        self._options = options
+        self._count = count
+        self._expected = [f"Bearer {key}".encode() for key in options.api_keys]
+        self._limiters = [ConcurrencyLimiter(options) for _ in self._expected or [b""]]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        await self._pass(scope, receive, self._counting(send))
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check_headers(scope)
+            self._check_host(scope)
+            # Work is posted; everything else only looks, or ends work.
+            key = self._key(scope)
+            is_work = scope["method"] == "POST" and scope["path"] != self.ABORT_PATH
+            limiter = self._limiters[key] if is_work else None
+            body = await self._body(scope, receive)
+            if body is None:
+                return
+            if self._options.log_prompts and body:
+                _log.info("%s %s", scope["path"], body.decode(errors="replace"))
+            if limiter is not None and not await limiter.acquire(receive):
+                return
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, _replay(body, receive), send)
+        finally:
+            if limiter is not None:
+                limiter.release()
+
+    def _counting(self, send: Send) -> Send:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count[message["status"]] += 1
+            await send(message)
+
+        return counted
+
+    def _check_headers(self, scope: Scope) -> None:
+        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        size += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+        if size > self._options.max_header_bytes:
+            raise ApiError(
+                431,
+                f"address and headers take {size} bytes: this server takes "
+                f"{self._options.max_header_bytes}",
+                code="headers_too_large",
+            )
+
+    def _check_host(self, scope: Scope) -> None:
+        names = self._options.host_names
+        host = Headers(scope=scope).get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        if names is None or name in ("localhost", *names) or _is_address(name):
+            return
+        raise ApiError(
+            421,
+            "this server is called by an address or by localhost; --allowed-host adds a name",
+            code="unknown_host",
+        )
+
+    def _key(self, scope: Scope) -> int:
+        """Place of the key that the request shows, compared in constant time."""
+        if not self._expected:
+            return 0
+        given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+        matches = [hmac.compare_digest(given, key) for key in self._expected]
+        if any(matches):
+            return matches.index(True)
+        if scope["path"] in self.OPEN_PATHS or scope["path"].startswith(self.OPEN_PREFIX):
+            return 0
+        raise ApiError(
+            401,
+            "the API key is missing or wrong",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The request's body; None if its sender left before the end.
+
+        Raises:
+            ApiError: it is too large, or takes too long.
+        """
+        most = self._options.max_body_bytes
+        # h11 has seen that it is a number.
+        declared = int(Headers(scope=scope).get("content-length", 0))
+        pieces: list[bytes] = []
+        num_bytes, has_more = 0, True
+        try:
+            async with asyncio.timeout(self._options.body_timeout_seconds):
+                while has_more and max(num_bytes, declared) <= most:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    pieces.append(message.get("body", b""))
+                    num_bytes += len(pieces[-1])
+                    has_more = message.get("more_body", False)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the request was not complete after {self._options.body_timeout_seconds:g} s",
+                code="timeout",
+                headers={"Connection": "close"},
+            ) from None
+        if max(num_bytes, declared) <= most:
+            return b"".join(pieces)
+        if has_more:
+            await _discard(receive)
+        raise ApiError(
+            413,
+            f"the body is larger than the {most} bytes that this server takes",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+class ConcurrencyLimiter:
+    """The requests of one key: some at once, some waiting in order, no more."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._limit = options.max_concurrency_per_key
+        self._max_queue = options.max_queue_per_key
+        self._num_active = 0
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._retry_after = RetryAfter()
+
+    async def acquire(self, receive: Receive) -> bool:
+        """Wait for a turn, which `release` ends; False, with none taken, if the client leaves first.
+
+        Raises:
+            TooMany: as many as may wait are waiting.
+        """
+        if self._limit is None or self._num_active < self._limit:
+            self._num_active += 1
+            return True
+        if len(self._queue) >= self._max_queue:
+            raise TooMany(
+                f"this key has {self._num_active} requests in work and {len(self._queue)} waiting, as "
+                "many as it may: try again later",
+                self._retry_after.retry_after(len(self._queue) + 1),
+            )
+        mine = asyncio.get_running_loop().create_future()
+        self._queue.append(mine)
+        # The body has been read, so the only thing left to receive is the client's leaving.
+        leaving = asyncio.ensure_future(receive())
+        is_admitted = False
+        try:
+            await asyncio.wait({mine, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            is_admitted = mine.done() and not leaving.done()
+            return is_admitted
+        finally:
+            leaving.cancel()
+            if not mine.done():
+                self._queue.remove(mine)
+            elif not is_admitted:
+                self._admit_next()
+
+    def release(self) -> None:
+        """End a turn."""
+        self._retry_after.record_finish()
+        self._admit_next()
+
+    def _admit_next(self) -> None:
+        if self._queue:
+            self._queue.popleft().set_result(None)
+        else:
+            self._num_active -= 1
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body in one piece, and then what comes after it."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return first.pop() if first else await receive()
+
+    return replayed
+
+
+async def _discard(receive: Receive) -> None:
+    try:
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while (await receive()).get("more_body"):
+                pass
+    except TimeoutError:
+        pass

@@ -1,0 +1,175 @@
+"""Files that are whole or not there, whatever happens to the process or the machine."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+from .errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+TEMPORARY_SUFFIX = ".writing"
+_PIECE = 16 * 2**20
+
+
+class TensorsByName(Protocol):
+    """Tensors that need not all be in memory at once."""
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write under a temporary name, flushed to the disk and renamed into place at the end.
+
+    Raises:
+        BadInput: the disk is full. What was there before is untouched.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        flush_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise no_space_or(error, path) from error
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a whole file at once; see `atomic_file`."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+def write_tensors(path: Path, tensors: TensorsByName, layout: Mapping[str, Entry]) -> str:
+    """Write a safetensors file without a second copy of its tensors in memory; its SHA-256.
+
+    Args:
+        tensors: asked for one after the other.
+        layout: dtype and shape of each, see `layout_of`.
+    """
+    names, text = _header(layout)
+    digest = hashlib.sha256()
+    with atomic_file(path) as file:
+        for start in (len(text).to_bytes(8, "little"), text):
+            digest.update(start)
+            file.write(start)
+        for name in names:
+            view = memoryview(_raw(tensors[name]))
+            for begin in range(0, len(view), _PIECE):
+                digest.update(view[begin : begin + _PIECE])
+                file.write(view[begin : begin + _PIECE])
+    return digest.hexdigest()
+
+
+Entry = tuple[str, tuple[int, ...]]
+"""Dtype, as safetensors spells it, and shape of a tensor."""
+
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_SIZES = {
+    name: 8 if "64" in name else 4 if "32" in name else 2 if "16" in name else 1
+    for name in _NAMES.values()
+}
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
+    """What `write_tensors` must know of each tensor before it writes the first."""
+    return {
+        name: (_NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+
+
+def file_bytes(layout: Mapping[str, Entry]) -> int:
+    """Bytes of the whole file that `write_tensors` makes of it, its header included."""
+    return 8 + len(_header(layout)[1]) + sum(map(entry_bytes, layout.values()))
+
+
+def _header(layout: Mapping[str, Entry]) -> tuple[list[str], bytes]:
+    """The tensors in the order of the file, widest elements first so that all are aligned; its header."""
+    names = sorted(layout, key=lambda name: (-_SIZES[layout[name][0]], name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        dtype, shape = layout[name]
+        end = offset + entry_bytes(layout[name])
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return names, text + b" " * (-len(text) % 8)
+
+
+def entry_bytes(entry: Entry) -> int:
+    """Bytes of a tensor of this dtype and shape."""
+    return _SIZES[entry[0]] * _count(entry[1])
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for width in shape:
+        count *= width
+    return count
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    """The elements in row order, sharing the memory of a tensor that lies so already."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data  # pyright: ignore[reportReturnType]
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Make a folder and those above it; it may be there already.
+
+    Raises:
+        BadInput: it cannot be made; names the option that chooses it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise BadInput(
+            f"cannot make the folder {folder}: {reason}; choose another one with {option}"
+        ) from error
+
+
+def flush_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def no_space_or(error: OSError, path: Path) -> Exception:
+    """`error` itself, or a BadInput where it means that the disk is full."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return BadInput(
+            f"no space left while writing {path}: free some and run the same command again"
+        )
+    return error

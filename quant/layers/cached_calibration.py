@@ -1,0 +1,210 @@
+"""Calibrate once: the statistics of every layer of the float model in a folder, for any number of runs.
+
+    statistics.json          whose statistics these are, and that they are whole
+    layer-00003.safetensors  Gram matrices and magnitudes of the inputs of layer 3
+    hidden-00003.safetensors what enters layer 3, while the measuring goes on
+
+Every layer is measured behind float layers, so that the statistics depend on no method, width or group
+size. What is lost against `propagation.OnlineCalibration` is that no layer knows of the errors before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from ..base.atomic_io import layout_of, make_folder, write_atomically, write_tensors
+from ..base.errors import BadInput
+from ..base.memory import give_back
+from ..base.progress import Progress
+from ..calibration.calibration import Calibration
+from ..methods.base import InputStatistics
+from ..model.checkpoint import read_json
+from ..model.families import Family
+from ..request.selection import HEAD
+from ..stream.kv_scales import KvRanges
+from ..stream.layer_stream import LayerStream
+from .online_calibration import head_statistics
+from .quantized_layer import HEAD_FAMILY, LayerStatistics, QuantizedLayer
+
+_FACTS, _BEGUN = "statistics.json", "begun.json"
+_HIDDEN = re.compile(r"hidden-(\d{5})\.safetensors")
+_SPLITS: tuple[str, ...] = ("calibration", "held_out")
+_PARTS = ("gram", "abs_sum", "abs_max")
+
+
+class StatisticsFolder:
+    """A folder of statistics, made or to be made.
+
+    Args:
+        signature: digest of the model and the calibration data.
+
+    Raises:
+        BadInput: the folder holds the statistics of another model or other data, or something else.
+    """
+
+    def __init__(self, folder: Path, signature: str):
+        self.folder = folder
+        self._signature = signature
+        for name in (_FACTS, _BEGUN):
+            path = folder / name
+            if path.is_file():
+                if read_json(path).get("signature") != signature:
+                    raise BadInput(
+                        f"{folder} holds statistics of another model, other calibration data or another "
+                        "version: choose another --stats folder, or remove it"
+                    )
+                return
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise BadInput(f"{folder} holds something else than statistics: choose another --stats")
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer was measured."""
+        return (self.folder / _FACTS).is_file()
+
+    def measure(
+        self,
+        stream: LayerStream,
+        calibration: Calibration,
+        progress: Progress,
+        *,
+        head: bool,
+        kv: bool,
+    ) -> None:
+        """Measure all layers that are not measured yet.
+
+        Args:
+            head: whether the input of the output projection is measured too.
+            kv: whether the ranges of keys and values are.
+        """
+        make_folder(self.folder, "--stats")
+        header = json.dumps({"signature": self._signature}).encode()
+        write_atomically(self.folder / _BEGUN, header)
+        stream.prepare(calibration.token_ids)
+        found = [int(m[1]) for p in self.folder.iterdir() if (m := _HIDDEN.fullmatch(p.name))]
+        first = max(found, default=0)
+        if first:
+            state = load_file(self._hidden(first))
+            hidden = [state[name].clone() for name in _SPLITS]
+        else:
+            hidden = [stream.embed(calibration.token_ids), stream.embed(calibration.held_out)]
+        progress.start("measuring", stream.num_layers, "layers")
+        progress.advance(first)
+        for index in range(first, stream.num_layers):
+            self._measure_layer(stream, index, hidden, kv=kv)
+            state = dict(zip(_SPLITS, hidden, strict=True))
+            write_tensors(self._hidden(index + 1), state, layout_of(state))
+            self._hidden(index).unlink(missing_ok=True)
+            stream.checkpoint.release()
+            give_back()
+            progress.advance()
+        if head:
+            records = [{HEAD: head_statistics(stream, part)} for part in hidden]
+            self._write("head", HEAD_FAMILY, records, None)
+        progress.finish()
+        write_atomically(self.folder / _FACTS, header)
+        for path in (*self.folder.glob("hidden-*"), self.folder / _BEGUN):
+            path.unlink(missing_ok=True)
+
+    def _measure_layer(
+        self, stream: LayerStream, index: int, hidden: Sequence[torch.Tensor], *, kv: bool
+    ) -> None:
+        stream.load(index, stream.tensors(index))
+        records = [stream.measure(index, part) if len(part) else {} for part in hidden]
+        ranges = KvRanges() if kv else None
+        cache = {"past_key_values": ranges} if kv else {}
+        for part in hidden:
+            stream.run(index, part, out=part, **cache)
+            if not bool(torch.isfinite(part).all()):
+                raise BadInput(
+                    f"{stream.prefix(index)} gives NaN or infinite outputs: the checkpoint is damaged"
+                )
+        self._write(f"layer-{index:05d}", stream.family(index), records, ranges)
+        stream.unload(index)
+
+    def _write(
+        self,
+        name: str,
+        family: Family,
+        records: Sequence[Mapping[str, InputStatistics]],
+        ranges: KvRanges | None,
+    ) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for split, statistics in zip(_SPLITS, records, strict=True):
+            for group in _groups(family):
+                if group[0] not in statistics:
+                    continue
+                record = statistics[group[0]]
+                start = f"{split}.{group[0]}"
+                tensors |= {f"{start}.{part}": getattr(record, part) for part in _PARTS}
+                tensors[f"{start}.num_tokens"] = torch.tensor([record.num_tokens])
+        if ranges is not None:
+            tensors["kv_ranges"] = torch.tensor([ranges.key, ranges.value])
+        write_tensors(self.folder / f"{name}.safetensors", tensors, layout_of(tensors))
+
+    def read(self, name: str, family: Family) -> LayerStatistics:
+        """The statistics of a layer or of the `head`.
+
+        Raises:
+            BadInput: they are not in the folder.
+        """
+        path = self.folder / f"{name}.safetensors"
+        if not path.is_file():
+            raise BadInput(f"{path} is missing: remove the folder, and let it be measured again")
+        tensors = load_file(path)
+        splits: list[dict[str, InputStatistics]] = []
+        for split in _SPLITS:
+            statistics: dict[str, InputStatistics] = {}
+            for group in _groups(family):
+                start = f"{split}.{group[0]}"
+                if f"{start}.gram" not in tensors:
+                    continue
+                record = InputStatistics(0)
+                for part in _PARTS:
+                    setattr(record, part, tensors[f"{start}.{part}"])
+                record.num_tokens = int(tensors[f"{start}.num_tokens"])
+                statistics |= dict.fromkeys(group, record)
+            splits.append(statistics)
+        ranges = None
+        if "kv_ranges" in tensors:
+            ranges = KvRanges(*(float(value) for value in tensors["kv_ranges"]))
+        return LayerStatistics(statistics=splits[0], held_out=splits[1], kv_ranges=ranges)
+
+    def _hidden(self, index: int) -> Path:
+        return self.folder / f"hidden-{index:05d}.safetensors"
+
+
+def _groups(family: Family) -> list[tuple[str, ...]]:
+    return [*family.shared_inputs, *((router,) for router in family.routers)]
+
+
+class CachedCalibration:
+    """A `propagation.Source` that reads a folder of statistics and runs nothing."""
+
+    def __init__(self, folder: StatisticsFolder, stream: LayerStream):
+        self._folder = folder
+        self._stream = stream
+        self._ranges: KvRanges | None = None
+
+    def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
+        measured = self._folder.read(f"layer-{index:05d}", self._stream.family(index))
+        self._ranges = measured.kv_ranges
+        return measured
+
+    def weights(self, index: int, linears: tuple[str, ...]) -> None:
+        return None
+
+    def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
+        return self._ranges
+
+    def measure_head(self) -> LayerStatistics:
+        return self._folder.read("head", HEAD_FAMILY)
+
+    def save(self, path: Path) -> None:
+        """Nothing: the folder is all that a later run needs."""

@@ -1,0 +1,189 @@
+"""One decoder layer, or the output projection, quantized: from its tensors to what goes on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..base.errors import BadInput
+from ..formats.base import WeightFormat
+from ..manifest.manifest import is_worse, judged, module_record
+from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure
+from ..methods.rounding import round_weight
+from ..model.families import Family
+from ..plan.plan import Plan
+from ..request.selection import HEAD, TORCH_DTYPES
+from ..stream.kv_scales import KvRanges
+from ..tensors.base import QuantizedTensor
+from ..tensors.fp8 import Fp8Tensor
+from ..tensors.integer import IntTensor
+
+HEAD_FAMILY = Family(shared_inputs=((HEAD,),), folds=(), unclipped=frozenset({HEAD}))
+WORSE = "worse than plain rounding"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStatistics:
+    """What is known about the inputs of a layer.
+
+    Attributes:
+        statistics: of calibration tokens, for each linear and router.
+        held_out: of tokens that no method may use; may be empty.
+        remeasure: see `LayerProblem`.
+        kv_ranges: of keys and values, where they were measured along with the rest.
+    """
+
+    statistics: dict[str, InputStatistics]
+    held_out: dict[str, InputStatistics] = field(default_factory=dict)
+    remeasure: Remeasure | None = None
+    kv_ranges: KvRanges | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """A layer that was quantized.
+
+    Attributes:
+        result: of the method, after reverting what was worse than plain rounding.
+        others: the float tensors that stay, as they will be stored, by the name relative to the layer.
+        seconds: what choosing the codes took.
+    """
+
+    prefix: str
+    result: LayerResult
+    others: dict[str, torch.Tensor]
+    seconds: float
+
+    def packed(
+        self, plan: Plan, weight_format: WeightFormat
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        """What lies on disk in a format, by full name, and the modules for journal and manifest.
+
+        Raises:
+            BadInput: several formats are written, and this one cannot hold a scale of another's dtype.
+        """
+        stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
+        records = []
+        for report, (name, quantized) in zip(
+            self.result.reports, self.result.weights.items(), strict=True
+        ):
+            module = full_name(self.prefix, name)
+            if len(plan.formats) > 1:
+                quantized = _with_scales(plan, weight_format, module, quantized)
+            stored |= weight_format.pack(module, quantized)
+            records.append(module_record(report, quantized))
+        return stored, records
+
+
+def _with_scales(
+    plan: Plan, weight_format: WeightFormat, module: str, tensor: QuantizedTensor
+) -> QuantizedTensor:
+    """The same weight with its scales in the dtype of a format."""
+    if not isinstance(tensor, (IntTensor, Fp8Tensor)):
+        return tensor
+    stored = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
+    scales = tensor.scales.to(weight_format.scale_dtype(stored, tensor.scheme))
+    if not torch.equal(scales.to(torch.float32), tensor.scales.to(torch.float32)):
+        raise BadInput(
+            f"{module} has scales that {tensor.scales.dtype} holds and {scales.dtype} of format "
+            f"{weight_format.name} does not: write the formats in separate runs"
+        )
+    return replace(tensor, scales=scales)
+
+
+def full_name(prefix: str, name: str) -> str:
+    """A name relative to a layer in full; the output projection belongs to none."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def quantize_tensors(
+    plan: Plan,
+    family: Family,
+    prefix: str,
+    tensors: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor] | None,
+    measured: LayerStatistics,
+    *,
+    revert_worse: bool,
+) -> QuantizedLayer:
+    """Choose the codes of a layer.
+
+    Args:
+        tensors: of the layer in the checkpoint's dtype, by relative name.
+        weights: its linears in float32, where they are in memory already.
+    """
+    began = time.perf_counter()
+    linears = [name for name in family.linears if full_name(prefix, name) in plan.modules]
+    schemes = {name: plan.schemes[full_name(prefix, name)] for name in linears}
+    sources = {fold.source for fold in family.folds} - set(family.linears)
+    problem = LayerProblem(
+        prefix=prefix,
+        family=family,
+        schemes=schemes,
+        scale_dtypes={name: plan.scale_dtype(full_name(prefix, name)) for name in schemes},
+        weights={
+            name: weights[name] if weights else tensors[f"{name}.weight"].to(torch.float32)
+            for name in linears
+        },
+        statistics={
+            name: measured.statistics[name]
+            for name in (*linears, *family.routers)
+            if name in measured.statistics
+        },
+        norms={name: tensors[f"{name}.weight"] for name in sources},
+        with_bias=frozenset(name for name in linears if f"{name}.bias" in tensors),
+        routers={name: tensors[f"{name}.weight"].to(torch.float32) for name in family.routers},
+        held_out={name: one for name, one in measured.held_out.items() if name in schemes},
+        remeasure=measured.remeasure,
+        options=plan.options,
+    )
+    with torch.no_grad():
+        result = plan.method.quantize_layer(problem) if linears else LayerResult({}, {}, [])
+        if revert_worse:
+            result = reverted(problem, result)
+    if not prefix:  # no layer: the module's name is the linear's
+        reports = [replace(report, module=report.module.lstrip(".")) for report in result.reports]
+        result = replace(result, reports=reports)
+    others = dict(tensors)
+    for name in linears:
+        del others[f"{name}.weight"]
+    for name, tensor in (*result.norms.items(), *result.routers.items()):
+        others[f"{name}.weight"] = tensor.to(tensors[f"{name}.weight"].dtype)
+    return QuantizedLayer(prefix, result, others, time.perf_counter() - began)
+
+
+def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:
+    """The result with plain rounding wherever the method did worse.
+
+    Linears whose neighbours or norms carry their scales cannot be taken back one by one: there the
+    whole layer is rounded plainly, if the sum of its errors is worse.
+    """
+    errors = [judged(report) for report in result.reports]
+    folded = bool(result.norms or result.routers) or any(
+        report.ratio is not None for report in result.reports
+    )
+    if folded:
+        worse = is_worse(sum(error for error, _ in errors), sum(rtn for _, rtn in errors))
+        taken_back = [worse] * len(errors)
+    else:
+        taken_back = [is_worse(*pair) for pair in errors]
+    if not any(taken_back):
+        return result
+    weights, reports = dict(result.weights), []
+    for name, report, back in zip(result.weights, result.reports, taken_back, strict=True):
+        if not back:
+            reports.append(report)
+            continue
+        weights[name] = round_weight(problem, name, problem.weights[name])
+        rounded = weights[name].dequantize()
+        reports.append(problem.report(name, rounded, rounded, fallback=WORSE))
+    return LayerResult(
+        weights=weights,
+        norms={} if folded else result.norms,
+        reports=reports,
+        routers={} if folded else result.routers,
+    )
