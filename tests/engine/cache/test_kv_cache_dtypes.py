@@ -164,7 +164,7 @@ def test_bfloat16_gemm_without_widening_changes_little(prompts):
         return torch.tensor([one.logprob for scores in found for one in scores if one])
 
     wide, own = scored("float32"), scored("auto")
-    assert len(own) > 300
+    assert len(own) > 200
     assert (wide - own).abs().mean() < 0.01
     assert (wide - own).abs().max() < 0.2
 

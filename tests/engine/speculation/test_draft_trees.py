@@ -113,13 +113,15 @@ def test_each_draft_token_scores_as_if_its_path_were_alone(
             hidden = model.forward(step_inputs([own], 3, CPU, torch.float32), cache.layers)
         return model.logits(hidden)
 
+    # A GEMM of other shape may differ in its last bit, which on some processors rounds a code the other way.
+    atol = 2e-4 if stored == "float32" else 2e-3
     last = len(prompt) - 1
     together = scores(Run(last, [prompt[-1], *DRAFT_TOKENS], blocks, TREE))
     for index in range(len(DRAFT_TOKENS)):
         path = [DRAFT_TOKENS[i] for i in TREE.path(index)]
         alone = scores(Run(last, [prompt[-1], *path], blocks))
-        torch.testing.assert_close(together[0], alone[0], atol=2e-4, rtol=1e-4)
-        torch.testing.assert_close(together[1 + index], alone[-1], atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(together[0], alone[0], atol=atol, rtol=1e-4)
+        torch.testing.assert_close(together[1 + index], alone[-1], atol=atol, rtol=1e-4)
 
 
 class Oracle:
