@@ -22,7 +22,7 @@ test nightly: export OMP_NUM_THREADS = 1
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m alone
-	$(VENV)/bin/python -m pytest -m "not alone" -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -m "not alone" -n 2 --dist loadfile --durations 20
 
 # The random walk over scheduler and block pool, of more than 20,000 steps.
 nightly: $(INSTALLED)
