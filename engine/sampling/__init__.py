@@ -1,1 +1,1 @@
-"""From scores to tokens."""
+"""Sampling: logits processing, structured output, token sampling, logprobs."""

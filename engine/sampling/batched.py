@@ -1,4 +1,4 @@
-"""Draws for all rows at once, by kernels on the device; the host waits for nothing."""
+"""Batched sampling: all rows at once, in Triton kernels, without host synchronisation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rowwise import adjust, allowed
 
 
 class BatchedSampling:
-    """A `SamplingKernel` of Triton's kernels; rows with logits processors are adjusted one by one."""
+    """A `SamplingKernel` in Triton kernels; rows with logits processors are processed row by row."""
 
     def __init__(self) -> None:
         self._counts = TokenCounts()
@@ -30,12 +30,12 @@ class BatchedSampling:
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         scores = self._adjusted(logits.contiguous(), rows)
-        certain = torch.zeros_like(scores).scatter_(1, scores.argmax(dim=-1, keepdim=True), 1.0)
-        return self._drawn_by(scores, rows, certain)
+        one_hot = torch.zeros_like(scores).scatter_(1, scores.argmax(dim=-1, keepdim=True), 1.0)
+        return self._probabilities(scores, rows, one_hot)
 
     def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         scores = self._adjusted(logits.contiguous(), rows)
-        weights = self._drawn_by(scores, rows, scores.softmax(dim=-1))
+        weights = self._probabilities(scores, rows, scores.softmax(dim=-1))
         keys = [(row.seed, row.position) for row in rows]
         greedy = _greedy(rows, scores.device)
         noise = self.noise(keys, scores.shape[1], 0, scores.device).masked_fill_(greedy, 1.0)
@@ -48,18 +48,18 @@ class BatchedSampling:
         wrapped = [(_wrapped(seed), position) for seed, position in keys]
         return kernels.exponential(_integers(wrapped, device), size, stream)
 
-    def _drawn_by(
+    def _probabilities(
         self, scores: torch.Tensor, rows: Sequence[SamplingRow], greedy: torch.Tensor
     ) -> torch.Tensor:
-        """What rows are drawn by; those without temperature by `greedy` [rows, vocab]."""
+        """Sampling probabilities of the rows, those of greedy rows from `greedy` [rows, vocab]."""
         floats, integers = _settings(rows, scores.device)
         threshold, last = kernels.thresholds(scores, floats, integers)
         is_greedy = _greedy(rows, scores.device)
         scaled = scores / floats[:, :1].masked_fill(is_greedy, 1.0)
         tokens = torch.arange(scores.shape[1], device=scores.device)
         at, last = threshold[:, None], last[:, None]
-        stays = (scaled > at) | ((scaled == at) & (tokens <= last))
-        weights = scaled.masked_fill_(~stays, float("-inf")).softmax(dim=-1)
+        kept = (scaled > at) | ((scaled == at) & (tokens <= last))
+        weights = scaled.masked_fill_(~kept, float("-inf")).softmax(dim=-1)
         return torch.where(is_greedy, greedy, weights)
 
     def _adjusted(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -101,15 +101,15 @@ class BatchedSampling:
 def _constrain(
     scores: torch.Tensor, logits: torch.Tensor, rows: Iterable[tuple[int, SamplingRow]]
 ) -> None:
-    found = [(index, row, mask) for index, row in rows if (mask := allowed(row)) is not None]
-    if not found:
+    masked = [(index, row, mask) for index, row in rows if (mask := allowed(row)) is not None]
+    if not masked:
         return
-    words = np.stack([packed_mask(mask, scores.shape[1]) for _, _, mask in found])
-    width = max(1, *(len(row.stop_ids) for _, row, _ in found))
-    stop_ids = np.full((len(found), width), -1, dtype=np.int64)
-    for own, (_, row, _) in zip(stop_ids, found, strict=True):
-        own[: len(row.stop_ids)] = sorted(row.stop_ids)
-    of_rows = _integers([index for index, _, _ in found], scores.device)
+    words = np.stack([packed_mask(mask, scores.shape[1]) for _, _, mask in masked])
+    width = max(1, *(len(row.stop_ids) for _, row, _ in masked))
+    stop_ids = np.full((len(masked), width), -1, dtype=np.int64)
+    for ids, (_, row, _) in zip(stop_ids, masked, strict=True):
+        ids[: len(row.stop_ids)] = sorted(row.stop_ids)
+    of_rows = _integers([index for index, _, _ in masked], scores.device)
     kernels.constrain(
         scores, logits, of_rows, to_device(words, scores.device), to_device(stop_ids, scores.device)
     )
@@ -118,7 +118,7 @@ def _constrain(
 def _settings(
     rows: Sequence[SamplingRow], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the kernels take them: temperature, min-p, top-p; seed, position, top-k."""
+    """Kernel parameters per row: (temperature, min-p, top-p) and (seed, position, top-k)."""
     floats, integers = [], []
     for row in rows:
         params = row.params
@@ -129,12 +129,12 @@ def _settings(
 
 
 def _wrapped(seed: int) -> int:
-    """The last 64 bits of a seed, as a signed number."""
+    """The low 64 bits of a seed, as a signed integer."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def _greedy(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
-    """Bool [rows, 1]."""
+    """Which rows are greedy, bool [rows, 1]."""
     return to_device(np.array([[row.params.is_greedy] for row in rows]), device)
 
 
@@ -149,6 +149,6 @@ def _integers(
 
 
 def _places(pairs: Sequence[tuple[int, int]], scores: torch.Tensor) -> torch.Tensor:
-    """Where (row, token) lie in `scores` [rows, vocab]."""
+    """Flat indices of (row, token) pairs in `scores` [rows, vocab]."""
     size = scores.shape[1]
     return _integers([row * size + token for row, token in pairs], scores.device)

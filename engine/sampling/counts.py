@@ -1,4 +1,4 @@
-"""How often tokens occur in sequences, in a table on the device."""
+"""Token counts of penalized sequences, in a table on the device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..scheduling.token_view import TokenView
 from .row import SamplingRow
 
 IN_PROMPT, IN_OUTPUT = 1, 2
-"""What a token of the prompt counts, once, and each one of the output."""
+"""Added to a count by a prompt token (once), and by each occurrence in the output."""
 
 
 @dataclass(slots=True)
 class _Counted:
-    """A sequence: its own list of tokens, its place in the table, how much of it is counted."""
+    """A sequence in the table: its list of tokens, its table row, how many of its tokens are counted."""
 
     tokens: Sequence[int]
     place: int
@@ -28,10 +28,10 @@ class _Counted:
 
 
 class TokenCounts:
-    """A row of counts for each sequence that is penalized; a step adds the tokens that are new in it.
+    """A table row of counts for each penalized sequence; each step adds the sequence's new tokens.
 
-    A sequence is known by its list of tokens, which only grows. Places go to those that were asked for
-    last.
+    A sequence is identified by its list of tokens, which only grows. Table rows are reused, least recently
+    used first.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class TokenCounts:
     def of(
         self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Counts int32 [places, vocab], and the place of each row, int64 [rows]."""
-        self._ensure_capacity(len({id(_own(row)) for row in rows}), vocab_size, device)
+        """Counts, int32 [table rows, vocab], and the table row of each sampling row, int64 [rows]."""
+        self._ensure_capacity(len({id(_tokens_of(row)) for row in rows}), vocab_size, device)
         places = [self._counted(row).place for row in rows]
         fresh: dict[int, None] = {}
         of_prompt: list[int] = []
         of_output: list[int] = []
         for row, place in zip(rows, places, strict=True):
-            held = self._held[id(_own(row))]
+            held = self._held[id(_tokens_of(row))]
             if not held.length:
                 fresh[place] = None
                 prompt = row.known[: row.num_prompt_tokens]
@@ -71,7 +71,7 @@ class TokenCounts:
         return counts, torch.arange(len(rows), device=device)
 
     def _ensure_capacity(self, count: int, vocab_size: int, device: torch.device) -> None:
-        """Have at least `count` places."""
+        """Grow the table to at least `count` rows."""
         table = self._table
         if table.device != device or table.shape[1] != vocab_size:
             self._held.clear()
@@ -83,8 +83,8 @@ class TokenCounts:
         self._table = table
 
     def _counted(self, row: SamplingRow) -> _Counted:
-        """The row's sequence, which has a place from now on."""
-        tokens = _own(row)
+        """The entry of the row's sequence; assigns a table row to a new one."""
+        tokens = _tokens_of(row)
         held = self._held.get(id(tokens))
         if held is None:
             place = len(self._held)
@@ -97,7 +97,7 @@ class TokenCounts:
         return held
 
 
-def _own(row: SamplingRow) -> Sequence[int]:
+def _tokens_of(row: SamplingRow) -> Sequence[int]:
     return row.known.booked if isinstance(row.known, TokenView) else row.known
 
 

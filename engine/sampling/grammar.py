@@ -1,7 +1,7 @@
-"""Structured output: grammars that a completion must follow, as token masks, through llguidance.
+"""Structured output: grammar-constrained decoding by token bitmasks, through llguidance.
 
-https://github.com/guidance-ai/llguidance reads JSON schemas, regular expressions and context-free grammars,
-and computes for any point in a text which tokens may follow.
+https://github.com/guidance-ai/llguidance compiles JSON schemas, regular expressions and context-free
+grammars, and computes the mask of allowed tokens at any point of an output.
 """
 
 from __future__ import annotations
@@ -22,35 +22,34 @@ from ...quant.base.errors import BadInput
 _log = logging.getLogger(__name__)
 
 WHITESPACE = " ?"
-"""Between the parts of a JSON text. More of it would let a model that does not know what to say write it
-for ever."""
+"""Whitespace allowed between JSON tokens. An unbounded pattern would let a model emit whitespace forever."""
 
 REMEMBERED_GRAMMARS = 64
 _SHARED = ("$defs", "definitions")
 MESSAGE_CHARACTERS = 400
 MAX_SUBSCHEMAS = 200
-"""That are looked at to say which of them is wrong."""
+"""Subschemas compiled at most to locate an error."""
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
-    """JSON texts that the schema admits."""
+    """Grammar of the JSON texts that a schema allows."""
     return LLMatcher.grammar_from_json_schema(
         json.dumps(schema), defaults={"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
     )
 
 
 def json_object() -> str:
-    """Any JSON object."""
+    """Grammar of any JSON object."""
     return json_schema({"type": "object"})
 
 
 def regex(pattern: str) -> str:
-    """Texts that the whole pattern matches; Rust's syntax, without look-around and back-references."""
+    """Grammar of the full matches of a pattern; Rust's syntax, without look-around and back-references."""
     return LLMatcher.grammar_from_regex(pattern)
 
 
 def choice(texts: Sequence[str]) -> str:
-    """One of `texts`.
+    """Grammar of exactly one of `texts`.
 
     Raises:
         BadInput: there is none, or one is empty.
@@ -64,7 +63,7 @@ def context_free(text: str) -> str:
     """A grammar in llguidance's Lark dialect, or in GBNF or EBNF (`root ::= ...`).
 
     Raises:
-        BadInput: it reads as GBNF and is none.
+        BadInput: it looks like GBNF and does not parse.
     """
     try:
         return grammar_from("grammar", text)
@@ -73,10 +72,10 @@ def context_free(text: str) -> str:
 
 
 class GrammarCompiler:
-    """Makes token masks of grammars for the tokens of one model.
+    """Compiles grammars for a tokenizer into token masks; compiled grammars are cached (LRU).
 
     Raises:
-        BadInput: the tokenizer is not one of the `tokenizers` library, or nothing ends a sequence.
+        BadInput: the tokenizer is not one of the `tokenizers` library, or there is no EOS token.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
@@ -94,15 +93,15 @@ class GrammarCompiler:
         self._compiled = lru_cache(REMEMBERED_GRAMMARS)(self._compile)
 
     def mask(self, grammar: str, num_sequences: int = 1) -> GrammarMask:
-        """The mask of one request that draws `num_sequences` completions.
+        """The mask of one request with `num_sequences` completions.
 
         Raises:
-            BadInput: the grammar is wrong, or asks for what llguidance does not have.
+            BadInput: the grammar is invalid, or uses what llguidance does not support.
         """
         return GrammarMask(self._compiled(grammar).deep_copy(), self._num_words, num_sequences)
 
     def json_schema_mask(self, schema: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
-        """As `mask`; the error of a wrong schema names the place in it."""
+        """As `mask`; the error of an invalid schema names the JSON pointer of the failing part."""
         try:
             return self.mask(json_schema(schema), num_sequences)
         except BadInput as error:
@@ -118,33 +117,33 @@ class GrammarCompiler:
     def _place_of_error(self, schema: Mapping[str, Any], message: str) -> str:
         """JSON pointer of the smallest subschema that fails with `message`; "" for the whole.
 
-        llguidance does not say it, so every part that could be a schema is compiled by itself.
+        llguidance does not report it, so every part that could be a schema is compiled separately.
         """
         shared = {key: schema[key] for key in _SHARED if key in schema}
         place, left = "", MAX_SUBSCHEMAS
-        found: Mapping[str, Any] | None = schema
+        failing: Mapping[str, Any] | None = schema
         message = _cause(message)
-        while found is not None:
-            inner, found = found, None
+        while failing is not None:
+            inner, failing = failing, None
             for pointer, part in _parts(inner):
                 left -= 1
                 if left < 0:
                     return place
                 text = json_schema({**shared, **part})
                 if _cause(LLMatcher.validate_grammar(text, self._tokens)) == message:
-                    place, found = place + pointer, part
+                    place, failing = place + pointer, part
                     break
         return place
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Objects directly below the keywords of a schema, with where they lie."""
-    # Definitions first: what is wrong in one is wrong wherever it is referred to.
+    """Objects directly below the keywords of a schema, with their JSON pointers."""
+    # Definitions first: an error in one appears wherever it is referenced.
     for key, value in sorted(schema.items(), key=lambda item: item[0] not in _SHARED):
         name = f"/{_escaped(key)}"
         if isinstance(value, dict):
             yield name, value
-            # Of keywords that hold schemas by name, such as `properties`.
+            # Keywords that hold schemas by name, such as `properties`.
             for inner, part in value.items():
                 if isinstance(part, dict):
                     yield f"{name}/{_escaped(inner)}", part
@@ -159,61 +158,61 @@ def _escaped(key: str) -> str:
 
 
 def _cause(message: str) -> str:
-    """A message without the definition that llguidance was in."""
+    """An error message without the definition that llguidance was processing."""
     return _one_line(message).partition(" while processing ")[0]
 
 
 def _one_line(message: str) -> str:
-    """Without what llguidance quotes of a long grammar."""
+    """One line of at most `MESSAGE_CHARACTERS`: llguidance quotes long grammars."""
     return textwrap.shorten(message[:10_000], MESSAGE_CHARACTERS, placeholder=" ...")
 
 
 class GrammarMask:
-    """A token mask that follows a grammar: see `TokenMask`.
+    """A `TokenMask` computed from a grammar.
 
-    It keeps a reader of the grammar for every completion, with the tokens that it has read. A step goes
-    to the reader that has read most of the same tokens; that one goes back over what is not the same (a
-    rejected guess) and reads what is new (one token). While there are fewer readers than completions, a
-    reader that would have to go back is copied instead: it belongs to another completion.
+    It keeps a matcher state per completion, with the tokens that it has consumed. Each call takes the state
+    with the longest common prefix, rolls it back over tokens that differ (rejected draft tokens) and
+    consumes the new ones (usually one). While there are fewer states than completions, a state that would
+    be rolled back is copied instead: it belongs to another completion.
     """
 
     def __init__(self, matcher: LLMatcher, num_words: int, num_sequences: int) -> None:
-        self._readers = [_Reader(matcher)]
+        self._states = [_MatcherState(matcher)]
         self._num_words = num_words
         self._num_sequences = num_sequences
 
     def allowed(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
         tokens = list(output)
-        reader = max(self._readers, key=lambda one: one.merit(tokens))
-        common = reader.num_common(tokens)
-        if common < len(reader.tokens) and len(self._readers) < self._num_sequences:
-            reader = reader.copy()
-            self._readers.append(reader)
+        state = max(self._states, key=lambda state: state.merit(tokens))
+        common = state.num_common(tokens)
+        if common < len(state.tokens) and len(self._states) < self._num_sequences:
+            state = state.copy()
+            self._states.append(state)
         mask = torch.zeros(self._num_words, dtype=torch.int32)
-        if reader.move_to(tokens, common):
-            reader.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * self._num_words)
-            if reader.matcher.is_error():
-                _log.warning("a grammar gave up: %s", _one_line(reader.matcher.get_error()))
+        if state.move_to(tokens, common):
+            state.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * self._num_words)
+            if state.matcher.is_error():
+                _log.warning("grammar matcher failed: %s", _one_line(state.matcher.get_error()))
         return mask
 
 
-class _Reader:
-    """A matcher and the tokens that it has read. It never reads a token that the grammar refuses."""
+class _MatcherState:
+    """A matcher and the tokens that it has consumed, all of which the grammar allows."""
 
     def __init__(self, matcher: LLMatcher, tokens: list[int] | None = None) -> None:
         self.matcher = matcher
         self.tokens = tokens or []
 
-    def copy(self) -> _Reader:
-        return _Reader(self.matcher.deep_copy(), [*self.tokens])
+    def copy(self) -> _MatcherState:
+        return _MatcherState(self.matcher.deep_copy(), [*self.tokens])
 
     def merit(self, tokens: list[int]) -> tuple[int, int]:
-        """More common tokens are better; among equals, less to go back over."""
+        """Longer common prefixes are better; among equals, fewer tokens to roll back."""
         common = self.num_common(tokens)
         return common, common - len(self.tokens)
 
     def num_common(self, tokens: list[int]) -> int:
-        """Length of the common beginning."""
+        """Length of the common prefix."""
         low, high = 0, min(len(tokens), len(self.tokens))
         if self.tokens[:high] == tokens[:high]:
             return high
@@ -224,10 +223,10 @@ class _Reader:
         return low
 
     def move_to(self, tokens: list[int], common: int) -> bool:
-        """Go back to the first `common` tokens and read the others; False where the grammar refuses one."""
-        behind = len(self.tokens) - common
-        if behind:
-            self.matcher.rollback(behind)
+        """Roll back to the first `common` tokens and consume the others; False where the grammar rejects one."""
+        surplus = len(self.tokens) - common
+        if surplus:
+            self.matcher.rollback(surplus)
             del self.tokens[common:]
         new = tokens[common:]
         if not new:

@@ -1,4 +1,4 @@
-"""Who draws: all rows at once on the device, or one after the other."""
+"""The sampling operation: its kernel interface and its candidates (batched on the device, or row by row)."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from .row import SamplingRow
 from .rowwise import RowwiseSampling
 
 NoiseKey = tuple[int, int]
-"""A seed and a position."""
+"""Key of counter-based noise: seed and token position."""
 
 
 class SamplingKernel(Protocol):
-    """Draws from float32 scores [rows, vocab].
+    """Samples from float32 logits [rows, vocab].
 
-    What is done to the scores, in this order: logit bias, logits processors, penalties, suppressed tokens,
-    token mask, temperature, min-p, top-k, top-p. That a token may not come is said after everything
-    that could raise its score again.
+    Order of the logits processing: logit bias, logits processors, penalties, suppressed token ids, token
+    mask, temperature, min-p, top-k, top-p. Tokens are masked after everything that could raise their
+    logits again.
     """
 
     def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """A token for each row, int64 [rows], on the scores' device."""
+        """A sampled token id for each row, int64 [rows], on the logits' device."""
         ...
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """Float32 [rows, vocab]: the probabilities that `draw` draws by."""
+        """Float32 [rows, vocab]: the processed distribution that `draw` samples from."""
         ...
 
     def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """Float32 [rows, vocab], each row summing to 1: what `draw` would draw from scores like these.
+        """Draft preferences for coupled acceptance, float32 [rows, vocab], each row summing to 1.
 
-        The token that it draws from `logits` themselves has the most. Where a row is not greedy, the
-        noise of its draw is in them, which the draw from other scores shares.
+        Their argmax is the token that `draw` samples from `logits`. Of rows that are not greedy they are the
+        probabilities divided by the noise of the draw, which the target's draw at that position shares.
         """
         ...
 
@@ -50,7 +50,7 @@ class SamplingKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingKernelQuery:
-    """What a candidate may look at: the device of the scores."""
+    """Kernel query of sampling: the device of the logits."""
 
     device: str
 

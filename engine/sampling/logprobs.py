@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as answers show them."""
+"""Logprobs of sampled and prompt tokens, with ranks and top-k alternatives."""
 
 from __future__ import annotations
 
@@ -12,74 +12,74 @@ from ..scheduling.outputs import TokenLogprobs
 from .row import SamplingRow
 
 _ROWS = 64
-"""Rows that are normalized at once: of many prompt tokens over a large vocabulary a copy takes gigabytes."""
+"""Rows per log-softmax: for a long prompt and a large vocabulary one copy would take gigabytes."""
 
 
 class Logprobs:
-    """Log-probability and rank of a token in each row of scores, and the row's likeliest, on their way.
+    """Logprob and rank of a token in each row of logits, and the row's top tokens; copied asynchronously.
 
     Args:
         logits: float32 [rows, vocab].
         tokens: int64 [rows], on the same device.
-        num_top: how many of the likeliest.
+        num_top: number of top tokens per row.
     """
 
     def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> None:
         self._num_top = min(num_top, logits.shape[-1])
-        pieces: list[torch.Tensor] = []
+        chunks: list[torch.Tensor] = []
         for begin in range(0, len(tokens), _ROWS):
             logprobs = logits[begin : begin + _ROWS].log_softmax(dim=-1)
             ids = tokens[begin : begin + _ROWS, None]
-            own = logprobs.gather(1, ids)
-            rank = (logprobs > own).sum(dim=-1, keepdim=True) + 1
-            columns = [ids, rank, own]
+            of_token = logprobs.gather(1, ids)
+            rank = (logprobs > of_token).sum(dim=-1, keepdim=True) + 1
+            columns = [ids, rank, of_token]
             if self._num_top:
                 columns += logprobs.topk(self._num_top)
-            # Double has room for each of them as it is.
-            pieces.append(torch.cat([column.double() for column in columns], dim=1))
-        self._table = HostCopy(torch.cat(pieces))
+            # Float64 represents ids, ranks and logprobs exactly.
+            chunks.append(torch.cat([column.double() for column in columns], dim=1))
+        self._table = HostCopy(torch.cat(chunks))
 
     def result(self) -> list[TokenLogprobs]:
-        """Row by row; the host waits for them together."""
-        found: list[TokenLogprobs] = []
+        """One entry per row; synchronises with the device once."""
+        results: list[TokenLogprobs] = []
         for token, rank, logprob, *top in self._table.wait().tolist():
-            likeliest = zip(map(int, top[self._num_top :]), top[: self._num_top], strict=True)
-            found.append(TokenLogprobs(int(token), logprob, int(rank), tuple(likeliest)))
-        return found
+            top_tokens = zip(map(int, top[self._num_top :]), top[: self._num_top], strict=True)
+            results.append(TokenLogprobs(int(token), logprob, int(rank), tuple(top_tokens)))
+        return results
 
 
 class WantedLogprobs:
-    """Those of the rows that ask for them."""
+    """Logprobs of the rows whose sampling parameters request them."""
 
     def __init__(
         self, logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRow]
     ) -> None:
         self._count = len(rows)
-        asked: dict[int, list[int]] = {}
+        rows_by_num_top: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
             if row.params.logprobs is not None:
-                asked.setdefault(row.params.logprobs, []).append(index)
-        self._found: list[tuple[list[int], Logprobs]] = []
-        for num_top, indices in asked.items():
-            own, ids = logits, tokens
+                rows_by_num_top.setdefault(row.params.logprobs, []).append(index)
+        self._parts: list[tuple[list[int], Logprobs]] = []
+        for num_top, indices in rows_by_num_top.items():
+            selected, ids = logits, tokens
             if len(indices) < len(rows):
                 (places,) = packed([indices], logits.device)
-                own, ids = logits.index_select(0, places), tokens.index_select(0, places)
-            self._found.append((indices, Logprobs(own, ids, num_top)))
+                selected, ids = logits.index_select(0, places), tokens.index_select(0, places)
+            self._parts.append((indices, Logprobs(selected, ids, num_top)))
 
     def result(self) -> list[TokenLogprobs | None]:
-        """Row by row; None for the others."""
-        found: list[TokenLogprobs | None] = [None] * self._count
-        for indices, scored in self._found:
-            for index, one in zip(indices, scored.result(), strict=True):
-                found[index] = one
-        return found
+        """One entry per row; None for rows that request none."""
+        results: list[TokenLogprobs | None] = [None] * self._count
+        for indices, logprobs in self._parts:
+            for index, result in zip(indices, logprobs.result(), strict=True):
+                results[index] = result
+        return results
 
 
 def logprobs_of(
     logits: torch.Tensor, token_ids: Sequence[int], num_top: int
 ) -> list[TokenLogprobs]:
-    """`Logprobs` of tokens that are known, row by row of `logits` [rows, vocab]."""
+    """Logprobs of given tokens, one per row of `logits` [rows, vocab]."""
     if not token_ids:
         return []
     tokens = to_device(np.array(token_ids, dtype=np.int64), logits.device)
@@ -87,5 +87,5 @@ def logprobs_of(
 
 
 def token_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """The same of a single row [vocab]."""
+    """`logprobs_of` a single row [vocab]."""
     return logprobs_of(logits[None], [token_id], num_top)[0]

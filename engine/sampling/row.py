@@ -1,4 +1,4 @@
-"""What a draw looks at."""
+"""Sampling rows: parameters, seed and history of each token to sample."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..scheduling.step_plan import ScheduledRow
 
 
 class SamplingRow(NamedTuple):
-    """One draw. Every step makes one for every row, so it is a tuple.
+    """One token to sample. A named tuple, because every step builds one per row.
 
     Attributes:
-        params: how to draw.
+        params: the request's sampling parameters.
         seed: of this completion.
-        known: tokens so far, prompt first.
-        num_prompt_tokens: how many of them are prompt.
-        suppressed_ids: tokens that must not come now (what would end a sequence that is too short to end).
-        stop_ids: tokens that end the sequence; given with a token mask, which may leave nothing else.
-        draft_ids: draft tokens behind the known ones.
+        known: token ids so far, prompt first.
+        num_prompt_tokens: length of the prompt within `known`.
+        suppressed_ids: token ids masked out at this position (EOS and stop ids before `min_tokens`).
+        stop_ids: EOS and stop token ids; set only with a token mask, which may allow no other token.
+        draft_ids: draft tokens after the known ones.
     """
 
     params: SamplingParams
@@ -32,12 +32,12 @@ class SamplingRow(NamedTuple):
 
     @property
     def history(self) -> Sequence[int]:
-        """All tokens before the one to draw."""
+        """All token ids before the one to sample."""
         return [*self.known, *self.draft_ids] if self.draft_ids else self.known
 
     @property
     def position(self) -> int:
-        """Of the token to draw."""
+        """Position of the token to sample."""
         return len(self.known) + len(self.draft_ids)
 
 
@@ -47,7 +47,7 @@ def sampling_row(
     draft_ids: Sequence[int] = (),
     sample: int = 0,
 ) -> SamplingRow:
-    """How the token behind a row and some draft tokens is drawn, for one of its samples."""
+    """The sampling row of the token after a row and some draft tokens, for one of its `n` samples."""
     params = row.params
     num_output = row.end + len(draft_ids) - row.num_prompt_tokens
     suppressed: frozenset[int] = frozenset()
@@ -63,5 +63,5 @@ def sampling_row(
 
 
 def sampling_rows(row: ScheduledRow, eos_token_ids: frozenset[int]) -> list[SamplingRow]:
-    """One for each of the row's samples."""
+    """A sampling row for each of the row's samples."""
     return [sampling_row(row, eos_token_ids, sample=i) for i in range(row.num_samples)]

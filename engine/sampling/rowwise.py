@@ -1,4 +1,4 @@
-"""Draws one row after the other."""
+"""Row-by-row sampling: the reference kernel, and the logits processing of one row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .row import SamplingRow
 
 
 class RowwiseSampling:
-    """A `SamplingKernel` of torch's and NumPy's operations, on any device."""
+    """A `SamplingKernel` in torch and NumPy operations, for any device."""
 
     def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         scores = _all_adjusted(logits, rows)
@@ -28,11 +28,11 @@ class RowwiseSampling:
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         scores = _all_adjusted(logits, rows)
-        return torch.stack([_distribution(own, row) for own, row in zip(scores, rows, strict=True)])
+        return torch.stack([_distribution(x, row) for x, row in zip(scores, rows, strict=True)])
 
     def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         scores = _all_adjusted(logits, rows)
-        return torch.stack([_preference(own, row) for own, row in zip(scores, rows, strict=True)])
+        return torch.stack([_preference(x, row) for x, row in zip(scores, rows, strict=True)])
 
     def noise(
         self, keys: Sequence[tuple[int, int]], size: int, stream: int, device: torch.device
@@ -42,7 +42,7 @@ class RowwiseSampling:
 
 
 def _largest(scores: torch.Tensor) -> torch.Tensor:
-    """The first largest of each row of [rows, vocab]; on a CPU NumPy finds it ten times as fast as torch."""
+    """Argmax of each row of [rows, vocab], the first among equals; NumPy's is ten times as fast on a CPU."""
     if scores.device.type == "cpu":
         return torch.from_numpy(scores.numpy().argmax(axis=-1))
     return scores.argmax(dim=-1)
@@ -62,9 +62,9 @@ def _all_adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Te
 
 
 def adjust(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None:
-    """Everything that comes before the temperature, on the scores [vocab] of one row, in place.
+    """Apply all logits processing before the temperature to the scores [vocab] of one row, in place.
 
-    `logits` are the model's own.
+    `logits` are the model's unprocessed ones.
     """
     params = row.params
     if params.logit_bias:
@@ -82,13 +82,13 @@ def adjust(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None
 
 
 def _distribution(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    """softmax(scores / temperature), narrowed by min-p, top-k and top-p; all on one token where greedy."""
+    """softmax(scores / temperature), filtered by min-p, top-k and top-p; one-hot where greedy."""
     if row.params.is_greedy:
         return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
     scores = scores / row.params.temperature
     if not row.params.filters:
         return scores.softmax(dim=-1)
-    # Stable, so that among equals the first stays, as with argmax.
+    # Stable, so that the first among equals is kept, as with argmax.
     ordered, order = scores.sort(descending=True, stable=True)
     keep = filter_mask(ordered, row.params)
     probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
@@ -103,9 +103,9 @@ def _preference(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 
 
 def filter_mask(ordered: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Which of the scores, sorted from high to low, survive min-p, then top-k, then top-p.
+    """Mask of the scores, sorted from high to low, that min-p, then top-k, then top-p keep.
 
-    The first always does. Top-p keeps the smallest set whose probability reaches p.
+    The first is always kept. Top-p keeps the smallest set whose probability reaches p.
     """
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if params.min_p > 0.0:
@@ -122,25 +122,25 @@ def filter_mask(ordered: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def processed(processor: LogitsProcessor, row: SamplingRow, scores: torch.Tensor) -> torch.Tensor:
-    """What a processor makes of the scores [vocab] of one row.
+    """Apply a logits processor to the scores [vocab] of one row.
 
     Raises:
-        BadInput: something of another shape.
+        BadInput: the processor returned another type or shape.
     """
-    found = processor(list(row.history), scores)
-    if not isinstance(found, torch.Tensor) or found.shape != scores.shape:
+    result = processor(list(row.history), scores)
+    if not isinstance(result, torch.Tensor) or result.shape != scores.shape:
         raise BadInput(
-            f"the logits processor {processor!r} gave {getattr(found, 'shape', type(found))}: need "
+            f"the logits processor {processor!r} gave {getattr(result, 'shape', type(result))}: need "
             f"scores of shape {list(scores.shape)}"
         )
-    return found
+    return result
 
 
 def constrain(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None:
-    """Take what the token mask of one row does not allow out of its scores [vocab], in place.
+    """Mask the scores [vocab] of one row by its token mask, in place.
 
-    Where nothing is left, because the mask allows nothing or only what is suppressed otherwise, the sequence
-    can only end: the model's own `logits` choose among the tokens that end it.
+    Where no token remains, because the mask allows none or only suppressed ones, the sequence can only end:
+    the scores of its stop ids are reset to the model's `logits`.
     """
     mask = allowed(row)
     if mask is None:
@@ -153,7 +153,7 @@ def constrain(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> N
 
 
 def allowed(row: SamplingRow) -> torch.Tensor | None:
-    """What the token mask of a row says, as `TokenMask.allowed`; None where it has none."""
+    """The token mask of a row (see `TokenMask.allowed`); None where it has none."""
     if row.params.token_mask is None:
         return None
     history, end = row.history, row.num_prompt_tokens

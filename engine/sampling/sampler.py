@@ -1,7 +1,7 @@
-"""From scores to tokens.
+"""The sampler: token ids and logprobs from logits.
 
-Randomness is stateless: the noise of a draw depends on the request's seed and the position of the token,
-and on nothing else. So a request draws the same tokens alone, in any batch, and after a preemption.
+Randomness is stateless: the noise depends on the request's seed and the token's position only, so a
+request samples the same tokens alone, in any batch, and after preemption.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .row import SamplingRow
 
 
 class Draw:
-    """Tokens that were drawn, on their way to the host.
+    """Sampled tokens, in an asynchronous copy to the host.
 
     Attributes:
         tokens: int64 [rows], on the device.
@@ -32,12 +32,12 @@ class Draw:
         self._on_host = HostCopy(tokens)
 
     def result(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """The tokens, and their logprobs where a row asks for them; the host waits for both."""
+        """The token ids, and their logprobs where requested; synchronises with the device."""
         return self._on_host.wait().tolist(), self._logprobs.result()
 
 
 class Sampler:
-    """Draws a token for each row of scores, by the kernel for the device that the first ones lie on."""
+    """Samples a token for each row of logits, by the kernel of the first logits' device."""
 
     def __init__(self) -> None:
         self._kernel: SamplingKernel | None = None
@@ -45,11 +45,11 @@ class Sampler:
     def draw(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Tokens for float32 `logits` [rows, vocab], and their logprobs where a row asks for them."""
+        """Token ids for float32 `logits` [rows, vocab], and their logprobs where requested."""
         return self.begin(logits, rows).result()
 
     def begin(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draw:
-        """The same, without waiting for what the device draws."""
+        """As `draw`, without synchronising with the device."""
         return Draw(self._on(logits.device).draw(logits, rows), logits, rows)
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -61,15 +61,15 @@ class Sampler:
         return self._on(logits.device).preferences(logits, rows)
 
     def choose(self, weights: torch.Tensor, keys: Sequence[NoiseKey], stream: int = 0) -> list[int]:
-        """A draw by each row of `weights` [rows, vocab], which need not sum to 1.
+        """Sample an index by each row of `weights` [rows, vocab], which need not sum to 1.
 
-        It is argmax(w / e) with e ~ Exp(1).
+        It is argmax(w / e) with e ~ Exp(1), the exponential form of the Gumbel-max trick.
         """
         noise = self._on(weights.device).noise(keys, weights.shape[1], stream, weights.device)
         return (weights / noise).argmax(dim=-1).tolist()
 
     def uniform(self, keys: Sequence[NoiseKey], stream: int, device: torch.device) -> torch.Tensor:
-        """A number from 0 to 1 for each key, float32 [keys]."""
+        """Uniform noise in [0, 1] for each key, float32 [keys]."""
         return (-self._on(device).noise(keys, 1, stream, device)).exp().squeeze(1)
 
     def _on(self, device: torch.device) -> SamplingKernel:

@@ -1,1 +1,1 @@
-"""Speculative decoding: draft tokens that one step verifies. They make tokens faster, not different."""
+"""Speculative decoding: draft-token proposers, and rejection sampling of their tokens."""

@@ -1,4 +1,4 @@
-"""Draft tokens from a smaller model with the same vocabulary."""
+"""Draft-model proposer: a smaller model with the same vocabulary (Leviathan et al., 2023)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from .rejection_sampler import DRAFT_STREAM
 
 
 class DraftModel:
-    """A model beside the target, with a cache of its own under the target's block ids.
+    """A draft model with its own KV cache, addressed by the target's block ids.
 
-    It sees the rows of every step, so a block that the prefix cache shares holds its keys and values too.
-    A slot may lack them, where all drafts were accepted and no step followed: that costs acceptance at most.
+    It computes the rows of every step, so blocks shared through the prefix cache hold its keys and values
+    too. A slot may lack them where all draft tokens were accepted and no step followed; that only lowers
+    acceptance.
 
-    With `independent`, draft tokens are drawn with noise of their own, as rejection sampling needs them, and
-    their distributions are kept; without, with the noise that the target's token will be drawn with, so
-    that both draws agree where the distributions do.
+    With `independent`, draft tokens are sampled with separate noise, as rejection sampling needs, and
+    their distributions are kept. Without, they are sampled with the noise that the target's token will be
+    sampled with (coupled), so both agree where the distributions do.
     """
 
     aux_hidden_state_layers: tuple[int, ...] = ()
@@ -54,15 +55,15 @@ class DraftModel:
         return self._model.bytes_held + self._cache.num_bytes
 
     def observe(self, steps: Sequence[TargetStates]) -> None:
-        """It computes what it needs itself."""
+        """Nothing to keep: the draft model reads token ids only."""
 
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
     ) -> Mapping[str, DraftTokens]:
         """See `Proposer`."""
-        known = [_uncomputed_run(row) for row in rows]
-        ends = [end - 1 for end in accumulate(len(run.token_ids) for run in known)]
-        last = self._forward(known)[
+        runs = [_uncomputed_run(row) for row in rows]
+        ends = [end - 1 for end in accumulate(len(run.token_ids) for run in runs)]
+        last = self._forward(runs)[
             [end for end, row in zip(ends, rows, strict=True) if row.num_draft_tokens]
         ]
         going = [row for row in rows if row.num_draft_tokens]
@@ -74,7 +75,7 @@ class DraftModel:
             ]
             if going:
                 last = self._forward([drafts[row.sequence_id].last_run(row) for row in going])
-        return {name: one.found() for name, one in drafts.items()}
+        return {name: draft.tokens_and_tree() for name, draft in drafts.items()}
 
     def _extend(
         self,
@@ -83,18 +84,18 @@ class DraftModel:
         logits: torch.Tensor,
         draw: SamplingRowOf,
     ) -> None:
-        """Add a draft token to each row."""
-        draws = [draw(row, drafts[row.sequence_id].tokens) for row in rows]
+        """Sample the next draft token of each row."""
+        sampling_rows = [draw(row, drafts[row.sequence_id].tokens) for row in rows]
         if not self._independent:
-            for row, token in zip(rows, self._sampler.draw(logits, draws)[0], strict=True):
+            for row, token in zip(rows, self._sampler.draw(logits, sampling_rows)[0], strict=True):
                 drafts[row.sequence_id].tokens.append(token)
             return
-        weights = self._sampler.distributions(logits, draws)
-        keys = [(own.seed, own.position) for own in draws]
-        tokens = self._sampler.choose(weights, keys, DRAFT_STREAM)
-        for row, token, by in zip(rows, tokens, weights, strict=True):
+        probabilities = self._sampler.distributions(logits, sampling_rows)
+        keys = [(sampling.seed, sampling.position) for sampling in sampling_rows]
+        tokens = self._sampler.choose(probabilities, keys, DRAFT_STREAM)
+        for row, token, q in zip(rows, tokens, probabilities, strict=True):
             drafts[row.sequence_id].tokens.append(token)
-            drafts[row.sequence_id].weights.append(by)
+            drafts[row.sequence_id].probabilities.append(q)
 
     def _forward(self, runs: Sequence[Run]) -> torch.Tensor:
         inputs = step_inputs(runs, self._cache.block_size, self._device, self._dtype)
@@ -103,21 +104,22 @@ class DraftModel:
 
 @dataclass(slots=True)
 class _Draft:
-    """Draft tokens of a row so far, and the distributions that they were drawn from."""
+    """Draft tokens of a row so far, and the distributions that they were sampled from."""
 
     tokens: list[int] = field(default_factory=list)
-    weights: list[torch.Tensor] = field(default_factory=list)
+    probabilities: list[torch.Tensor] = field(default_factory=list)
 
     def last_run(self, row: ScheduledRow) -> Run:
         return Run(row.end + len(self.tokens) - 1, self.tokens[-1:], row.block_ids)
 
-    def found(self) -> DraftTokens:
-        weights = torch.stack(self.weights) if self.weights else None
-        return DraftTokens(tuple(self.tokens), Tree.chain(len(self.tokens)), weights)
+    def tokens_and_tree(self) -> DraftTokens:
+        probabilities = torch.stack(self.probabilities) if self.probabilities else None
+        return DraftTokens(tuple(self.tokens), Tree.chain(len(self.tokens)), probabilities)
 
 
 def _uncomputed_run(row: ScheduledRow) -> Run:
-    """What the target computes of it; before draft tokens also the token before, which may have been the last
-    one of a step in which all were accepted, so that nobody has computed it here."""
+    """The tokens of a row that the draft model computes: those of the target's step, and before draft tokens
+    also the token before them, which the draft model has not computed if the last step accepted all of its
+    draft tokens."""
     start = max(0, row.start - 1) if row.num_draft_tokens else row.start
     return Run(start, row.tokens[start : row.end], row.block_ids)

@@ -1,4 +1,4 @@
-"""Draft tokens from a head that goes on from the model's hidden states, with a KV cache of its own."""
+"""EAGLE proposer: a one-layer draft head over the target's hidden states, with its own KV cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from .tree_expansion import TreeExpansion, expand_trees
 
 @dataclass(slots=True)
 class _HeadTree:
-    """The draft tokens of a tree that the head has computed, in the order of their slots.
+    """The draft tree of a row, as the EAGLE head computes it.
 
     Attributes:
-        hidden: behind each of them, by its number in the tree; -1: behind the last known token.
+        hidden: the head's hidden state at each draft token, by its index in the tree; -1: at the last
+            known token.
+        order: indices of the computed draft tokens, in the order of their slots.
     """
 
     expansion: TreeExpansion
@@ -30,25 +32,29 @@ class _HeadTree:
     order: list[int] = field(default_factory=list)
 
     def run(self) -> Run:
-        """Compute the frontier: behind the last known token, whose pair lies in the last known slot."""
+        """The run that computes the frontier.
+
+        It starts after the last known token, whose (hidden state, next token) pair is in the last known slot.
+        """
         row, parents = self.expansion.row, self.expansion.parents
         start = row.end - 1 + len(self.order)
         self.order += self.expansion.frontier
-        places = {index: place for place, index in enumerate(self.order)}
-        tree = Tree(tuple(places.get(parents[index], -1) for index in self.order))
+        slots = {index: slot for slot, index in enumerate(self.order)}
+        tree = Tree(tuple(slots.get(parents[index], -1) for index in self.order))
         tokens = [self.expansion.tokens[index] for index in self.expansion.frontier]
         return Run(start, tokens, row.block_ids, tree)
 
     def before(self) -> list[torch.Tensor]:
-        """The hidden states before the tokens of the frontier."""
+        """Hidden states of the frontier tokens' parents."""
         return [self.hidden[self.expansion.parents[index]] for index in self.expansion.frontier]
 
 
 class EagleProposer:
-    """Sees every token of every step, so a block that the prefix cache shares holds its keys and values too.
+    """Runs the EAGLE head over every token of every step; expands draft trees from its last hidden states.
 
-    Where a prefix was shared, the last slot of it holds the pair with the token that followed there, and a
-    fork begins without a hidden state: both cost acceptance at most.
+    So blocks shared through the prefix cache hold the head's keys and values too. The last slot of a shared
+    prefix holds the pair with the token that followed there, and a forked sequence starts without a hidden
+    state; both only lower acceptance.
     """
 
     def __init__(
@@ -72,9 +78,9 @@ class EagleProposer:
     def observe(self, steps: Sequence[TargetStates]) -> None:
         """See `Proposer`."""
         runs = [Run(step.row.start, step.next_ids, step.row.block_ids) for step in steps]
-        known = self._head.known(torch.cat([step.hidden for step in steps]))
-        pieces = self._forward(runs, known)
-        self._hidden = {step.place: own[-1] for step, own in zip(steps, pieces, strict=True)}
+        hidden = self._head.known(torch.cat([step.hidden for step in steps]))
+        by_step = self._forward(runs, hidden)
+        self._hidden = {step.place: states[-1] for step, states in zip(steps, by_step, strict=True)}
 
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
@@ -87,22 +93,22 @@ class EagleProposer:
             and (known := self._hidden.get((row.sequence_id, row.end - 1))) is not None
         }
 
-        def scores(going: Sequence[TreeExpansion]) -> torch.Tensor:
-            own = [head_trees[expansion.row.sequence_id] for expansion in going]
-            if going[0].level:
-                before = [hidden for one in own for hidden in one.before()]
-                pieces = self._forward([one.run() for one in own], torch.stack(before))
-                for one, piece in zip(own, pieces, strict=True):
-                    one.hidden |= zip(one.expansion.frontier, piece.unbind(), strict=True)
-            hidden = [one.hidden[index] for one in own for index in one.expansion.frontier]
+        def logits(active: Sequence[TreeExpansion]) -> torch.Tensor:
+            trees = [head_trees[expansion.row.sequence_id] for expansion in active]
+            if active[0].level:
+                before = [hidden for tree in trees for hidden in tree.before()]
+                by_tree = self._forward([tree.run() for tree in trees], torch.stack(before))
+                for tree, states in zip(trees, by_tree, strict=True):
+                    tree.hidden |= zip(tree.expansion.frontier, states.unbind(), strict=True)
+            hidden = [tree.hidden[index] for tree in trees for index in tree.expansion.frontier]
             return self._head.logits(torch.stack(hidden))
 
         return expand_trees(
-            [one.expansion for one in head_trees.values()], self._sampler, draw, scores
+            [tree.expansion for tree in head_trees.values()], self._sampler, draw, logits
         )
 
     def _forward(self, runs: Sequence[Run], before: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Hidden states behind the tokens of each run."""
+        """The head's hidden states at the tokens of each run, from those `before` them."""
         inputs = step_inputs(runs, self._cache.block_size, self._device, self._dtype)
         hidden = self._head.forward(inputs, before, self._cache.layers)
         return hidden.split([len(run.token_ids) for run in runs])

@@ -1,9 +1,9 @@
-"""The layer that goes on from a model's own hidden states.
+"""EAGLE draft head: one decoder layer that predicts the target's next hidden states.
 
-Li et al., "EAGLE" (arXiv:2401.15077) and "EAGLE-3" (arXiv:2503.01840). Both go from (hidden state at t, token
-t + 1) to a hidden state at t + 1. EAGLE reads and foretells what the model's vocabulary projection reads.
-EAGLE-3 reads the states that enter three of the model's layers, foretells states of its own, and has a
-vocabulary projection for the commonest tokens.
+Li et al., "EAGLE" (arXiv:2401.15077) and "EAGLE-3" (arXiv:2503.01840). Both map (hidden state at t, token
+t + 1) to a hidden state at t + 1. EAGLE reads and predicts the hidden states that the target's LM head reads.
+EAGLE-3 reads the inputs of three target layers (auxiliary hidden states), predicts a hidden state of its own,
+and has an LM head over a reduced draft vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..model.spec.spec import KvLayout, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class FusedInput:
-    """EAGLE's way in: embedding and hidden state beside each other, to one hidden state."""
+    """EAGLE's input: token embedding and hidden state, concatenated and projected to one hidden state."""
 
     fc: Projection
 
@@ -45,9 +45,9 @@ class FusedInput:
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedInput:
-    """EAGLE-3's way in: the attention reads both, normed.
+    """EAGLE-3's input: the attention reads token embedding and hidden state, each normed, concatenated.
 
-    With `norms_residual` the residual is the normed hidden state.
+    With `norms_residual` (`norm_before_residual`) the residual is the normed hidden state.
     """
 
     token_norm: Norm
@@ -69,10 +69,10 @@ class ConcatenatedInput:
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabularyHead:
-    """EAGLE-3's way out: scores of some tokens; the others cannot come.
+    """EAGLE-3's LM head over a draft vocabulary; tokens outside it get -inf.
 
     Attributes:
-        token_ids: int64, those tokens; None: all.
+        token_ids: int64, the draft vocabulary's token ids (from `d2t`); None: the whole vocabulary.
     """
 
     norm: Norm
@@ -85,24 +85,24 @@ class DraftVocabularyHead:
         return self.norm.weight_bytes + self.head.weight_bytes
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 [rows, vocab] of hidden states [rows, hidden]."""
-        found = self.head(self.norm(hidden)).float()
+        """Logits, float32 [rows, vocab], of hidden states [rows, hidden]."""
+        draft_logits = self.head(self.norm(hidden)).float()
         if self.token_ids is None:
-            return found
-        scores = found.new_full((len(found), self.vocab_size), float("-inf"))
-        return scores.index_copy_(1, self.token_ids, found)
+            return draft_logits
+        logits = draft_logits.new_full((len(draft_logits), self.vocab_size), float("-inf"))
+        return logits.index_copy_(1, self.token_ids, draft_logits)
 
 
 @dataclass(frozen=True, slots=True)
 class EagleWeights:
-    """What was learnt.
+    """The learned parameters.
 
     Attributes:
-        embedding: of the tokens; the model's own where the heads bring none.
-        taps: layers of the model whose input is read.
-        blend: those states, beside each other, to one; None: the hidden states that the model's vocabulary
-            projection reads are taken as they are.
-        scores: None: the model's own vocabulary projection.
+        embedding: token embedding; the target's where the checkpoint has none.
+        aux_hidden_state_layers: target layers whose input is read (EAGLE-3).
+        aux_fusion: projects those states, concatenated, to one hidden state; None: the final hidden states,
+            as the target's LM head reads them, are used (EAGLE).
+        scores: the LM head; None: the target's.
     """
 
     embedding: torch.Tensor
@@ -116,7 +116,7 @@ class EagleWeights:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that a step reads."""
+        """Bytes of weights that a forward pass reads."""
         parts = (
             self.aux_fusion,
             self.input_fusion,
@@ -129,8 +129,11 @@ class EagleWeights:
 
 
 class EagleHead:
-    """Its keys and values of (hidden state at t, token t + 1) lie in slot t of a cache that has the model's
-    blocks."""
+    """The EAGLE draft head of a target.
+
+    Keys and values of the pair (hidden state at t, token t + 1) are in slot t of the head's KV cache,
+    which is addressed by the target's block ids.
+    """
 
     def __init__(
         self,
@@ -159,13 +162,18 @@ class EagleHead:
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes that the draft tokens for one place read, a vocabulary projection included."""
-        own = self._weights.scores is not None
-        return self._weights.bytes_read + (0 if own else self._target.weights.head.weight_bytes)
+        """Bytes of weights read per draft position, an LM head included."""
+        has_head = self._weights.scores is not None
+        return self._weights.bytes_read + (
+            0 if has_head else self._target.weights.head.weight_bytes
+        )
 
     @torch.inference_mode()
     def known(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, hidden] to go on from, of what the model gave for those tokens."""
+        """Hidden states [tokens, hidden] that the head starts from, of the target's output for those tokens.
+
+        EAGLE-3 fuses the auxiliary hidden states; EAGLE takes the final ones.
+        """
         aux_fusion = self._weights.aux_fusion
         return (
             hidden
@@ -177,7 +185,7 @@ class EagleHead:
     def forward(
         self, inputs: StepInputs, before: torch.Tensor, caches: Sequence[LayerCache]
     ) -> torch.Tensor:
-        """Hidden states behind tokens, [tokens, hidden], from those `before` them; fills the cache."""
+        """Hidden states at the tokens, [tokens, hidden], from those `before` them; fills the KV cache."""
         weights, positions = self._weights, inputs.positions
         attend = self._attend[inputs.batch.has_trees]
         step = Step(inputs, positions, self._rotary_embedding.of(positions), attend)
@@ -188,6 +196,6 @@ class EagleHead:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores over the vocabulary, float32 [rows, vocab], of hidden states of this head."""
+        """Logits, float32 [rows, vocab], of hidden states of this head."""
         scores = self._weights.scores
         return self._target.logits(hidden) if scores is None else scores(hidden)

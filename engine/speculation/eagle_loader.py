@@ -1,4 +1,4 @@
-"""Reading EAGLE heads, by the names of their authors and of those who convert them."""
+"""Load EAGLE and EAGLE-3 heads, in their authors' or converters' tensor names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .eagle_head import ConcatenatedInput, DraftVocabularyHead, EagleHead, Eagle
 from .head_checkpoint import HeadsCheckpoint
 
 _LAYERS = ("layers.0.", "midlayer.")
-"""Names of the one layer: EAGLE's, EAGLE-3's."""
+"""Prefixes of the single layer: EAGLE, EAGLE-3."""
 
 
 def load_eagle(
@@ -30,10 +30,10 @@ def load_eagle(
     device: torch.device,
     dtype: torch.dtype,
 ) -> EagleHead:
-    """The head that a folder holds, for `target`.
+    """Load the EAGLE head of a checkpoint for `target`.
 
     Raises:
-        BadInput: something is missing, of another size than the target, or of another kind.
+        BadInput: a tensor is missing, a size differs from the target's, or the config is no EAGLE head's.
     """
     folder, config = checkpoint.folder, checkpoint.config
     spec = model_spec(config)
@@ -44,9 +44,9 @@ def load_eagle(
         raise BadInput(f"{folder}: config.json describes no EAGLE head: it is one dense layer")
     if rope is None:
         raise BadInput(f"{folder}: config.json describes no EAGLE head: it has no rotation")
-    is_third = any(f"{layer}hidden_norm.weight" in checkpoint for layer in _LAYERS)
+    is_eagle3 = any(f"{layer}hidden_norm.weight" in checkpoint for layer in _LAYERS)
     read = shape.hidden_size
-    if is_third:
+    if is_eagle3:
         read = config.get("target_hidden_size") or read
     _agree(folder, "hidden size", read, target.spec.shape.hidden_size)
     _agree(folder, "vocabulary", shape.vocab_size, target.vocab_size)
@@ -58,15 +58,15 @@ def load_eagle(
     spec = replace(spec, shape=replace(shape, **biases))
     reader = CheckpointReader(checkpoint, device, dtype)
     loader = LayerLoader(reader, spec, "", dtype, None)
-    make = _third if is_third else _first
-    weights = make(_Parts(checkpoint, reader, loader, layer, spec, target, device))
+    load = _eagle3_weights if is_eagle3 else _eagle_weights
+    weights = load(_Source(checkpoint, reader, loader, layer, spec, target, device))
     reader.finish(lambda name: name.endswith(spec.names.buffers) or name == "t2d")
     return EagleHead(spec, rope, weights, target, max_model_len, dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """What the weights of a head are read from."""
+class _Source:
+    """The checkpoint, reader and specs that a head's weights are read with."""
 
     checkpoint: HeadsCheckpoint
     reader: CheckpointReader
@@ -77,14 +77,14 @@ class _Parts:
     device: torch.device
 
     def embedding(self) -> torch.Tensor:
-        """The head's own, or the target's, where that is as wide."""
+        """The head's embedding; the target's where the head has none and the widths agree."""
         shape, shared = self.spec.shape, self.target.weights.embedding
         if "embed_tokens.weight" not in self.checkpoint and shared.shape[1] == shape.hidden_size:
             return shared
         return self.reader.tensor("embed_tokens.weight", shape.vocab_size, shape.hidden_size)
 
-    def into(self, in_features: int) -> Projection:
-        """The linear `fc`."""
+    def fc(self, in_features: int) -> Projection:
+        """The linear `fc` [hidden, in_features]."""
         bias, out = "fc.bias" in self.checkpoint, self.spec.shape.hidden_size
         return self.reader.projection(["fc"], in_features, [out], bias=bias)
 
@@ -96,24 +96,24 @@ class _Parts:
         return self.loader.head_attention(self.layer, 0, rotation, in_features)
 
 
-def _first(parts: _Parts) -> EagleWeights:
-    hidden = parts.spec.shape.hidden_size
+def _eagle_weights(source: _Source) -> EagleWeights:
+    hidden = source.spec.shape.hidden_size
     return EagleWeights(
-        embedding=parts.embedding(),
+        embedding=source.embedding(),
         aux_hidden_state_layers=(),
         aux_fusion=None,
-        input_fusion=FusedInput(parts.into(2 * hidden)),
-        attention=parts.attention(hidden),
-        mlp_norm=parts.norm(f"{parts.layer}post_attention_layernorm"),
-        mlp=parts.loader.block(parts.layer, 0),
+        input_fusion=FusedInput(source.fc(2 * hidden)),
+        attention=source.attention(hidden),
+        mlp_norm=source.norm(f"{source.layer}post_attention_layernorm"),
+        mlp=source.loader.block(source.layer, 0),
         scores=None,
     )
 
 
-def _third(parts: _Parts) -> EagleWeights:
-    config, layer, shape = parts.checkpoint.config, parts.layer, parts.spec.shape
-    hidden, read = shape.hidden_size, parts.target.spec.shape.hidden_size
-    count = parts.target.spec.shape.num_layers
+def _eagle3_weights(source: _Source) -> EagleWeights:
+    config, layer, shape = source.checkpoint.config, source.layer, source.spec.shape
+    hidden, read = shape.hidden_size, source.target.spec.shape.hidden_size
+    count = source.target.spec.shape.num_layers
     aux_hidden_state_layers = config.get("eagle_aux_hidden_state_layer_ids") or (
         2,
         count // 2,
@@ -124,41 +124,44 @@ def _third(parts: _Parts) -> EagleWeights:
         for aux_layer in aux_hidden_state_layers
     ):
         raise BadInput(
-            f"{parts.checkpoint.folder}: a head that reads what enters the layers {list(aux_hidden_state_layers)}; the model "
-            f"has {count}"
+            f"{source.checkpoint.folder}: auxiliary hidden states of the layers "
+            f"{list(aux_hidden_state_layers)}; the model has {count}"
         )
-    scored = config.get("draft_vocab_size") or shape.vocab_size
+    draft_vocab_size = config.get("draft_vocab_size") or shape.vocab_size
     token_ids = None
-    if "d2t" in parts.checkpoint:
-        ahead = parts.reader.numbers("d2t", scored)
-        token_ids = torch.arange(scored, device=parts.device) + ahead
+    if "d2t" in source.checkpoint:
+        offsets = source.reader.numbers("d2t", draft_vocab_size)
+        token_ids = torch.arange(draft_vocab_size, device=source.device) + offsets
         if not bool(((token_ids >= 0) & (token_ids < shape.vocab_size)).all()):
-            raise BadInput(f"{parts.checkpoint.folder}: d2t leads out of the vocabulary")
-    elif scored != shape.vocab_size:
+            raise BadInput(
+                f"{source.checkpoint.folder}: d2t maps to token ids outside the vocabulary"
+            )
+    elif draft_vocab_size != shape.vocab_size:
         raise BadInput(
-            f"{parts.checkpoint.folder}: {scored} tokens are scored, and no d2t says which"
+            f"{source.checkpoint.folder}: a draft vocabulary of {draft_vocab_size} tokens, "
+            "and no d2t that maps it"
         )
     return EagleWeights(
-        embedding=parts.embedding(),
+        embedding=source.embedding(),
         aux_hidden_state_layers=tuple(aux_hidden_state_layers),
-        aux_fusion=parts.into(len(aux_hidden_state_layers) * read),
+        aux_fusion=source.fc(len(aux_hidden_state_layers) * read),
         input_fusion=ConcatenatedInput(
-            parts.norm(f"{layer}input_layernorm"),
-            parts.norm(f"{layer}hidden_norm"),
+            source.norm(f"{layer}input_layernorm"),
+            source.norm(f"{layer}hidden_norm"),
             bool(config.get("norm_before_residual", False)),
         ),
-        attention=parts.attention(2 * hidden),
-        mlp_norm=parts.norm(f"{layer}post_attention_layernorm"),
-        mlp=parts.loader.block(layer, 0),
+        attention=source.attention(2 * hidden),
+        mlp_norm=source.norm(f"{layer}post_attention_layernorm"),
+        mlp=source.loader.block(layer, 0),
         scores=DraftVocabularyHead(
-            parts.norm("norm"),
-            parts.reader.projection(["lm_head"], hidden, [scored], bias=False),
+            source.norm("norm"),
+            source.reader.projection(["lm_head"], hidden, [draft_vocab_size], bias=False),
             token_ids,
             shape.vocab_size,
         ),
     )
 
 
-def _agree(folder: Path, what: str, found: int, wanted: int) -> None:
-    if found != wanted:
-        raise BadInput(f"{folder}: a head for a {what} of {found}; the model's is {wanted}")
+def _agree(folder: Path, what: str, actual: int, expected: int) -> None:
+    if actual != expected:
+        raise BadInput(f"{folder}: a head for a {what} of {actual}; the model's is {expected}")

@@ -1,4 +1,4 @@
-"""A folder of heads: their config.json, and their weights under one of the names in use."""
+"""Checkpoints of draft heads (Medusa, EAGLE): config.json and one file of weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import SINGLE_NAME, Checkpoint, read_json
 
 FILES = (SINGLE_NAME, "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
-"""Where published heads lie; the first that is there counts."""
+"""File names of published heads, in order of precedence."""
 
 
 class HeadsCheckpoint(Checkpoint):
-    """Heads through the interface of `Checkpoint`. They are small: all are read at once.
+    """A `Checkpoint` of draft heads. They are small: all tensors are read at once.
 
     Raises:
         BadInput: a file is missing, cut off, or holds something other than named tensors.
@@ -48,10 +48,12 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{path} is cut off or damaged: {reason}") from error
-    if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(x, torch.Tensor) for x in tensors.values()
+    ):
         raise BadInput(f"{path} does not hold named tensors")
-    return found
+    return tensors

@@ -1,5 +1,4 @@
-"""Draft tokens from heads that each look one token further than the one before (Cai et al., "Medusa",
-arXiv:2401.10774)."""
+"""Medusa heads: head k predicts the token k + 2 positions ahead (Cai et al., "Medusa", arXiv:2401.10774)."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from .tree_expansion import TreeExpansion, expand_trees
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Where a head's linears lie: `block` by head and number, `output` by head and number of blocks."""
+    """Module names of a head: `block` by head and block index, `output` by head and number of blocks."""
 
     block: str
     output: str
@@ -48,7 +47,7 @@ class MedusaHead:
         return self.output.weight_bytes + sum(block.weight_bytes for block in self.blocks)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores, float32 [rows, vocab], of final hidden states [rows, hidden]."""
+        """Logits, float32 [rows, vocab], of final hidden states [rows, hidden]."""
         for block in self.blocks:
             hidden = hidden + functional.silu(block(hidden))
         return self.output(hidden).float()
@@ -56,7 +55,7 @@ class MedusaHead:
 
 @dataclass(frozen=True, slots=True)
 class MedusaHeads:
-    """Head k, from 0 on, scores the token k + 2 places behind the one whose final hidden state it reads."""
+    """Head k, from 0 on, predicts the token k + 2 positions after the one whose hidden state it reads."""
 
     heads: Sequence[MedusaHead]
 
@@ -69,7 +68,7 @@ class MedusaHeads:
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes that the draft tokens for one place read."""
+        """Bytes of weights read per draft position."""
         return self.heads[0].weight_bytes
 
 
@@ -80,13 +79,12 @@ def load_medusa(
     device: torch.device,
     dtype: torch.dtype,
 ) -> MedusaHeads:
-    """Heads for a model of this hidden size and vocabulary.
+    """Load Medusa heads for a model of this hidden size and vocabulary.
 
-    How many heads there are, and of how many blocks, is what the file holds: published configs are known
-    to say less.
+    The numbers of heads and blocks are taken from the file's tensors: published configs may lack them.
 
     Raises:
-        BadInput: no heads, heads of another size, or tensors that are no part of one.
+        BadInput: no heads, heads of another size, or tensors that belong to no head.
     """
     names = next((n for n in _LAYOUTS if _module(n.block, 0, 0) in checkpoint), None)
     if names is None:
@@ -96,10 +94,10 @@ def load_medusa(
         )
     num_blocks = next(i for i in count() if _module(names.block, 0, i) not in checkpoint)
     num_heads = next(i for i in count() if _module(names.block, i, 0) not in checkpoint)
-    found = checkpoint.shape(_module(names.block, 0, 0))[-1]
-    if found != hidden_size:
+    head_size = checkpoint.shape(_module(names.block, 0, 0))[-1]
+    if head_size != hidden_size:
         raise BadInput(
-            f"{checkpoint.folder}: heads for a hidden size of {found}; the model's is {hidden_size}"
+            f"{checkpoint.folder}: heads for a hidden size of {head_size}; the model's is {hidden_size}"
         )
     output = f"{names.output.format(head=0, blocks=num_blocks)}.weight"
     if output in checkpoint and checkpoint.shape(output)[0] != vocab_size:
@@ -128,7 +126,7 @@ def _module(pattern: str, head: int, block: int) -> str:
 
 
 class MedusaProposer:
-    """Reads the hidden state behind which the last known token was drawn."""
+    """Medusa proposer: the heads read the final hidden state that the last known token was sampled from."""
 
     aux_hidden_state_layers: tuple[int, ...] = ()
     caches: tuple[KvCache, ...] = ()
@@ -154,10 +152,10 @@ class MedusaProposer:
             if row.num_draft_tokens and (row.sequence_id, row.end - 1) in self._hidden
         ]
 
-        def scores(going: Sequence[TreeExpansion]) -> torch.Tensor:
-            hidden = [self._hidden[one.row.sequence_id, one.row.end - 1] for one in going]
-            found = self._heads[going[0].level](torch.stack(hidden))
-            counts = torch.tensor([len(one.frontier) for one in going], device=found.device)
-            return found.repeat_interleave(counts, dim=0)
+        def logits(active: Sequence[TreeExpansion]) -> torch.Tensor:
+            hidden = [self._hidden[tree.row.sequence_id, tree.row.end - 1] for tree in active]
+            by_row = self._heads[active[0].level](torch.stack(hidden))
+            counts = torch.tensor([len(tree.frontier) for tree in active], device=by_row.device)
+            return by_row.repeat_interleave(counts, dim=0)
 
-        return expand_trees(expansions, self._sampler, draw, scores)
+        return expand_trees(expansions, self._sampler, draw, logits)

@@ -1,4 +1,4 @@
-"""Draft tokens from the sequence itself: what followed the last time that these tokens came."""
+"""N-gram proposer (prompt lookup, Saxena 2023): continuations of earlier matches in the sequence itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .proposer import DraftTokens, SamplingRowOf, TargetStates
 
 
 class NgramProposer:
-    """Prompt lookup (Saxena 2023): the longest match of the last tokens, the latest among several."""
+    """Proposes what followed the longest earlier match of the last tokens, the latest match among several."""
 
     bytes_held = 0
     aux_hidden_state_layers: tuple[int, ...] = ()
@@ -24,7 +24,7 @@ class NgramProposer:
         self._longest = longest
 
     def observe(self, steps: Sequence[TargetStates]) -> None:
-        """Rows bring all that there is to look at."""
+        """Nothing to keep: `propose` reads the rows' token ids."""
 
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
@@ -33,14 +33,14 @@ class NgramProposer:
         drafts = {}
         for row in rows:
             count = row.num_draft_tokens
-            if count and (found := self._look_up(row.tokens[:], count)):
-                drafts[row.sequence_id] = DraftTokens(found, Tree.chain(len(found)))
+            if count and (tokens := self._look_up(row.tokens[:], count)):
+                drafts[row.sequence_id] = DraftTokens(tokens, Tree.chain(len(tokens)))
         return drafts
 
     def _look_up(self, history: Sequence[int], count: int) -> tuple[int, ...]:
         tokens = np.asarray(history, dtype=np.int64)
         for size in range(min(self._longest, len(tokens) - 1), self._shortest - 1, -1):
-            # Windows that end before the last token: something must follow them.
+            # Windows that end before the last token, so that each has a continuation.
             windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
             matches = np.flatnonzero((windows == tokens[-size:]).all(axis=1))
             if matches.size:

@@ -1,4 +1,4 @@
-"""From options to a proposer."""
+"""Build the proposer that the speculation options name."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .medusa import MedusaHeads, MedusaProposer, load_medusa
 from .ngram import NgramProposer
 from .proposer import Proposer
 
-_CHECKING_COST = 0.05  # of one more token in a step whose time goes to reading weights
+_VERIFICATION_COST = 0.05  # of one more token in a memory-bound step, relative to the step
 
 Draft = CausalModel | MedusaHeads | EagleHead
-"""What proposes draft tokens, where it has weights."""
+"""Proposers that have weights: a draft model, Medusa heads or an EAGLE head."""
 
 
 def open_draft(
@@ -39,10 +39,10 @@ def open_draft(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Draft | None:
-    """The draft model or the heads that `options` name, if they do.
+    """Load the draft model or heads that `options` name; None where they name none.
 
     Raises:
-        BadInput: they do not load, or their tokens, context or sizes are not the target's.
+        BadInput: they do not load, or their vocabulary, context or sizes are not the target's.
     """
     if options is None or options.draft_model is None:
         return None
@@ -51,7 +51,7 @@ def open_draft(
         return _open_draft_model(folder, tokenizer, target, max_model_len, device, dtype)
     if not isinstance(target, Decoder):
         refuse({options.method, "transformers"})
-        raise AssertionError("the table refuses heads for what is no decoder")
+        raise AssertionError("the compatibility table allows heads for decoders only")
     checkpoint = HeadsCheckpoint(folder)
     if options.method == "eagle":
         return load_eagle(checkpoint, target, max_model_len, device, dtype)
@@ -68,13 +68,13 @@ def _open_draft_model(
     dtype: torch.dtype,
 ) -> CausalModel:
     try:
-        own = load_tokenizer(folder)
+        draft_tokenizer = load_tokenizer(folder)
     except BadInput as error:
         raise BadInput(f"{error} (for heads give --speculative medusa or eagle)") from error
-    if own.get_vocab() != tokenizer.get_vocab():
+    if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise BadInput(
-            f"draft model {folder}: its tokenizer is not that of the model, so its guesses mean nothing; "
-            "choose a model of the same family"
+            f"draft model {folder}: its tokenizer is not that of the model, so its draft tokens mean "
+            "nothing; choose a model of the same family"
         )
     model, _ = open_model(open_checkpoint(folder), max_model_len, device, dtype)
     if model.vocab_size != target.vocab_size:
@@ -95,7 +95,7 @@ def open_proposer(
     kv_dtype: torch.dtype,
     num_host_blocks: int = 0,
 ) -> Proposer | None:
-    """The proposer, with a cache that has the target's blocks."""
+    """The proposer, with a KV cache addressed by the target's block ids where it needs one."""
     if options is None:
         return None
     if draft is None:
@@ -112,9 +112,9 @@ def open_proposer(
 def draft_length(
     options: SpeculationConfig | None, draft: Draft | None, target: CausalModel
 ) -> DraftLength | None:
-    """The rule for the number of draft tokens; a draft's step is taken to cost its share of the bytes read.
+    """The draft-length controller; a draft step costs its bytes read relative to the target's.
 
-    No draft token reaches out of sight of the last known token.
+    With sliding windows the draft length is at most the window.
     """
     if options is None:
         return None
@@ -127,5 +127,5 @@ def draft_length(
         read = draft.bytes_per_step
     if target.window is not None:
         longest = min(longest, target.window.length)
-    cost = _CHECKING_COST * options.width + read / target.bytes_per_step
+    cost = _VERIFICATION_COST * options.width + read / target.bytes_per_step
     return DraftLength(longest, cost, options.width)

@@ -1,4 +1,4 @@
-"""Speculative proposers: draft tokens for the rows of a step."""
+"""Draft-token proposers: their interface, the draft tokens, the target states that they read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..scheduling.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class DraftTokens:
-    """Tokens that may come next.
+    """Draft tokens of one row.
 
     Attributes:
-        token_ids: each behind the one that it follows.
-        tree: which follows which.
-        probabilities: of the distributions that they were drawn from, float32 [tokens, vocab]; None
-            where each was certain.
+        token_ids: in tree order: each after its parent.
+        tree: the parent of each draft token.
+        probabilities: the draft distributions q that they were sampled from, float32 [tokens, vocab]; None
+            where the proposal is deterministic.
     """
 
     token_ids: tuple[int, ...]
@@ -32,12 +32,13 @@ class DraftTokens:
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """What a step has found out about a row.
+    """Target hidden states of a row after a step, and the next token ids.
 
     Attributes:
-        hidden: [tokens, hidden], what the model made of the row's tokens and of the accepted ones, as its
-            vocabulary projection reads it; beside it what the proposer's `aux_hidden_state_layers` ask for.
-        next_ids: the token behind each of them.
+        hidden: [tokens, hidden], final hidden states of the row's tokens and of the accepted draft tokens,
+            as the LM head reads them; concatenated to them those of the proposer's
+            `aux_hidden_state_layers`.
+        next_ids: the token after each of them.
     """
 
     row: ScheduledRow
@@ -46,12 +47,12 @@ class TargetStates:
 
     @property
     def place(self) -> tuple[str, int]:
-        """The sequence, and how many of its tokens are computed now."""
+        """The sequence id, and its number of computed tokens after the step."""
         return self.row.sequence_id, self.row.start + len(self.next_ids)
 
 
 SamplingRowOf = Callable[[ScheduledRow, Sequence[int]], SamplingRow]
-"""How the token behind a row and some draft tokens is drawn."""
+"""The sampling parameters of the token after a row and some draft tokens."""
 
 
 class Proposer(Protocol):
@@ -59,25 +60,25 @@ class Proposer(Protocol):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of weights and cache that it keeps."""
+        """Bytes of the proposer's weights and KV cache."""
         ...
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """Layers of the model whose input it wants to see beside the final hidden states."""
+        """Target layers whose input it reads beside the final hidden states (EAGLE-3)."""
         ...
 
     @property
     def caches(self) -> tuple[KvCache, ...]:
-        """Its own, in which a sequence has the blocks that it has in the model's."""
+        """The proposer's KV caches, addressed by the target's block ids."""
         ...
 
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
     ) -> Mapping[str, DraftTokens]:
-        """Draft tokens by sequence, at most `num_draft_tokens` of its row, and none for rows without."""
+        """Draft tokens by sequence id, at most the row's `num_draft_tokens`; no entry for rows without."""
         ...
 
     def observe(self, steps: Sequence[TargetStates]) -> None:
-        """What came out of the step, row by row."""
+        """Take the target states of a step's rows, before the next `propose`."""
         ...

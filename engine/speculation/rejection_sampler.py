@@ -1,4 +1,4 @@
-"""Rejection sampling: which draft tokens are accepted."""
+"""Rejection sampling of draft tokens: accepted, recovered and bonus tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..sampling.sampler import Sampler
 from .proposer import DraftTokens
 
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2
-"""Of noise: what a draft model draws with, and what decides on its draft tokens, apart from the sampler's."""
+"""Noise streams of draft sampling and of acceptance; stream 0 is the sampler's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Draft tokens to decide on.
+    """A chain of draft tokens to verify.
 
     Attributes:
-        target: p, float32 [draft tokens + 1, vocab].
-        draft: with q; None: there are none, and one token is drawn.
-        seed, position: of the completion, and of the first draft token in it.
+        target: target distributions p, float32 [draft tokens + 1, vocab].
+        draft: the draft tokens and their distributions q; None: no draft tokens, one token is sampled.
+        seed, position: the completion's seed, and the position of the first draft token in it.
     """
 
     target: torch.Tensor
@@ -35,38 +35,39 @@ class Chain:
 
 
 def accepted_tokens(chains: Sequence[Chain], sampler: Sampler) -> list[list[int]]:
-    """The draft tokens of each chain that are accepted, and one token behind them.
+    """The accepted draft tokens of each chain, followed by the recovered or bonus token.
 
-    A draft token x is accepted with probability min(1, p(x) / q(x)); in place of the first that is not comes
-    a draw from max(0, p - q), normalized; behind the last, a draw from p. So every token is distributed
-    by p (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; Chen et
-    al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023).
+    A draft token x is accepted with probability min(1, p(x) / q(x)). The first rejected one is replaced by
+    the recovered token, sampled from max(0, p - q), normalized; if all are accepted, the bonus token is
+    sampled from p. So every token is distributed by p (Leviathan et al.,
+    "Fast Inference from Transformers via Speculative Decoding", 2023;
+    Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023).
 
-    The host waits for the device twice, however many chains there are.
+    The host synchronises with the device twice, whatever the number of chains.
     """
     counts = _num_accepted(chains, sampler)
     p = torch.stack([chain.target[count] for chain, count in zip(chains, counts, strict=True)])
     q = torch.zeros_like(p)
-    for own, chain, count in zip(q, chains, counts, strict=True):
+    for row, chain, count in zip(q, chains, counts, strict=True):
         if chain.draft is None or count == len(chain.token_ids):
             continue
         if chain.draft.probabilities is None:
-            own[chain.token_ids[count]] = 1.0
+            row[chain.token_ids[count]] = 1.0
         else:
-            own.copy_(chain.draft.probabilities[count])
-    rest = (p - q).clamp_(min=0.0)
-    # Where p and q agree to the last bit nothing is left over; p itself is right then.
-    weights = torch.where(rest.any(dim=-1, keepdim=True), rest, p)
+            row.copy_(chain.draft.probabilities[count])
+    residual = (p - q).clamp_(min=0.0)
+    # Where p and q are bit-identical the residual is zero; p itself is right then.
+    weights = torch.where(residual.any(dim=-1, keepdim=True), residual, p)
     keys = [(c.seed, c.position + count) for c, count in zip(chains, counts, strict=True)]
-    drawn = sampler.choose(weights, keys)
+    sampled = sampler.choose(weights, keys)
     return [
         [*chain.token_ids[:count], token]
-        for chain, count, token in zip(chains, counts, drawn, strict=True)
+        for chain, count, token in zip(chains, counts, sampled, strict=True)
     ]
 
 
 def _num_accepted(chains: Sequence[Chain], sampler: Sampler) -> list[int]:
-    """How many draft tokens of each chain are accepted, from the first on."""
+    """Number of accepted draft tokens of each chain."""
     drafted = [chain for chain in chains if chain.token_ids]
     if not drafted:
         return [0] * len(chains)
@@ -80,8 +81,8 @@ def _num_accepted(chains: Sequence[Chain], sampler: Sampler) -> list[int]:
     )
     counts = []
     for chain in chains:
-        own = [next(accepted) for _ in chain.token_ids]
-        counts.append((*own, False).index(False))
+        of_chain = [next(accepted) for _ in chain.token_ids]
+        counts.append((*of_chain, False).index(False))
     return counts
 
 

@@ -1,4 +1,4 @@
-"""Trees of draft tokens, grown from scores level by level: the likeliest are kept, and followed further."""
+"""Draft-tree expansion and reranking (Li et al., "EAGLE-2", arXiv:2406.16858, section 4)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .proposer import DraftTokens, SamplingRowOf
 
 
 class TreeExpansion:
-    """The tree of one row.
+    """The draft tree of one row.
 
-    A draft token weighs as much as the preferences for the tokens on the way to it, multiplied: about the
-    chance that all of them are accepted. Each level adds the `width` best tokens behind every token of the
-    frontier, and the `width` best of the level are the frontier of the next. Of all that was found, the
-    best that there are slots for become the tree (Li et al., "EAGLE-2", arXiv:2406.16858, section 4).
+    A node's value is the product of the draft probabilities along its path, an estimate of the probability
+    that the whole path is accepted. Each level adds the top `width` tokens of every frontier node, and the
+    `width` best nodes of the level are the next frontier. At the end all nodes are reranked, and the best
+    `num_draft_tokens` become the tree.
 
     Attributes:
-        frontier: draft tokens that the next level follows, by their numbers; -1: the last known token.
-        parents: of each draft token found so far.
+        frontier: indices of the nodes that the next level expands; -1: the last known token.
+        parents: index of each node's parent.
     """
 
     def __init__(self, row: ScheduledRow, width: int) -> None:
@@ -32,55 +32,55 @@ class TreeExpansion:
         self.parents: list[int] = []
         self.level = 0
         self.depth = -(-row.num_draft_tokens // width)
-        self._weights: list[float] = []
+        self._values: list[float] = []
         self._width = width
 
     def path(self, index: int) -> list[int]:
-        """The tokens from the first place down to a draft token."""
+        """The tokens on the path from the root to a node, that node included."""
         return [self.tokens[i] for i in Tree(tuple(self.parents)).path(index)]
 
     def extend(self, preferences: torch.Tensor) -> None:
-        """Add a level, from preferences [frontier, vocab]."""
+        """Add a level, from draft probabilities `preferences`, float32 [frontier, vocab]."""
         values, tokens = preferences.topk(min(self._width, preferences.shape[-1]))
         first = len(self.tokens)
-        found = zip(self.frontier, values.tolist(), tokens.tolist(), strict=True)
-        for parent, own_values, own_tokens in found:
-            weight = 1.0 if parent < 0 else self._weights[parent]
-            self.parents += [parent] * len(own_tokens)
-            self.tokens += own_tokens
-            self._weights += [weight * value for value in own_values]
+        children = zip(self.frontier, values.tolist(), tokens.tolist(), strict=True)
+        for parent, child_values, child_tokens in children:
+            value_of_parent = 1.0 if parent < 0 else self._values[parent]
+            self.parents += [parent] * len(child_tokens)
+            self.tokens += child_tokens
+            self._values += [value_of_parent * value for value in child_values]
         self.frontier = self._best(range(first, len(self.tokens)), self._width)
         self.level += 1
 
     def draft(self) -> DraftTokens:
-        """The best of what was found."""
-        # A token weighs no more than its parent, which has the smaller number: it is kept as well.
-        accepted = self._best(range(len(self.tokens)), self.row.num_draft_tokens)
-        places = {index: place for place, index in enumerate(accepted)}
-        parents = tuple(places.get(self.parents[index], -1) for index in accepted)
-        return DraftTokens(tuple(self.tokens[index] for index in accepted), Tree(parents))
+        """Rerank: the best `num_draft_tokens` nodes of all levels."""
+        # No node is better than its parent, which has the smaller index: parents are kept as well.
+        kept = self._best(range(len(self.tokens)), self.row.num_draft_tokens)
+        places = {index: place for place, index in enumerate(kept)}
+        parents = tuple(places.get(self.parents[index], -1) for index in kept)
+        return DraftTokens(tuple(self.tokens[index] for index in kept), Tree(parents))
 
     def _best(self, indices: range, count: int) -> list[int]:
-        return sorted(sorted(indices, key=lambda i: (-self._weights[i], i))[:count])
+        return sorted(sorted(indices, key=lambda i: (-self._values[i], i))[:count])
 
 
 def expand_trees(
     expansions: Sequence[TreeExpansion],
     sampler: Sampler,
     draw: SamplingRowOf,
-    scores: Callable[[Sequence[TreeExpansion]], torch.Tensor],
+    logits: Callable[[Sequence[TreeExpansion]], torch.Tensor],
 ) -> dict[str, DraftTokens]:
-    """Grow trees as deep as there are slots for; draft tokens by sequence.
+    """Expand the trees level by level, to the depth of each; draft tokens by sequence id.
 
-    `scores` gives float32 [draft tokens, vocab] behind each frontier of some of them, one after the other.
+    `logits` gives float32 [nodes, vocab] for the frontiers of the trees passed to it, concatenated.
     """
-    going = list(expansions)
-    while going:
-        draws = [draw(one.row, one.path(index)) for one in going for index in one.frontier]
-        preferences = sampler.preferences(scores(going), draws)
-        for one, own in zip(
-            going, preferences.split([len(one.frontier) for one in going]), strict=True
+    active = list(expansions)
+    while active:
+        sampling = [draw(tree.row, tree.path(index)) for tree in active for index in tree.frontier]
+        preferences = sampler.preferences(logits(active), sampling)
+        for tree, of_tree in zip(
+            active, preferences.split([len(tree.frontier) for tree in active]), strict=True
         ):
-            one.extend(own)
-        going = [one for one in going if one.level < one.depth]
-    return {one.row.sequence_id: one.draft() for one in expansions}
+            tree.extend(of_tree)
+        active = [tree for tree in active if tree.level < tree.depth]
+    return {tree.row.sequence_id: tree.draft() for tree in expansions}
