@@ -1,4 +1,4 @@
-"""The tensors behind the block pool, and how many blocks they have."""
+"""The paged KV cache: its tensors, its number of blocks, block copies and swap space."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _STORED = {
 
 
 def stored_dtype(name: str, computed: torch.dtype) -> torch.dtype:
-    """What `EngineConfig.kv_cache_dtype` means in an engine that computes in `computed`."""
+    """The dtype that an `EngineConfig.kv_cache_dtype` names; "auto" is the compute dtype `computed`."""
     return _STORED.get(name, computed)
 
 
 def stored_name(dtype: torch.dtype) -> str:
-    """What `EngineConfig.kv_cache_dtype` calls it."""
+    """The `EngineConfig.kv_cache_dtype` name of a dtype."""
     return next(name for name, stored in _STORED.items() if stored is dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """The layers of a model as the planner asks for them."""
+    """The KV layouts of a model behind the planner's interface."""
 
     layouts: Sequence[KvLayout]
 
@@ -53,7 +53,7 @@ class _Layers:
 
 
 def kv_bytes_per_token(layouts: Sequence[KvLayout], dtype: torch.dtype) -> int:
-    """Bytes that a token takes in all layers, the scales of 8-bit types included."""
+    """KV-cache bytes per token over all layers, scales of 8-bit dtypes included."""
     return sum(vector_bytes(dim, dtype) for layout in layouts for dim in layout.vectors)
 
 
@@ -66,23 +66,22 @@ def choose_num_blocks(
     dtype: torch.dtype,
     profile_kv_cache_budget: Callable[[], KvCacheBudget],
 ) -> int:
-    """Blocks of the cache, the null block included: the planner's rule.
+    """Number of blocks of the KV cache, the null block included, by the planner's rule.
 
-    `dtype` is what keys and values are stored in, `max_model_len` the tokens of the longest sequence that
-    stay in the cache. `layouts` are those of this process, where several share the model and the memory.
-    `profile_kv_cache_budget` is asked where no size is given.
+    `dtype` is the KV-cache dtype, `max_model_len` the largest number of tokens of a sequence that stay in the
+    cache. `layouts` are this rank's. `profile_kv_cache_budget` is called only where the config sets no size.
 
     Raises:
-        BadInput: the memory given does not hold a single sequence.
+        BadInput: the configured memory does not hold a single sequence.
     """
-    parts, memory = config.tensor_parallel_size, config.kv_cache_memory_bytes
+    num_ranks, memory = config.tensor_parallel_size, config.kv_cache_memory_bytes
     layers = _Layers(layouts)
     request = CacheRequest(
         bytes_per_element=Fraction(kv_bytes_per_token(layouts, dtype), layers.num_elements),
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        memory_bytes=None if memory is None else memory // parts,
+        memory_bytes=None if memory is None else memory // num_ranks,
         num_blocks=config.num_blocks,
     )
     budget = KvCacheBudget(0) if request.is_fixed else profile_kv_cache_budget()
@@ -92,29 +91,31 @@ def choose_num_blocks(
 def choose_num_host_blocks(
     config: EngineConfig, layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype
 ) -> int:
-    """Blocks that the swap space holds; `layouts` as for `choose_num_blocks`.
+    """Number of blocks of the swap space; `layouts` as for `choose_num_blocks`.
 
     Raises:
-        BadInput: it holds none, or the host has not so much memory.
+        BadInput: it does not hold one block, or exceeds the host's free memory.
     """
-    given = config.swap_space_bytes
-    if not given:
+    swap_bytes = config.swap_space_bytes
+    if not swap_bytes:
         return 0
-    if given > (free := available_memory_bytes()):
+    if swap_bytes > (free := available_memory_bytes()):
         raise BadInput(
-            f"swap_space_bytes = {given}: the host has {format_gib(free)} of memory free"
+            f"swap_space_bytes = {swap_bytes}: the host has {format_gib(free)} of memory free"
         )
     block_bytes = block_size * kv_bytes_per_token(layouts, dtype)
-    num_blocks = given // config.tensor_parallel_size // block_bytes
+    num_blocks = swap_bytes // config.tensor_parallel_size // block_bytes
     if num_blocks < 1:
-        raise BadInput(f"swap_space_bytes = {given} does not hold one block of {block_bytes} bytes")
+        raise BadInput(
+            f"swap_space_bytes = {swap_bytes} does not hold one block of {block_bytes} bytes"
+        )
     return num_blocks
 
 
 class KvCache:
-    """Keys and values of all layers, in blocks, stored as `dtype`; 8-bit types bring their scales.
+    """Keys and values of all layers in blocks, stored as `dtype`; 8-bit dtypes with their scales.
 
-    Beside them `num_host_blocks` blocks on the host, for sequences that were preempted.
+    `num_host_blocks` blocks on the host are the swap space of preempted sequences.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class KvCache:
             LayerCache.zeros(layout, num_blocks, block_size, device, dtype) for layout in layouts
         ]
         self.num_host_blocks = num_host_blocks
-        # Pinned, so that copies wait in the device's stream and the host does not.
+        # Pinned, so that copies are asynchronous to the host.
         self._on_host = [
             torch.empty(
                 (num_host_blocks, *part.shape[1:]),
@@ -143,14 +144,14 @@ class KvCache:
         self.dtype = dtype
         self.num_bytes = sum(part.nbytes for part in self._parts)
         self.broadcast: Callable[[str, Any], None] | None = None
-        """Told of every copy, where other processes hold other heads of the same blocks."""
+        """Broadcasts every copy to the tensor-parallel workers, which hold other heads of the same blocks."""
 
     @property
     def _parts(self) -> list[torch.Tensor]:
         return [part for layer in self.layers for part in layer.parts]
 
     def copy(self, copies: BlockCopies) -> None:
-        """Carry out the copies of a step; within the cache every source is read before any is written."""
+        """Carry out a step's block copies; within the cache all sources are read before any block is written."""
         if not copies:
             return
         if self.broadcast is not None:
@@ -165,7 +166,7 @@ class KvCache:
                 part[destination].copy_(on_host[source], non_blocking=True)
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy single slots (source, destination), numbered through all blocks; all are read first."""
+        """Copy single slots (source, destination), numbered over all blocks; all are read before any is written."""
         if not copies:
             return
         if self.broadcast is not None:

@@ -1,4 +1,4 @@
-"""The tensors of a step, from runs of tokens and the blocks of their sequences."""
+"""Input tensors of a step: token ids, positions, slot mapping, block tables, tree masks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..scheduling.window import evicted_places
 
 
 class Run(NamedTuple):
-    """Tokens of a sequence to compute.
+    """Tokens of one sequence to compute in a step.
 
     Attributes:
-        start: slots of the sequence before them.
-        block_ids: of the whole sequence.
-        tree: of the draft tokens at their end, of which the first may have been computed before.
+        start: number of slots of the sequence before these tokens.
+        block_ids: block table of the whole sequence.
+        tree: of the draft tokens at the end, of which the first may be computed already.
     """
 
     start: int
@@ -36,12 +36,12 @@ def step_inputs(
     device: torch.device,
     dtype: torch.dtype,
 ) -> StepInputs:
-    """Everything that a model reads of a step."""
+    """Build the model's inputs for a step; one host-to-device copy carries them all."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    several: list[tuple[int, int, int, Sequence[int], range, TreeMask | None]] = []
-    single: list[tuple[int, int, Sequence[int], range]] = []
+    multi_token: list[tuple[int, int, int, Sequence[int], range, TreeMask | None]] = []
+    decodes: list[tuple[int, int, Sequence[int], range]] = []
     for start, tokens, block_ids, tree in runs:
         begin, end = len(token_ids), start + len(tokens)
         token_ids.extend(tokens)
@@ -58,34 +58,36 @@ def step_inputs(
             block_ids[p // block_size] * block_size + p % block_size for p in range(start, end)
         ]
         used = block_ids[: -(-end // block_size)]
-        out = evicted_places(used)
-        held = [*used[: out.start], *used[out.stop :]] if out else used
+        evicted = evicted_places(used)
+        held = [*used[: evicted.start], *used[evicted.stop :]] if evicted else used
         if len(tokens) == 1 and mask is None:
-            single.append((begin, end, held, out))
+            decodes.append((begin, end, held, evicted))
         else:
-            several.append((begin, begin + len(tokens), end, held, out, mask))
-    width = max((len(held) for _, _, held, _ in single), default=0)
+            multi_token.append((begin, begin + len(tokens), end, held, evicted, mask))
+    width = max((len(held) for _, _, held, _ in decodes), default=0)
     padded: list[int] = []
-    for _, _, held, _ in single:
+    for _, _, held, _ in decodes:
         padded += [*held, *[NULL_BLOCK] * (width - len(held))]
-    of_single = (
-        [row for row, _, _, _ in single],
+    decode_columns = (
+        [row for row, _, _, _ in decodes],
         padded,
-        [length for _, length, _, _ in single],
-        [len(out) * block_size for _, _, _, out in single],
+        [length for _, length, _, _ in decodes],
+        [len(evicted) * block_size for _, _, _, evicted in decodes],
     )
-    tables = [held for _, _, _, held, _, _ in several]
+    tables = [held for _, _, _, held, _, _ in multi_token]
     tokens, places, written, rows, block_ids, lengths, evicted_spans, *copied = packed(
-        [token_ids, positions, slots, *of_single, *tables], device
+        [token_ids, positions, slots, *decode_columns, *tables], device
     )
     decode = None
-    if single:
-        # All that leave something out keep the same first tokens.
-        sink_length = max(out.start for _, _, _, out in single) * block_size
+    if decodes:
+        # All sequences with evicted blocks keep the same number of sink tokens.
+        sink_length = max(evicted.start for _, _, _, evicted in decodes) * block_size
         decode = DecodeGroup(rows, block_ids, lengths, evicted_spans, sink_length)
     spans = [
-        SequenceSpan(begin, stop, end, table, out.start * block_size, len(out) * block_size, mask)
-        for (begin, stop, end, _, out, mask), table in zip(several, copied, strict=True)
+        SequenceSpan(
+            begin, stop, end, table, evicted.start * block_size, len(evicted) * block_size, mask
+        )
+        for (begin, stop, end, _, evicted, mask), table in zip(multi_token, copied, strict=True)
     ]
     batch = AttentionBatch(spans, decode, block_size, dtype)
     return StepInputs(tokens, places, written, batch)

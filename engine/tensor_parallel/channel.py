@@ -1,4 +1,4 @@
-"""Messages between the engine's process and the ones that hold the other parts of its model."""
+"""Pipe messages between rank 0 and the tensor-parallel workers: pickle, with tensors as raw bytes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 
 class Channel:
-    """One end of a pipe that carries any value; tensors arrive on `device`."""
+    """One end of a pipe for picklable values; received tensors are moved to `device`."""
 
     def __init__(self, connection: Connection, device: torch.device) -> None:
         self._connection = connection
         self._device = device
 
     def send(self, value: object) -> None:
-        """Raise `OSError` where the other end is closed."""
+        """Send a value; raise `OSError` where the other end is closed."""
         self.send_packed(pack(value))
 
     def send_packed(self, message: bytes) -> None:
-        """Send what `pack` has made, as `send` would."""
+        """`send` of a value that `pack` has serialized."""
         self._connection.send_bytes(message)
 
     def receive(self) -> Any:
@@ -34,14 +34,14 @@ class Channel:
 
 
 def pack(value: object) -> bytes:
-    """A value as the bytes of a message."""
+    """Serialize a value to a message."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as their bytes: torch's own way opens an archive for each of them."""
+    """Pickles tensors as raw bytes: torch's own reduction writes a zip archive for each."""
 
     def persistent_id(self, obj: object) -> tuple[str, tuple[int, ...], bytes] | None:
         if not isinstance(obj, torch.Tensor):

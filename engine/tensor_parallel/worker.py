@@ -1,6 +1,6 @@
-"""A process that holds one part of a model and makes the calls that the engine's process makes.
+"""Tensor-parallel worker process: holds one shard of the model and executes the calls that rank 0 broadcasts.
 
-`main` takes its end of a pipe, a file descriptor, and its device from the command line. It ends when the
+`main` takes its end of a pipe (a file descriptor) and its device from the command line. It ends when the
 other end of the pipe is closed.
 """
 
@@ -29,7 +29,7 @@ from .channel import Channel
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """All that a worker must know to load its part."""
+    """Parameters with which a worker loads its shard."""
 
     rank: int
     size: int
@@ -45,7 +45,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a worker says once it has loaded: the bytes of its part, or why it could not."""
+    """A worker's reply after loading: the bytes of its shard, or the error message of its refusal."""
 
     bytes_held: int = 0
     bytes_per_step: int = 0
@@ -53,7 +53,7 @@ class Loaded:
 
 
 def work(channel: Channel) -> None:
-    """Load what the first message names, then follow the messages until the channel is closed."""
+    """Load the shard of the `Setup` message, then execute broadcast calls until the channel is closed."""
     setup: Setup = channel.receive()
     torch.set_num_threads(setup.num_threads)
     group = Group(setup.rank, setup.size, setup.device)
@@ -74,7 +74,7 @@ def work(channel: Channel) -> None:
     assert isinstance(model, Decoder)
     channel.send(Loaded(model.bytes_held, model.bytes_per_step))
     rendezvous: Path = channel.receive()
-    # Whoever made the folder may be killed, and then cannot remove it.
+    # The engine process that made the folder may be killed before it removes it.
     atexit.register(shutil.rmtree, rendezvous.parent, ignore_errors=True)
     group.connect(rendezvous)
     cache = KvCache(model.kv_layouts, 0, 1, setup.device, setup.dtype)
@@ -94,13 +94,13 @@ def work(channel: Channel) -> None:
 
 
 def main() -> None:
-    """Work on the pipe that the command line names."""
+    """Entry point: `work` on the pipe and device of the command line."""
     device = torch.device(sys.argv[2])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
         work(Channel(Connection(int(sys.argv[1])), device))
-    except (EOFError, ConnectionError):  # the engine's process has let go of us, or is gone
+    except (EOFError, ConnectionError):  # the engine process closed the pipe, or ended
         sys.exit(0)
-    except PeerLost:  # the engine's process says which
+    except PeerLost:  # rank 0 reports which
         sys.exit(1)

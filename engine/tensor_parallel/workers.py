@@ -1,4 +1,4 @@
-"""The engine's side of the processes that hold the other parts of its model."""
+"""Tensor-parallel workers, seen from rank 0: spawning, loading, broadcasting calls, shutting down."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .channel import Channel, pack
 from .worker import Loaded, Setup
 
 GRACE_SECONDS = 5.0
-"""How long a process may take to end by itself, or to be seen as ended."""
+"""Seconds for a process to exit before it is killed, or to be detected as ended."""
 
 
 class Workers:
-    """Processes for the parts 1, 2, … of a model; part 0 belongs to the process that made this.
+    """Worker processes of ranks 1, 2, …; this process is rank 0.
 
-    Each gets a pipe. It ends when the pipe is closed: by `close`, with this object, or with this process.
+    Each has a pipe, and ends when the pipe is closed: by `close`, with this object, or with this process.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -45,32 +45,32 @@ class Workers:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self.loaded: list[Loaded] = []
-        """What each worker holds, once it has loaded."""
+        """Each worker's reply after loading."""
         self.close = weakref.finalize(self, _end, self.processes, self._channels, self._home)
         for rank in range(1, setup.size):
             device = torch.device("cuda", rank) if setup.device.type == "cuda" else setup.device
-            ours, theirs = Pipe()
+            engine_end, worker_end = Pipe()
             call = f"from {__package__}.worker import main; main()"
-            command = [sys.executable, "-c", call, str(theirs.fileno())]
-            # A session of its own: Ctrl-C is for this process, which then closes the pipe.
+            command = [sys.executable, "-c", call, str(worker_end.fileno())]
+            # In a new session, so that Ctrl-C reaches this process only, which then closes the pipe.
             process = subprocess.Popen(
                 [*command, str(device)],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            theirs.close()
+            worker_end.close()
             self.processes.append(process)
-            self._channels.append(Channel(ours, torch.device("cpu")))
+            self._channels.append(Channel(engine_end, torch.device("cpu")))
             self._send(self._channels[-1:], replace(setup, rank=rank, device=device))
 
     def wait_until_loaded(self) -> None:
-        """Wait until every worker has loaded its part, and connect with them.
+        """Wait until every worker has loaded its shard, then join the process group.
 
         Raises:
-            BadInput: one of them cannot load it.
-            PeerLost: one of them has ended.
+            BadInput: a worker cannot load its shard.
+            PeerLost: a worker has ended.
         """
         for channel in self._channels:
             try:
@@ -84,13 +84,13 @@ class Workers:
         self.group.connect(self._rendezvous_file)
 
     def attach(self, model: CausalModel, cache: KvCache, num_blocks: int) -> None:
-        """From now on every call of `model` and every copy in `cache` happens in the workers too."""
+        """From now on, broadcast every call of `model` and every copy in `cache` to the workers."""
         assert isinstance(model, Decoder)
         self.broadcast("cache", (num_blocks, cache.block_size, cache.dtype, cache.num_host_blocks))
         model.broadcast = cache.broadcast = self.broadcast
 
     def broadcast(self, call: str, argument: Any) -> None:
-        """Have every worker make a call; raise `PeerLost` where one has ended."""
+        """Broadcast a call to all workers; raise `PeerLost` where one has ended."""
         self._send(self._channels, (call, argument))
 
     def _send(self, channels: Sequence[Channel], value: object) -> None:
@@ -105,7 +105,7 @@ class Workers:
         return f"tensor parallel: {self._explanation() or 'a worker has closed its pipe'}"
 
     def _explanation(self) -> str | None:
-        """Which worker has ended, if one does within a moment."""
+        """Which worker has ended and how, if one ends within `GRACE_SECONDS`."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:
             for rank, process in enumerate(self.processes, start=1):
@@ -119,15 +119,17 @@ class Workers:
 def open_shards(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> tuple[CausalModel, int, Workers | None]:
-    """The model, or the first part of it and the workers that hold the others; and its longest sequence.
+    """Load the model, or rank 0's shard and the workers of the others.
+
+    Returns the model (shard), its `max_model_len` and the workers, None without tensor parallelism.
 
     Raises:
-        BadInput: as `open_model`, or the model cannot be divided as the config says.
-        PeerLost: a worker ended while it loaded.
+        BadInput: as `open_model`, or the model cannot be sharded to `tensor_parallel_size`.
+        PeerLost: a worker ended while loading.
     """
     size, folder = config.tensor_parallel_size, checkpoint.folder
 
-    def own(shard: Shard | None = None) -> tuple[CausalModel, int]:
+    def load(shard: Shard | None = None) -> tuple[CausalModel, int]:
         return open_model(
             checkpoint,
             config.max_model_len,
@@ -140,7 +142,7 @@ def open_shards(
         )
 
     if size == 1:
-        return *own(), None
+        return *load(), None
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise BadInput(
             f"tensor_parallel_size = {size}: this machine has {torch.cuda.device_count()} CUDA devices"
@@ -159,7 +161,7 @@ def open_shards(
     )
     workers = Workers(setup)
     try:
-        model, longest = own(Shard(0, size, workers.group))
+        model, longest = load(Shard(0, size, workers.group))
         workers.wait_until_loaded()
     except BaseException:
         for process in workers.processes:  # still busy with loading
@@ -170,7 +172,7 @@ def open_shards(
 
 
 def num_threads(config: EngineConfig) -> int:
-    """CPU threads of each process."""
+    """CPU threads per process."""
     return config.num_threads or max(1, usable_cores() // config.tensor_parallel_size)
 
 
