@@ -1,1 +1,1 @@
-"""The decoder: a declarative spec, the modules that it describes, and the loader of their weights."""
+"""Models: declarative specs, decoder layers, weight loading, LoRA, tensor-parallel shards."""

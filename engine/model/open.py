@@ -1,4 +1,4 @@
-"""A checkpoint as a model: the decoder where it has the family, transformers' modules elsewhere."""
+"""Open a checkpoint as a model: the native decoder, or transformers' modules for other families."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _log = logging.getLogger(__name__)
 
 
 class CausalModel(Protocol):
-    """What the engine asks of a model, whoever computes it."""
+    """Interface of causal language models: the native decoder and the transformers backend."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
-        """What each layer keeps of a token."""
+        """Each layer's KV-cache layout."""
         ...
 
     @property
     def window(self) -> Window | None:
-        """What the farthest-looking layer sees; None: some layer sees all."""
+        """Sinks and window of the widest sliding window; None: some layer has full attention."""
         ...
 
     @property
@@ -54,15 +54,15 @@ class CausalModel(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether steps of one shape are the same operations whatever their values."""
+        """Whether steps can be captured into a graph: static shapes, no data-dependent control flow."""
         ...
 
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Run a step and fill the caches; returns a row for each token."""
+        """Run a step and fill the KV caches; returns a row for each token."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores over the vocabulary, float32 [rows, vocab], of some of those rows."""
+        """Logits, float32 [rows, vocab], of some of those rows."""
         ...
 
 
@@ -76,11 +76,11 @@ def open_model(
     shard: Shard | None = None,
     stream: Window | None = None,
 ) -> tuple[CausalModel, int]:
-    """Load a model; returns it and the longest sequence that it will be asked for.
+    """Load a model; returns it and its `max_model_len`.
 
-    With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits. `loras` are
-    folders of adapters by name. With `shard` it is the part of the model that one process holds. With
-    `stream`, sequences may go past the model's context.
+    With `input_bits` 8 the kernels of quantized weights may quantize activations to 8 bits (W8A8, W4A8).
+    `loras` are PEFT folders by adapter name. With `shard` only that tensor-parallel shard is loaded. With
+    `stream` (StreamingLLM) sequences may exceed the model's context.
 
     Raises:
         BadInput: a broken checkpoint, a model that cannot be served, or a `max_model_len` beyond the
@@ -91,8 +91,8 @@ def open_model(
     except NotCovered as reason:
         from .adapter.adapter import TransformersModel
 
-        asked = {"lora": loras, "tensor-parallel": shard, "streams": stream}
-        refuse({"transformers", *(name for name in asked if asked[name])}, str(reason))
+        options = {"lora": loras, "tensor-parallel": shard, "streams": stream}
+        refuse({"transformers", *(name for name in options if options[name])}, str(reason))
         _log.info("%s: transformers' modules are used: %s", checkpoint.folder, reason)
         model = TransformersModel(checkpoint, device, dtype)
         return model, _longest(max_model_len, model.max_context)
@@ -100,21 +100,23 @@ def open_model(
         longest = _longest(max_model_len, spec.max_model_len)
     else:
         spec, longest = streaming_spec(spec, stream), max_model_len or ENDLESS
-    own = spec
+    sharded = spec
     if shard is not None:
         shard.check(spec)
-        own = shard.spec(spec)
+        sharded = shard.spec(spec)
     weights = load_weights(checkpoint, spec, device, dtype, input_bits, shard)
     give_back_freed_memory()
     bank = None
     if loras:
         bank = AdapterBank(loras, weights.linears, spec.names.bases, device, dtype)
-    return Decoder(own, weights, longest, dtype, bank), longest
+    return Decoder(sharded, weights, longest, dtype, bank), longest
 
 
-def _longest(asked: int | None, own: int | None) -> int:
-    if asked is not None and own is not None and asked > own:
-        raise BadInput(f"max_model_len = {asked} exceeds the model's context of {own} tokens")
-    if asked is None and own is None:
+def _longest(max_model_len: int | None, context: int | None) -> int:
+    if max_model_len is not None and context is not None and max_model_len > context:
+        raise BadInput(
+            f"max_model_len = {max_model_len} exceeds the model's context of {context} tokens"
+        )
+    if max_model_len is None and context is None:
         raise BadInput("the model's config names no context length: give max_model_len")
-    return asked or own or 0
+    return max_model_len or context or 0

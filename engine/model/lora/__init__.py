@@ -1,1 +1,1 @@
-"""LoRA adapters: read from PEFT's folders, applied to rows of one batch."""
+"""LoRA adapters: loading of PEFT checkpoints, and application per row of a batch (multi-LoRA)."""

@@ -1,4 +1,4 @@
-"""The adapters of an engine, in place on the model's linears."""
+"""LoRA adapters of an engine, attached to the model's projections (multi-LoRA batches)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .read import read_adapter
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A pair of one adapter, for some outputs of a projection."""
+    """One adapter's LoRA A (`down`) and B (`up`), for a slice of a stacked projection's outputs."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -27,9 +27,9 @@ class _Part:
 
 @dataclass(slots=True)
 class _Delta:
-    """What the adapters add to one projection: a product for each adapter that the step has rows of.
+    """LoRA delta of one projection: a pair of GEMMs for each adapter that rows of the step use.
 
-    A row takes part in its own adapter's products only, and adds to itself only.
+    Each row is computed with its request's adapter only.
     """
 
     parts: dict[str, list[_Part]] = field(default_factory=dict)
@@ -49,15 +49,15 @@ class _Delta:
 
 
 class AdapterBank:
-    """Adapters by name, each added to the projections that it changes; a step says which rows ask for which.
+    """The loaded LoRA adapters; each step maps adapter names to its rows.
 
     Args:
-        folders: PEFT folders by the adapters' names.
-        linears: the linears that can take an adapter, by their names below the decoder.
-        bases: what a checkpoint may put before those names.
+        folders: PEFT folders by adapter name.
+        linears: the linears that support LoRA, by their names below the decoder.
+        bases: prefixes that a checkpoint may put before those names.
 
     Raises:
-        BadInput: a folder that cannot be read, does not fit the model, or asks for what is not supported.
+        BadInput: a folder is unreadable, does not match the model, or needs an unsupported feature.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class AdapterBank:
 
 
 def rows_by_adapter(runs: Sequence[tuple[str | None, int]], device: torch.device) -> AdapterRows:
-    """Rows of a step by adapter, from its runs of (adapter or None, number of rows)."""
+    """Rows of a step by adapter name, from its runs of (adapter or None, number of rows)."""
     rows: dict[str, list[int]] = {}
     begin = 0
     for name, count in runs:
@@ -97,5 +97,6 @@ def rows_by_adapter(runs: Sequence[tuple[str | None, int]], device: torch.device
         return {}
     copied = packed(list(rows.values()), device)
     return {
-        name: None if len(own) == begin else own for name, own in zip(rows, copied, strict=True)
+        name: None if len(indices) == begin else indices
+        for name, indices in zip(rows, copied, strict=True)
     }

@@ -1,4 +1,4 @@
-"""The pairs of matrices of a PEFT folder, each checked against the linear that it belongs to."""
+"""Loading of PEFT LoRA checkpoints: A and B matrices, checked against the linears that they target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIX = "base_model.model."
 
 
 class LinearShape(Protocol):
-    """A linear of the model, as far as an adapter's file is concerned."""
+    """Shape of a linear that an adapter targets."""
 
     @property
     def in_features(self) -> int: ...
@@ -27,7 +27,7 @@ class LinearShape(Protocol):
 
 
 class LoraPair(NamedTuple):
-    """`y += x @ down.T @ up.T`: float32 [rank, in] and, with the scale in it, [out, rank]."""
+    """LoRA A and B: `y += x @ down.T @ up.T`; float32 [rank, in], and [out, rank] with the scale folded in."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -36,9 +36,9 @@ class LoraPair(NamedTuple):
 def read_adapter(
     folder: Path, linears: Mapping[str, LinearShape], bases: Sequence[str]
 ) -> dict[str, LoraPair]:
-    """An adapter's pairs by the linear that they belong to, a key of `linears`.
+    """An adapter's LoRA pairs by target linear, a key of `linears`.
 
-    `bases` are what a checkpoint of the model may put before those names.
+    `bases` are prefixes that a checkpoint may put before those names.
 
     Raises:
         BadInput: naming the file, and the field or tensor that is missing, misshapen or not supported.
@@ -47,8 +47,8 @@ def read_adapter(
     tensors = _tensors(folder / WEIGHTS_NAME)
     pairs: dict[str, LoraPair] = {}
     for module in sorted({_module_of(folder, name) for name in tensors}):
-        found = [module.removeprefix(base) for base in bases if module.startswith(base)]
-        linear = next((name for name in found if name in linears), None)
+        candidates = [module.removeprefix(base) for base in bases if module.startswith(base)]
+        linear = next((name for name in candidates if name in linears), None)
         if linear is None:
             raise BadInput(
                 f"{folder / WEIGHTS_NAME}: {module} is no linear of this model that can take an adapter"
@@ -70,7 +70,7 @@ def _pair(
     settings: LoraSettings,
     linear: LinearShape,
 ) -> LoraPair:
-    rank, both = settings.rank_of(module), []
+    rank, matrices = settings.rank_of(module), []
     shapes = {"A": (rank, linear.in_features), "B": (linear.out_features, rank)}
     for side, shape in shapes.items():
         name = f"{_PREFIX}{module}.lora_{side}.weight"
@@ -82,8 +82,8 @@ def _pair(
                 f"{folder / WEIGHTS_NAME}: {name} is {tensor.dtype} {tuple(tensor.shape)}, but the model "
                 f"and r = {rank} in {settings.path.name} make it floats of {shape}"
             )
-        both.append(tensor.float())
-    return LoraPair(both[0], both[1] * settings.scale_of(module))
+        matrices.append(tensor.float())
+    return LoraPair(matrices[0], matrices[1] * settings.scale_of(module))
 
 
 def _module_of(folder: Path, name: str) -> str:

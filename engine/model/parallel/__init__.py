@@ -1,1 +1,1 @@
-"""Tensor parallelism of a model's weights: which rows and columns a rank holds, and its collectives."""
+"""Tensor parallelism of a model: sharding rules, weight slices and collectives."""

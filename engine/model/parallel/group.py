@@ -1,4 +1,4 @@
-"""The processes that hold a model's parts, as far as they compute together."""
+"""Process group of tensor parallelism: rendezvous, all-reduce, all-gather (gloo or NCCL)."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch import distributed
 from ....quant.base.errors import BadInput, Failure
 
 TIMEOUT = timedelta(minutes=5)
-"""After which a process that does not answer counts as dead."""
+"""Timeout of rendezvous and collectives, after which a peer counts as dead."""
 
 
 class PeerLost(Failure):
-    """A process of the group ended or does not answer; one line says which."""
+    """A process of the group ended or does not respond; the message names it."""
 
 
 class Group:
-    """Sums and gathers over the processes of one model, once `connect` has been called by all.
+    """Collectives over the tensor-parallel ranks, after all have called `connect`.
 
-    gloo carries them between CPUs, over the loopback interface; NCCL between GPUs.
+    gloo over the loopback interface on CPUs, NCCL on GPUs.
 
     Raises:
-        BadInput: this torch has neither for the device.
-        PeerLost: of every operation, where another process has gone.
+        BadInput: this torch lacks the backend for the device.
+        PeerLost: from every operation, where another process has ended.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        there = distributed.is_available() and (
+        is_available = distributed.is_available() and (
             distributed.is_nccl_available() if cuda else distributed.is_gloo_available()
         )
-        if not there:
+        if not is_available:
             backend = "NCCL" if cuda else "gloo"
             raise BadInput(f"tensor_parallel_size = {size}: this torch has no {backend}")
         self.rank = rank
@@ -43,22 +43,22 @@ class Group:
         self._cuda = cuda
         self._processes: Any = None
         self.explain: Callable[[], str | None] = lambda: None
-        """Asked for the reason when an operation fails."""
+        """Called for the reason when an operation fails."""
 
     def connect(self, rendezvous: Path) -> None:
-        """Meet the others, who name the same file, which no one else knows."""
+        """Rendezvous through a file store; all ranks name the same `rendezvous` file."""
         file_store: Any = distributed.FileStore  # pyright: ignore[reportPrivateImportUsage]
         store = file_store(str(rendezvous), self.size)
         self._run(lambda: self._rendezvous(store))
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of everybody's `part`, in its place."""
+        """Sum of all ranks' `part`, in place."""
         part = part.contiguous()
         self._run(lambda: self._processes.allreduce([part]).wait())
         return part
 
     def all_gather_columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
-        """`[rows, width]` from everybody's columns, which `Shard.vocabulary` has divided."""
+        """`[rows, width]` from all ranks' columns, split as by `Shard.vocabulary` (padded to equal widths)."""
         ends = [width * (rank + 1) // self.size for rank in range(self.size)]
         counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         widest = max(counts)

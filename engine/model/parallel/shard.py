@@ -1,4 +1,4 @@
-"""What one of several processes holds of a model: some heads, experts, vocabulary, and some of each MLP."""
+"""Tensor-parallel sharding (Megatron-LM): which heads, experts, MLP columns and vocabulary a rank holds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .weight_slice import WeightSlice
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `size` equal parts of a model, and the group of processes that hold them.
+    """The shard of one of `size` tensor-parallel ranks, and their process group.
 
-    Queries, keys, values, gate and up are divided by their outputs, the projections behind them by their
-    inputs, and their results are summed; of fewer KV heads than parts, several parts hold the same one. A
-    latent lies in each part, and is read by its heads. Experts are dealt out whole, so that packed ones stay
-    as they are; each part adds up what its own say.
+    QKV and gate/up are column-parallel (split by outputs), the output and down projections row-parallel
+    (split by inputs) with an all-reduce. With fewer KV heads than ranks, KV heads are replicated. MLA's latent
+    is replicated, its heads are split. Experts are assigned whole (expert parallelism), so that packed weights
+    need no repacking; each rank sums its experts' outputs before the all-reduce.
 
     Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
     """
@@ -28,7 +28,7 @@ class Shard:
     group: Group
 
     def check(self, spec: ModelSpec) -> None:
-        """Raise `BadInput` where a model cannot be divided into so many parts."""
+        """Raise `BadInput` where the model cannot be split into `size` shards."""
         shape, what = spec.shape, f"tensor_parallel_size = {self.size}"
         one_for_several = self.size % shape.num_kv_heads == 0 or shape.latent is not None
         if shape.num_kv_heads % self.size and not one_for_several:
@@ -46,17 +46,17 @@ class Shard:
                 raise BadInput(f"{what}: {name} = {count} does not divide into that many")
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
-        """The spec of this part: its heads."""
+        """The spec of this rank: its numbers of heads and KV heads."""
         heads, kv_heads = self.heads(spec.shape), self._kv_heads(spec.shape)
-        own = replace(
+        shape = replace(
             spec.shape,
             num_heads=heads.stop - heads.start,
             num_kv_heads=kv_heads.stop - kv_heads.start,
         )
-        return replace(spec, shape=own)
+        return replace(spec, shape=shape)
 
     def qkv(self, spec: ModelSpec) -> WeightSlice:
-        """Rows of queries, keys and values, however the family stacks them."""
+        """This rank's rows of the QKV weights, in the family's stacking order."""
         shape, dim = spec.shape, spec.shape.head_dim
         heads, kv_heads = self.heads(shape), self._kv_heads(shape)
         if spec.grouped_qkv:
@@ -76,26 +76,26 @@ class Shard:
         return WeightSlice(rows=((queries, _after(keys, key_start), _after(keys, value_start)),))
 
     def output(self, shape: ModelShape) -> WeightSlice:
-        """Columns of the projection behind the heads."""
+        """This rank's columns of the output projection (row-parallel)."""
         return WeightSlice(columns=_times(self.heads(shape), shape.head_dim))
 
     def latent(self, shape: ModelShape, latent: Latent) -> tuple[WeightSlice, WeightSlice]:
-        """Rows of the linear into latent attention's queries, and columns of the one behind its heads."""
+        """MLA: this rank's rows of the query projection, and columns of the output projection."""
         heads = self.heads(shape)
         queries = _times(heads, latent.query_dim)
         return WeightSlice(rows=((queries,),)), WeightSlice(columns=_times(heads, latent.value_dim))
 
     def heads(self, shape: ModelShape) -> slice:
-        """The query heads of this part."""
+        """Query heads of this rank."""
         return self._run(shape.num_heads)
 
     def experts(self, count: int) -> range:
-        """The numbers of this part's experts, of `count`; parts differ by one at most."""
+        """Expert ids of this rank, of `count` experts; ranks differ by one at most."""
         run = self._run(count)
         return range(run.start, run.stop)
 
     def gate_up(self, inner: int, num_modules: int, num_stacked: int) -> WeightSlice:
-        """Rows of the linears into an MLP of width `inner`: `num_stacked` in `num_modules` modules."""
+        """This rank's rows of an MLP's input linears, of width `inner`: `num_stacked` in `num_modules` modules."""
         run = self._run(inner)
         if num_modules == num_stacked:
             return WeightSlice(rows=((run,),) * num_modules)
@@ -104,11 +104,11 @@ class Shard:
         )
 
     def down(self, inner: int) -> WeightSlice:
-        """Columns of the linear out of an MLP."""
+        """This rank's columns of an MLP's down projection."""
         return WeightSlice(columns=self._run(inner))
 
     def vocabulary(self, vocab_size: int) -> slice:
-        """Tokens that this part scores; parts differ by one token at most."""
+        """Vocabulary range of this rank's LM head; ranks differ by one token at most."""
         return self._run(vocab_size)
 
     def _run(self, count: int) -> slice:
@@ -117,8 +117,8 @@ class Shard:
     def _kv_heads(self, shape: ModelShape) -> slice:
         if self.size <= shape.num_kv_heads:
             return self._run(shape.num_kv_heads)
-        own = self.rank * shape.num_kv_heads // self.size
-        return slice(own, own + 1)
+        kv_head = self.rank * shape.num_kv_heads // self.size
+        return slice(kv_head, kv_head + 1)
 
 
 def _times(run: slice, factor: int) -> slice:

@@ -1,4 +1,4 @@
-"""The part of a linear's weight that one of several processes holds."""
+"""Tensor-parallel slices of dense and quantized weights, along rows (outputs) or columns (inputs)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Weight = torch.Tensor | QuantizedTensor
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Runs of outputs of each of several stacked linears, or a run of the inputs of one.
+    """Row ranges of each of several stacked linears, or a column range of one.
 
-    With `columns` the results of all processes must be summed.
+    With `columns` (row-parallel) the outputs need an all-reduce.
     """
 
     rows: tuple[tuple[slice, ...], ...] = ()
@@ -32,10 +32,10 @@ class WeightSlice:
 
 
 def take(module: str, weight: Weight, rows: Sequence[slice], columns: slice | None) -> Weight:
-    """The weight of some outputs (all, where `rows` is empty) and some inputs, free of the whole.
+    """Slice a weight to some outputs (all, where `rows` is empty) and some inputs, as a copy.
 
     Raises:
-        BadInput: the codes of `module` cannot be divided there.
+        BadInput: the quantized weight of `module` cannot be split there.
     """
     if rows:
         weight = _take_rows(module, weight, rows)
@@ -45,7 +45,7 @@ def take(module: str, weight: Weight, rows: Sequence[slice], columns: slice | No
 
 
 def take_rows(tensor: torch.Tensor, rows: Sequence[slice]) -> torch.Tensor:
-    """Some rows of a plain tensor, as a copy."""
+    """Rows of a dense tensor, as a copy."""
     return torch.cat([tensor[run] for run in rows])
 
 
@@ -57,13 +57,15 @@ def _take_rows(module: str, weight: Weight, rows: Sequence[slice]) -> Weight:
         for run in rows:
             if run.start % BLOCK or (run.stop % BLOCK and run.stop != weight.out_features):
                 raise _refusal(module, weight, f"between outputs {run.start} and {run.stop}", BLOCK)
-    made = [weight.rows(run) for run in rows]
-    first, whole = made[0], weight.parts()
+    slices = [weight.rows(run) for run in rows]
+    first, whole = slices[0], weight.parts()
     parts = {}
     for name, part in first.parts().items():
-        # What belongs to no output, such as an order of the inputs, is the same in every run.
+        # Parts without an output dimension, such as a permutation of the inputs, are the same in all slices.
         shared = name in whole and whole[name].shape == part.shape
-        parts[name] = part if shared else torch.cat([run.parts()[name] for run in made])
+        parts[name] = (
+            part if shared else torch.cat([part_slice.parts()[name] for part_slice in slices])
+        )
     return _changed(first, parts)
 
 
@@ -81,7 +83,7 @@ def _take_columns(module: str, weight: Weight, columns: slice) -> Weight:
 
 
 def _columns_together(weight: QuantizedTensor) -> int | None:
-    """How many inputs share a scale or a block; None: they cannot be told apart."""
+    """Group size along the inputs: how many share a scale or a block; None: no split is possible."""
     if isinstance(weight, IntTensor):
         if weight.group_index is not None:
             return None
@@ -99,7 +101,7 @@ def _columns_together(weight: QuantizedTensor) -> int | None:
 
 
 def _columns(weight: QuantizedTensor, columns: slice, runs: slice) -> dict[str, torch.Tensor]:
-    """The parts that change where only some inputs are kept; `runs` counts groups or blocks."""
+    """The weight's parts sliced along the inputs; `runs` is the range of groups or blocks."""
     if isinstance(weight, IntTensor):
         groups = slice(None) if weight.num_groups == 1 else runs
         return {

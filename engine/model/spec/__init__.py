@@ -1,1 +1,1 @@
-"""From config.json to a ModelSpec: shapes, names of tensors, RoPE parameters."""
+"""Model specs read from config.json: shapes, tensor names, RoPE parameters, KV layouts."""

@@ -1,4 +1,4 @@
-"""Where a family keeps its weights in a checkpoint."""
+"""Tensor names of a model family's checkpoints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class Names:
     """Module names, the defaults those of Llama; "" for a module that the family does not have.
 
     Attributes:
-        bases: what the decoder's own modules start with; the first that the checkpoint uses counts.
-        layer: a layer, by its number; all names below it are relative to it.
-        qkv, gate_up: the linears that are stacked, or the single one that the family stacks itself.
-        expert: gate, up and down of one expert, below `experts` and its number.
-        fused_experts: the experts are two 3-D tensors with the inputs first, `gate_up_proj` and `down_proj`.
-        gate_up_alternates: rows of gate and up take turns in them.
-        transposed: every linear lies as [in, out].
-        buffers: endings of tensors that others save beside the weights.
+        bases: prefixes of the decoder's modules; the first that occurs in the checkpoint is used.
+        layer: prefix of a layer, by index; all names below are relative to it.
+        qkv, gate_up: the linears to stack, or the single one that the checkpoint already stacks.
+        expert: gate, up and down of one expert, below `experts` and the expert id.
+        fused_experts: the experts are two 3-D tensors [experts, in, out], `gate_up_proj` and `down_proj`.
+        gate_up_alternates: rows of gate and up are interleaved in them.
+        transposed: every linear's weight is stored as [in, out] (Conv1D).
+        buffers: suffixes of saved buffers, which are ignored.
     """
 
     bases: tuple[str, ...] = ("model.", "language_model.model.", "model.language_model.")

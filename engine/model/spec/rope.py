@@ -1,6 +1,6 @@
-"""Rotary position embedding: how a config asks for it, and the table of angles.
+"""Rotary position embedding (RoPE): config parsing, context extension, cos/sin tables.
 
-Su et al., "RoFormer" (2021). Stretching to longer contexts: linear interpolation (Chen et al., 2023),
+Su et al., "RoFormer" (2021). Context extension: linear interpolation (Chen et al., 2023),
 Llama 3.1's frequency-dependent interpolation, YaRN (Peng et al., 2023), LongRoPE (Ding et al., 2024).
 """
 
@@ -30,10 +30,10 @@ _NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding: base frequency and how it is stretched to longer contexts.
+    """RoPE parameters: base frequency, and scaling to longer contexts.
 
-    `kind` is one of `KINDS`; `parameters` are the config's own numbers. LongRoPE divides each frequency
-    by a factor of its own, from one list within the original context and from another beyond it.
+    `kind` is one of `KINDS`; `parameters` are the config's numbers. LongRoPE divides each frequency by a
+    separate factor, from the short list within the original context and from the long one beyond it.
     """
 
     theta: float
@@ -44,21 +44,21 @@ class RopeSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
-        """Read either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`.
+        """Parse either form: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`.
 
-        `theta` is the model type's own default.
+        `theta` is the model type's default.
         """
-        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = given.get("rope_type", given.get("type", "default"))
+        options = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = options.get("rope_type", options.get("type", "default"))
         if kind not in KINDS:
             raise BadInput(
                 f"config.json asks for rope_type {kind!r}, which this decoder does not know"
             )
-        theta = given.get("rope_theta") or config.get("rope_theta") or theta
-        missing = [key for key in _NEEDED.get(kind, ()) if key not in given]
+        theta = options.get("rope_theta") or config.get("rope_theta") or theta
+        missing = [key for key in _NEEDED.get(kind, ()) if key not in options]
         if missing:
             raise BadInput(f"config.json: rope_type {kind!r} lacks {', '.join(missing)}")
-        numbers = {k: float(v) for k, v in given.items() if isinstance(v, (int, float))}
+        numbers = {k: float(v) for k, v in options.items() if isinstance(v, (int, float))}
         if kind in ("yarn", "longrope"):
             longest = float(config["max_position_embeddings"])
             original = config.get("original_max_position_embeddings") or longest
@@ -70,18 +70,18 @@ class RopeSpec:
             float(theta),
             kind,
             numbers,
-            tuple(map(float, given.get("short_factor") or ())),
-            tuple(map(float, given.get("long_factor") or ())),
+            tuple(map(float, options.get("short_factor") or ())),
+            tuple(map(float, options.get("long_factor") or ())),
         )
 
 
 def rope_frequencies(
     rope: RopeSpec, width: int, num_positions: int = 0
 ) -> tuple[torch.Tensor, float]:
-    """Angle per position of each rotated pair, float32 [width / 2], and the factor on cos and sin.
+    """Inverse frequencies of the rotated pairs, float32 [width / 2], and the factor on cos and sin.
 
-    LongRoPE's list is chosen once, for the longest sequence that may come (`num_positions`), as vLLM
-    does: a choice by the sequence's length would make what is cached depend on what follows it.
+    LongRoPE's list is chosen once, by the maximum sequence length (`num_positions`), as vLLM does: a choice
+    by the current length would make cached keys depend on later tokens.
     """
     exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
     frequencies = 1.0 / rope.theta**exponents
@@ -99,22 +99,22 @@ def rope_frequencies(
 def rope_table(
     rope: RopeSpec, width: int, num_positions: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of every position's angles, float32 [num_positions, width / 2] each."""
+    """The cos/sin cache: cos and sin, float32 [num_positions, width / 2] each."""
     frequencies, factor = rope_frequencies(rope, width, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's growth of the scores with the stretching factor."""
+    """YaRN's attention scaling (mscale) for a context extension factor."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Long wavelengths are scaled by `factor`, short ones kept, those between interpolated."""
     low, high = rope.parameters["low_freq_factor"], rope.parameters["high_freq_factor"]
     original = rope.parameters["original_max_position_embeddings"]
-    num_rotations = original * frequencies / (2 * math.pi)  # full turns within the original context
+    num_rotations = original * frequencies / (2 * math.pi)  # rotations within the original context
     unstretched = ((num_rotations - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (unstretched + (1.0 - unstretched) / rope.parameters["factor"])
 
@@ -124,7 +124,7 @@ def _yarn(frequencies: torch.Tensor, rope: RopeSpec, width: int) -> tuple[torch.
     factor, original = p["factor"], p["original_max_position_embeddings"]
 
     def pair_at(num_rotations: float) -> float:
-        """Index of the pair that makes `num_rotations` full turns within the original context."""
+        """Index of the pair that completes `num_rotations` rotations within the original context."""
         return (
             width * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
         )

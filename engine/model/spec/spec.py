@@ -1,4 +1,4 @@
-"""What a decoder is made of: its shape, and the choices that a shape does not tell."""
+"""Declarative spec of a decoder: its shape, and architecture choices that the shape does not cover."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .rope import RopeSpec
 
 
 class NotCovered(BadInput):
-    """The config is sound, but asks for something that this decoder does not have."""
+    """The config is valid, but needs a feature that this decoder does not implement."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What one layer keeps of a token: `num_heads` keys of `key_dim` and values of `value_dim` elements.
+    """KV-cache layout of a layer, per token: `num_heads` keys of `key_dim` and values of `value_dim` elements.
 
-    With `values_in_keys` the values are the first `value_dim` elements of the keys and take no room.
+    With `values_in_keys` the values are the first `value_dim` elements of the keys and take no memory (MLA).
     """
 
     num_heads: int
@@ -29,28 +29,28 @@ class KvLayout:
 
     @property
     def num_elements(self) -> int:
-        """Elements that one token takes."""
+        """Elements per token."""
         return sum(self.vectors)
 
     @property
     def vectors(self) -> tuple[int, ...]:
-        """Lengths of the vectors that one token leaves: the keys', then the values'."""
+        """Lengths of the vectors cached per token: the keys', then the values'."""
         dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
         return tuple(dim for dim in dims for _ in range(self.num_heads))
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How a mixture of experts sends tokens to experts.
+    """Top-k routing of a mixture of experts.
 
     Attributes:
         scoring: "softmax" over all experts or "sigmoid" of each.
-        normalize: the weights of the chosen experts are divided by their sum.
-        scale: factor on the weights after that.
-        num_groups, kept_groups: only the best groups of experts are chosen from (DeepSeek); a group's
-            score is the sum of its `group_top_k` best.
-        correction: a learned bias decides the choice, not the weights (DeepSeek-V3).
-        on_inputs: the weight multiplies what goes into the expert, not what comes out (Llama 4).
+        normalize: the top-k weights are divided by their sum.
+        scale: factor on the top-k weights after that (routed scaling factor).
+        num_groups, topk_groups: group-limited top-k (DeepSeek): experts are selected from the best
+            `topk_groups` of `num_groups` groups; a group's score is the sum of its `group_top_k` best.
+        correction: a learned bias is added to the scores for selection, not for the weights (DeepSeek-V3).
+        on_inputs: the weight multiplies the expert's input, not its output (Llama 4).
         bias: the router's linear has a bias.
     """
 
@@ -67,7 +67,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Growth of the scores with the position, in layers without rotation (Llama 4).
+    """Attention temperature: growth of the scores with the position, in layers without RoPE (Llama 4).
 
     Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (arXiv:2501.19399).
     """
@@ -78,21 +78,21 @@ class Temperature:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer. Sizes are in elements and stand in `shape`.
+    """Spec of a decoder-only transformer. Sizes are in elements, in `shape`.
 
     Attributes:
-        ropes: each layer's rotation; None: the layer has none.
-        rotary_width: elements at the front of a head that turn.
-        rotary_neighbours: pairs are (2i, 2i + 1), not (i, i + width / 2).
+        ropes: each layer's RoPE; None: the layer has none (NoPE).
+        rotary_width: rotated elements at the front of a head (rotary dim).
+        rotary_interleaved: pairs are (2i, 2i + 1) (GPT-J), not (i, i + width / 2) (NeoX).
         activation: a name of `mlp.ACTIVATIONS`.
         attention_scale: factor on the scores.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and logits.
-        norm_offset: what is added to the weight of every norm; 1 in Gemma.
+        norm_offset: added to the weight of every norm; 1 in Gemma.
         embedding_scale: factor on the embeddings, rounded to the model's dtype.
-        key_norm_after_rotation: queries and keys get a norm without weights after they turned (Llama 4).
-        grouped_qkv: the stacked projection holds, for each KV head, its queries, its key and its value.
+        key_norm_after_rotation: queries and keys get a norm without weights after RoPE (Llama 4).
+        grouped_qkv: the stacked QKV projection is grouped by KV head: its queries, its key, its value.
         parallel: attention and MLP read the same residual and are added together (Falcon).
-        stream: what is kept of sequences without end, where the engine was asked for them.
+        stream: attention sinks and window of StreamingLLM; None: off.
     """
 
     shape: ModelShape
@@ -117,7 +117,7 @@ class ModelSpec:
 
     @property
     def num_sink_tokens(self) -> int:
-        """Tokens at the beginning of a sequence that all of its tokens see, whatever the window."""
+        """Attention sinks: first tokens that stay visible whatever the window."""
         return 0 if self.stream is None else self.stream.sinks
 
     @property
@@ -130,7 +130,7 @@ class ModelSpec:
 
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
-        """What each layer keeps of a token; latent attention keeps the latent and the rotated key."""
+        """Each layer's KV-cache layout; MLA caches the latent and the rotated key."""
         if (latent := self.shape.latent) is not None:
             layout = KvLayout(1, latent.cached_elements, latent.kv_rank, values_in_keys=True)
         else:

@@ -1,4 +1,4 @@
-"""A model as one for sequences without end: a window over every layer, and the first tokens in sight."""
+"""StreamingLLM: attention sinks and a sliding window over every layer of a model (arXiv:2309.17453)."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ...scheduling.window import Window
 from .spec import ModelSpec
 
 ENDLESS = 2**31 - 1
-"""Tokens of a sequence that nothing but this number limits."""
+"""`max_model_len` of streamed sequences without a configured limit."""
 
 
 def streaming_spec(spec: ModelSpec, stream: Window) -> ModelSpec:
-    """`spec` with `stream` over each layer.
+    """`spec` with the sinks and window of `stream` in every layer.
 
     Raises:
-        BadInput: positions are not rotations, layers have windows of their own, or what is in sight is
-            more than the model's context.
+        BadInput: positions are not rotary, layers already have sliding windows, or sinks and window exceed
+            the model's context.
     """
-    asked = f"window = {stream.length} with attention_sinks = {stream.sinks}"
+    options = f"window = {stream.length} with attention_sinks = {stream.sinks}"
     if spec.names.positions:
         raise BadInput(
-            f"{asked}: this model has a learned vector for each of its {spec.max_model_len} positions, "
+            f"{options}: this model has a learned vector for each of its {spec.max_model_len} positions, "
             "so its sequences end there: leave both out"
         )
     if any(window is not None for window in spec.shape.windows):
-        refuse({"streams", "windows"}, asked)
+        refuse({"streams", "windows"}, options)
     if stream.num_visible > spec.max_model_len:
         raise BadInput(
-            f"{asked}: together they exceed the model's context of {spec.max_model_len} tokens"
+            f"{options}: together they exceed the model's context of {spec.max_model_len} tokens"
         )
     shape = replace(spec.shape, windows=(stream.length,) * spec.shape.num_layers)
     return replace(spec, shape=shape, stream=stream)
