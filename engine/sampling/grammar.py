@@ -223,7 +223,7 @@ class _MatcherState:
         return low
 
     def move_to(self, tokens: list[int], common: int) -> bool:
-        """Roll back to the first `common` tokens and consume the rest; False where the grammar rejects one."""
+        """Roll back to the first `common` tokens, consume the rest; False where the grammar rejects one."""
         surplus = len(self.tokens) - common
         if surplus:
             self.matcher.rollback(surplus)

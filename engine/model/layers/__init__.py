@@ -1,1 +1,1 @@
-"""The modules of a decoder layer: attention, MLP, experts, norms, linear projections."""
+"""Modules of a decoder layer: attention, RoPE, MLP, mixture of experts, norms, linear projections."""

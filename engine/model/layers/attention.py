@@ -1,4 +1,4 @@
-"""The two kinds of attention: over heads of keys and values, and over a latent that all heads share."""
+"""Attention layers: grouped-query attention (GQA) and multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .projection import AdapterRows, Projection
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps: keys and values.
+    """Paged KV cache of one layer.
 
-    `values` may be a view of the front of `keys`: whoever writes keys has then written both.
+    `values` may be a view of the first elements of `keys` (MLA): writing keys then writes both.
     """
 
     keys: PagedTensor
@@ -38,7 +38,7 @@ class LayerCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> LayerCache:
-        """An empty one, with elements of `dtype`."""
+        """A zeroed cache with elements of `dtype`."""
         shape = (num_blocks, block_size, layout.num_heads)
         keys = PagedTensor.zeros(*shape, layout.key_dim, device, dtype)
         if layout.values_in_keys:
@@ -47,20 +47,20 @@ class LayerCache:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that take room."""
+        """The tensors that own memory."""
         return self.keys.parts if self.values_in_keys else (*self.keys.parts, *self.values.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step as tensors.
+    """Input tensors of a step.
 
     Attributes:
         token_ids, positions: int64 [tokens].
-        slots: int64 [tokens], where each token's keys and values go.
-        batch: what each token may see.
-        adapters: int64, the tokens of each adapter that somebody asks for; None: all tokens.
-        taps: layers whose input is asked for beside the final hidden states.
+        slots: int64 [tokens], slot mapping: where each token's keys and values are written.
+        batch: attention metadata: block tables, lengths, tree masks.
+        adapters: int64, tokens by LoRA adapter name; None: all tokens.
+        aux_hidden_state_layers: layers whose input is returned beside the final hidden states (EAGLE-3).
     """
 
     token_ids: torch.Tensor
@@ -73,10 +73,10 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every layer of a step needs: its inputs, the angles of each rotation, the kernels.
+    """Per-step data shared by all layers: inputs, cos/sin of each RoPE, kernels.
 
-    `cache_positions` are the positions within what is in sight, other than `inputs.positions` where a sequence has
-    no end; `sink_cos_sin` are the angles at which queries then meet its first tokens.
+    `cache_positions` differ from `inputs.positions` with StreamingLLM only; `sink_cos_sin` rotates the
+    sink queries, and is empty without sink tokens.
     """
 
     inputs: StepInputs
@@ -89,7 +89,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Which of the step's angles a layer turns by, and which elements make a pair."""
+    """RoPE of a layer: index into the step's cos/sin, and whether pairs are interleaved (GPT-J)."""
 
     index: int
     interleaved: bool
@@ -98,7 +98,7 @@ class Rotation:
         return self._rotate(x, step.cos_sin)
 
     def sink_queries(self, x: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """Queries as they meet the first tokens; None where no first tokens are kept."""
+        """Queries rotated for the sink tokens; None without sink tokens."""
         return self._rotate(x, step.sink_cos_sin) if step.sink_cos_sin else None
 
     def _rotate(
@@ -114,10 +114,10 @@ class HeadAttention:
     """Grouped-query attention (Ainslie et al., 2023).
 
     Attributes:
-        qkv: queries, keys and values, stacked; with `grouped` KV head by KV head.
-        query_norm, key_norm: before the rotation.
-        turned_norm: of queries and keys after the rotation.
-        temperature: of layers whose scores grow with the position.
+        qkv: stacked QKV projection; with `grouped`, stacked per KV head.
+        query_norm, key_norm: QK-norm, before RoPE.
+        rotated_norm: of queries and keys, after RoPE.
+        temperature: attention temperature by position (Llama 4).
     """
 
     num_heads: int
@@ -141,7 +141,7 @@ class HeadAttention:
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """How its input may be rounded before it comes."""
+        """Quantization of its input that a preceding kernel may fuse."""
         return self.qkv.activation_quant
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
@@ -183,14 +183,14 @@ class HeadAttention:
         return self.output(mixed.flatten(1), adapters)
 
     def _is_fusable_rope(self, norms: HeadNorms | None) -> bool:
-        """Whether nothing happens to queries and keys but `norms` and the rotation."""
+        """Whether the fused RoPE + KV-cache write covers all that happens to queries and keys."""
         rotation, others = self.rotation, (self.rotated_norm, self.temperature)
         is_normed = self.query_norm is None or norms is not None
         plain = rotation is not None and not rotation.interleaved and not self.grouped
         return plain and is_normed and others == (None, None)
 
     def _head_norms(self, dtype: torch.dtype) -> HeadNorms | None:
-        """The norms of queries and keys, where a kernel for the rotation can do them on its way."""
+        """The QK-norm, where the fused RoPE kernel can apply it."""
         query, key = self.query_norm, self.key_norm
         if query is None or key is None or query.weight is None or key.weight is None:
             return None
@@ -213,10 +213,10 @@ class HeadAttention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention, in the form that never unpacks the cache.
+    """Multi-head latent attention (MLA) with absorbed up-projections: the cached latent is never expanded.
 
-    A token leaves its normed latent and one rotated key, shared by all heads. Queries are taken into the
-    latent space and results out of it, so that the heads attend to the latent itself as one KV head.
+    A token caches its normed latent and one rotated key, shared by all heads. Queries are projected into the
+    latent space and outputs out of it, so that all heads attend to the latent as one KV head (MQA).
 
     Attributes:
         query: hidden → heads x (nope + rope), or → rank where `query_up` follows.
@@ -247,7 +247,7 @@ class LatentAttention:
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """Two linears with scales of their own read the input, so nobody else rounds it."""
+        """None: two linears with different input scales read the input, so each quantizes it itself."""
         return None
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
@@ -256,17 +256,17 @@ class LatentAttention:
         if self.query_norm is not None and self.query_up is not None:
             queries = self.query_up(self.query_norm(queries), adapters)
         queries = queries.view(len(queries), self.num_heads, -1)
-        plain, rope_queries = queries[..., : self.nope_dim], queries[..., self.nope_dim :]
+        nope_queries, rope_queries = queries[..., : self.nope_dim], queries[..., self.nope_dim :]
         latent = self.latent(x, adapters)
         rank = self.latent_norm.size
         key = self.rotation(latent[:, None, rank:], step)
         latent_and_key = torch.cat([self.latent_norm(latent[:, :rank])[:, None], key], dim=-1)
         cache.keys.write(latent_and_key, step.inputs.slots)
-        inward = torch.einsum("thn,hnr->thr", plain, self.key_up)
+        absorbed = torch.einsum("thn,hnr->thr", nope_queries, self.key_up)
         sink_queries = self.rotation.sink_queries(rope_queries, step)
         if sink_queries is not None:
-            sink_queries = torch.cat([inward, sink_queries], dim=-1)
-        queries = torch.cat([inward, self.rotation(rope_queries, step)], dim=-1)
+            sink_queries = torch.cat([absorbed, sink_queries], dim=-1)
+        queries = torch.cat([absorbed, self.rotation(rope_queries, step)], dim=-1)
         mixed = step.attend(
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, sink_queries
         )

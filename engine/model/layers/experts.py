@@ -1,4 +1,4 @@
-"""A mixture of experts: a router, experts of which each token visits a few, and one that all visit."""
+"""Mixture of experts: top-k router, routed experts, shared expert."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .projection import NO_ADAPTERS, AdapterRows
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Chooses `per_token` experts for each token and weighs them.
+    """Top-k router: selects `per_token` experts for each token, with top-k weights.
 
     `weight` [experts, hidden], `bias` and `correction` [experts] are float32, and so is the computation:
-    a rounded score would send tokens elsewhere.
+    in lower precision other experts could be selected.
     """
 
     weight: torch.Tensor
@@ -35,7 +35,7 @@ class Router:
         return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and experts, int64, [tokens, per_token] each."""
+        """Top-k weights, float32, and expert ids, int64, [tokens, per_token] each."""
         logits = functional.linear(x.float(), self.weight, self.bias)
         softmax = self.spec.scoring == "softmax"
         scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
@@ -58,11 +58,11 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """The sum of the chosen experts' outputs, weighted, and of the shared expert's.
+    """Weighted sum of the routed experts' outputs, plus the shared expert's output.
 
     Attributes:
-        experts: those that are here, all or some.
-        total: adds up what the processes with the others have; None where all are here.
+        experts: kernel of this rank's experts.
+        total: all-reduce over the tensor-parallel ranks; None without.
     """
 
     router: Router
@@ -82,7 +82,7 @@ class MixtureOfExperts:
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """The router reads the input as it is."""
+        """None: the router needs the unquantized input."""
         return None
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The two kinds of MLP, and the functions between their linears."""
+"""MLP blocks: gated (SwiGLU, GeGLU) and plain, and their activation functions."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .projection import NO_ADAPTERS, AdapterRows, Projection
 
 
 class Block(Protocol):
-    """Something with weights that maps [tokens, hidden] to [tokens, hidden]."""
+    """Interface of feed-forward blocks, MLP or mixture of experts: [tokens, hidden] to [tokens, hidden]."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its weights that a step may read."""
+        """Bytes of weights that a step may read."""
         ...
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """How its input may be rounded before it comes; None: it may not."""
+        """Quantization of its input that a preceding kernel may fuse; None: it needs unquantized input."""
         ...
 
     @property
     def is_capturable(self) -> bool:
-        """Whether it does the same operations whatever its input's values."""
+        """Whether it can be captured into a graph: no data-dependent control flow."""
         ...
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor: ...
@@ -44,7 +44,7 @@ SWIGLU_LIMIT = 7.0
 
 
 def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gpt-oss: both halves are clamped, and `up` has 1 added."""
+    """SwiGLU of gpt-oss: gate and up are clamped, and 1 is added to `up`."""
     gate = gate.clamp(max=SWIGLU_LIMIT)
     up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
@@ -63,7 +63,7 @@ CLAMPED_SWIGLU = "clamped_swiglu"
 def gating(
     activation: str, kernel_query: RowKernelQuery
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """How the two halves of a gated MLP become one: a function of gate and up."""
+    """The activation of a gated MLP, a function of gate and up: SwiGLU, GeGLU or unfused."""
     if activation == "silu":
         return GATE.select(kernel_query).run()
     if activation == CLAMPED_SWIGLU:
@@ -76,7 +76,7 @@ def gating(
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """`down(activation(gate x) * up x)`, gate and up in one projection; `combine` comes from `gating`."""
+    """`down(activation(gate x) * up x)`, with gate and up stacked; `combine` is from `gating`."""
 
     gate_up: Projection
     down: Projection

@@ -1,4 +1,4 @@
-"""Normalisation over the last axis: by the root mean square, or centred as well."""
+"""RMSNorm and LayerNorm, with fused residual add and activation quantization."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ...kernels.elementwise.dispatch import NORM, NormKernel, RowKernelQuery
 class Norm:
     """RMS norm (Zhang and Sennrich, 2019), or with `centered` layer norm (Ba et al., 2016).
 
-    `weight` and `bias` are [size] or None. A weight in a wider dtype than the input makes the whole norm
-    compute in it, as Gemma's does.
+    `weight` and `bias` are [size] or None. With a weight of a wider dtype than the input the
+    whole norm is computed in it, as Gemma's is.
     """
 
     size: int
@@ -53,7 +53,7 @@ class Norm:
         added: torch.Tensor | None,
         activation_quant: ActivationQuant | None = None,
     ) -> tuple[torch.Tensor, Rows]:
-        """`x + added`, and its norm as a linear takes it: rounded as that asks for, if the kernel can."""
+        """`x + added` and its norm, quantized by `activation_quant` where the kernel fuses that."""
         if self._kernel is not None and self._takes(x):
             if activation_quant is not None and isinstance(self._kernel, FusesNormQuant):
                 return self._kernel.quantized(x, added, activation_quant)
@@ -62,5 +62,5 @@ class Norm:
         return total, self(total)
 
     def _takes(self, x: torch.Tensor) -> bool:
-        """Whether the kernel that was chosen for the weight is for these rows as well."""
+        """Whether the kernel selected for the weight supports these rows: same dtype, 2-D."""
         return self.weight is not None and x.dtype is self.weight.dtype and x.dim() == 2

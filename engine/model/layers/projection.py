@@ -1,4 +1,4 @@
-"""The one seam for linear layers: plain or quantized, single or several that share their input."""
+"""Linear projections: dense or quantized, single or stacked (QKV, gate/up), with LoRA deltas."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from ...kernels.linear.linear import FusesBias, LinearKernel, TorchLinear, prepa
 from ...kernels.linear.quantized_linear import prepare_quantized_linear
 
 AdapterRows = Mapping[str, torch.Tensor | None]
-"""Rows of a step by the adapter that they ask for, int64; None: every row asks for it."""
+"""Rows of a step, int64, by LoRA adapter name; None: all rows."""
 
 NO_ADAPTERS: AdapterRows = MappingProxyType({})
 
 Delta = Callable[[torch.Tensor, torch.Tensor, AdapterRows], None]
-"""Adds to `y [tokens, out]`, in place, what adapters make of their rows of `x [tokens, in]`."""
+"""Adds the LoRA deltas of the rows of `x [tokens, in]` to `y [tokens, out]`, in place."""
 
 
 class Projection:
     """`y [tokens, out] = x [tokens, in] @ W.T + bias`, where W stacks one or more weights along `out`.
 
-    Weights of one kind (all plain, or all of one quantization scheme) become one matrix and one kernel
-    call; a mixed stack runs a call for each run of equals. With `input_bits` 8 the kernels of quantized
-    weights may round `x` to 8 bits.
+    Weights of one kind (all dense, or all of one quantization scheme) are concatenated into one GEMM; a
+    mixed stack runs one GEMM per consecutive run of one kind. With `input_bits` 8 the kernels of quantized
+    weights may quantize `x` to 8 bits per token.
     """
 
     def __init__(
@@ -72,23 +72,23 @@ class Projection:
 
     @property
     def holds_a_copy(self) -> bool:
-        """Whether the kernels read weights of their own, and not the tensors that were given."""
+        """Whether the kernels hold repacked weights instead of the tensors passed in."""
         return len(self._kernels) > 1 or not isinstance(self._kernels[0], TorchLinear)
 
     @property
     def kernel(self) -> LinearKernel | None:
-        """The kernel that multiplies; None: there are several, or something follows."""
+        """The GEMM kernel; None: there are several, or a LoRA delta or an epilogue follows."""
         alone = len(self._kernels) == 1 and self._delta is None and self._then is None
         return self._kernels[0] if alone else None
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """What is added to the kernel's result, [out]."""
+        """Bias added to the kernel's output, [out]; None where fused or absent."""
         return self._bias
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """How the kernel rounds its input, where it takes rows that were: a delta wants them as they are."""
+        """Activation quantization of the kernel, if it takes quantized input; None with a LoRA delta."""
         alone = len(self._kernels) == 1 and self._delta is None
         return (
             self._takes_quantized_input.activation_quant
@@ -97,11 +97,11 @@ class Projection:
         )
 
     def add_delta(self, delta: Delta) -> None:
-        """Let `delta` change the results for steps with adapters from now on."""
+        """Apply the LoRA `delta` in steps with adapters from now on."""
         self._delta = delta
 
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Hand every result from now on to `step`, which may change it in place."""
+        """Set an epilogue (all-reduce, all-gather): `step` maps every output, possibly in place."""
         self._then = step
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
@@ -121,9 +121,9 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class LinearSite:
-    """Where a checkpoint's linear of `out_features` and `in_features` lies: in some outputs of a projection.
+    """Location of a checkpoint's linear [out_features, in_features]: a slice of a projection's outputs.
 
-    `rows` and `columns` say which part of it lies there, in a model that is divided; empty and None: all.
+    `rows` and `columns` are this rank's slice of the linear in a tensor-parallel model; empty and None: all.
     """
 
     projection: Projection
@@ -135,14 +135,14 @@ class LinearSite:
 
 
 def _kind(weight: torch.Tensor | QuantizedTensor) -> object:
-    """Equal for weights that can be stacked into one matrix."""
+    """Key that is equal for weights that can be stacked into one matrix."""
     if isinstance(weight, torch.Tensor):
         return None
     return (type(weight), weight.scheme) if _stacks(weight) else id(weight)
 
 
 def _stacks(weight: QuantizedTensor) -> bool:
-    """Whether every part of a weight belongs to some of its rows, and so can be stacked."""
+    """Whether every part of a quantized weight is per output row, so that it can be concatenated."""
     parts = weight.parts()
     if isinstance(weight, IntTensor):
         return "group_index" not in parts and "input_scale" not in parts

@@ -1,4 +1,4 @@
-"""The angles by which a step's queries and keys turn, of every distinct rotation of a model."""
+"""Rotary embedding: cos/sin of a step's positions, for each distinct RoPE of a model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...scheduling.window import Window
 from ..spec.rope import RopeSpec, rope_frequencies, rope_table
 
 CosSin = list[tuple[torch.Tensor, torch.Tensor]]
-"""cos and sin as `apply_rotary_emb` takes them, of each rotation."""
+"""(cos, sin) of each RoPE, in the layout of `apply_rotary_emb`."""
 
 
 class RotaryEmbedding:
-    """Angles of positions: from tables, or where sequences have no end from the positions themselves.
+    """cos and sin of positions: from a cos/sin cache, or with `stream` computed from the positions.
 
-    In an endless sequence (`stream`) positions count within what is in sight, as if the first tokens had
-    moved along with the window. A rotated score depends on the distance alone, so keys stay as they were
-    cached: inside the window distances are the true ones, and the first tokens are met by queries that
-    stand at the last place in sight.
+    With `stream` (StreamingLLM) positions are those within the cache, as if the sink tokens moved along with
+    the window. A rotated score depends on relative distance only, so cached keys are never re-rotated: within
+    the window distances are the true ones, and for the sink tokens queries are rotated to the last cache
+    position (sink queries).
 
     Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453),
     section 3.2.
@@ -46,23 +46,23 @@ class RotaryEmbedding:
         ]
 
     def of(self, positions: torch.Tensor) -> CosSin:
-        """For int64 [tokens] positions."""
+        """cos and sin of int64 [tokens] positions, for each RoPE."""
         if self._stream is None:
             return self._look_up(positions)
-        # Far out, float32 no longer tells one position's angle from the next one's.
+        # At large positions float32 cannot resolve the angles of neighbouring positions.
         cos_sin = [
             (positions[:, None] * frequency, factor) for frequency, factor in self._frequencies
         ]
         return [self._factors(x.cos() * factor, x.sin() * factor) for x, factor in cos_sin]
 
     def cache_positions(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where tokens stand among those in sight, int64 [tokens]; their positions where sequences end."""
+        """Cache positions (StreamingLLM), int64 [tokens]; without `stream` the positions themselves."""
         return (
             positions if self._stream is None else positions.clamp(max=self._stream.num_visible - 1)
         )
 
     def of_sink_queries(self, cache_positions: torch.Tensor) -> CosSin:
-        """At which queries at `cache_positions` meet the first tokens; none where no first tokens are kept."""
+        """cos and sin of sink queries at `cache_positions`; empty without sink tokens."""
         return (
             self._look_up(cache_positions)
             if self._stream is not None and self._stream.sinks

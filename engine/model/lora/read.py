@@ -27,7 +27,7 @@ class LinearShape(Protocol):
 
 
 class LoraPair(NamedTuple):
-    """LoRA A and B: `y += x @ down.T @ up.T`; float32 [rank, in], and [out, rank] with the scale folded in."""
+    """LoRA A and B: `y += x @ down.T @ up.T`; float32 [rank, in], and [out, rank] with the scale in it."""
 
     down: torch.Tensor
     up: torch.Tensor

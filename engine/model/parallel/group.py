@@ -58,7 +58,7 @@ class Group:
         return part
 
     def all_gather_columns(self, part: torch.Tensor, width: int) -> torch.Tensor:
-        """`[rows, width]` from all ranks' columns, split as by `Shard.vocabulary` (padded to equal widths)."""
+        """`[rows, width]` from all ranks' columns, split as by `Shard.vocabulary`; sent padded."""
         ends = [width * (rank + 1) // self.size for rank in range(self.size)]
         counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         widest = max(counts)

@@ -16,9 +16,9 @@ class Shard:
     """The shard of one of `size` tensor-parallel ranks, and their process group.
 
     QKV and gate/up are column-parallel (split by outputs), the output and down projections row-parallel
-    (split by inputs) with an all-reduce. With fewer KV heads than ranks, KV heads are replicated. MLA's latent
-    is replicated, its heads are split. Experts are assigned whole (expert parallelism), so that packed weights
-    need no repacking; each rank sums its experts' outputs before the all-reduce.
+    (split by inputs) with an all-reduce. With fewer KV heads than ranks, KV heads are replicated. MLA's
+    latent is replicated, its heads are split. Experts are assigned whole (expert parallelism), so that packed
+    weights need no repacking; each rank sums its experts' outputs before the all-reduce.
 
     Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
     """
@@ -95,7 +95,7 @@ class Shard:
         return range(run.start, run.stop)
 
     def gate_up(self, inner: int, num_modules: int, num_stacked: int) -> WeightSlice:
-        """This rank's rows of an MLP's input linears, of width `inner`: `num_stacked` in `num_modules` modules."""
+        """This rank's rows of an MLP's linears into width `inner`: `num_stacked` in `num_modules` modules."""
         run = self._run(inner)
         if num_modules == num_stacked:
             return WeightSlice(rows=((run,),) * num_modules)

@@ -17,7 +17,7 @@ class NotCovered(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """KV-cache layout of a layer, per token: `num_heads` keys of `key_dim` and values of `value_dim` elements.
+    """KV-cache layout of a layer: per token `num_heads` keys of `key_dim` and values of `value_dim` elements.
 
     With `values_in_keys` the values are the first `value_dim` elements of the keys and take no memory (MLA).
     """
