@@ -1,1 +1,1 @@
-"""Models of transformers that the decoder does not cover, with the engine's paged attention inside."""
+"""Transformers backend: models that the native decoder does not cover, over the paged KV cache."""

@@ -1,9 +1,9 @@
-"""Causal models of transformers that the decoder does not have, over this engine's paged cache.
+"""Transformers backend: causal LMs without a native decoder, over the paged KV cache.
 
-transformers' own modules compute; where they attend, this engine's attention is called. A model whose
-attention is not exchangeable computes one sequence after the other, over a cache object that reads and
-writes the blocks. Which of the two a model takes, and whether it can be served at all, is found by
-comparing a few tokens with the model's own plain forward pass.
+The forward pass runs transformers' modules with the engine's paged attention (`AttentionInterface`). Models
+whose attention cannot be replaced run sequence by sequence, over a `Cache` that reads and writes the blocks.
+Which of the two a model supports, if any, is determined at load by comparing the logits of a few tokens with
+the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _GROWING_ROTATIONS = ("dynamic", "longrope")
 
 
 class TransformersModel:
-    """A causal language model of transformers behind the interface of `decoder.Decoder`.
+    """A causal LM of transformers behind the `CausalModel` interface.
 
     Raises:
-        BadInput: transformers does not know the model, it keeps a state that is not a KV cache, it is
-            quantized, or its weights do not fit its config.
+        BadInput: transformers does not support the model, its state is no KV cache, it is quantized, or
+            its weights do not match its config.
     """
 
     window = None
-    """Whether every layer has a window is the modules' own affair: all blocks are kept."""
+    """None: sliding windows are internal to the modules, so no blocks are evicted."""
     is_capturable = False
-    """What the modules do with values is theirs too."""
+    """False: the modules may have data-dependent control flow."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self._name = f"{checkpoint.folder}: model type {checkpoint.config.get('model_type')!r}"
@@ -58,14 +58,14 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Run a step and fill the caches; returns scores [tokens, vocab].
+        """Run a step and fill the KV caches; returns logits [tokens, vocab].
 
-        What a model does between its last norm and its scores is its own, so every token is scored.
+        Models differ in what follows the last norm, so logits are computed for every token.
         """
         return self._forward(inputs, caches)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The scores of some rows in float32, as `forward` gave them."""
+        """Logits of some rows, as `forward` returned them, in float32."""
         return hidden.float()
 
     def _checked_config(self, checkpoint: Checkpoint) -> Any:
@@ -73,7 +73,7 @@ class TransformersModel:
             refuse({"transformers", "quantized"}, f"{self._name}: this checkpoint is quantized")
         try:
             config = AutoConfig.from_pretrained(checkpoint.folder)
-        except Exception as error:  # whatever a broken or unknown config leads to
+        except Exception as error:  # a broken or unknown config may raise anything
             raise BadInput(f"{self._name} is not known to transformers: {_line(error)}") from error
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
             raise BadInput(f"{self._name} is not a causal language model of transformers")
@@ -107,23 +107,23 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _choose(self) -> tuple[PackedForward | SequentialForward, tuple[KvLayout, ...]]:
-        """The first way of computing that says what the model itself says."""
+        """The first forward, packed or sequential, whose logits match the model's own; and the KV layouts."""
         tokens = torch.arange(_CHECKED_TOKENS, device=self._device) % self.vocab_size
-        plain = self._model(input_ids=tokens[None], use_cache=True)
-        expected = plain.logits[0].float()
-        layouts = cached_layouts(plain.past_key_values)
+        reference = self._model(input_ids=tokens[None], use_cache=True)
+        expected = reference.logits[0].float()
+        layouts = cached_layouts(reference.past_key_values)
         if layouts is None:
             raise BadInput(f"{self._name} keeps a state that is not a KV cache: it cannot be paged")
-        own = self._model.config._attn_implementation
+        own_attention = self._model.config._attn_implementation
         reasons = []
         for kind in (PackedForward, SequentialForward):
             try:
-                forward = kind(self._model, own)
-                found = forward.layouts(tokens) or layouts
-                if self._agrees(forward, found, tokens, expected):
-                    return forward, found
+                forward = kind(self._model, own_attention)
+                of_forward = forward.layouts(tokens) or layouts
+                if self._agrees(forward, of_forward, tokens, expected):
+                    return forward, of_forward
                 reasons.append("the results differ")
-            except Exception as error:  # modules that were not made for this fail in any way
+            except Exception as error:  # modules may fail in any way here
                 reasons.append(_line(error))
         raise BadInput(f"{self._name} does not run over a paged cache: {'; '.join(reasons)}")
 
@@ -134,15 +134,15 @@ class TransformersModel:
         tokens: torch.Tensor,
         expected: torch.Tensor,
     ) -> bool:
-        """Whether two steps over blocks, the second with another sequence beside, give the same."""
-        caches = [LayerCache.zeros(one, 4, 4, self._device, self._dtype) for one in layouts]
-        weight_slice = 4
-        first = self._step(tokens, [(0, weight_slice, [2])])
-        second = self._step(tokens, [(weight_slice, len(tokens), [2, 1]), (0, 2, [3])])
-        got = torch.cat([forward(first, caches), forward(second, caches)]).float()
+        """Whether two paged steps, the second with another sequence batched, give the `expected` logits."""
+        caches = [LayerCache.zeros(layout, 4, 4, self._device, self._dtype) for layout in layouts]
+        split = 4
+        first = self._step(tokens, [(0, split, [2])])
+        second = self._step(tokens, [(split, len(tokens), [2, 1]), (0, 2, [3])])
+        actual = torch.cat([forward(first, caches), forward(second, caches)]).float()
         wanted = torch.cat([expected, expected[:2]])
-        share = 1e-3 if self._dtype is torch.float32 else 0.05
-        return bool((got - wanted).abs().mean() <= share * expected.std())
+        tolerance = 1e-3 if self._dtype is torch.float32 else 0.05
+        return bool((actual - wanted).abs().mean() <= tolerance * expected.std())
 
     def _step(
         self, tokens: torch.Tensor, runs: Sequence[tuple[int, int, Sequence[int]]]
@@ -163,10 +163,10 @@ class TransformersModel:
 
 
 def _longest(config: Any) -> int | None:
-    """The context length, by whatever name the config has for it."""
+    """The context length, under any of the configs' names for it."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    found = [getattr(config, name, None) for name in names]
-    return next((int(one) for one in found if isinstance(one, int) and one > 0), None)
+    lengths = [getattr(config, name, None) for name in names]
+    return next((int(n) for n in lengths if isinstance(n, int) and n > 0), None)
 
 
 def _line(error: Exception) -> str:

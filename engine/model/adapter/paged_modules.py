@@ -1,4 +1,4 @@
-"""Two ways to run a module of transformers over paged blocks: all sequences at once, or one by one."""
+"""Forward passes of transformers models over the paged KV cache: packed batch, or sequence by sequence."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ..layers.attention import LayerCache, StepInputs
 from ..spec.spec import KvLayout
 
 PAGED = "llmopt_paged"
-"""The name under which transformers knows this engine's attention."""
+"""Name of the paged attention in transformers' `AttentionInterface`."""
 
 
 class _Layouts:
-    """Notes what each layer would keep of a token, and attends to nothing."""
+    """Records each layer's KV layout in a dry run; its attention returns zeros."""
 
     def __init__(self) -> None:
-        self.found: dict[int, KvLayout] = {}
+        self.by_layer: dict[int, KvLayout] = {}
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any
     ) -> torch.Tensor:
-        self.found[layer] = KvLayout(keys.shape[1], keys.shape[2], values.shape[2])
+        self.by_layer[layer] = KvLayout(keys.shape[1], keys.shape[2], values.shape[2])
         return queries.new_zeros(*queries.shape[:2], values.shape[2])
 
 
 class _PagedStep:
-    """Writes what a layer brings into its blocks, and attends to what they hold."""
+    """Paged attention of a step: writes a layer's keys and values to its blocks, then attends over them."""
 
     def __init__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> None:
         self._inputs, self._caches = inputs, caches
@@ -74,13 +74,13 @@ def paged_attention(
     paged: _PagedStep | _Layouts | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: [1, heads, tokens, head_dim] in, [1, tokens, heads, ..] out.
+    """Attention function for transformers: [1, heads, tokens, head_dim] in, [1, tokens, heads, ..] out.
 
     Raises:
-        ValueError: the module attends by a mask or a bias of its own.
+        ValueError: the module passes an attention mask or bias.
     """
     if paged is None or attention_mask is not None or query.shape[0] != 1:
-        raise ValueError("its attention is told more than positions can tell")
+        raise ValueError("its attention needs a mask beyond causal positions")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -91,26 +91,26 @@ AttentionInterface.register(PAGED, paged_attention)
 
 
 class PackedForward:
-    """One pass for the whole step: the tokens of all sequences lie behind one another.
+    """One forward pass per step over the tokens of all sequences, concatenated (variable-length batch).
 
     Raises:
-        ValueError: the model does not let its attention be exchanged, or tells it more than its
-            arguments say.
+        ValueError: the model does not support transformers' `AttentionInterface`, or has other layer types
+            than full and sliding-window attention.
     """
 
     def __init__(self, model: Any, own_attention: str) -> None:
         kinds = set(getattr(model.config, "layer_types", None) or ())
         exchangeable = model._supports_attention_backend and model._supports_flash_attn
         if not exchangeable or kinds - {"full_attention", "sliding_attention"}:
-            raise ValueError("its attention is its own")
+            raise ValueError("its attention cannot be replaced")
         self._model = model
         model.set_attn_implementation(PAGED)
 
     def layouts(self, tokens: torch.Tensor) -> tuple[KvLayout, ...]:
-        """What each layer keeps of a token."""
-        notes = _Layouts()
-        self._run(tokens, torch.arange(len(tokens), device=tokens.device), notes)
-        return tuple(notes.found[layer] for layer in range(len(notes.found)))
+        """Each layer's KV layout, from a dry run over `tokens`."""
+        layouts = _Layouts()
+        self._run(tokens, torch.arange(len(tokens), device=tokens.device), layouts)
+        return tuple(layouts.by_layer[layer] for layer in range(len(layouts.by_layer)))
 
     def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         return self._run(inputs.token_ids, inputs.positions, _PagedStep(inputs, caches))
@@ -124,7 +124,7 @@ class PackedForward:
 
 
 class SequentialForward:
-    """One pass for each sequence, over a cache object that reads and writes its blocks."""
+    """One forward pass per sequence, over a `Cache` that reads and writes the sequence's blocks."""
 
     def __init__(self, model: Any, own_attention: str) -> None:
         self._model = model
@@ -132,7 +132,7 @@ class SequentialForward:
         model.set_attn_implementation(own_attention)
 
     def layouts(self, tokens: torch.Tensor) -> None:
-        """They are those of the model's own cache."""
+        """None: the layouts are those of the model's own cache."""
 
     def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         batch = inputs.batch
@@ -150,22 +150,22 @@ class SequentialForward:
                 _PagedLayer(cache, inputs.slots[rows], table, length - (end - begin), length)
                 for cache in caches
             ]
-            given = {
+            arguments = {
                 "input_ids": inputs.token_ids[None, rows],
                 "position_ids": inputs.positions[None, rows],
                 "attention_mask": inputs.positions.new_ones(1, length),
                 "past_key_values": Cache(layers=layers),
                 "use_cache": True,
             }
-            named = {name: value for name, value in given.items() if name in self._takes}
+            named = {name: value for name, value in arguments.items() if name in self._takes}
             scores.append(self._model(**named).logits[0])
         return torch.cat(scores)
 
 
 class _PagedLayer(DynamicLayer):
-    """The blocks of one sequence in one layer, as transformers' modules expect a cache.
+    """The blocks of one sequence in one layer, behind transformers' cache-layer interface.
 
-    `held` tokens lie in it before this step, `length` after it.
+    It holds `held` tokens before the step, `length` after it.
     """
 
     def __init__(
@@ -190,13 +190,13 @@ class _PagedLayer(DynamicLayer):
         return self._length, 0
 
     def _gathered(self, blocks: PagedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """[1, heads, length, head_dim] of this sequence."""
+        """Keys or values of the sequence, [1, heads, length, head_dim]."""
         held = blocks.read(self._table, dtype).flatten(0, 1)
         return held[None, : self._length].transpose(1, 2)
 
 
 def cached_layouts(cache: Any) -> tuple[KvLayout, ...] | None:
-    """What each layer of a model's own cache keeps of a token; None if that is not keys and values."""
+    """Each layer's KV layout in a model's own cache; None if it is no KV cache."""
     layers = getattr(cache, "layers", None)
     if not layers or any(type(x) not in (DynamicLayer, DynamicSlidingWindowLayer) for x in layers):
         return None

@@ -1,1 +1,1 @@
-"""The decoder itself, the families that it covers, and loading weights into it."""
+"""The native decoder, its model families, and weight loading."""

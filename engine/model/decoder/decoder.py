@@ -1,4 +1,4 @@
-"""The decoder: embeddings, layers of attention and MLP, and the projection onto the vocabulary."""
+"""The native decoder: embedding, decoder layers, final norm and LM head, for all families."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..spec.spec import KvLayout, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer: attention and MLP, each behind a norm, added to the residual.
+    """A pre-norm decoder layer: attention and MLP (or experts), each added to the residual.
 
     Attributes:
-        mlp_norm: None where the MLP reads what the attention reads.
-        post_attention_norm, post_mlp_norm: of the outputs, before they are added.
-        parallel: both read the residual as it enters the layer.
+        mlp_norm: None where attention and MLP share the input norm.
+        post_attention_norm, post_mlp_norm: norms of the outputs, before the residual add (Gemma).
+        parallel: parallel residual: attention and MLP read the same residual (Falcon).
     """
 
     input_norm: Norm
@@ -49,8 +49,8 @@ class DecoderLayer:
     def __call__(
         self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes `hidden + added` in; gives two tensors whose sum leaves, for the next norm to add."""
-        # Where attention and MLP both read the norm, it stays in floats.
+        """Takes the residual as `hidden + added` and returns it so: the next norm fuses the add."""
+        # With a parallel residual MLP and attention share the norm, so it stays unquantized.
         activation_quant = None if self.parallel else self.attention.activation_quant
         hidden, x = self.input_norm.of_sum(hidden, added, activation_quant)
         adapters = step.inputs.adapters
@@ -71,10 +71,10 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """Everything that was learnt. With tied embeddings `head` projects onto the embedding.
+    """Weights of a decoder. With tied embeddings `head` shares the embedding.
 
-    `ropes` are the distinct rotations, in the order in which the layers' `Rotation.index` counts them;
-    `linears` the layers' linears by name, for adapters.
+    `ropes` are the distinct RoPEs, indexed by the layers' `Rotation.index`; `linears` are the layers' linears
+    by name, for LoRA.
     """
 
     embedding: torch.Tensor
@@ -88,25 +88,25 @@ class DecoderWeights:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of weights in memory. A tied head counts only if its kernel keeps a layout of its own."""
+        """Bytes of weights in memory. A tied head counts only if its kernel holds a repacked copy."""
         shared = self.is_tied and not self.head.holds_a_copy
-        # In a divided model the head is a part of the embedding, which is there as a whole.
+        # With tensor parallelism the tied head is a slice of the embedding, which is replicated.
         tables = self.embedding.nbytes - (self.head.weight_bytes if shared else 0)
         tables += 0 if self.positions is None else self.positions.nbytes
         return self.bytes_per_step + tables
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of weights that a step reads: all but the tables, of which it reads rows."""
+        """Bytes of weights that a step reads: all but the embedding tables, of which it reads rows."""
         layers = sum(layer.weight_bytes for layer in self.layers)
         return self.head.weight_bytes + self.final_norm.weight_bytes + layers
 
 
 class Decoder:
-    """A decoder-only transformer, whatever its family.
+    """A decoder-only transformer of any family.
 
-    `broadcast`, where one is set, is told of each call's name and argument before it is computed: the
-    processes that hold the other parts of the model must make the same calls.
+    `broadcast`, if set, is called with each call's name and argument first, so that the tensor-parallel
+    workers make the same calls.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Decoder:
 
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
-        """What each layer keeps of a token."""
+        """Each layer's KV-cache layout."""
         return self.spec.kv_layouts
 
     @property
@@ -149,7 +149,7 @@ class Decoder:
 
     @property
     def window(self) -> Window | None:
-        """What the farthest-looking layer sees; None: some layer sees all."""
+        """Sinks and window of the widest sliding window; None: some layer has full attention."""
         windows = [window for window in self.spec.shape.windows if window is not None]
         if len(windows) < self.spec.shape.num_layers:
             return None
@@ -168,18 +168,18 @@ class Decoder:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether steps of one shape are the same operations whatever their values.
+        """Whether steps can be captured into a graph: static shapes, no data-dependent control flow.
 
-        So they are where no other process must hear of them, no layer counts visits of experts on the host,
-        and attention reads the blocks in use and not the whole table.
+        Requires no tensor-parallel workers, no MoE kernel that counts tokens per expert on the host, and
+        paged attention that reads the blocks in place.
         """
         same = all(layer.mlp.is_capturable for layer in self.weights.layers)
         return same and self.broadcast is None and reads_in_place(self._attend[False])
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Run a step and fill the caches; returns the normed hidden states [tokens, hidden], and beside
-        them what entered the layers of the step's `aux_hidden_state_layers`."""
+        """Run a step and fill the KV caches; returns the normed hidden states [tokens, hidden], concatenated
+        with the inputs of the step's `aux_hidden_state_layers`."""
         if self.broadcast is not None:
             self.broadcast("forward", inputs)
         positions = inputs.positions
@@ -196,22 +196,22 @@ class Decoder:
         if self.weights.positions is not None:
             hidden = hidden + functional.embedding(inputs.positions, self.weights.positions)
         added: torch.Tensor | None = None
-        entered: dict[int, torch.Tensor] = {}
+        aux_hidden: dict[int, torch.Tensor] = {}
         for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
             if index in inputs.aux_hidden_state_layers:
-                entered[index] = hidden if added is None else hidden + added
+                aux_hidden[index] = hidden if added is None else hidden + added
             hidden, added = layer(hidden, added, step, cache)
         normed = self.weights.final_norm(hidden if added is None else hidden + added)
         if not inputs.aux_hidden_state_layers:
             return normed
         return torch.cat(
-            [normed, *(entered[index] for index in inputs.aux_hidden_state_layers)], dim=-1
+            [normed, *(aux_hidden[index] for index in inputs.aux_hidden_state_layers)], dim=-1
         )
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores over the vocabulary, float32 [rows, vocab], of what `forward` gave, or of normed hidden
-        states [rows, hidden] alone."""
+        """Logits, float32 [rows, vocab], of rows that `forward` returned, or of normed hidden states
+        [rows, hidden]."""
         hidden = hidden[:, : self.spec.shape.hidden_size].contiguous()
         if self.broadcast is not None:
             self.broadcast("logits", hidden)

@@ -1,4 +1,4 @@
-"""The mixtures of experts of a checkpoint: router, experts by module or in two tensors, shared expert."""
+"""Loading of mixtures of experts: router, per-expert or fused weights, shared expert."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .reader import CheckpointReader
 
 
 class LoadsGated(Protocol):
-    """Reads a gated MLP of width `inner` below `prefix`."""
+    """Loads a gated MLP of width `inner` below `prefix`; `whole`: unsharded."""
 
     def __call__(
         self,
@@ -40,9 +40,9 @@ def load_mixture(
     gated: LoadsGated,
     shard: Shard | None = None,
 ) -> MixtureOfExperts:
-    """The mixture of the layer whose names start with `layer`, of a model that has experts.
+    """Load the mixture of experts of the layer with prefix `layer`.
 
-    With `shard` it has that process's experts alone.
+    With `shard`, only that rank's experts.
     """
     names, hidden, experts = spec.names, spec.shape.hidden_size, spec.shape.experts
     assert experts is not None
@@ -56,24 +56,24 @@ def load_mixture(
         kind,
     )
     prefix = f"{layer}{names.experts}."
-    own = range(experts.count) if shard is None else shard.experts(experts.count)
+    local_ids = range(experts.count) if shard is None else shard.experts(experts.count)
     routed: list[GatedMlp]
     if names.fused_experts:
-        routed = _fused(reader, spec, prefix, experts, own)
+        routed = _fused(reader, spec, prefix, experts, local_ids)
     else:
         gate, up, down = names.expert
         routed = [
-            gated(f"{prefix}{number}.", (gate, up), down, experts.width, whole=True)
-            for number in own
+            gated(f"{prefix}{expert}.", (gate, up), down, experts.width, whole=True)
+            for expert in local_ids
         ]
     shared = None
     if experts.shared_width:
-        one = f"{layer}{names.shared_expert}."
-        shared = gated(one, ("gate_proj", "up_proj"), "down_proj", experts.shared_width)
-    whole = len(own) == experts.count
+        shared_prefix = f"{layer}{names.shared_expert}."
+        shared = gated(shared_prefix, ("gate_proj", "up_proj"), "down_proj", experts.shared_width)
+    whole = len(local_ids) == experts.count
     run = EXPERTS.select(reader.experts_kernel_query(whole)).run
-    kernel = run(routed, own, experts.count, kind.on_inputs)
-    # A kernel with a layout of its own is then the only one that has these weights.
+    kernel = run(routed, local_ids, experts.count, kind.on_inputs)
+    # So a kernel that repacks the weights holds the only copy.
     reader.drop_linears(prefix)
     return MixtureOfExperts(
         router, kernel, shared, None if shard is None else shard.group.all_reduce
@@ -81,9 +81,9 @@ def load_mixture(
 
 
 def _fused(
-    reader: CheckpointReader, spec: ModelSpec, prefix: str, experts: Experts, own: range
+    reader: CheckpointReader, spec: ModelSpec, prefix: str, experts: Experts, local_ids: range
 ) -> list[GatedMlp]:
-    """Those of `own` numbers, of experts that lie in two tensors."""
+    """Experts `local_ids` of fused weights: two tensors that hold all experts."""
     count, inner, hidden = experts.count, experts.width, spec.shape.hidden_size
     into = reader.experts(f"{prefix}gate_up_proj", count, 2 * inner, hidden)
     out_of = reader.experts(f"{prefix}down_proj", count, hidden, inner)
@@ -96,11 +96,11 @@ def _fused(
         into_bias = None if into_bias is None else _halves(into_bias.T).T
     return [
         GatedMlp(
-            _expert(reader, into[number], into_bias, number),
-            _expert(reader, out_of[number], out_bias, number),
+            _expert(reader, into[expert], into_bias, expert),
+            _expert(reader, out_of[expert], out_bias, expert),
             gating(spec.activation, reader.rows(inner)),
         )
-        for number in own
+        for expert in local_ids
     ]
 
 
@@ -108,19 +108,19 @@ def _expert(
     reader: CheckpointReader,
     weight: torch.Tensor | QuantizedTensor,
     biases: torch.Tensor | None,
-    number: int,
+    expert: int,
 ) -> Projection:
     whole = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
-    return reader.stacked([whole], None if biases is None else biases[number].clone())
+    return reader.stacked([whole], None if biases is None else biases[expert].clone())
 
 
 def _halves(rows: torch.Tensor) -> torch.Tensor:
-    """Rows that take turns, as a first and a second half."""
+    """Deinterleave rows: even rows first, odd rows second."""
     return torch.cat([rows[0::2], rows[1::2]])
 
 
 def _gate_before_up(weight: torch.Tensor | QuantizedTensor) -> torch.Tensor | QuantizedTensor:
-    """A stacked weight whose rows of gate and up took turns."""
+    """Deinterleave a stacked gate/up weight: gate rows first, up rows second."""
     if isinstance(weight, torch.Tensor):
         return _halves(weight)
     assert isinstance(weight, CodebookTensor)

@@ -1,7 +1,7 @@
-"""The families that the decoder runs: what their configs and tensor names mean.
+"""Model families of the native decoder: config parsing and tensor names per model type.
 
-The planner's `ModelShape` knows the defaults of each model type and all sizes; a reader here adds what a
-shape does not tell. What the decoder lacks is refused as `NotCovered`.
+The planner's `ModelShape` has all sizes and the defaults of each model type; the functions here add the
+architecture choices. Unsupported features raise `NotCovered`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..spec.rope import RopeSpec, yarn_scale
 from ..spec.spec import ModelSpec, NotCovered, RouterSpec, Temperature
 
 Config = Mapping[str, Any]
-# Where the class of a model type differs from 1e-6.
+# Default epsilons that differ from 1e-6.
 _NORM_EPS = {"mixtral": 1e-5, "phi3": 1e-5, "gpt_oss": 1e-5, "llama4_text": 1e-5}
 
 
 def model_spec(raw: Config) -> ModelSpec:
-    """Read a raw `config.json`; a multimodal one gives its text model.
+    """Parse a raw `config.json`; of a multimodal one its text model.
 
     Raises:
-        NotCovered: a model type or a feature that the decoder does not have.
-        BadInput: nonsense, or a missing key.
+        NotCovered: an unsupported model type or feature.
+        BadInput: an invalid value, or a missing key.
     """
     model_type = raw.get("model_type")
     nested = raw.get("text_config")
@@ -43,7 +43,7 @@ def model_spec(raw: Config) -> ModelSpec:
         _, _, config = complete(raw)
         shape = ModelShape.from_config(raw)
         dtype = config.get("dtype") or config.get("torch_dtype") or raw.get("torch_dtype")
-        usual: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "shape": shape,
             "names": Names(),
             "dtype": str(dtype or "float32"),
@@ -52,7 +52,7 @@ def model_spec(raw: Config) -> ModelSpec:
             "attention_scale": shape.head_dim**-0.5,
             "activation": config.get("hidden_act", "silu"),
         }
-        spec = ModelSpec(**{**usual, **FAMILIES[model_type](shape, config)})
+        spec = ModelSpec(**{**defaults, **FAMILIES[model_type](shape, config)})
     except NotCovered:
         raise
     except BadInput as error:
@@ -68,7 +68,7 @@ def model_spec(raw: Config) -> ModelSpec:
 
 
 def _rotated(shape: ModelShape, config: Config, theta: float = 10000.0) -> dict[str, Any]:
-    """The same rotation in every layer."""
+    """The same RoPE in every layer."""
     return {"ropes": (RopeSpec.from_config(config, theta),) * shape.num_layers}
 
 
@@ -88,10 +88,10 @@ def _qwen3_moe(shape: ModelShape, config: Config) -> dict[str, Any]:
 
 
 def _phi3(shape: ModelShape, config: Config) -> dict[str, Any]:
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if given.get("rope_type", given.get("type")) in ("su", "yarn"):  # earlier names
-        config = {**config, "rope_parameters": {**given, "rope_type": "longrope"}}
-    part = config.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    options = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if options.get("rope_type", options.get("type")) in ("su", "yarn"):  # earlier names
+        config = {**config, "rope_parameters": {**options, "rope_type": "longrope"}}
+    part = config.get("partial_rotary_factor", options.get("partial_rotary_factor", 1.0))
     return {
         **_rotated(shape, {"original_max_position_embeddings": 4096, **config}),
         "names": Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
@@ -134,15 +134,15 @@ def _gemma3(shape: ModelShape, config: Config) -> dict[str, Any]:
 
 
 def _gemma3_ropes(shape: ModelShape, config: Config) -> tuple[RopeSpec, ...]:
-    """One rotation for layers that see everything and one for windows, in either spelling."""
+    """One RoPE for full-attention layers and one for sliding-window layers, in either config form."""
     both = config.get("rope_parameters") or {}
     if "full_attention" in both or "sliding_attention" in both:
-        everything = {**config, "rope_parameters": both.get("full_attention")}
-        near = {**config, "rope_parameters": both.get("sliding_attention")}
+        full = {**config, "rope_parameters": both.get("full_attention")}
+        sliding = {**config, "rope_parameters": both.get("sliding_attention")}
     else:
-        everything = config
-        near = {"rope_theta": config.get("rope_local_base_freq")}
-    kinds = (RopeSpec.from_config(everything, 1e6), RopeSpec.from_config(near, 1e4))
+        full = config
+        sliding = {"rope_theta": config.get("rope_local_base_freq")}
+    kinds = (RopeSpec.from_config(full, 1e6), RopeSpec.from_config(sliding, 1e4))
     return tuple(kinds[window is not None] for window in shape.windows)
 
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder: every tensor in its place, none missing, none left over."""
+"""Weight loading of the decoder; missing and unexpected tensors are errors."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def load_weights(
     input_bits: int = 16,
     shard: Shard | None = None,
 ) -> DecoderWeights:
-    """Read the weights of a decoder by the names of its family.
+    """Load the weights of a decoder.
 
-    With `input_bits` 8 the kernels of quantized weights may round their inputs to 8 bits; with `shard`
-    it is the part of the decoder that one process holds.
+    With `input_bits` 8 the kernels of quantized weights may quantize activations to 8 bits; with `shard`
+    only that tensor-parallel shard is loaded.
 
     Raises:
-        BadInput: a tensor is missing, misshapen, or has no place in the model.
+        BadInput: a tensor is missing, of a wrong shape, or unexpected.
     """
     reader = CheckpointReader(checkpoint, device, dtype, input_bits, shard)
     return LayerLoader(reader, spec, _base(checkpoint, spec), dtype, shard).load()
 
 
 def _base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
-    """What the decoder's tensors start with: a multimodal checkpoint nests them."""
+    """Prefix of the decoder's tensors; multimodal checkpoints nest them."""
     for base in spec.names.bases:
         if f"{base}{spec.names.embedding}.weight" in checkpoint:
             return base
@@ -54,7 +54,7 @@ def _base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayerLoader:
-    """Reads the parts of a decoder by the names of its family, those of layers below a prefix."""
+    """Loads the modules of a decoder under its family's tensor names."""
 
     reader: CheckpointReader
     spec: ModelSpec
@@ -77,14 +77,14 @@ class LayerLoader:
         layers = []
         for index in range(shape.num_layers):
             layers.append(self._layer(index, ropes))
-            # What was packed anew need not stay in memory as the file has it.
+            # Repacked weights make the file's mapped pages redundant.
             reader.release()
         final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
-        # Beside the decoder: `lm_head`, or `language_model.lm_head` in a multimodal checkpoint.
+        # Outside the decoder's prefix: `lm_head`, or `language_model.lm_head` in a multimodal checkpoint.
         head_name = f"{self.base.removesuffix('model.')}{names.head}"
         if f"{head_name}.weight" not in reader and not reader.is_quantized(head_name):
             head_name = names.head
-        # A quantized head is a weight of its own, also where the config still calls it tied.
+        # A quantized head is a separate weight, even where the config still ties it.
         tied = shape.tied and not reader.is_quantized(head_name)
         part = slice(0, vocab) if self.shard is None else self.shard.vocabulary(vocab)
         if tied:
@@ -102,7 +102,7 @@ class LayerLoader:
         )
 
     def _linears(self) -> dict[str, LinearSite]:
-        """The layers' linears, by their names below the decoder, that see every row of a step."""
+        """Linears that support LoRA, by name below the decoder: the layers', without routed experts."""
         names = self.spec.names
         within, routed = self.base + names.layer.split("{")[0], f".{names.experts}."
         return {
@@ -112,22 +112,22 @@ class LayerLoader:
         }
 
     def _may_remain(self, name: str, second_head: str) -> bool:
-        """A tied head saved a second time, saved buffers, the layers that predict further tokens
-        (DeepSeek-V3), the other parts of a multimodal model, and experts that other processes hold."""
+        """Whether a tensor may stay unread: a tied head's duplicate, saved buffers, multi-token-prediction
+        layers (DeepSeek-V3), the other parts of a multimodal model, other ranks' experts."""
         if name == second_head or name.endswith(self.spec.names.buffers):
             return True
         if self.shard is not None and (experts := self.spec.shape.experts) is not None:
-            number = name.partition(f".{self.spec.names.experts}.")[2].partition(".")[0]
-            if number.isdecimal() and int(number) not in self.shard.experts(experts.count):
+            expert = name.partition(f".{self.spec.names.experts}.")[2].partition(".")[0]
+            if expert.isdecimal() and int(expert) not in self.shard.experts(experts.count):
                 return True
         beyond = self.base + self.spec.names.layer.format(self.spec.shape.num_layers)
         outside = self.base not in ("", "model.", "transformer.") and not name.startswith(self.base)
         return outside or (self.spec.shape.latent is not None and name.startswith(beyond))
 
     def norm(self, module: str, size: int) -> Norm:
-        """The norm of a module."""
+        """Load a norm."""
         offset, centered = self.spec.norm_offset, self.spec.shape.layer_norm
-        # 1 + w has more digits than w: it is kept, and the norm computed, in float32.
+        # 1 + w needs more precision than w: it is kept, and the norm computed, in float32.
         dtype = torch.float32 if offset else self.dtype
         weight = self.reader.tensor(f"{module}.weight", size, dtype=dtype)
         bias = self.reader.tensor(f"{module}.bias", size) if centered else None
@@ -161,9 +161,9 @@ class LayerLoader:
     def head_attention(
         self, layer: str, index: int, rotation: Rotation | None, in_features: int | None = None
     ) -> HeadAttention:
-        """The attention of a layer, which reads `in_features`, by default the hidden states."""
+        """Load a layer's attention; `in_features` defaults to the hidden size."""
         spec, names, shape, shard = self.spec, self.spec.names, self.spec.shape, self.shard
-        own = shape if shard is None else shard.spec(spec).shape
+        local = shape if shard is None else shard.spec(spec).shape
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         outs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
         sinks = self.reader.tensor(layer + names.sinks, shape.num_heads) if shape.sinks else None
@@ -183,8 +183,8 @@ class LayerLoader:
         if shard is not None:
             weight_slices = shard.qkv(spec), shard.output(shape)
         return HeadAttention(
-            own.num_heads,
-            own.num_kv_heads,
+            local.num_heads,
+            local.num_kv_heads,
             shape.head_dim,
             qkv=self._linear(
                 layer, names.qkv, inputs, outs, bias=shape.qkv_bias, weight_slice=weight_slices[0]
@@ -214,7 +214,7 @@ class LayerLoader:
         shape, prefix, shard = self.spec.shape, f"{layer}self_attn.", self.shard
         hidden, heads = shape.hidden_size, shape.num_heads
         wide, rank = heads * latent.query_dim, latent.kv_rank
-        own = slice(0, heads) if shard is None else shard.heads(shape)
+        local_heads = slice(0, heads) if shard is None else shard.heads(shape)
         into, out_of = (None, None) if shard is None else shard.latent(shape, latent)
         query_norm = query_up = None
         if latent.query_rank is None:
@@ -226,9 +226,11 @@ class LayerLoader:
                 prefix, ("q_b_proj",), latent.query_rank, [wide], weight_slice=into
             )
         both = heads * (latent.nope_dim + latent.value_dim)
-        expand = self.reader.dense(f"{prefix}kv_b_proj", both, rank).view(heads, -1, rank)[own]
+        expand = self.reader.dense(f"{prefix}kv_b_proj", both, rank).view(heads, -1, rank)[
+            local_heads
+        ]
         return LatentAttention(
-            num_heads=own.stop - own.start,
+            num_heads=local_heads.stop - local_heads.start,
             nope_dim=latent.nope_dim,
             query=query,
             query_norm=query_norm,
@@ -249,11 +251,11 @@ class LayerLoader:
         )
 
     def _latent_norm(self, module: str, size: int) -> Norm:
-        # DeepSeek's config speaks of the other norms only: these keep their class's own epsilon.
+        # DeepSeek's `rms_norm_eps` does not apply to these: they use their class's default epsilon.
         return Norm(size, 1e-6, self.reader.tensor(f"{module}.weight", size))
 
     def block(self, layer: str, index: int) -> Block:
-        """What follows the attention of a layer."""
+        """Load a layer's feed-forward block: MLP or mixture of experts."""
         shape, names = self.spec.shape, self.spec.names
         experts = shape.experts
         if experts is not None and index not in experts.dense_layers:
@@ -278,7 +280,7 @@ class LayerLoader:
         bias: bool = False,
         whole: bool = False,
     ) -> GatedMlp:
-        """The gated MLP below `prefix`, or with a shard its part of it unless it is to be `whole`."""
+        """Load the gated MLP below `prefix`: this rank's shard, or unsharded if `whole`."""
         hidden = self.spec.shape.hidden_size
         outs = [inner, inner] if len(gate_up) > 1 else [2 * inner]
         into, out_of = (None, None) if whole else self._mlp_slices(inner, len(gate_up), 2)

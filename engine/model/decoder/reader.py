@@ -1,4 +1,4 @@
-"""Reading weights out of a checkpoint by name, with account of what has been read."""
+"""Checkpoint reader: weights by name as projections, tracking which tensors are unread."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ KV_CACHE_SCALES = (
     ".k_proj.output_scale",
     ".v_proj.output_scale",
 )
-"""Endings of the scales that others use for a cache in 8 bits; the cache here keeps the model's dtype."""
+"""Suffixes of calibrated scales for an 8-bit KV cache (vLLM, compressed-tensors), which are ignored here."""
 
 
 class CheckpointReader:
-    """Reads weights by module name, and keeps count of what has been read.
+    """Reads weights by module name, and tracks which tensors are unread.
 
-    Each tensor goes from its shard to the device in the engine's dtype; quantized ones stay codes, and
-    with `input_bits` 8 their kernels may round what they multiply with.
+    Each tensor is moved from its file to the device in the engine's dtype; quantized ones stay quantized,
+    and with `input_bits` 8 their kernels may quantize activations.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class CheckpointReader:
         self._device = device
         self._dtype = dtype
         self._input_bits = input_bits
-        # MXFP4 holds whole layers of experts in a tensor, not modules.
+        # MXFP4 checkpoints quantize fused expert tensors, not modules.
         self._has_mxfp4 = (checkpoint.quantization_config or {}).get("quant_method") == METHOD
         self._quantized = set() if self._has_mxfp4 else quantized_modules(checkpoint)
         self._unread = set(checkpoint.names)
         self.linears: dict[str, LinearSite] = {}
-        """Where each linear that was read as a projection lies."""
+        """Location of each linear that was read as a projection."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A plain tensor, which must have `shape`; in the engine's dtype or the one given."""
+        """A float tensor, which must have `shape`, in `dtype` (default: the engine's)."""
         tensor = self._checkpoint.tensor(name)
         if tuple(tensor.shape) != shape:
             raise BadInput(
@@ -71,30 +71,30 @@ class CheckpointReader:
         if not tensor.is_floating_point():
             raise BadInput(f"{self._checkpoint.folder}: {name} holds {tensor.dtype}, not floats")
         self._unread.discard(name)
-        found = tensor.to(self._device, dtype or self._dtype)
-        # One that still lies in the mapped file would keep all of the file in memory.
-        return found.clone() if found.data_ptr() == tensor.data_ptr() else found
+        moved = tensor.to(self._device, dtype or self._dtype)
+        # A tensor that still aliases the mapped file would keep all of the file in memory.
+        return moved.clone() if moved.data_ptr() == tensor.data_ptr() else moved
 
     def release(self) -> None:
-        """Let go of the pages of the checkpoint's files."""
+        """Release the mapped pages of the checkpoint's files."""
         self._checkpoint.release()
 
     def rows(self, size: int) -> RowKernelQuery:
-        """What the choice of a kernel for rows of activations depends on."""
+        """Kernel query for elementwise operations on rows of `size`."""
         return RowKernelQuery(self._device.type, self._dtype, size)
 
     def experts_kernel_query(self, is_whole: bool) -> ExpertsKernelQuery:
-        """What the choice of a kernel for experts depends on; `is_whole`: they are all here."""
+        """Kernel query for mixtures of experts; `is_whole`: this rank has all experts."""
         return ExpertsKernelQuery(self._device.type, self._dtype, is_whole)
 
     def drop_linears(self, prefix: str) -> None:
-        """Forget where the linears below `prefix` lie: no adapter goes there."""
+        """Drop the linears below `prefix`, which then support no LoRA."""
         self.linears = {
             name: site for name, site in self.linears.items() if not name.startswith(prefix)
         }
 
     def numbers(self, name: str, size: int) -> torch.Tensor:
-        """Whole numbers, int64 [size]."""
+        """An integer tensor, as int64 [size]."""
         tensor = self._checkpoint.tensor(name)
         if tuple(tensor.shape) != (size,) or tensor.is_floating_point():
             raise BadInput(
@@ -105,7 +105,7 @@ class CheckpointReader:
         return tensor.to(self._device, torch.int64)
 
     def is_quantized(self, module: str) -> bool:
-        """Whether the checkpoint holds codes for the weight of a module."""
+        """Whether the weight of a module is quantized in the checkpoint."""
         return module in self._quantized
 
     def projection(
@@ -118,9 +118,9 @@ class CheckpointReader:
         transposed: bool = False,
         weight_slice: WeightSlice | None = None,
     ) -> Projection:
-        """Linears that share their input, stacked in the order given; `transposed` ones lie [in, out].
+        """Linears that share their input, stacked in order; `transposed` ones are stored [in, out].
 
-        With `weight_slice`, the part of them that this reader's shard holds.
+        With `weight_slice`, this rank's slice of them.
         """
         read = self._transposed if transposed else self._weight
         rows = (
@@ -137,7 +137,7 @@ class CheckpointReader:
                 whole = self.tensor(f"{module}.bias", out)
                 biases.append(take_rows(whole, runs) if runs else whole)
         if columns is not None and self._shard is not None and self._shard.rank:
-            biases.clear()  # one part of a sum brings the bias
+            biases.clear()  # row-parallel: only rank 0 adds the bias
         projection = self.stacked(weights, torch.cat(biases) if biases else None)
         if columns is not None and self._shard is not None:
             projection.then(self._shard.group.all_reduce)
@@ -151,13 +151,13 @@ class CheckpointReader:
     def stacked(
         self, weights: Sequence[torch.Tensor | QuantizedTensor], bias: torch.Tensor | None
     ) -> Projection:
-        """Weights that were read, stacked in the order given."""
+        """A projection of loaded weights, stacked in order."""
         return Projection(weights, bias, self._dtype, self._input_bits)
 
     def experts(
         self, projection: str, num_experts: int, out_features: int, in_features: int
     ) -> Sequence[torch.Tensor | QuantizedTensor]:
-        """Each expert's weight [out, in], of experts that lie in one tensor with their inputs first."""
+        """Each expert's weight [out, in], from a fused tensor [experts, in, out] or MXFP4 blocks."""
         if not self._has_mxfp4:
             whole = self.tensor(projection, num_experts, in_features, out_features)
             return whole.transpose(1, 2).unbind()
@@ -166,13 +166,13 @@ class CheckpointReader:
         return [weight.to(self._device) for weight in codes]
 
     def dense(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
-        """The weight of a linear as floats, also where the checkpoint holds codes."""
+        """The weight of a linear, dequantized if the checkpoint quantizes it."""
         weight = self._weight(module, out_features, in_features)
         return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self._dtype)
 
     def finish(self, may_remain: Callable[[str], bool]) -> None:
-        """Complain about tensors that nobody asked for, but for scales of a KV cache in 8 bits and
-        those that `may_remain` says yes to."""
+        """Raise `BadInput` for unexpected tensors: those still unread, except KV-cache scales and names that
+        `may_remain` accepts."""
         scales = tuple(name for name in self._unread if name.endswith(KV_CACHE_SCALES))
         if scales:
             _log.warning(
