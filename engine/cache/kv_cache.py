@@ -151,7 +151,7 @@ class KvCache:
         return [part for layer in self.layers for part in layer.parts]
 
     def copy(self, copies: BlockCopies) -> None:
-        """Carry out a step's block copies; within the cache all sources are read before any block is written."""
+        """Carry out a step's block copies; within the cache all sources are read before any write."""
         if not copies:
             return
         if self.broadcast is not None:
@@ -166,7 +166,7 @@ class KvCache:
                 part[destination].copy_(on_host[source], non_blocking=True)
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy single slots (source, destination), numbered over all blocks; all are read before any is written."""
+        """Copy single slots (source, destination), numbered over all blocks; all are read before any write."""
         if not copies:
             return
         if self.broadcast is not None:

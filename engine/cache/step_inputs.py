@@ -75,7 +75,7 @@ def step_inputs(
         [len(evicted) * block_size for _, _, _, evicted in decodes],
     )
     tables = [held for _, _, _, held, _, _ in multi_token]
-    tokens, places, written, rows, block_ids, lengths, evicted_spans, *copied = packed(
+    tokens, position_ids, slot_mapping, rows, block_ids, lengths, evicted_spans, *copied = packed(
         [token_ids, positions, slots, *decode_columns, *tables], device
     )
     decode = None
@@ -90,7 +90,7 @@ def step_inputs(
         for (begin, stop, end, _, evicted, mask), table in zip(multi_token, copied, strict=True)
     ]
     batch = AttentionBatch(spans, decode, block_size, dtype)
-    return StepInputs(tokens, places, written, batch)
+    return StepInputs(tokens, position_ids, slot_mapping, batch)
 
 
 def _tree_mask(tree: Tree, device: torch.device) -> TreeMask:

@@ -76,26 +76,28 @@ class BatchedSampling:
             (i, *pair) for i, row in together for pair in (row.params.logit_bias or {}).items()
         ]
         if biased:
-            places = _places([(i, token) for i, token, _ in biased], scores)
+            indices = _flat_indices([(i, token) for i, token, _ in biased], scores)
             bias = to_device(np.array([value for _, _, value in biased], np.float32), scores.device)
-            scores.view(-1).index_add_(0, places, bias)
+            scores.view(-1).index_add_(0, indices, bias)
         self._penalize(scores, [(i, row) for i, row in together if row.params.penalizes])
         suppressed = [(i, token) for i, row in together for token in row.suppressed_ids]
         if suppressed:
-            scores.view(-1).index_fill_(0, _places(suppressed, scores), float("-inf"))
+            scores.view(-1).index_fill_(0, _flat_indices(suppressed, scores), float("-inf"))
         _constrain(scores, logits, together)
         return scores
 
     def _penalize(self, scores: torch.Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
         if not rows:
             return
-        counts, places = self._counts.of([row for _, row in rows], scores.shape[1], scores.device)
+        counts, table_rows = self._counts.of(
+            [row for _, row in rows], scores.shape[1], scores.device
+        )
         penalties = [
             (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
             for p in (row.params for _, row in rows)
         ]
         of_rows = _integers([index for index, _ in rows], scores.device)
-        kernels.penalize(scores, of_rows, counts, places, _floats(penalties, scores.device))
+        kernels.penalize(scores, of_rows, counts, table_rows, _floats(penalties, scores.device))
 
 
 def _constrain(
@@ -148,7 +150,7 @@ def _integers(
     return to_device(np.array(values, dtype=np.int64), device)
 
 
-def _places(pairs: Sequence[tuple[int, int]], scores: torch.Tensor) -> torch.Tensor:
+def _flat_indices(pairs: Sequence[tuple[int, int]], scores: torch.Tensor) -> torch.Tensor:
     """Flat indices of (row, token) pairs in `scores` [rows, vocab]."""
     size = scores.shape[1]
     return _integers([row * size + token for row, token in pairs], scores.device)

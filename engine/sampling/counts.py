@@ -22,7 +22,7 @@ class _Counted:
     """A sequence in the table: its list of tokens, its table row, how many of its tokens are counted."""
 
     tokens: Sequence[int]
-    place: int
+    table_row: int
     num_prompt_tokens: int
     length: int = 0
 
@@ -43,19 +43,19 @@ class TokenCounts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Counts, int32 [table rows, vocab], and the table row of each sampling row, int64 [rows]."""
         self._ensure_capacity(len({id(_tokens_of(row)) for row in rows}), vocab_size, device)
-        places = [self._counted(row).place for row in rows]
+        table_rows = [self._counted(row).table_row for row in rows]
         fresh: dict[int, None] = {}
         of_prompt: list[int] = []
         of_output: list[int] = []
-        for row, place in zip(rows, places, strict=True):
+        for row, table_row in zip(rows, table_rows, strict=True):
             held = self._held[id(_tokens_of(row))]
             if not held.length:
-                fresh[place] = None
+                fresh[table_row] = None
                 prompt = row.known[: row.num_prompt_tokens]
-                of_prompt += [place * vocab_size + token for token in prompt]
+                of_prompt += [table_row * vocab_size + token for token in prompt]
                 held.length = len(prompt)
             new = row.known[held.length :]
-            of_output += [place * vocab_size + token for token in new]
+            of_output += [table_row * vocab_size + token for token in new]
             held.length += len(new)
         if fresh:
             self._table.index_fill_(0, _indices(list(fresh), device), 0)
@@ -64,8 +64,8 @@ class TokenCounts:
             flat.index_fill_(0, _indices(of_prompt, device), IN_PROMPT)
         _add(flat, of_output, device)
         if not any(row.draft_ids for row in rows):
-            return self._table, _indices(places, device)
-        counts = self._table.index_select(0, _indices(places, device))
+            return self._table, _indices(table_rows, device)
+        counts = self._table.index_select(0, _indices(table_rows, device))
         drafts = [i * vocab_size + token for i, row in enumerate(rows) for token in row.draft_ids]
         _add(counts.view(-1), drafts, device)
         return counts, torch.arange(len(rows), device=device)
@@ -87,10 +87,10 @@ class TokenCounts:
         tokens = _tokens_of(row)
         held = self._held.get(id(tokens))
         if held is None:
-            place = len(self._held)
-            if place == len(self._table):
-                place = self._held.popitem(last=False)[1].place
-            held = self._held[id(tokens)] = _Counted(tokens, place, row.num_prompt_tokens)
+            table_row = len(self._held)
+            if table_row == len(self._table):
+                table_row = self._held.popitem(last=False)[1].table_row
+            held = self._held[id(tokens)] = _Counted(tokens, table_row, row.num_prompt_tokens)
         elif held.length > len(row.known) or held.num_prompt_tokens != row.num_prompt_tokens:
             held.length, held.num_prompt_tokens = 0, row.num_prompt_tokens
         self._held.move_to_end(id(tokens))

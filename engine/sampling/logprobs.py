@@ -63,8 +63,8 @@ class WantedLogprobs:
         for num_top, indices in rows_by_num_top.items():
             selected, ids = logits, tokens
             if len(indices) < len(rows):
-                (places,) = packed([indices], logits.device)
-                selected, ids = logits.index_select(0, places), tokens.index_select(0, places)
+                (row_ids,) = packed([indices], logits.device)
+                selected, ids = logits.index_select(0, row_ids), tokens.index_select(0, row_ids)
             self._parts.append((indices, Logprobs(selected, ids, num_top)))
 
     def result(self) -> list[TokenLogprobs | None]:

@@ -56,8 +56,8 @@ class TreeExpansion:
         """Rerank: the best `num_draft_tokens` nodes of all levels."""
         # No node is better than its parent, which has the smaller index: parents are kept as well.
         kept = self._best(range(len(self.tokens)), self.row.num_draft_tokens)
-        places = {index: place for place, index in enumerate(kept)}
-        parents = tuple(places.get(self.parents[index], -1) for index in kept)
+        new_index = {index: new for new, index in enumerate(kept)}
+        parents = tuple(new_index.get(self.parents[index], -1) for index in kept)
         return DraftTokens(tuple(self.tokens[index] for index in kept), Tree(parents))
 
     def _best(self, indices: range, count: int) -> list[int]:
