@@ -166,7 +166,7 @@ class KvCache:
                 part[destination].copy_(on_host[source], non_blocking=True)
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy single slots (source, destination), numbered over all blocks; all are read before any write."""
+        """Copy single slots (source, destination), numbered over all blocks; all reads come first."""
         if not copies:
             return
         if self.broadcast is not None:
