@@ -36,7 +36,7 @@ def step_inputs(
     device: torch.device,
     dtype: torch.dtype,
 ) -> StepInputs:
-    """Build the model's inputs for a step; one host-to-device copy carries them all."""
+    """Build the model's inputs for a step; all but tree masks go in one host-to-device copy."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []

@@ -114,7 +114,7 @@ def draft_length(
 ) -> DraftLength | None:
     """The draft-length controller; a draft step costs its bytes read relative to the target's.
 
-    With sliding windows the draft length is at most the window.
+    If every target layer has a sliding window, the draft length is at most the widest.
     """
     if options is None:
         return None

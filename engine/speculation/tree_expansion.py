@@ -15,10 +15,10 @@ from .proposer import DraftTokens, SamplingRowOf
 class TreeExpansion:
     """The draft tree of one row.
 
-    A node's value is the product of the draft probabilities along its path, an estimate of the probability
-    that the whole path is accepted. Each level adds the top `width` tokens of every frontier node, and the
-    `width` best nodes of the level are the next frontier. At the end all nodes are reranked, and the best
-    `num_draft_tokens` become the tree.
+    A node's value is the product of the preferences (see `SamplingKernel`) along its path, an estimate of
+    the probability that the whole path is accepted. Each level adds the top `width` tokens of every
+    frontier node, and the `width` best nodes of the level are the next frontier. At the end all nodes are
+    reranked, and the best `num_draft_tokens` become the tree.
 
     Attributes:
         frontier: indices of the nodes that the next level expands; -1: the last known token.
@@ -40,7 +40,7 @@ class TreeExpansion:
         return [self.tokens[i] for i in Tree(tuple(self.parents)).path(index)]
 
     def extend(self, preferences: torch.Tensor) -> None:
-        """Add a level, from draft probabilities `preferences`, float32 [frontier, vocab]."""
+        """Add a level, from preferences, float32 [frontier, vocab]."""
         values, tokens = preferences.topk(min(self._width, preferences.shape[-1]))
         first = len(self.tokens)
         children = zip(self.frontier, values.tolist(), tokens.tolist(), strict=True)
