@@ -1,1 +1,1 @@
-"""One operation per file: its contract, its reference, and the paths that can serve it."""
+"""Kernels: per operation an interface, a reference implementation and the kernels that support it."""

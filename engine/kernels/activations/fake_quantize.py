@@ -1,9 +1,8 @@
-"""Rounding the input of a linear to eight bits, as schemes with quantized activations ask for.
+"""Dynamic and static quantization of activations (int8, fp8): reference, fake-quantized and as codes.
 
-A token's result depends on that token alone, so that a request's output never depends on what shares
-its batch. Two schemes are read more finely than their authors wrote them for that reason: a dynamic
-scale "for the tensor" is taken for every token, and an outlier column of LLM.int8() is one of the
-token's own.
+Quantization is batch-invariant: a token's result depends on that token alone. Two schemes are therefore
+applied at a finer granularity than published: a dynamic per-tensor scale is computed per token, and the
+outlier columns of LLM.int8() are determined per token.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from ....quant.base.scheme import Activations, Scheme, VectorwiseScheme
 from ....quant.tensors.fp8 import E4M3_MAX
 
 RUN = 128
-"""Input channels that share a scale with the granularity `group128`; the last run may be shorter."""
+"""Group size of the granularity `group128`, in input channels; the last group may be shorter."""
 
 
 def fake_quantize_inputs(
     x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What an 8-bit kernel for `scheme` would see of `x [tokens, in]`, back in `x`'s dtype.
+    """Fake-quantize (quantize–dequantize) `x [tokens, in]` as `scheme` says; the result is in `x`'s dtype.
 
     Args:
         input_scale: float32 `[1]`, for static activations.
@@ -37,7 +36,7 @@ def fake_quantize_inputs(
 def fake_quantize_activations(
     x: torch.Tensor, activations: Activations, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x` on the grid of `activations`, with compressed-tensors' ranges.
+    """Fake-quantize `x` as `activations` say, with compressed-tensors' scales.
 
     They are `max|x| / 127.5` for int8, whose codes go from -128 to 127, and `max|x| / 448` for e4m3.
     """
@@ -56,11 +55,11 @@ def fake_quantize_activations(
 def int8_inputs(
     x: torch.Tensor, activations: Activations, input_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same int8 grid as codes for an integer kernel: int8 `[tokens, in]`, and their scale.
+    """Quantize `x [tokens, in]` to int8 for an integer GEMM, per token or with a static scale.
 
     Returns:
-        The codes and float32 scales, `[tokens, 1]` or for static activations `[1]`. Runs of 128
-        channels have no such form, since their products cannot be added as integers.
+        int8 codes `[tokens, in]` and float32 scales, `[tokens, 1]` or for static activations `[1]`.
+        Groups of 128 are not supported: their partial sums cannot be accumulated as integers.
     """
     values = x.to(torch.float32)
     scale = _scale(values, activations, input_scale)
@@ -70,10 +69,10 @@ def int8_inputs(
 def split_outliers(
     x: torch.Tensor, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """LLM.int8(): values from `threshold` up stay as they are, the rest of a token goes to int8.
+    """LLM.int8() decomposition: outliers (magnitude >= `threshold`) stay floats, the rest becomes int8.
 
-    The int8 range is bitsandbytes', `max|x| / 127` of the values that are rounded. A threshold of 0
-    rounds everything.
+    The scale is bitsandbytes', `max|x| / 127` of the quantized values. A threshold of 0 quantizes
+    everything.
 
     Returns:
         Codes int8 `[tokens, in]`, 0 at outliers; float32 scales `[tokens, 1]`; float32 outliers
@@ -89,14 +88,14 @@ def split_outliers(
 
 
 def _int8_codes(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Whole numbers in -128..127, still as floats."""
+    """Codes in -128..127, as floats."""
     return torch.round(values / scale).clamp_(-128, 127)
 
 
 def _scale(
     values: torch.Tensor, activations: Activations, input_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """One scale for every run along the last axis, or the one that calibration fixed."""
+    """One dynamic scale per group along the last axis, or the static scale."""
     if not activations.dynamic:
         assert input_scale is not None
         return input_scale.to(torch.float32)
@@ -105,5 +104,5 @@ def _scale(
 
 
 def _nonzero(scale: torch.Tensor) -> torch.Tensor:
-    """Scales to divide by: all-zero runs have 1."""
+    """Scales to divide by: 1 for all-zero groups."""
     return scale.where(scale > 0, 1.0)

@@ -1,7 +1,8 @@
-"""Rows of activations in 8 bits, on their way from a norm or a gate to the linear that asked for them so.
+"""Quantized activations: fusion of a norm or gate with the quantization of the next linear's input.
 
-A linear whose kernel rounds its input says how (`TakesQuantizedInput`). What makes that input may then round it as
-it writes it (`RoundsRows`), which saves a pass over the rows; if it does not, the linear rounds.
+A linear kernel with a quantized input declares how it is quantized (`TakesQuantizedInput`). The kernel
+before it may then quantize as it writes (`FusesNormQuant`, `FusesGateQuant`), which saves a pass over the
+activations; if it does not, the linear quantizes its input itself.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from ....quant.base.scheme import Activations
 
 @dataclass(frozen=True, slots=True)
 class ActivationQuant:
-    """How a linear rounds its input.
+    """Activation quantization of a linear's input.
 
     Attributes:
-        input_scale: float32 [1], where calibration fixed it.
-        int8_levels: codes of int8 that the largest magnitude takes; compressed-tensors says 127.5.
+        input_scale: float32 [1], static scale from calibration; None: dynamic.
+        int8_levels: the int8 code of the largest magnitude; 127.5 in compressed-tensors.
     """
 
     activations: Activations
@@ -30,11 +31,11 @@ class ActivationQuant:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedActivations:
-    """Rows that were rounded: `codes * scales`.
+    """Quantized activations: `codes * scales`.
 
     Attributes:
         codes: int8 or float8_e4m3fn `[rows, size]`.
-        scales: float32 `[rows, 1]`, or one for each 128 elements.
+        scales: float32 `[rows, 1]` per token, or `[rows, groups]` for groups of 128.
     """
 
     codes: torch.Tensor
@@ -42,12 +43,12 @@ class QuantizedActivations:
 
 
 Rows = torch.Tensor | QuantizedActivations
-"""What a projection takes, [rows, size]."""
+"""Input of a linear, [rows, size]."""
 
 
 @runtime_checkable
 class TakesQuantizedInput(Protocol):
-    """A linear kernel that rounds its input, and takes rows that were."""
+    """A linear kernel that quantizes its input, and also takes a quantized input."""
 
     activation_quant: ActivationQuant
 
@@ -56,7 +57,7 @@ class TakesQuantizedInput(Protocol):
 
 @runtime_checkable
 class FusesNormQuant(Protocol):
-    """A kernel of a norm that can round what it writes: the sum of `x` and `added`, and its norm."""
+    """A norm kernel with fused output quantization: the sum of `x` and `added`, and its quantized norm."""
 
     def quantized(
         self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
@@ -65,7 +66,7 @@ class FusesNormQuant(Protocol):
 
 @runtime_checkable
 class FusesGateQuant(Protocol):
-    """A kernel of a gate that can round what it writes."""
+    """A gated-activation kernel with fused output quantization."""
 
     def quantized(
         self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant

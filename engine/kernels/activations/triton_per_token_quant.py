@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-"""Rows of activations rounded to 8 bits: codes and scales, as `fake_quantize_activations` has them to the bit."""
+"""Per-token and per-group quantization of activations in Triton; bit-identical to `fake_quantize_activations`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .quantized_activations import ActivationQuant, QuantizedActivations
 def quantize_block(
     x, mask, fixed_ptr, LEVELS: tl.constexpr, IS_INT8: tl.constexpr, IS_FIXED: tl.constexpr
 ):
-    """Float32 `x [runs, width]` over its scales, within the range of its codes; and the scales `[runs]`."""
+    """Scale float32 `x [groups, width]` into the range of its codes; returns it and the scales `[groups]`."""
     if IS_FIXED:
         scale = tl.load(fixed_ptr) + tl.zeros([x.shape[0]], tl.float32)
     else:
@@ -29,7 +29,7 @@ def quantize_block(
     x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
     if IS_INT8:
         x = tl.minimum(tl.maximum(x, -128.0), 127.0)
-        # Adding 1.5 * 2**23 leaves a float32 no fraction: halves go to even, as with torch.
+        # Adding 1.5 * 2**23 leaves a float32 no fraction bits: rounds half to even, as torch does.
         x = (x + 12582912.0) - 12582912.0
     else:
         x = tl.minimum(tl.maximum(x, -LEVELS), LEVELS)
@@ -52,7 +52,7 @@ def store_quantized(
     IS_INT8: tl.constexpr,
     IS_FIXED: tl.constexpr,
 ):
-    """A whole row `x [BLOCK]`, whose first SIZE elements are in `mask`; `RUN` of them share a scale."""
+    """Quantize and store a whole row `x [BLOCK]`; `mask` is its first SIZE elements, `RUN` the group size."""
     RUNS: tl.constexpr = BLOCK // RUN
     x, scale = quantize_block(
         tl.reshape(x, [RUNS, RUN]),
@@ -84,7 +84,7 @@ def _per_token_quant(
     IS_INT8: tl.constexpr,
     IS_FIXED: tl.constexpr,
 ):
-    """Grid: rows, tiles of runs. `RUN` elements share a scale; `WIDTH` is a power of two and holds them."""
+    """Grid: rows, tiles of groups. `RUN` is the group size; `WIDTH` the power of two that holds it."""
     row = tl.program_id(0).to(tl.int64)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     within = tl.arange(0, WIDTH)
@@ -97,7 +97,7 @@ def _per_token_quant(
 
 
 def round_rows(x: torch.Tensor, activation_quant: ActivationQuant) -> QuantizedActivations:
-    """`x [tokens, in]` as codes and scales."""
+    """Quantize `x [tokens, in]`: codes and scales."""
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens, size = x.shape
     rows = empty_quantized(x, size, activation_quant)
@@ -125,7 +125,7 @@ def round_rows(x: torch.Tensor, activation_quant: ActivationQuant) -> QuantizedA
 def empty_quantized(
     x: torch.Tensor, size: int, activation_quant: ActivationQuant
 ) -> QuantizedActivations:
-    """Room for as many rows of `size` elements as `x` has."""
+    """Uninitialised quantized activations: as many rows as `x`, of `size` elements each."""
     activations, rows = activation_quant.activations, x.shape[0]
     num_runs = -(-size // RUN) if activations.granularity == "group128" else 1
     dtype = torch.int8 if activations.kind == "int8" else torch.float8_e4m3fn
@@ -136,7 +136,7 @@ def empty_quantized(
 
 
 def constants(activation_quant: ActivationQuant) -> dict[str, float | bool]:
-    """What `quantize_block` is compiled for."""
+    """Compile-time constants of `quantize_block`."""
     is_int8 = activation_quant.activations.kind == "int8"
     return {
         "LEVELS": 127.5 if is_int8 else E4M3_MAX,
@@ -148,7 +148,7 @@ def constants(activation_quant: ActivationQuant) -> dict[str, float | bool]:
 def store_arguments(
     rows: QuantizedActivations, activation_quant: ActivationQuant, block: int
 ) -> dict[str, Any]:
-    """Arguments of a kernel that stores its rows with `store_quantized`."""
+    """Arguments of a kernel that stores its output with `store_quantized`."""
     num_runs = rows.scales.shape[1]
     return {
         "scale_ptr": rows.scales,
@@ -162,12 +162,12 @@ def store_arguments(
 
 
 def store_float_arguments(unread: torch.Tensor) -> dict[str, Any]:
-    """The same, for rows that stay floats."""
+    """The same arguments for an unquantized output; `unread` fills the unused pointers."""
     pointers = {"scale_ptr": unread, "fixed_ptr": unread}
     nothing = {"RUN": 0, "LEVELS": 0.0, "IS_INT8": False, "IS_FIXED": False}
     return {**pointers, "num_runs": 0, **nothing}
 
 
 def block_of(size: int) -> int:
-    """Elements of a program that has a row of so many."""
+    """Block size of a program that holds a row of `size` elements."""
     return max(RUN, power_of_two(size))

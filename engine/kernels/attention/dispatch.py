@@ -1,4 +1,4 @@
-"""Which kernel attends over a paged cache, and why the others do not."""
+"""Dispatch of paged attention: the first kernel that supports a query, and why the others do not."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .paged_tensor import PagedTensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernelQuery:
-    """What a candidate may look at.
+    """Kernel query of paged attention: device, dtype, head sizes, tree attention.
 
     Attributes:
         dtype: of the queries.
         key_dim, value_dim: elements of a head.
-        has_trees: whether guesses of a step form trees.
+        has_trees: whether draft tokens of a step form token trees.
     """
 
     device: str
@@ -32,7 +32,7 @@ class AttentionKernelQuery:
     def __str__(self) -> str:
         same = self.key_dim == self.value_dim
         heads = f"{self.key_dim}" if same else f"{self.key_dim} and {self.value_dim}"
-        trees = ", trees of guesses" if self.has_trees else ""
+        trees = ", token trees" if self.has_trees else ""
         return f"heads of {heads} in {self.dtype} on {self.device}{trees}"
 
 
@@ -46,13 +46,13 @@ def _refuses_native(kernel_query: AttentionKernelQuery) -> str | None:
     if kernel_query.key_dim % HEAD_CHANNELS or kernel_query.value_dim % HEAD_CHANNELS:
         return f"it is for heads of multiples of {HEAD_CHANNELS}"
     if kernel_query.has_trees:
-        return "it knows no guesses that form trees"
+        return "it does not support tree attention"
     return None
 
 
 def _refuses_triton(kernel_query: AttentionKernelQuery) -> str | None:
     if kernel_query.has_trees:
-        return "it knows no guesses that form trees"
+        return "it does not support tree attention"
     return refuses_rows(kernel_query.device, kernel_query.dtype)
 
 
@@ -83,7 +83,7 @@ PAGED_ATTENTION: Operation[AttentionKernelQuery, AttentionKernel] = Operation(
 def attention_kernels(
     device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
 ) -> tuple[AttentionKernel, AttentionKernel]:
-    """For a decoder's heads: the kernel of steps without trees of guesses, and that of steps with some."""
+    """The kernels for a decoder's heads: of steps without token trees, and of steps with tree attention."""
 
     def choose(has_trees: bool) -> AttentionKernel:
         kernel_query = AttentionKernelQuery(device.type, dtype, key_dim, value_dim, has_trees)
@@ -93,5 +93,5 @@ def attention_kernels(
 
 
 def reads_in_place(kernel: AttentionKernel) -> bool:
-    """Whether a kernel reads the blocks of each sequence where they lie, however wide the table is."""
+    """Whether a kernel reads KV blocks in place, whatever the block table's width (no gather)."""
     return kernel in (attend_native, _attend_triton)

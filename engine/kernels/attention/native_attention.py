@@ -1,4 +1,4 @@
-"""Calling the C kernel of paged attention."""
+"""Paged attention on CPU: ctypes bindings of the C kernel in `attention.c`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .paged_attention import AttentionBatch, AttentionRule
 from .paged_tensor import PagedTensor
 
 HEAD_CHANNELS = 16
-"""The head sizes that the kernel takes are multiples of this."""
+"""Supported head sizes are multiples of this."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 
@@ -68,9 +68,9 @@ class _Call(ctypes.Structure):
 
 
 class _Spans:
-    """The sequences of a batch as the kernel reads them, and the kernel; the tables that they point at.
+    """Kernel metadata of a batch: the C structs of its sequences, and what keeps their block tables alive.
 
-    Those that bring one token are read from their tensors anew in every call.
+    Every call reads the decode group from its tensors, so that a captured call can be replayed.
     """
 
     def __init__(self, batch: AttentionBatch) -> None:
@@ -101,7 +101,7 @@ class _Spans:
 
 
 def native_attention() -> Native:
-    """The compiled kernel, or why there is none."""
+    """The compiled kernel, or the reason why there is none."""
     return native(Path(__file__).with_name("attention.c"))
 
 
@@ -113,7 +113,7 @@ def attend_native(
     rule: AttentionRule,
     sink_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention that reads the blocks where they lie; a token's numbers depend on its own past alone."""
+    """Paged attention that reads KV blocks in place; batch-invariant: a token depends on its past alone."""
     spans = batch.kernel_metadata(_Spans)
     queries = _dense_heads(queries)
     sink_queries = None if sink_queries is None else _dense_heads(sink_queries)
@@ -147,7 +147,7 @@ def attend_native(
 
 
 def _dense_heads(queries: torch.Tensor) -> torch.Tensor:
-    """Queries whose heads lie behind one another; tokens may lie further apart."""
+    """Queries with contiguous heads; the token stride is free."""
     is_dense = queries.stride(2) == 1 and queries.stride(1) == queries.shape[2]
     return queries if is_dense else queries.contiguous()
 

@@ -1,11 +1,11 @@
-"""Attention over a paged KV cache: causal, grouped-query, with windows, soft caps and learned sinks.
+"""Paged attention (vLLM): causal, grouped-query, with sliding windows, softcap and attention sinks.
 
-The cache of a layer is `keys` of [blocks, block_size, kv_heads, head_dim] and `values` with a head size of
-their own; attention is over what they read back in the queries' dtype. A batch is a run of tokens,
-sequence after sequence; token t of a sequence sees its own past: every position up to its own, the last
-`window` of them and the `num_sink_tokens` first ones, or those of its own `chunk`. A table may leave out blocks that no
-token of the batch sees. Guesses may form a tree: then several stand at one position, and each sees the
-known tokens and the guesses that lead to it.
+The cache of a layer is `keys` [blocks, block_size, kv_heads, head_dim] and `values`, whose head size may
+differ; both are dequantized to the queries' dtype. A batch is a flat run of tokens, sequence after sequence.
+A token attends to its past: every position up to its own, or the last `window` of them and the
+`num_sink_tokens` sink tokens (StreamingLLM), or those of its `chunk` (Llama 4). A block table may omit
+evicted blocks. Draft tokens may form a token tree (tree attention): several share a position, and each
+attends to the known tokens and to its ancestors in the tree.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ KernelMetadata = TypeVar("KernelMetadata")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionRule:
-    """How a layer weighs what it sees.
+    """A layer's attention mask and score transform.
 
     Attributes:
         scale: factor on the scores.
-        window: how many tokens a token sees, itself included; None: all before it.
-        kept: tokens at the beginning of a sequence that all of its tokens see, whatever the window.
-        chunk: a token sees back to the last multiple of `chunk` (Llama 4); None: no such border.
-        softcap: scores go through `cap * tanh(score / cap)` (Gemma 2).
-        sinks: [heads], a score of each head that takes part in the softmax and weighs no value (gpt-oss).
+        window: sliding window, in tokens, the query's included; None: full causal attention.
+        num_sink_tokens: sink tokens: first tokens of a sequence, visible whatever the window (StreamingLLM).
+        chunk: chunked attention: a token sees back to the last multiple of `chunk` (Llama 4); None: off.
+        softcap: logit softcapping, `cap * tanh(score / cap)` (Gemma 2).
+        sinks: [heads], learned sink logits: a score per head in the softmax that weighs no value (gpt-oss).
     """
 
     scale: float
@@ -44,17 +44,17 @@ class AttentionRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's fused attention covers it."""
+        """Whether torch's fused attention supports it."""
         return self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMask:
-    """The guesses at the end of a sequence, in the order of their slots.
+    """Tree mask of the draft tokens at the end of a sequence, in the order of their slots.
 
     Attributes:
-        depths: int64 [guesses], how far behind the last known token each stands, from 1 on.
-        sees: bool [guesses, guesses], the guesses that lead to each, itself included.
+        depths: int64 [draft], depth in the tree: the position relative to the last known token, from 1 on.
+        ancestors: bool [draft, draft], the ancestors of each draft token, itself included.
     """
 
     depths: torch.Tensor
@@ -66,11 +66,12 @@ class SequenceSpan:
     """The tokens of one sequence in a batch.
 
     Attributes:
-        begin, end: where they lie in the batch.
+        begin, end: their rows in the batch.
         num_cached: tokens of the sequence so far, these included.
-        block_ids: int64, the blocks of these tokens, less those of `evicted_span` tokens behind the first `sink_length`.
-        tree: of the last tokens so far, where they are guesses that do not follow one another; a token
-            then stands in the slot that its number says, and at the position that its depth says.
+        block_ids: int64, the block table, without the blocks of the `evicted_span` tokens that follow
+            the first `sink_length`.
+        tree: of the last tokens so far, where they are a tree of draft tokens; a draft token's slot then
+            follows from its index, and its position from its depth.
     """
 
     begin: int
@@ -83,19 +84,19 @@ class SequenceSpan:
 
     @property
     def num_held(self) -> int:
-        """Tokens in the blocks."""
+        """Tokens in the blocks: all but the evicted ones."""
         return self.num_cached - self.evicted_span
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """The sequences of a batch that bring a single token, padded to one width.
+    """The decode sequences of a batch (one query token each), block tables padded to one width.
 
     Attributes:
-        rows: int64 [sequences], where their tokens lie in the batch.
+        rows: int64 [sequences], the rows of their tokens in the batch.
         block_ids: int64 [sequences * width], padded with the null block.
         lengths: int64 [sequences], tokens so far.
-        gaps: int64 [sequences], tokens that each table leaves out behind the first `sink_length`.
+        evicted_spans: int64 [sequences], evicted tokens that follow the first `sink_length`.
     """
 
     rows: torch.Tensor
@@ -106,7 +107,7 @@ class DecodeGroup:
 
 
 class AttentionBatch:
-    """Where each token of a step lies and what it may see; made once a step, used by every layer."""
+    """Attention metadata of a step: spans, block tables and masks; built once, shared by all layers."""
 
     def __init__(
         self,
@@ -124,17 +125,17 @@ class AttentionBatch:
 
     @property
     def has_trees(self) -> bool:
-        """Whether guesses of some sequence form a tree."""
+        """Whether draft tokens of a sequence form a token tree."""
         return any(span.tree is not None for span in self.spans)
 
     def kernel_metadata(self, make: Callable[[AttentionBatch], KernelMetadata]) -> KernelMetadata:
-        """What a kernel makes of the batch, for all layers once; a model asks one kernel."""
+        """A kernel's metadata of the batch, made once for all layers; a model uses one kernel."""
         if self._kernel_metadata is None:
             self._kernel_metadata = make(self)
         return self._kernel_metadata
 
     def decode_mask(self, rule: AttentionRule) -> torch.Tensor:
-        """What the decode rows see: 0 or -inf, [sequences, 1, 1, width * block_size]."""
+        """Additive mask of the decode rows: 0 or -inf, [sequences, 1, 1, width * block_size]."""
         assert self.decode is not None
         key = (-1, rule.window, rule.num_sink_tokens, rule.chunk)
         if key not in self._masks:
@@ -146,7 +147,7 @@ class AttentionBatch:
         return self._masks[key]
 
     def span_mask(self, index: int, rule: AttentionRule) -> torch.Tensor:
-        """What the tokens of span `index` see: 0 or -inf, [tokens, num_held]."""
+        """Additive mask of the tokens of span `index`: 0 or -inf, [tokens, num_held]."""
         key = (index, rule.window, rule.num_sink_tokens, rule.chunk)
         if key not in self._masks:
             span = self.spans[index]
@@ -154,35 +155,38 @@ class AttentionBatch:
             slot = torch.arange(span.num_held, device=device)
             position = slot + (slot >= span.sink_length) * span.evicted_span
             first = span.num_cached - (span.end - span.begin)
-            own = torch.arange(first, span.num_cached, device=device)
+            query_position = torch.arange(first, span.num_cached, device=device)
             if (tree := span.tree) is not None:
                 count = tree.depths.numel()
-                rows = min(count, own.numel())
-                places = tree.depths + (span.num_cached - count - 1)
-                position = torch.cat([position[:-count], places])
-                own = torch.cat([own[:-rows], places[-rows:]])
-                bias = self._bias(position, own[:, None], rule)
+                rows = min(count, query_position.numel())
+                draft_positions = tree.depths + (span.num_cached - count - 1)
+                position = torch.cat([position[:-count], draft_positions])
+                query_position = torch.cat([query_position[:-rows], draft_positions[-rows:]])
+                bias = self._bias(position, query_position[:, None], rule)
                 bias[-rows:, -count:].masked_fill_(~tree.ancestors[-rows:], float("-inf"))
                 self._masks[key] = bias
             else:
-                self._masks[key] = self._bias(position, own[:, None], rule)
+                self._masks[key] = self._bias(position, query_position[:, None], rule)
         return self._masks[key]
 
-    def _bias(self, position: torch.Tensor, own: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-        visible = position <= own
+    def _bias(
+        self, position: torch.Tensor, query_position: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        visible = position <= query_position
         if rule.window is not None:
-            visible &= (position > own - rule.window) | (position < rule.num_sink_tokens)
+            in_window = position > query_position - rule.window
+            visible &= in_window | (position < rule.num_sink_tokens)
         if rule.chunk is not None:
-            visible &= position >= own - own % rule.chunk
+            visible &= position >= query_position - query_position % rule.chunk
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=position.device)
         return bias.masked_fill_(~visible, float("-inf"))
 
 
 class AttentionKernel(Protocol):
-    """Queries [tokens, heads, head_dim] over keys and values → [tokens, heads, value head_dim].
+    """Paged attention: queries [tokens, heads, head_dim] → [tokens, heads, value head_dim].
 
-    `sink_queries` are the queries as they meet the `num_sink_tokens` first keys, where that differs from how they meet
-    the others; it is given only with a rule that keeps some.
+    `sink_queries` replace the queries against the `num_sink_tokens` sink keys, where those need another
+    rotation; only passed with a rule that has sink tokens.
     """
 
     def __call__(
@@ -204,7 +208,7 @@ def attend_reference(
     rule: AttentionRule,
     sink_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition, in float32, one token at a time. For tests."""
+    """Reference implementation, in float32, one token at a time. For tests."""
     out = queries.new_empty(*queries.shape[:2], values.dim)
     sink_queries = queries if sink_queries is None else sink_queries
     spans = list(batch.spans)
@@ -218,17 +222,17 @@ def attend_reference(
     for span in spans:
         k = keys.read(span.block_ids, torch.float32).flatten(0, 1)
         v = values.read(span.block_ids, torch.float32).flatten(0, 1)
-        places, leads = _places(span)
+        positions, ancestors = _positions(span)
         for row in range(span.begin, span.end):
             number = span.num_cached - (span.end - row)
-            own = places[number]
+            query_position = positions[number]
             scores, slots = [], []
             for other in range(number + 1):
-                position = places[other]
+                position = positions[other]
                 is_first = position < rule.num_sink_tokens
-                if not is_first and not _is_visible(own, position, rule):
+                if not is_first and not _is_visible(query_position, position, rule):
                     continue
-                if other not in leads.get(number, range(number + 1)):
+                if other not in ancestors.get(number, range(number + 1)):
                     continue
                 slot = other if other < span.sink_length else other - span.evicted_span
                 query = (sink_queries if is_first else queries)[row].float()
@@ -247,24 +251,24 @@ def attend_reference(
     return out
 
 
-def _places(span: SequenceSpan) -> tuple[list[int], dict[int, set[int]]]:
-    """The positions of a sequence's tokens so far, and what each guess of a tree sees, by their numbers."""
+def _positions(span: SequenceSpan) -> tuple[list[int], dict[int, set[int]]]:
+    """Positions of a sequence's tokens so far, and what each draft token of a tree attends to, by index."""
     if span.tree is None:
         return list(range(span.num_cached)), {}
     depths = span.tree.depths.tolist()
     first = span.num_cached - len(depths)
-    leads = {
-        first + index: {*range(first), *(first + other for other, led in enumerate(row) if led)}
+    ancestors = {
+        first + index: {*range(first), *(first + other for other, sees in enumerate(row) if sees)}
         for index, row in enumerate(span.tree.ancestors.tolist())
     }
-    return [*range(first), *(first - 1 + depth for depth in depths)], leads
+    return [*range(first), *(first - 1 + depth for depth in depths)], ancestors
 
 
-def _is_visible(own: int, position: int, rule: AttentionRule) -> bool:
-    """Whether the token at `own` sees the one at `position` before it, the kept first ones apart."""
-    if rule.window is not None and own - position >= rule.window:
+def _is_visible(query_position: int, position: int, rule: AttentionRule) -> bool:
+    """Whether the query at `query_position` attends to an earlier `position`, sink tokens aside."""
+    if rule.window is not None and query_position - position >= rule.window:
         return False
-    return rule.chunk is None or own // rule.chunk == position // rule.chunk
+    return rule.chunk is None or query_position // rule.chunk == position // rule.chunk
 
 
 def attend_sdpa(
@@ -275,10 +279,10 @@ def attend_sdpa(
     rule: AttentionRule,
     sink_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """torch's attention over gathered blocks; on any device.
+    """Scaled dot-product attention of torch over gathered blocks; on any device.
 
-    The query heads of a key-value head are folded into the query length, so that keys are read once
-    for all of them: repeating the keys, or `enable_gqa`, is ten times slower on a CPU.
+    The query heads of a KV head are folded into the query length, so that keys are read once for all
+    of them: repeating the keys, or `enable_gqa`, is ten times slower on a CPU.
     """
     heads, head_dim = queries.shape[1:]
     num_kv_heads, value_dim, dtype = values.num_heads, values.dim, queries.dtype
@@ -328,7 +332,7 @@ def _mix(
 ) -> torch.Tensor:
     """Attention of [batch, kv_heads, rows, head_dim]; `sinks` [1, kv_heads, rows, 1].
 
-    The first `rule.num_sink_tokens` keys meet `sink_queries` in place of `queries`.
+    The first `rule.num_sink_tokens` keys are scored against `sink_queries` instead of `queries`.
     """
     if rule.is_plain and sink_queries is None:
         return functional.scaled_dot_product_attention(

@@ -1,7 +1,7 @@
-"""Keys or values in blocks: stored as they come, or in 8 bits with one scale for each token and head.
+"""Paged KV cache of a layer: blocks of keys or values, unquantized or int8 / fp8 with per-token-head scales.
 
-A code times its scale is the element, so what a token reads back depends on that token alone: not on the
-batch, the chunk or the block in which it was written.
+An element is `code * scale`, so a token's dequantized vectors depend on that token alone: not on the batch,
+the chunk or the block in which it was written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The 8-bit types, and the largest magnitude that each holds."""
+"""The 8-bit dtypes, and the largest magnitude of each."""
 
 SCALE_BYTES = 4
 _LEAST = torch.finfo(torch.float32).tiny
@@ -20,7 +20,7 @@ _LEAST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class PagedTensor:
-    """The vectors of the KV heads of a layer, in blocks of slots.
+    """Keys or values of a layer, in blocks of slots.
 
     Attributes:
         codes: [blocks, block_size, kv_heads, head_dim].
@@ -47,7 +47,7 @@ class PagedTensor:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The tensors themselves, block by block, in types that every device can copy."""
+        """The underlying tensors, by block, in dtypes that every device can copy."""
         codes = self.codes.view(torch.uint8) if self.codes.itemsize == 1 else self.codes
         return (codes,) if self.scales is None else (codes, self.scales)
 
@@ -64,9 +64,10 @@ class PagedTensor:
         return PagedTensor(self.codes[..., :dim], self.scales)
 
     def write(self, x: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put each token's vectors [tokens, kv_heads, head_dim] in its slot.
+        """Write the vectors [tokens, kv_heads, head_dim] to their slots, quantized where the cache is.
 
-        `slots` is int64 [tokens], `block * block_size + offset`. A padding token points at the null block.
+        `slots` is the slot mapping, int64 [tokens], `block * block_size + offset`. Padding tokens map to the
+        null block.
         """
         if self.scales is None:
             self.codes.flatten(0, 1).index_copy_(0, slots, x.to(self.codes.dtype))
@@ -77,7 +78,7 @@ class PagedTensor:
         of_heads.flatten(0, 1).index_copy_(0, slots, scales)
 
     def read(self, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The blocks of `block_ids` in `dtype`, [ids, block_size, kv_heads, head_dim]."""
+        """The blocks of `block_ids`, dequantized to `dtype`, [ids, block_size, kv_heads, head_dim]."""
         if self.scales is None:
             return self.codes.index_select(0, block_ids).to(dtype)
         codes = self.parts[0].index_select(0, block_ids).view(self.codes.dtype)
@@ -86,11 +87,11 @@ class PagedTensor:
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit codes of `x` [..., head_dim], and a float32 scale [...] of each vector.
+    """Quantize `x` [..., head_dim] per vector: 8-bit codes, and float32 scales [...].
 
-    The scale takes the largest element to the largest code. What is read back is off by at most half a
-    step: in int8 1/254 of the vector's largest element; in fp8 (e4m3) 1/16 of the element itself, and
-    for the smallest ones 1/458752 of the largest.
+    The scale maps the largest element to the largest code. The error is at most half a step: in int8
+    1/254 of the vector's largest element; in fp8 (e4m3) 1/16 of the element itself, and for the
+    smallest ones 1/458752 of the largest.
     """
     x = x.float()
     top = LARGEST_CODE[dtype]
@@ -100,5 +101,5 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def vector_bytes(dim: int, dtype: torch.dtype) -> int:
-    """Bytes that one vector of `dim` elements takes, its scale included."""
+    """Bytes of one vector of `dim` elements, its scale included."""
     return dim * dtype.itemsize + (SCALE_BYTES if dtype in LARGEST_CODE else 0)

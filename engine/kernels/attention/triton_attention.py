@@ -1,12 +1,12 @@
 # pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-"""Paged attention: tiles of queries over tiles of keys, as they lie in their blocks.
+"""Paged attention: FlashAttention-2 over block tables, with split-KV decoding (Flash-Decoding).
 
-A program takes some tokens of one sequence with query heads of one KV head, as the rows of one matrix
-product; the heads share what they read. Its tiles of keys have a size of their own, whatever the block's.
-Sequences that bring few tokens would occupy few programs: their keys form parts, and a second kernel joins
-what came of them. Where the parts lie depends on the sequence alone, and so do a token's numbers: they do not
-change with what shares the batch. How many programs share the parts depends on the batch's size alone, so
-that a launch can be repeated for sequences of any length.
+A program takes some query tokens of one sequence and the query heads of one KV head as the rows of one tile;
+the heads share the keys that are read. The key tile's size is independent of the block size. Sequences with
+few query tokens would occupy few programs: their keys are split into parts, and a second kernel reduces the
+partial results. The split depends on the sequence alone, so results are batch-invariant. The number of
+programs per sequence depends on the batch's size alone, so that a captured launch can be replayed for
+sequences of any length.
 
 Source: Dao, "FlashAttention-2" (arXiv:2307.08691); Dao et al., "Flash-Decoding" (2023) for the parts.
 """
@@ -24,15 +24,15 @@ from .triton_metadata import AttentionMetadata
 
 PART_TOKENS = 256
 MAX_PARTS = 64
-"""A part is `PART_TOKENS` keys, and more where that would make more parts than this."""
+"""A part of the split is `PART_TOKENS` keys, or more where that would make more parts than this."""
 FULL_GRID = 1024
-"""Programs that fill a GPU: as many share a batch's parts, and each takes several where there are more."""
+"""Programs that fill a GPU: the grid of a split batch is about this large, a program takes several parts."""
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _held_slot(position, sink_length, evicted_span):
-    """The slot of a position, of those that the table leaves out the slot behind them."""
+    """The slot of a position; of an evicted position, the slot after the evicted span."""
     return tl.where(
         position >= sink_length + evicted_span,
         position - evicted_span,
@@ -42,7 +42,7 @@ def _held_slot(position, sink_length, evicted_span):
 
 @triton.jit
 def _with_sink(top, total, acc, sink):
-    """The softmax so far with one more score, in powers of two, that weighs no value."""
+    """Add a learned sink logit (base 2) to the running softmax; it weighs no value."""
     highest = tl.maximum(top, sink)
     old = tl.exp2(top - highest)
     return total * old + tl.exp2(sink - highest), acc * old[:, None]
@@ -102,10 +102,11 @@ def _attend(
     MAX_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: tiles of tokens, tiles of heads, programs that share the parts.
+    """FlashAttention-2 forward. Grid: tiles of query tokens, tiles of heads, programs per split of the keys.
 
-    `tile_ptr` int64 [tiles, 3]: segment, its first token, its first row among the parts; `segment_ptr`
-    int64 [segments, 6]: begin, tokens, num_cached, front, gap, where its table begins.
+    `tile_ptr` int64 [tiles, 3]: segment, its first token, its first row among the partial results;
+    `segment_ptr` int64 [segments, 6]: begin, tokens, num_cached, sink_length, evicted_span, offset of its
+    block table.
     """
     tile_row = tl.load(tile_ptr + tl.program_id(0) * 3)
     first = tl.load(tile_ptr + tl.program_id(0) * 3 + 1)
@@ -124,7 +125,7 @@ def _attend(
     in_group = (tl.program_id(1) % HEAD_TILES) * GROUP_TILE + row % GROUP_TILE
     is_row = (token < count) & (in_group < GROUP)
     head = kv_head * GROUP + in_group
-    own = num_cached - count + token
+    query_position = num_cached - count + token
 
     lanes = tl.arange(0, FRONT_DIM)
     place = (begin + token) * query_row + head * query_head
@@ -144,7 +145,7 @@ def _attend(
                 sink_query_ptr + place[:, None] + rest[None, :], mask=rest_mask, other=0.0
             )
 
-    # Which tiles of slots these tokens see: those of the kept first ones, then from the window's edge on.
+    # The visible key tiles: those of the sink tokens, then from the window's edge on.
     lowest = num_cached - count + first
     highest = tl.minimum(lowest + ROWS // GROUP_TILE, num_cached) - 1
     end = _held_slot(highest, sink_length, evicted_span) + 1
@@ -196,7 +197,7 @@ def _attend(
                     key_rest = key_rest.to(tl.float32)
                 key_rest = key_rest.to(query.dtype)
                 scores = tl.dot(query_rest, key_rest, scores, input_precision=PRECISION)
-            if HAS_SINK_QUERIES:  # noqa: SIM102 - known when it is compiled, the other is not
+            if HAS_SINK_QUERIES:  # noqa: SIM102 - a constexpr, the inner condition is not
                 if index < sink_tiles:
                     others = tl.dot(sink_queries, key, input_precision=PRECISION)
                     if REST_DIM:
@@ -213,16 +214,17 @@ def _attend(
             if SOFTCAP > 0.0:
                 scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0))
             scores = scores * _LOG2E
-            visible = is_held[None, :] & (position[None, :] <= own[:, None])
+            visible = is_held[None, :] & (position[None, :] <= query_position[:, None])
             if WINDOW:
-                in_window = position[None, :] > own[:, None] - WINDOW
+                in_window = position[None, :] > query_position[:, None] - WINDOW
                 visible = visible & (in_window | (position < NUM_SINK_TOKENS)[None, :])
             if CHUNK:
-                visible = visible & (position[None, :] >= (own - own % CHUNK)[:, None])
+                chunk_start = query_position - query_position % CHUNK
+                visible = visible & (position[None, :] >= chunk_start[:, None])
             scores = tl.where(visible, scores, float("-inf"))
 
             highest_score = tl.maximum(top, tl.max(scores, 1))
-            # A row that has seen nothing yet stays at nothing, without the difference of two infinities.
+            # Rows without a visible key yet: avoids inf - inf.
             base = tl.where(highest_score == float("-inf"), 0.0, highest_score)
             old = tl.exp2(top - base)
             weights = tl.exp2(scores - base[:, None])
@@ -280,7 +282,7 @@ def _reduce_parts(
     STRIDE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """One row and head from its parts. Grid: rows, heads."""
+    """Reduce the partial results of the split keys (log-sum-exp rescaling). Grid: rows, heads."""
     row = tl.load(row_ptr + tl.program_id(0))
     head = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * num_heads + head
@@ -325,7 +327,7 @@ def attend_triton(
     rule: AttentionRule,
     sink_queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `attend_reference` defines, without trees of guesses."""
+    """Paged attention as `attend_reference` defines it, without tree attention."""
     metadata = batch.kernel_metadata(AttentionMetadata)
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
     heads, key_dim = queries.shape[1:]
@@ -342,7 +344,7 @@ def attend_triton(
     is_float32 = queries.dtype is torch.float32
     tile = max(16, min(64, 8192 // front_dim) // (2 if is_float32 else 1))
     for short in (True, False):
-        # A sequence with many tokens fills the matrix units; one with few only needs its keys read.
+        # Prefill-sized spans are compute-bound and take large tiles; decode-sized ones are memory-bound.
         rows = max(16, group_tile)
         if not short and not wide:
             rows = max(rows, 32 if is_float32 else min(128, 16384 // front_dim))

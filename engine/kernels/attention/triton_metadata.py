@@ -1,4 +1,4 @@
-"""A batch as the attention kernel reads it: tables behind one another, and which program does what."""
+"""Metadata of the Triton attention kernel: concatenated block tables, and the assignment of programs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from ...base.transfer import to_device
 from .paged_attention import AttentionBatch
 
 SHORT_SPAN = 8
-"""Tokens of a sequence in the batch up to which its keys are dealt to several programs."""
+"""Query tokens of a sequence up to which its keys are split over several programs (split-KV)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The programs of some sequences: `index` as the kernel takes it; `rows` of the batch, by parts' rows."""
+    """Query tiles of some sequences.
+
+    Attributes:
+        index: the kernel's `tile_ptr`.
+        rows: the batch row of each row of the partial results.
+        width: cached tokens of the longest sequence.
+    """
 
     index: torch.Tensor
     rows: torch.Tensor
@@ -25,7 +31,7 @@ class Tiles:
 
 
 class AttentionMetadata:
-    """A batch as the kernels read it; what it copies to the device, it copies once a step."""
+    """Attention metadata of a batch on the device; host data is copied once a step."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         self._spans = sorted(batch.spans, key=lambda span: span.end - span.begin)
@@ -70,7 +76,7 @@ class AttentionMetadata:
         self._made: dict[tuple[int, bool], Tiles | None] = {}
 
     def tiles(self, tokens: int, short: bool) -> Tiles | None:
-        """Tiles of so many tokens of the short sequences, or of the long ones; None: there are none."""
+        """Tiles of `tokens` query tokens of the short or of the long sequences; None: there are none."""
         key = (tokens, short)
         if key not in self._made:
             self._made[key] = self._tiles(tokens, short)
@@ -89,8 +95,8 @@ class AttentionMetadata:
         of_parts = [self._copied(rows)] if rows else []
         if short and self._decode is not None:
             steps = torch.arange(self._decode.rows.numel(), device=self._device)
-            own = (steps + len(self._spans), torch.zeros_like(steps), steps + len(rows))
-            parts.append(torch.stack(own, dim=1))
+            decode_index = (steps + len(self._spans), torch.zeros_like(steps), steps + len(rows))
+            parts.append(torch.stack(decode_index, dim=1))
             of_parts.append(self._decode.rows)
             width = max(width, self._decode_width * self._block_size)
         if not parts:

@@ -1,8 +1,8 @@
-"""From C sources to loaded libraries: compiled once a machine, kept in the user's cache folder.
+"""JIT compilation of the C kernels: built once per machine, cached in the user's cache folder, loaded by ctypes.
 
-A library's name holds a hash of its sources, the compiler's version and the options, so that none is
-ever out of date. It is compiled under another name and renamed: whoever finds it finds it whole, and
-processes that start together do the work twice and harm nothing.
+A library's name contains a hash of its sources, the compiler's version and the options, so that none is
+ever out of date. It is compiled under a temporary name and renamed atomically: concurrent processes at
+worst compile twice.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import torch
 from .processor import choose_path, processor_flags
 
 HEADERS = Path(__file__).parent
-"""Where those lie that the sources of several operations include."""
+"""The folder of the headers that several operations share."""
 OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC")
 FLAGS_VARIABLE = "LLMOPT_NATIVE_CFLAGS"
-"""More options for the compiler, after those here: sanitizers, symbols for a profile."""
+"""Extra compiler options, appended to `OPTIONS`: sanitizers, debug symbols for a profile."""
 COMPILE_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A compiled library, loaded; or why there is none."""
+    """A compiled and loaded library, or the reason why there is none."""
 
     path: str | None
     library: ctypes.CDLL | None
@@ -41,7 +41,7 @@ class Native:
 
 
 class BuildFailed(RuntimeError):
-    """There is no library; the message is one line that says why."""
+    """Compilation failed; the message is one line with the reason."""
 
 
 def cache_folder() -> Path:
@@ -51,10 +51,10 @@ def cache_folder() -> Path:
 
 
 def native(source: Path) -> Native:
-    """The library of a C file on the path that the environment and the processor choose.
+    """The library of a C file, for the instruction path that the environment and the processor select.
 
     Raises:
-        BadInput: `LLMOPT_NATIVE` asks for what there is not.
+        BadInput: `LLMOPT_NATIVE` names an unknown or unsupported path.
     """
     path = choose_path()
     if isinstance(path, str):
@@ -75,17 +75,17 @@ def _load(source: Path, name: str, options: tuple[str, ...]) -> Native:
 
 
 def compiled(source: Path, options: tuple[str, ...]) -> Path:
-    """The compiled library of a source, from the cache or new.
+    """The compiled library of a source, from the cache or newly built.
 
     Raises:
         BuildFailed: there is no compiler, or it fails, or there is nowhere to write.
     """
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    found = shutil.which(compiler[0])
-    if found is None:
+    executable = shutil.which(compiler[0])
+    if executable is None:
         raise BuildFailed(f"there is no C compiler ({compiler[0]})")
     more = shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
-    command = [found, *compiler[1:], *OPTIONS, *options, *more]
+    command = [executable, *compiler[1:], *OPTIONS, *options, *more]
     name = f"{source.stem}-{_fingerprint(source, command)}.so"
     for choose_folder in (cache_folder, _private_folder):
         try:
@@ -108,7 +108,7 @@ def compiled(source: Path, options: tuple[str, ...]) -> Path:
 
 @lru_cache(maxsize=1)
 def _private_folder() -> Path:
-    """Where the cache cannot be written: a folder that goes with this process."""
+    """Fallback where the cache cannot be written: a folder that is removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="llmopt-native-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -150,7 +150,7 @@ def _version(compiler: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def openmp_start() -> int | None:
-    """Address of `GOMP_parallel` in the OpenMP runtime that torch has loaded; None where it has none."""
+    """Address of `GOMP_parallel` in the OpenMP runtime that torch has loaded; None if there is none."""
     if not torch.backends.openmp.is_available():
         return None
     try:

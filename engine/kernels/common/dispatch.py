@@ -1,8 +1,8 @@
-"""Which implementation serves an operation, and why the others cannot.
+"""Kernel dispatch: per operation, the first candidate that supports a kernel query.
 
-Each operation has candidates in order of preference. A candidate looks at the situation and either
-serves it or says why not; the first that serves is taken, and when none does, the error lists every
-reason. `llmopt doctor` prints the same table for this machine.
+Each operation has candidates in order of preference. A candidate either supports a kernel query (device,
+dtype, shape, scheme) or gives the reason why not; the first that does is selected, and if none does, the
+error lists every reason. `llmopt doctor` prints the same table for this machine.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Implementation = TypeVar("Implementation")
 
 
 class NoKernel(RuntimeError):
-    """No candidate can serve an operation; the message holds each one's reason."""
+    """No candidate supports a kernel query; the message lists each one's reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[KernelQuery, Implementation]):
-    """One implementation. `refuses` returns the reason why it cannot serve a situation, or None."""
+    """One implementation. `refuses` returns the reason why it does not support a kernel query, or None."""
 
     name: str
     refuses: Callable[[KernelQuery], str | None]
@@ -30,7 +30,7 @@ class Candidate(Generic[KernelQuery, Implementation]):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A decision of the table: what was chosen, and each candidate's reason against itself."""
+    """A dispatch decision: the selected candidate, and each candidate's reason for no support."""
 
     operation: str
     kernel_query: str
@@ -39,7 +39,7 @@ class Choice:
 
 
 class Operation(Generic[KernelQuery, Implementation]):
-    """An operation and its candidates, best first."""
+    """An operation and its candidates, in order of preference."""
 
     def __init__(
         self, name: str, candidates: Sequence[Candidate[KernelQuery, Implementation]]
@@ -48,7 +48,7 @@ class Operation(Generic[KernelQuery, Implementation]):
         self.candidates = tuple(candidates)
 
     def select(self, kernel_query: KernelQuery) -> Candidate[KernelQuery, Implementation]:
-        """The first candidate that serves `kernel_query`.
+        """The first candidate that supports `kernel_query`.
 
         Raises:
             NoKernel: none does.
@@ -60,7 +60,7 @@ class Operation(Generic[KernelQuery, Implementation]):
         raise NoKernel(f"no kernel for {self.name} with {kernel_query}: {reasons}")
 
     def explain(self, kernel_query: KernelQuery) -> Choice:
-        """What `select` would do, with every reason."""
+        """The decision of `select`, with every candidate's reason."""
         reasons = tuple((c.name, c.refuses(kernel_query)) for c in self.candidates)
         chosen = next((name for name, reason in reasons if reason is None), None)
         return Choice(self.name, str(kernel_query), chosen, reasons)

@@ -1,4 +1,4 @@
-"""Five things that the interpreter of Triton 3.6 does wrong, made right."""
+"""Fixes of five bugs in the interpreter of Triton 3.6."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from triton.runtime import interpreter
 
 
 def patch_interpreter() -> bool:
-    """Ranges with bounds that a kernel loaded; matrix products and differences of bfloat16; rounding to
-    it, and to e4m3.
+    """Patch ranges with loaded bounds, `tl.dot` and subtraction of bfloat16, and casts to bfloat16 and e4m3.
 
-    Returns whether Triton interprets at all: what it brings itself was compiled or not when it was imported.
+    Returns whether Triton interprets at all, which is fixed when it is first imported.
     """
     if not isinstance(tl.sum, interpreter.InterpretedFunction):
         return False
@@ -24,7 +23,7 @@ def patch_interpreter() -> bool:
     subtract = builder.create_fsub
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
-        # NumPy 2.4 makes no int of an array of one element, which is what the interpreter's scalars are.
+        # NumPy 2.4 no longer converts one-element arrays to int; the interpreter's scalars are such arrays.
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -56,7 +55,7 @@ def patch_interpreter() -> bool:
 
 
 def _widened(operand: Any) -> Any:
-    """The interpreter keeps bfloat16 as its bits, and would multiply those."""
+    """bfloat16 operands as float32: the interpreter stores them as their bits, and would multiply those."""
     if operand.dtype.scalar != tl.bfloat16:
         return operand
     wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
@@ -64,13 +63,13 @@ def _widened(operand: Any) -> Any:
 
 
 def _rounded(data: Any) -> Any:
-    """The bits of the nearest bfloat16, of two the even one; the interpreter would cut the rest off."""
+    """The bits of the nearest bfloat16, ties to even; the interpreter would truncate."""
     bits = np.ascontiguousarray(data).view(np.uint32)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
 
 
 def _as_e4m3(data: Any) -> Any:
-    """The bits of the nearest e4m3 float, as torch rounds; the interpreter carries nothing."""
+    """The bits of the nearest e4m3 float, as torch rounds; the interpreter drops the carry."""
     nearest = torch.from_numpy(np.array(data)).to(torch.float8_e4m3fn)
     return nearest.view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""The one way in which a step calls C kernels, so that its calls can be written down and made again."""
+"""Launches of C kernels: the single entry point, so that CPU graphs can capture and replay them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _capture = _LaunchCapture()
 
 
 def launch(function: Any, call: ctypes.Structure) -> int:
-    """Call a C function, or while somebody listens only tell of it; 0 says that it succeeded.
+    """Call a C function, or under `capturing_launches` only report it; 0 is success.
 
-    What `call` points at must outlive a recording of it.
+    What `call` points at must outlive a capture of it.
     """
     if _capture.on_launch is not None:
         _capture.on_launch((function, call))
@@ -35,7 +35,7 @@ def launch(function: Any, call: ctypes.Structure) -> int:
 
 @contextmanager
 def capturing_launches(on_launch: Callable[[Launch], None]) -> Iterator[None]:
-    """Tell `on_launch` of every launch of this thread, instead of making it, while the block lasts."""
+    """Within the block, report every launch of this thread to `on_launch` instead of running it."""
     before, _capture.on_launch = _capture.on_launch, on_launch
     try:
         yield
@@ -50,9 +50,9 @@ class _Entry(ctypes.Structure):
 
 
 def replay_launches(launches: Sequence[Launch]) -> Callable[[], None]:
-    """Something that makes these launches again, in one call."""
+    """A function that replays these launches in one C call."""
     library = native(Path(__file__).with_name("replay.c")).library
-    assert library is not None, "what was launched was compiled, so this can be too"
+    assert library is not None, "captured launches need the same compiler as replay.c"
     held = list(launches)
     entries = (_Entry * len(held))(
         *(
@@ -63,6 +63,6 @@ def replay_launches(launches: Sequence[Launch]) -> Callable[[], None]:
 
     def run() -> None:
         if library.llmopt_replay(entries, ctypes.c_int64(len(held))):
-            raise MemoryError("no memory for the work of a kernel")
+            raise MemoryError("no memory for a kernel's workspace")
 
     return run

@@ -1,4 +1,4 @@
-"""Which of the C kernels' paths this processor can run, and which one is wanted."""
+"""Instruction paths of the C kernels (AVX2, AVX-VNNI, AVX-512 VNNI): detection and selection."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ VARIABLE = "LLMOPT_NATIVE"
 
 @dataclass(frozen=True, slots=True)
 class InstructionPath:
-    """A way to compile the kernels.
+    """An instruction set to compile the kernels for.
 
     Attributes:
-        name: what `LLMOPT_NATIVE` calls it.
+        name: its value of `LLMOPT_NATIVE`.
         needs: flags that /proc/cpuinfo must list.
-        options: for the compiler.
-        extras: more options, each where its flag is listed.
+        options: compiler options.
+        extras: optional flags of /proc/cpuinfo, each with its compiler option.
     """
 
     name: str
@@ -30,7 +30,7 @@ class InstructionPath:
     extras: tuple[tuple[str, str], ...] = ()
 
     def compiler_options(self, flags: frozenset[str]) -> tuple[str, ...]:
-        """The options on a processor with these flags."""
+        """Compiler options for a processor with these flags."""
         return self.options + tuple(option for flag, option in self.extras if flag in flags)
 
 
@@ -51,7 +51,7 @@ PATHS = (
 
 @lru_cache(maxsize=1)
 def processor_flags() -> frozenset[str]:
-    """Flags of /proc/cpuinfo; empty where it says none, and on other kinds of processor."""
+    """Flags of /proc/cpuinfo; empty where it lists none, and on processors other than x86-64."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
     try:
@@ -65,10 +65,10 @@ def processor_flags() -> frozenset[str]:
 
 
 def choose_path() -> InstructionPath | str:
-    """The path to compile, or why there is none.
+    """The instruction path to compile for, or the reason why there is none.
 
     Raises:
-        BadInput: `LLMOPT_NATIVE` names no path, or one that this processor has not.
+        BadInput: `LLMOPT_NATIVE` names an unknown path, or one that this processor does not support.
     """
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted == "off":

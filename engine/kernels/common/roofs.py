@@ -1,4 +1,4 @@
-"""What this CPU can do at most: bytes read a second, and 8-bit operations a second."""
+"""Roofline ceilings of this CPU: memory-read bandwidth, and peak 8-bit operations per second."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ ROUNDS = 500_000
 
 
 class NoRoofs(RuntimeError):
-    """There are no C kernels here to measure with; the message says why."""
+    """There are no C kernels to measure with; the message gives the reason."""
 
 
 class Roofs:
-    """Bytes and 8-bit operations a second of the whole machine, a measurement for each round.
+    """Roofline ceilings of the whole machine: bytes and 8-bit operations per second, one sample per round.
 
     Raises:
-        NoRoofs: nothing to measure with.
+        NoRoofs: there are no C kernels to measure with.
     """
 
     def __init__(self, threads: int) -> None:
-        found = native(Path(__file__).with_name("roofs.c"))
-        if found.library is None:
-            raise NoRoofs(f"no C kernels here: {found.reason}")
-        self._library, self._threads = found.library, threads
+        kernels = native(Path(__file__).with_name("roofs.c"))
+        if kernels.library is None:
+            raise NoRoofs(f"no C kernels here: {kernels.reason}")
+        self._library, self._threads = kernels.library, threads
         self._library.llmopt_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         self._library.llmopt_multiply.argtypes = [ctypes.c_int64, ctypes.c_int64]
         self._library.llmopt_multiply.restype = ctypes.c_int64
@@ -38,7 +38,7 @@ class Roofs:
         self.operations: list[float] = []
 
     def measure(self) -> None:
-        """A round of each."""
+        """Take one sample of each."""
         begin = time.perf_counter()
         self._library.llmopt_read(self._data.data_ptr(), READ_BYTES, self._threads)
         middle = time.perf_counter()

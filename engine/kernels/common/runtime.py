@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can serve a device; Triton itself is imported by nobody who does not use them."""
+"""Support for Triton kernels on a device; Triton itself is imported only where its kernels are used."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from importlib.util import find_spec
 import torch
 
 VARIABLE = "LLMOPT_TRITON"
-"""`off`: they serve nothing. `interpret`: they serve the CPU, in Triton's interpreter, which is slow."""
+"""`off`: no Triton kernels. `interpret`: they also run on the CPU, in Triton's (slow) interpreter."""
 
 
 def refuses_triton(device: str) -> str | None:
-    """Why no Triton kernel runs on a device of this type, or None."""
+    """The reason why Triton kernels do not support a device type, or None."""
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted == "off":
         return f"{VARIABLE}=off"
@@ -31,7 +31,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def refuses_rows(device: str, dtype: torch.dtype) -> str | None:
-    """Why no Triton kernel takes rows of this dtype on a device of this type, or None."""
+    """The reason why Triton kernels do not support activations of a dtype on a device type, or None."""
     if (reason := refuses_triton(device)) is not None:
         return reason
     if dtype not in DTYPES:
@@ -41,7 +41,7 @@ def refuses_rows(device: str, dtype: torch.dtype) -> str | None:
 
 @cache
 def interpret() -> bool:
-    """Have Triton interpret its kernels: it must be told so before the process imports it first."""
+    """Switch Triton to its interpreter: the environment must say so before Triton is first imported."""
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
     from .interpreter import patch_interpreter
@@ -55,12 +55,12 @@ def _is_installed() -> bool:
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that holds so many: ranges in Triton have such sizes."""
+    """The smallest power of two that is at least `count`: the sizes that `tl.arange` takes."""
     return 1 << (count - 1).bit_length()
 
 
 def refuses_fp8(device: str) -> str | None:
-    """Why no kernel multiplies e4m3 by e4m3 on a device of this type, or None."""
+    """The reason why a device type has no FP8 (e4m3 x e4m3) GEMM, or None."""
     if device == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < (8, 9):

@@ -1,1 +1,1 @@
-"""Capture and replay of a step: CUDA graphs, and recordings of native calls on a CPU."""
+"""Graph capture and replay of a step: CUDA graphs, and CPU graphs of native kernel launches."""

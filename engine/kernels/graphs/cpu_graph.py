@@ -1,13 +1,12 @@
-"""A function of tensors on a CPU, written down once and repeated: what a CUDA graph is on a GPU.
+"""CPU graphs: capture of a function of CPU tensors, and replay of it; the counterpart of CUDA graphs.
 
-While the function runs, every operation of torch and every launch of a C kernel is written down in order.
-The kernels are not launched, so what it computes then means nothing. To repeat it, the kernels are launched
-from C, and torch's operations are called again with the same tensors; no Python of the model runs. A
-repetition reads its arguments where they lay the first time, and its result lies where it lay: the caller
-puts new values into the old tensors.
+Capture records every torch operation and every C-kernel launch in order. The kernels are not launched, so
+the result of a capture is meaningless. Replay launches the kernels from C and calls the torch operations
+again on the same tensors; no Python of the model runs. Inputs and results stay at the addresses of the
+capture: the caller copies new values into the captured input tensors.
 
-What the function decides by looking at values is decided once. Operations that look are refused; Python that
-looks past torch (`Tensor.tolist`) is not seen, and must not be recorded.
+Shapes are static and control flow is frozen at capture. Data-dependent operations raise `NotCapturable`;
+Python that reads values past torch's dispatcher (`Tensor.tolist`) goes unnoticed, and must not be captured.
 """
 
 from __future__ import annotations
@@ -33,53 +32,53 @@ _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 
 
 class NotCapturable(RuntimeError):
-    """The function looks at the values of its tensors; the message names the operation."""
+    """The function is data-dependent (needs tensor values on the host); the message names the operation."""
 
 
 class GraphMemoryPool:
-    """Memory for what recorded functions write; a tensor that is dropped makes room for others.
+    """Memory pool of captured intermediates; a dropped tensor's memory is reused by later ones.
 
-    Recordings that share a pool overwrite each other's intermediate results: one may run at a time.
+    Graphs that share a pool overwrite each other's intermediates: only one may run at a time.
     """
 
     def __init__(self) -> None:
-        self._free: list[np.ndarray[Any, Any]] = []  # the smallest first
+        self._free: list[np.ndarray[Any, Any]] = []  # sorted by size, smallest first
         self.num_bytes = 0
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An uninitialised dense tensor of this shape and dtype, in the smallest memory that holds it."""
+        """An uninitialised dense tensor of this shape and dtype, in the smallest free buffer that fits."""
         size = tensor.numel() * tensor.itemsize
         if size == 0:
             return tensor
-        place = bisect_left(self._free, size, key=len)
-        if place < len(self._free):
-            memory = self._free.pop(place)
+        index = bisect_left(self._free, size, key=len)
+        if index < len(self._free):
+            memory = self._free.pop(index)
         else:
             memory = torch.empty(size, dtype=torch.uint8).numpy()
             self.num_bytes += size
-        # The storage of the tensor, which its views share, holds this array and nothing else does.
-        lent = memory[:size]
-        weakref.finalize(lent, insort, self._free, memory, key=len).atexit = False
-        return torch.from_numpy(lent).view(tensor.dtype).view(tensor.shape)
+        # Only the tensor's storage, shared by its views, references this array: its end frees the buffer.
+        buffer = memory[:size]
+        weakref.finalize(buffer, insort, self._free, memory, key=len).atexit = False
+        return torch.from_numpy(buffer).view(tensor.dtype).view(tensor.shape)
 
 
 class CpuGraph:
-    """`call`, written down; `replay` runs it.
+    """`call`, captured; `replay` runs it.
 
     Raises:
-        NotRecordable: it looks at values.
+        NotCapturable: `call` is data-dependent.
     """
 
     def __init__(self, call: Callable[[], torch.Tensor], pool: GraphMemoryPool) -> None:
         self._parts: list[Callable[[], object]] = []
         self._launches: list[Launch] = []
-        self._call = call  # what it holds, C kernels point at
+        self._call = call  # keeps alive what the captured launches point at
         with capturing_launches(self._launches.append), _CaptureMode(self._capture_operation, pool):
             self._result = call()
         self._flush_launches()
 
     def replay(self) -> torch.Tensor:
-        """The result, which the next repetition overwrites."""
+        """The result, which the next replay overwrites."""
         for part in self._parts:
             part()
         return self._result
@@ -94,18 +93,18 @@ class CpuGraph:
             self._flush_launches()
             self._parts.append(lambda: function(*args, **kwargs))
             return
-        # Operations that may give a view or a copy, such as `to`, say of themselves that they give views.
+        # A result in its arguments' storage is a view. (The schema cannot tell: `to` may view or copy.)
         if (made := _storages(result)) and made <= _storages((args, kwargs)):
             return
         self._flush_launches()
         if isinstance(result, torch.Tensor):
             self._parts.append(lambda: result.copy_(function(*args, **kwargs)))
         else:
-            raise NotCapturable(f"{function} gives something other than a tensor")
+            raise NotCapturable(f"{function} returns something other than a tensor")
 
 
 class _CaptureMode(TorchDispatchMode):
-    """Tells of every operation, and takes memory from a pool instead of torch's allocator."""
+    """Reports every operation, and allocates from a pool instead of torch's allocator."""
 
     def __init__(
         self, on_operation: Callable[[Any, Any, Any, Any], None], pool: GraphMemoryPool
@@ -116,7 +115,7 @@ class _CaptureMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _DATA_DEPENDENT.isdisjoint(func.tags):
-            raise NotCapturable(f"{func} looks at values")
+            raise NotCapturable(f"{func} is data-dependent")
         result = func(*args, **kwargs)
         if func in _ALLOCATIONS:
             return self._pool.like(result)
@@ -125,7 +124,7 @@ class _CaptureMode(TorchDispatchMode):
 
 
 def _storages(values: Any) -> set[int]:
-    """Which memory the tensors among some arguments or results are in."""
-    tensors = (one for one in tree_leaves(values) if isinstance(one, torch.Tensor))
-    # Weights that oneDNN has packed are nobody's view.
+    """The storages of the tensors in a tree of arguments or results."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    # Weights that oneDNN has packed have no storage and no views.
     return {tensor.untyped_storage()._cdata for tensor in tensors if not tensor.is_mkldnn}

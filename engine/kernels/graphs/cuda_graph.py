@@ -1,4 +1,4 @@
-"""A function of tensors on a CUDA device, captured once and replayed with one launch."""
+"""CUDA graphs: a function of CUDA tensors, captured once and replayed with one launch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 
 class CudaGraph:
-    """`call`, captured; `replay` replays it. Its results lie in `pool`, where other graphs' may lie too.
+    """`call`, captured; `replay` runs it. Its result is in memory of `pool`, which graphs may share.
 
-    What graphs of a pool have computed is overwritten by whichever is replayed next.
+    A replay overwrites the results of all graphs of its pool.
     """
 
     def __init__(self, call: Callable[[], torch.Tensor], pool: Any) -> None:
-        # What a first call does besides, such as compiling kernels and taking workspaces, cannot be captured.
+        # Warm-up: a first call compiles kernels and allocates workspaces, which cannot be captured.
         call()
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads may go on with CUDA meanwhile.
+        # Other threads may use CUDA during the capture.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._result = call()
 

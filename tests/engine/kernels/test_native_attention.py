@@ -124,7 +124,10 @@ def test_heads_of_a_wider_tensor_are_read_where_they_lie(path: str) -> None:
         (AttentionKernelQuery("cuda", torch.bfloat16, 64, 64), "it is a CPU kernel"),
         (AttentionKernelQuery("cpu", torch.float16, 64, 64), "it takes bfloat16 and float32"),
         (AttentionKernelQuery("cpu", torch.float32, 64, 20), "it is for heads of multiples of 16"),
-        (AttentionKernelQuery("cpu", torch.float32, 64, 64, True), "it knows no guesses that form"),
+        (
+            AttentionKernelQuery("cpu", torch.float32, 64, 64, True),
+            "it does not support tree attention",
+        ),
     ],
     ids=str,
 )
