@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-"""Per-token and per-group quantization of activations in Triton; bit-identical to `fake_quantize_activations`."""
+"""Per-token and per-group activation quantization; bit-identical to `fake_quantize_activations`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JIT compilation of the C kernels: built once per machine, cached in the user's cache folder, loaded by ctypes.
+"""JIT compilation of the C kernels: built once per machine, cached in the user's cache folder.
 
 A library's name contains a hash of its sources, the compiler's version and the options, so that none is
 ever out of date. It is compiled under a temporary name and renamed atomically: concurrent processes at

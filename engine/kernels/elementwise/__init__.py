@@ -1,1 +1,1 @@
-"""Between the GEMMs: norms, gated activations, RoPE with the KV-cache write."""
+"""Elementwise kernels: RMSNorm, gated activations (SwiGLU, GeGLU), fused RoPE + KV-cache write."""

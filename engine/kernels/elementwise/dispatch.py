@@ -1,4 +1,4 @@
-"""What lies between a layer's linears, and which kernel does it: norms, gates, turning heads."""
+"""Dispatch of elementwise kernels: RMSNorm, gated activations, fused RoPE + KV-cache write (with QK-norm)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .rotary import apply_rotary_emb
 
 @dataclass(frozen=True, slots=True)
 class RowKernelQuery:
-    """What a candidate may look at: rows of `size` elements, or heads of which so many turn in pairs."""
+    """Kernel query of a row-wise kernel: device, dtype, and the row size (or the rotary dimension)."""
 
     device: str
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class RowKernelQuery:
 
 
 class NormKernel(Protocol):
-    """Root mean square norm of `x [rows, size]`, or of `x + added`: their sum, and its norm."""
+    """RMSNorm of `x [rows, size]`, or fused add + RMSNorm of `x + added`: returns the sum and its norm."""
 
     def __call__(
         self, x: torch.Tensor, added: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class NormKernel(Protocol):
 
 
 class TorchNorm:
-    """torch's own."""
+    """RMSNorm in torch."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight, self._eps = weight, eps
@@ -51,11 +51,11 @@ class TorchNorm:
 
 
 GateKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""`activation(gate) * up`, of `[rows, size]` each."""
+"""Gated activation: `activation(gate) * up`, of `[rows, size]` each."""
 
 
 def torch_silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """torch's own."""
+    """SiLU gate (SwiGLU) in torch."""
     return functional.silu(gate) * up
 
 
@@ -65,10 +65,10 @@ def _torch_gelu_gate(is_tanh: bool) -> GateKernel:
 
 
 class RopeAndCacheKernel(Protocol):
-    """Turns queries and keys by their angles, puts keys and values into the cache; returns the queries.
+    """Fused RoPE + KV-cache write, optionally with QK-norm; returns the rotated queries.
 
     `stacked` [tokens, heads, dim] holds queries, keys and values, and may be overwritten; `cos` and `sin` are
-    as `apply_rotary_emb` takes them. `norms` come before the rotation.
+    as `apply_rotary_emb` takes them. `norms` are applied before the rotation.
     """
 
     def __call__(
@@ -85,7 +85,7 @@ class RopeAndCacheKernel(Protocol):
 
 
 class TorchRopeAndCache:
-    """torch's own operations."""
+    """RoPE and KV-cache write as separate torch operations: the reference."""
 
     def __call__(
         self,
@@ -101,9 +101,9 @@ class TorchRopeAndCache:
         if norms is not None:
             norms.apply(stacked, num_heads)
         kv_heads = (stacked.shape[1] - num_heads) // 2
-        queries, own_keys, own_values = stacked.split([num_heads, kv_heads, kv_heads], dim=1)
-        keys.write(apply_rotary_emb(own_keys, cos, sin), slots)
-        values.write(own_values, slots)
+        queries, new_keys, new_values = stacked.split([num_heads, kv_heads, kv_heads], dim=1)
+        keys.write(apply_rotary_emb(new_keys, cos, sin), slots)
+        values.write(new_values, slots)
         return apply_rotary_emb(queries, cos, sin)
 
 
@@ -149,7 +149,7 @@ def _triton_gelu_gate(is_tanh: bool) -> GateKernel:
     return TritonGate("gelu_tanh" if is_tanh else "gelu")
 
 
-def _triton_turn() -> RopeAndCacheKernel:
+def _triton_rope_and_cache() -> RopeAndCacheKernel:
     from .triton_rope_and_cache import TritonRopeAndCache
 
     return TritonRopeAndCache()
@@ -178,11 +178,11 @@ GELU_GATE: Operation[RowKernelQuery, Callable[[bool], GateKernel]] = Operation(
         Candidate("torch", lambda _: None, _torch_gelu_gate),
     ],
 )
-"""Asked for with whether it is the form with a tanh."""
+"""The candidates take whether to use the tanh approximation."""
 ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Operation(
     "rotation and cache write",
     [
-        Candidate("triton", _refuses_triton, _triton_turn),
+        Candidate("triton", _refuses_triton, _triton_rope_and_cache),
         Candidate("native", _refuses_rope_and_cache, NativeRopeAndCache),
         Candidate("torch", lambda _: None, TorchRopeAndCache),
     ],

@@ -1,4 +1,4 @@
-"""The norms of queries and keys that some models have before the rotation."""
+"""QK-norm: RMSNorm of each query and key head before RoPE (Qwen3, Gemma 3)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorms:
-    """Root mean square norms over each head: weights [head_dim] in the dtype of the heads."""
+    """QK-norm weights [head_dim] of queries and keys, in the dtype of the heads."""
 
     query: torch.Tensor
     key: torch.Tensor
     eps: float
 
     def apply(self, stacked: torch.Tensor, num_heads: int) -> None:
-        """Norm queries and keys of `stacked` [tokens, heads, dim] where they lie; values follow them."""
+        """Norm the queries and keys of `stacked` [tokens, heads, dim] (queries, keys, values) in place."""
         kv_heads = (stacked.shape[1] - num_heads) // 2
         queries, keys, _ = stacked.split([num_heads, kv_heads, kv_heads], dim=1)
         for heads, weight in ((queries, self.query), (keys, self.key)):

@@ -1,4 +1,4 @@
-"""Calling the C kernels of what lies between a layer's linears."""
+"""RMSNorm, SiLU gate and RoPE + KV-cache write on CPU: ctypes bindings of the C kernels in `layer.c`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..common.launch import launch
 from .head_norms import HeadNorms
 
 CHANNELS = 16
-"""Rows that the kernels take have a multiple of so many elements."""
+"""Supported row sizes are multiples of this."""
 _GRAIN = 32768
-"""Elements below which a second thread costs more than it brings."""
+"""Elements below which a second thread does not pay off."""
 
 
 class _Quantized(ctypes.Structure):
-    """`Rounded` of `layer.c`."""
+    """`Quantized` of `layer.c`."""
 
     _fields_ = [("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("levels", ctypes.c_float)]
 
 
 class _Call(ctypes.Structure):
-    """What the structs of `layer.c` have in common: pointers, then numbers, then how far it has come."""
+    """Base of the call structs of `layer.c`: pointers, then numbers, then the work counter."""
 
 
 def _struct(
-    name: str, pointers: str, numbers: str, *others: tuple[str, type], rounds: bool = False
+    name: str, pointers: str, numbers: str, *others: tuple[str, type], is_quantized: bool = False
 ) -> type[_Call]:
     fields = [
-        *([("quantized", _Quantized)] if rounds else []),
+        *([("quantized", _Quantized)] if is_quantized else []),
         *[(field, ctypes.c_void_p) for field in pointers.split()],
         *[(field, ctypes.c_int64) for field in numbers.split()],
         *others,
@@ -49,9 +49,9 @@ _Norm = _struct(
     "x added sum out weight",
     "rows size x_stride is_bf16 threads",
     ("eps", ctypes.c_float),
-    rounds=True,
+    is_quantized=True,
 )
-_Gate = _struct("_Gate", "gate up out", "rows size stride is_bf16 threads", rounds=True)
+_Gate = _struct("_Gate", "gate up out", "rows size stride is_bf16 threads", is_quantized=True)
 _RopeAndCache = _struct(
     "_RopeAndCache",
     "heads cos sin slots keys values",
@@ -60,7 +60,7 @@ _RopeAndCache = _struct(
 
 
 def native_layer() -> Native:
-    """The compiled kernels, or why there are none."""
+    """The compiled kernels, or the reason why there are none."""
     return native(Path(__file__).with_name("layer.c"))
 
 
@@ -69,13 +69,13 @@ def _empty_quantized(rows: int, size: int) -> QuantizedActivations:
     return QuantizedActivations(codes, torch.empty(rows, 1, dtype=torch.float32))
 
 
-def _rounded(rows: QuantizedActivations, activation_quant: ActivationQuant) -> _Quantized:
+def _quantized(rows: QuantizedActivations, activation_quant: ActivationQuant) -> _Quantized:
     return _Quantized(rows.codes.data_ptr(), rows.scales.data_ptr(), activation_quant.int8_levels)
 
 
 def _run(function: Any, call: _Call) -> None:
     if launch(function, call):
-        raise MemoryError("no memory for a row in 8 bits")
+        raise MemoryError("no memory for a quantized row")
 
 
 def _threads(elements: int) -> int:
@@ -83,7 +83,7 @@ def _threads(elements: int) -> int:
 
 
 class NativeNorm:
-    """Root mean square norm over the last axis, of `x` or of `x + added`."""
+    """RMSNorm over the last axis, of `x` or of `x + added`."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         library = native_layer().library
@@ -100,14 +100,14 @@ class NativeNorm:
     def quantized(
         self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
     ) -> tuple[torch.Tensor, QuantizedActivations]:
-        """The same, with the norm in 8 bits: a scale for every row."""
+        """The same, with an int8 norm: one scale per row."""
         rows = _empty_quantized(*x.shape)
-        return self._sum(x, added, _rounded(rows, activation_quant), None), rows
+        return self._sum(x, added, _quantized(rows, activation_quant), None), rows
 
     def _sum(
         self, x: torch.Tensor, added: torch.Tensor | None, quantized: _Quantized, out: int | None
     ) -> torch.Tensor:
-        """Write the norm to where it is wanted; returns the sum."""
+        """Write the norm to `quantized` or to `out`; returns the sum."""
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, size = x.shape
@@ -133,7 +133,7 @@ class NativeNorm:
 
 
 class NativeSiluGate:
-    """`silu(gate) * up`, of `[rows, size]` each, which may be parts of wider rows."""
+    """`silu(gate) * up`, of `[rows, size]` each, which may be slices of wider rows."""
 
     def __init__(self) -> None:
         library = native_layer().library
@@ -148,9 +148,9 @@ class NativeSiluGate:
     def quantized(
         self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
     ) -> QuantizedActivations:
-        """The same in 8 bits: a scale for every row."""
+        """The same in int8: one scale per row."""
         rows = _empty_quantized(*gate.shape)
-        self._fill(gate, up, _rounded(rows, activation_quant), None)
+        self._fill(gate, up, _quantized(rows, activation_quant), None)
         return rows
 
     def _fill(
@@ -174,7 +174,7 @@ class NativeSiluGate:
 
 
 class NativeRopeAndCache:
-    """Turns queries and keys where they lie, and copies keys and values into the cache."""
+    """RoPE of queries and keys in place, then the KV-cache write: fused unless the cache is quantized."""
 
     def __init__(self) -> None:
         library = native_layer().library

@@ -1,4 +1,7 @@
-"""Rotary embedding, applied: pairs (i, i + width / 2) of each head turn by the position's angle."""
+"""Rotary position embedding (RoPE) of half-split (NeoX) pairs (i, i + width / 2) of each head.
+
+Source: Su et al., "RoFormer" (arXiv:2104.09864).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate queries or keys; what lies beyond `width` in each head stays as it is.
+    """Rotate queries or keys; elements of a head beyond `width` pass through (partial rotary).
 
     Args:
         x: [tokens, heads, head_dim].
@@ -22,13 +25,13 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 def interleaved_to_halves(x: torch.Tensor) -> torch.Tensor:
-    """Heads whose pairs are (2i, 2i + 1), reordered so that `apply_rotary_emb` turns the same pairs.
+    """Reorder interleaved (GPT-J) pairs (2i, 2i + 1) to half-split (NeoX) ones, for `apply_rotary_emb`.
 
-    Done to queries and keys alike it changes no score.
+    Applied to queries and keys alike, it changes no attention score.
     """
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def expand_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From angles [..., width / 2] to the full-width factors that `apply_rotary_emb` takes."""
+    """Expand cos and sin [..., width / 2] to the full-width factors that `apply_rotary_emb` takes."""
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)

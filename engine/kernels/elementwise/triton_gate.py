@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false
-"""An activation of one half of a gated layer, times the other half."""
+"""Gated activations in Triton (SwiGLU, GeGLU): `activation(gate) * up`, optionally with quantized output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @triton.jit
 def _activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Rounded between, as torch's two operations round."""
+    """`activation(gate) * up`, rounded to `dtype` after the activation, as torch's two operations are."""
     if ACTIVATION == "silu":
         active = gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
@@ -73,7 +73,7 @@ def _quantized_gate(
     IS_INT8: tl.constexpr,
     IS_FIXED: tl.constexpr,
 ):
-    """Grid: rows, whole: what a row is rounded by depends on all of it."""
+    """Gated activation with quantized output. Grid: whole rows, because a scale depends on all of a row."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     mask = lanes < SIZE
@@ -98,7 +98,7 @@ def _quantized_gate(
 
 
 class TritonGate:
-    """`activation(gate) * up`, of `[rows, size]` each, which may be parts of wider rows."""
+    """`activation(gate) * up`, of `[rows, size]` each, which may be slices of wider rows."""
 
     def __init__(self, activation: Activation) -> None:
         self._activation = activation
@@ -125,7 +125,7 @@ class TritonGate:
     def quantized(
         self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
     ) -> QuantizedActivations:
-        """The same in 8 bits."""
+        """The same, with quantized output."""
         if gate.stride(1) != 1 or up.stride(1) != 1:
             gate, up = gate.contiguous(), up.contiguous()
         count, size = gate.shape

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false
-"""Root mean square norm of a row, or of the sum of two, read once."""
+"""Fused add + RMSNorm in Triton, optionally with quantized output."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def _norm(
     IS_INT8: tl.constexpr,
     IS_FIXED: tl.constexpr,
 ):
-    """Grid: rows. The sum is rounded before its norm is taken, as torch would.
+    """Grid: rows. The sum is rounded to the stored dtype before its norm is taken, as in torch.
 
-    `RUN`: elements of the norm that share a scale in 8 bits; 0: it stays in floats.
+    `RUN`: group size of the output's quantization; 0: unquantized.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
@@ -78,7 +78,7 @@ def _norm(
 
 
 class TritonNorm:
-    """The norm with this weight [size]."""
+    """RMSNorm with a weight [size]."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight, self._eps = weight.contiguous(), eps
@@ -93,7 +93,7 @@ class TritonNorm:
     def quantized(
         self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
     ) -> tuple[torch.Tensor, QuantizedActivations]:
-        """The same, with the norm in 8 bits."""
+        """The same, with a quantized norm."""
         rows = empty_quantized(x, x.shape[1], activation_quant)
         return self._run(
             x, added, rows.codes, store_arguments(rows, activation_quant, block_of(x.shape[1]))

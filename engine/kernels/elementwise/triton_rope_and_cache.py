@@ -1,8 +1,5 @@
 # pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false
-"""From a layer's stacked queries, keys and values to turned queries and a written cache, in one pass.
-
-Queries and keys may be normed head by head before they turn.
-"""
+"""Fused RoPE + KV-cache write in Triton, with QK-norm: stacked queries, keys and values in one pass."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from ..common.runtime import power_of_two
 from .head_norms import HeadNorms
 
 HEADS = 8
-"""Heads a program."""
+"""Heads per program."""
 
 
 @triton.jit
 def _write(codes_ptr, scales_ptr, at, scale_at, x, is_head, mask, LARGEST: tl.constexpr):
-    """Vectors [HEADS, BLOCK] of a token into its slot, as `PagedTensor.write` puts them there."""
+    """Write vectors [HEADS, BLOCK] of a token to its slot, quantized as `PagedTensor.write` does."""
     if LARGEST > 0.0:
         largest = tl.max(tl.where(mask, tl.abs(x), 0.0), 1)
         scale = tl.maximum(largest / LARGEST, 1.1754943508222875e-38)
@@ -28,7 +25,7 @@ def _write(codes_ptr, scales_ptr, at, scale_at, x, is_head, mask, LARGEST: tl.co
         x = x / scale[:, None]
         x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
         if LARGEST == 127.0:
-            # Adding 1.5 * 2**23 leaves a float32 no fraction: halves go to even, as with torch.
+            # Adding 1.5 * 2**23 leaves a float32 no fraction bits: rounds half to even, as torch does.
             x = (x + 12582912.0) - 12582912.0
     tl.store(codes_ptr + at, x.to(codes_ptr.dtype.element_ty), mask=mask)
 
@@ -73,7 +70,7 @@ def _rope_and_cache(
     row = stacked_ptr + token * stacked_row + head[:, None] * DIM
     x = tl.load(row + lanes[None, :], mask=inside, other=0.0)
 
-    # The other element of a lane's pair; a lane beyond the width has none and stays.
+    # The other element of a lane's pair; lanes beyond the width (partial rotary) pass through.
     partner = tl.where(lanes < WIDTH, (lanes + WIDTH // 2) % WIDTH, lanes)
     swapped = tl.load(row + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     rotated = x.to(tl.float32)
@@ -95,20 +92,20 @@ def _rope_and_cache(
     place = out_ptr + (token * NUM_HEADS + head[:, None]) * DIM + lanes[None, :]
     tl.store(place, rotated, mask=is_query[:, None] & is_lane[None, :])
     slot = tl.load(slot_ptr + token)
-    own = head - NUM_HEADS
-    at = slot * key_slot + own[:, None] * key_head + lanes[None, :]
+    kv_head = head - NUM_HEADS
+    at = slot * key_slot + kv_head[:, None] * key_head + lanes[None, :]
     mask = is_key[:, None] & is_lane[None, :]
-    scale_at = slot * KV_HEADS + own
+    scale_at = slot * KV_HEADS + kv_head
     _write(key_ptr, key_scale_ptr, at, scale_at, rotated.to(tl.float32), is_key, mask, LARGEST)
-    own = own - KV_HEADS
-    at = slot * value_slot + own[:, None] * value_head + lanes[None, :]
+    kv_head = kv_head - KV_HEADS
+    at = slot * value_slot + kv_head[:, None] * value_head + lanes[None, :]
     mask = is_value[:, None] & is_lane[None, :]
-    scale_at = slot * KV_HEADS + own
+    scale_at = slot * KV_HEADS + kv_head
     _write(value_ptr, value_scale_ptr, at, scale_at, x.to(tl.float32), is_value, mask, LARGEST)
 
 
 class TritonRopeAndCache:
-    """Turned queries [tokens, heads, dim] of their own; the stacked ones stay as they are."""
+    """Returns the rotated queries in a new tensor [tokens, heads, dim]; `stacked` is not modified."""
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
-"""Every kind of quantized tensor as codes on one of three grids, which is what the C kernels know.
+"""Quantization grids: the common form of all quantized tensors, which the C and Triton kernels read.
 
-A grid says `w = scale * code - offset` for groups of input channels, or looks 4-bit codes up in one table,
-or reads them as e4m3 floats. Tables of an output channel's own are none of these.
+A grid is affine (`w = scale * code - offset` per group of input channels), a lookup table of 16 values for
+4-bit codes, or e4m3 floats. Lookup tables per output channel have no grid.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from ....quant.tensors.vectorwise import VectorwiseTensor
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A weight `[out, in]` as codes and what they mean.
+    """A weight `[out, in]` as codes and dequantization parameters.
 
     Attributes:
         codes: uint8 `[out, in]`.
         bits: of a code.
-        group: input channels that share a scale, the last group may be shorter; -1 is the whole row.
-        scales: `[out, groups]`: float16 or float32; or int8, of `outer_scales`.
-        base: the code of zero, if all groups share it; else one in the middle.
-        offsets: `[out, groups]`: None means `base * scale`; uint8 the code of zero; float16 the offset
-            itself; int8 the offset, of `outer_offsets`.
-        outer_scales, outer_offsets: float16 `[out, groups / nested]`.
+        group: group size: input channels that share a scale, the last group may be shorter; -1: per channel.
+        scales: `[out, groups]`: float16 or float32; or int8, in units of `outer_scales`.
+        base: the zero point, if all groups share it; else a code in the middle.
+        offsets: `[out, groups]`: None means `base * scale`; uint8 the zero point; float16 the offset
+            itself; int8 the offset in units of `outer_offsets`.
+        outer_scales, outer_offsets: float16 `[out, groups / nested]`, second-level (super-block) scales.
         nested: groups that share an outer scale.
-        table: float32 `[16]`, the values of the codes.
+        table: float32 `[16]`, the lookup table of the codes.
         is_fp8: whether the codes are e4m3.
-        order: int64 `[in]`, the input channel that each column of `codes` belongs to; None in order.
+        order: int64 `[in]`, the input channel of each column of `codes` (act-order); None: not permuted.
     """
 
     codes: torch.Tensor
@@ -63,7 +63,7 @@ class Grid:
 
 
 def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
-    """Why weights of a scheme have no grid here; None if they have."""
+    """The reason why weights of a scheme have no grid; None if they have one."""
     if isinstance(scheme, IntScheme):
         group = scheme.group_size
     elif isinstance(scheme, CodebookScheme):
@@ -80,7 +80,7 @@ def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
 
 
 def grid_of(weight: QuantizedTensor) -> Grid | None:
-    """The grid of a weight whose scheme `refuses_grid` does not refuse.
+    """The grid of a weight whose scheme `refuses_grid` supports.
 
     None for the rare weight that is not as its scheme promises: unequal groups of a permuted one.
     """
@@ -161,7 +161,7 @@ def _gguf(weight: GgufTensor) -> Grid:
 
 
 def _small(scales: torch.Tensor) -> torch.Tensor:
-    """Scales in float16 if that changes none of them, else in float32."""
+    """Scales in float16 if that is lossless, else in float32."""
     halves = scales.to(torch.float16)
     whole = scales.to(torch.float32)
     return halves if torch.equal(halves.to(torch.float32), whole) else whole

@@ -1,4 +1,4 @@
-"""Linears that multiply int8 by int8 into int32: exact sums, then one scale a token and a row."""
+"""W8A8 linears on torch's int8 GEMM: exact int32 accumulation, then per-token and per-channel scales."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Int8MatmulLinear:
         assert isinstance(weight, IntTensor) and weight.scheme.activations is not None
         self._activations: Activations = weight.scheme.activations
         self._input_scale = weight.input_scale
-        # Codes lie from 0 to 255 with 128 for zero; the kernel wants signed bytes.
+        # Codes are unsigned with zero point 128; the GEMM takes signed bytes.
         self._codes = (weight.codes ^ 128).view(torch.int8).contiguous()
         self._scales = weight.scales.flatten().to(torch.float32)
         self.weight_bytes = self._codes.nbytes + self._scales.nbytes
@@ -29,7 +29,7 @@ class Int8MatmulLinear:
 
 
 class VectorwiseLinear:
-    """LLM.int8(): the outliers of the input are multiplied as floats with their columns alone."""
+    """LLM.int8(): int8 GEMM plus a float matmul of the outlier columns (mixed-precision decomposition)."""
 
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
         assert isinstance(weight, VectorwiseTensor)

@@ -1,4 +1,4 @@
-"""A linear layer with plain weights: `y [tokens, out] = x [tokens, in] @ weight [out, in].T`."""
+"""Linear layers with unquantized weights: `y [tokens, out] = x [tokens, in] @ weight [out, in].T`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..common.dispatch import Candidate, Operation
 
 
 class LinearKernel(Protocol):
-    """A weight in the form that a kernel wants, ready to be applied; it adds no bias."""
+    """A GEMM with a weight prepacked for its kernel; it adds no bias."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that one application reads of the weight."""
+        """Bytes of the weight that one call reads."""
         ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -25,16 +25,16 @@ class LinearKernel(Protocol):
 
 @runtime_checkable
 class FusesBias(Protocol):
-    """A kernel that can add a bias itself."""
+    """A GEMM kernel with a fused bias."""
 
     def fuse_bias(self, bias: torch.Tensor) -> None:
-        """Add `bias [out]` to every result from now on."""
+        """Add `bias [out]` to the output of every later call."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LinearKernelQuery:
-    """What a candidate may look at."""
+    """Kernel query of an unquantized linear: device, dtype, shape."""
 
     device: str
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class LinearKernelQuery:
 
 
 class TorchLinear:
-    """The reference: torch's own linear."""
+    """The reference: `torch.nn.functional.linear`."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
@@ -57,13 +57,13 @@ class TorchLinear:
 
 
 class OneDnnLinear:
-    """oneDNN with the weight reordered once; torch's own linear reorders it in every call.
+    """oneDNN GEMM with a prepacked weight; `functional.linear` reorders the weight in every call.
 
-    The results are bit-equal to the reference.
+    Results are bit-identical to the reference.
     """
 
     EXPECTED_TOKENS = 8
-    """Tokens a call for which oneDNN chooses the blocked layout; others work with it too."""
+    """Batch size for which oneDNN selects the blocked layout; other sizes work with it too."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.EXPECTED_TOKENS)
@@ -95,7 +95,7 @@ LINEAR: Operation[LinearKernelQuery, Callable[[torch.Tensor], LinearKernel]] = O
 
 
 def prepare_linear(weight: torch.Tensor) -> LinearKernel:
-    """Hand `weight` [out, in] to the best kernel for its device and dtype."""
+    """Prepack `weight` [out, in] for the best kernel of its device and dtype."""
     kernel_query = LinearKernelQuery(
         weight.device.type, weight.dtype, weight.shape[0], weight.shape[1]
     )

@@ -1,4 +1,4 @@
-"""Calling the C kernels of linear layers."""
+"""Packed-weight GEMM on CPU: ctypes bindings of the C kernels in `linear.c`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .native_pack import PackedWeight
 InputDtype = Literal["int8", "bfloat16", "float32"]
 _INPUT_DTYPES: dict[str, int] = {"int8": 0, "bfloat16": 1, "float32": 2}
 _MAX_STEPS = {"int8": 512, "bfloat16": 256, "float32": 256}
-"""What a block unpacks to stays in the first-level cache, and sums of 8-bit codes are exact as floats."""
+"""Input channels per accumulation step: an unpacked block fits L1, and int8 sums are exact as floats."""
 
 
 class CallStruct(ctypes.Structure):
@@ -41,27 +41,27 @@ class CallStruct(ctypes.Structure):
 
 
 def native_linear() -> Native:
-    """The compiled kernels of linear layers, or why there are none."""
+    """The compiled kernels, or the reason why there are none."""
     return native(Path(__file__).with_name("linear.c"))
 
 
 def has_bf16() -> bool:
-    """Whether the kernels multiply bfloat16 by bfloat16; else such inputs are widened to float32."""
+    """Whether the kernels have a bfloat16 GEMM; else bfloat16 inputs are widened to float32."""
     library = native_linear().library
     return library is not None and bool(library.llmopt_has_bf16())
 
 
 class PackedLinear:
-    """`y = x @ weight.T`, with the weight as it was packed and the inputs in one of three forms.
+    """Mixed-input GEMM `y = x @ weight.T` with a packed weight, in int8, bfloat16 or float32 arithmetic.
 
-    A row's result does not depend on the rows beside it.
+    Batch-invariant: a row's result does not depend on the other rows.
 
     Args:
         grid: the weight.
-        way: what the products are made of. "int8" rounds every row of the input to 8 bits.
-        levels: codes that the largest magnitude of a row takes in 8 bits.
-        fixed_scale: the scale of 8-bit inputs where calibration chose it.
-        threshold: 8-bit inputs from here up count as 0.
+        input_dtype: dtype of the GEMM's inputs. "int8" quantizes them per token.
+        levels: the int8 code of a row's largest magnitude.
+        fixed_scale: static scale of int8 inputs, from calibration; 0: dynamic.
+        threshold: int8 inputs of at least this magnitude (outliers) count as 0.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class PackedLinear:
         self.weight_bytes = self._weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [rows, in]` in bfloat16 or float32; the result is in the same."""
+        """`x [rows, in]` in bfloat16 or float32; the result has the same dtype."""
         return self._multiply(x, None, x.dtype)
 
     def of_quantized(self, x: QuantizedActivations, dtype: torch.dtype) -> torch.Tensor:
-        """Of rows in int8, with a scale each; the result is in `dtype`."""
+        """The GEMM of quantized activations: int8, one scale per token; the result is in `dtype`."""
         return self._multiply(x.codes, x.scales, dtype)
 
     def _multiply(
@@ -123,10 +123,10 @@ class PackedLinear:
         return y
 
     def fuse_bias(self, bias: torch.Tensor) -> None:
-        """Add `bias [out]` to every row, before it is rounded to the dtype of the input."""
+        """Add `bias [out]` to every row, in float32, before the cast to the output dtype."""
         self._bias = bias.to(torch.float32).contiguous()
         self.weight_bytes += self._bias.nbytes
 
     def columns(self, columns: torch.Tensor) -> torch.Tensor:
-        """Weights of some input channels, float32 `[out, columns]`; symmetric 8-bit rows only."""
+        """Dequantized weights of some input channels, float32 `[out, columns]`; symmetric 8-bit only."""
         return self._weight.columns(columns)

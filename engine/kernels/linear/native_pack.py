@@ -1,4 +1,4 @@
-"""From a grid to the layout that the C kernels read; `weight.h` draws it."""
+"""Weight packing for the C kernels: from a grid to the layout that `weight.h` describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..common.build import native
 from .grid import Grid
 
 PANEL, CHUNK = 32, 32
-_SLAB_PANELS = 32  # at a time, so that what the packing makes on its way stays small
+_SLAB_PANELS = 32  # panels packed at a time: bounds the temporaries
 _PLANES = (4, 2, 1)
 
 
@@ -36,11 +36,11 @@ class WeightStruct(ctypes.Structure):
 
 
 class PackedWeight:
-    """A grid in the kernels' layout: the tensors that hold it, and the struct that points at them.
+    """A grid in the C kernels' layout: its tensors, and the struct that points at them.
 
     Args:
         grid: the weight.
-        max_step: input channels at most whose products are summed before they are scaled.
+        max_step: the most input channels that are accumulated before a scale is applied.
     """
 
     def __init__(self, grid: Grid, max_step: int) -> None:
@@ -75,7 +75,7 @@ class PackedWeight:
         )
 
     def columns(self, columns: torch.Tensor) -> torch.Tensor:
-        """Weights of some input channels, float32 `[out, columns]`: 8-bit codes, a scale a row."""
+        """Dequantized weights of some input channels, float32 `[out, columns]`: 8-bit, per channel."""
         bytes_ = self._tensors["codes"].unflatten(-1, (PANEL, 4))
         chosen = bytes_[:, columns // CHUNK, columns % CHUNK // 4, :, columns % 4]
         codes = chosen.permute(1, 2, 0).flatten(0, 1).to(torch.float32) - self._base
@@ -83,7 +83,7 @@ class PackedWeight:
 
 
 def step_of(group: int, max_step: int) -> int:
-    """Input channels whose products are summed before they are scaled: a group, or an even part of it."""
+    """Input channels accumulated before a scale is applied: a group, or an even part of it."""
     parts = -(-group // max_step)
     while group % parts or (group // parts) % CHUNK:
         if parts * CHUNK > group:
@@ -103,7 +103,7 @@ class _PackCall(ctypes.Structure):
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes uint8 `[out, in]` as planes of bits, uint8 `[panels, chunks, bits, 4 * PANEL]`."""
+    """Pack codes uint8 `[out, in]` into bit planes, uint8 `[panels, chunks, bits, 4 * PANEL]`."""
     library = native(Path(__file__).with_name("pack.c")).library
     if library is None:
         return pack_codes_torch(codes, bits)
@@ -118,7 +118,7 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def pack_codes_torch(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """The same with torch's operations."""
+    """The same in torch, for machines without the C kernels."""
     out_features, in_features = codes.shape
     panels, chunks = -(-out_features // PANEL), -(-in_features // CHUNK)
     packed = torch.empty(panels, chunks, bits, 4 * PANEL, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Quantized linears on the C kernels: what serves which scheme, and with inputs in how many bits."""
+"""Quantized linears on the C kernels: W4A16/W8A16-style, W8A8 and LLM.int8()."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .grid import Grid
 from .native_linear import InputDtype, PackedLinear
 
 OPTIONAL_LEVELS = 127.0
-"""Codes for the largest input of a token where 8-bit inputs are the user's wish, not the scheme's.
+"""int8 code of a token's largest input where 8-bit inputs are an option of the user, not of the scheme.
 
-The largest is then exact; schemes of compressed-tensors say 127.5, and lose half a step of it.
+The largest input is then exact; compressed-tensors' 127.5 is half a step off.
 """
 
 
 class _Packed:
-    """What both have: the packed weight, its bytes, and a bias of its own."""
+    """Base of the linears: the packed GEMM, its weight bytes and its fused bias."""
 
     def __init__(self, linear: PackedLinear) -> None:
         self._linear = linear
@@ -36,9 +36,9 @@ class _Packed:
 
 
 class Packed16Linear(_Packed):
-    """Inputs in the engine's dtype: the numbers of the dequantized weight, summed in float32.
+    """Mixed-input GEMM (W4A16, W8A16): inputs in the engine's dtype, float32 accumulation.
 
-    Where the scheme rounds inputs in a way that has no integer kernel, they are rounded first.
+    Where the scheme quantizes activations in a way that has no integer GEMM, they are fake-quantized.
     """
 
     def __init__(self, weight: QuantizedTensor, grid: Grid, dtype: torch.dtype) -> None:
@@ -52,7 +52,7 @@ class Packed16Linear(_Packed):
 
 
 class Packed8Linear(_Packed):
-    """Inputs in 8 bits, a scale for every token, and integer products."""
+    """Integer GEMM with int8 inputs: per-token dynamic or static scales."""
 
     def __init__(self, weight: QuantizedTensor, grid: Grid, dtype: torch.dtype) -> None:
         assert isinstance(weight, IntTensor | GgufTensor)
@@ -72,7 +72,7 @@ class Packed8Linear(_Packed):
 
 
 class PackedOutlierLinear(_Packed):
-    """LLM.int8(): inputs from a threshold up are multiplied as they are, the others in 8 bits."""
+    """LLM.int8(): outlier inputs (magnitude >= threshold) in a float matmul, the others in an int8 GEMM."""
 
     def __init__(self, weight: VectorwiseTensor, grid: Grid) -> None:
         self._threshold = weight.scheme.threshold
@@ -90,7 +90,7 @@ class PackedOutlierLinear(_Packed):
 
 
 def wants_8_bit_inputs(scheme: Scheme, input_bits: int) -> bool:
-    """Whether integer products are what the scheme says, or what the user accepts where it says nothing."""
+    """Whether to use an integer GEMM: the scheme asks for one, or leaves it open and `input_bits` is 8."""
     if isinstance(scheme, VectorwiseScheme):
         return True
     activations: Activations | None = scheme.activations

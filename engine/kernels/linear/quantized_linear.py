@@ -1,7 +1,7 @@
-"""A linear layer whose weight stays packed: `y = x @ ((codes - zeros) * scales).T`.
+"""Quantized linears: dispatch over GEMM kernels for packed weights, `y = x @ ((codes - zeros) * scales).T`.
 
-The weight is repacked once at load, into the layout that the kernel reads. No kernel keeps a
-floating-point copy of it: the fallback makes a tile of floats at a time and drops it.
+The weight is repacked once at load, into the kernel's layout. No kernel keeps a floating-point copy of
+it: the fallback dequantizes one tile at a time.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ MAX_INPUTS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinearKernelQuery:
-    """What a candidate may look at.
+    """Kernel query of a quantized linear: device, dtype, shape, scheme.
 
-    `dtype` is the activations'; with `input_bits` 8 a kernel may round them where the scheme does not ask
-    for it.
+    `dtype` is the activations'; with `input_bits` 8 a kernel may quantize them where the scheme does not
+    ask for it.
     """
 
     device: str
@@ -67,9 +67,9 @@ class QuantizedLinearKernelQuery:
 
 
 class TiledDequantLinear:
-    """The reference: floats for `TILE_ROWS` output channels at a time, then torch's own linear.
+    """The reference: dequantize `TILE_ROWS` output channels at a time, then `functional.linear`.
 
-    It serves every scheme on every device, in the activations' dtype; 4-bit codes lie two to a byte.
+    It supports every scheme on every device, in the activations' dtype; 4-bit codes are packed two per byte.
     """
 
     TILE_ROWS = 1024
@@ -91,17 +91,17 @@ class TiledDequantLinear:
         return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
 
     def _tile(self, rows: slice) -> torch.Tensor:
-        """Weights of some output channels, [rows, in]."""
+        """Dequantized weights of some output channels, [rows, in]."""
         return self._held.rows(rows).dequantize(self._dtype)
 
 
 class _PairedCodes:
-    """A weight whose codes, of at most 4 bits, lie two to a byte."""
+    """A weight with codes of at most 4 bits, packed two per byte."""
 
     def __init__(self, weight: QuantizedTensor) -> None:
         codes = weight.parts()["codes"]
         self._paired = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
-        # All that the weight has but its codes: one byte stands for all of them.
+        # The weight without its codes: a single expanded byte is their placeholder.
         self._rest = _with_codes(weight, codes.new_zeros(1, 1).expand(codes.shape))
         self.nbytes = self._paired.nbytes + weight.nbytes - codes.nbytes
 
@@ -122,7 +122,7 @@ def _with_codes(weight: QuantizedTensor, codes: torch.Tensor) -> QuantizedTensor
 
 
 class Int4PackLinear:
-    """torch's CPU kernel for 4-bit weights and bf16 activations.
+    """W4A16 GEMM of torch on CPU, for bf16 activations.
 
     It computes `(code - 8) * scale + offset`, so a zero point z becomes the offset (8 - z) * scale.
     """
@@ -147,7 +147,7 @@ class Int4PackLinear:
 
 
 class Int8PackLinear:
-    """torch's CPU kernel for signed 8-bit weights with one scale per output channel."""
+    """W8A16 GEMM of torch on CPU, for signed 8-bit weights with one scale per output channel."""
 
     def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
         self._codes = (weight.codes.to(torch.int16) - 128).to(torch.int8)
@@ -332,9 +332,9 @@ QUANTIZED_LINEAR: Operation[
 def prepare_quantized_linear(
     weight: QuantizedTensor, dtype: torch.dtype, input_bits: int = 16
 ) -> LinearKernel:
-    """Repack `weight` for the best kernel that takes activations of `dtype`.
+    """Repack `weight` for the best kernel that supports activations of `dtype`.
 
-    With `input_bits` 8 it may round them to 8 bits where the scheme keeps 16.
+    With `input_bits` 8 the kernel may quantize them to 8 bits where the scheme keeps 16.
     """
     kernel_query = QuantizedLinearKernelQuery(
         next(iter(weight.parts().values())).device.type,

@@ -1,6 +1,7 @@
-"""Up to how many tokens a product that reads codes beats torch's: measured once for a device and a shape.
+"""Autotuned crossover between the fused mixed-input GEMM and dequantize + cuBLAS, in tokens per call.
 
-The answer is kept in the user's cache folder, in a file for each device and version of what was measured.
+Measured once per device and shape, and kept in the user's cache folder: one file per device and version of
+the measured kernels.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from ....quant.base.errors import BadInput
 from ..common.build import cache_folder
 
 TOKENS = (16, 32, 64, 128, 256)
-"""What is tried, in order, until torch is faster."""
+"""Batch sizes that are measured, in order, until cuBLAS is faster."""
 DEFAULT_CROSSOVER = 64
-"""The answer where nothing is measured: in the interpreter, and where there is no room to try."""
+"""The crossover where nothing is measured: in the interpreter, and where memory does not suffice."""
 SOURCES = ("triton_gemm.py", "triton_dequantize.py", "triton_packed_weight.py")
 
 Gemm = Callable[[torch.Tensor], torch.Tensor]
 
 
 def crossover_tokens(name: str, inputs: torch.Tensor, fused: Gemm, dequantized: Gemm) -> int:
-    """The most of `TOKENS` up to which `fused` is no slower than `dequantized`; 1 if it never is.
+    """The largest of `TOKENS` up to which `fused` is no slower than `dequantized`; 1 if it never is.
 
     Args:
-        name: of the weight's shape and kind, which the answer is kept under.
-        inputs: of as many tokens as are tried at most.
+        name: cache key: the weight's shape and kind.
+        inputs: activations of at least `max(TOKENS)` tokens.
     """
     if inputs.device.type != "cuda":
         return DEFAULT_CROSSOVER
@@ -44,7 +45,7 @@ def crossover_tokens(name: str, inputs: torch.Tensor, fused: Gemm, dequantized: 
         try:
             return _seconds(fused, inputs[:tokens]) <= _seconds(dequantized, inputs[:tokens])
         except OutOfResources:
-            return False  # a small GPU has too little shared memory for so many
+            return False  # a small GPU lacks the shared memory for this batch size
 
     path = _file(torch.cuda.get_device_name(inputs.device))
     try:
@@ -54,7 +55,7 @@ def crossover_tokens(name: str, inputs: torch.Tensor, fused: Gemm, dequantized: 
 
 
 def cached_crossover(path: Path, name: str, measure: Callable[[], int]) -> int:
-    """The answer that the file of `path` has under `name`; if it has none, it is measured and kept there."""
+    """The crossover that the file `path` holds under `name`; if absent, it is measured and stored."""
     known = _known(path)
     if name not in known:
         known[name] = measure()
@@ -62,12 +63,12 @@ def cached_crossover(path: Path, name: str, measure: Callable[[], int]) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(known, indent=1, sort_keys=True).encode())
         except (OSError, BadInput):
-            pass  # it is then measured again in the next process
+            pass  # the next process measures again
     return known[name]
 
 
 def last_faster_size(is_faster: Callable[[int], bool]) -> int:
-    """The last of `TOKENS` before the first for which it is not; 1: before them all."""
+    """The last of `TOKENS` before the first that is not faster; 1 if the first is not."""
     last = 1
     for tokens in TOKENS:
         if not is_faster(tokens):
@@ -78,18 +79,18 @@ def last_faster_size(is_faster: Callable[[int], bool]) -> int:
 
 @cache
 def _known(path: Path) -> dict[str, int]:
-    """What a file has, which need not exist and may be damaged."""
+    """The stored crossovers of a file; empty where it is missing or damaged."""
     try:
-        found = json.loads(path.read_text())
+        stored = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    is_sound = isinstance(found, dict) and all(isinstance(one, int) for one in found.values())
-    return found if is_sound else {}
+    is_sound = isinstance(stored, dict) and all(isinstance(n, int) for n in stored.values())
+    return stored if is_sound else {}
 
 
 @cache
 def _file(device_name: str) -> Path:
-    """Where the answers for a device lie: for these sources of the kernels, this torch and this Triton."""
+    """The crossover file of a device, for these kernel sources, this torch and this Triton."""
     import triton
 
     digest = hashlib.sha256(f"{torch.__version__} {triton.__version__}".encode())
@@ -100,7 +101,7 @@ def _file(device_name: str) -> Path:
 
 
 def _seconds(gemm: Gemm, x: torch.Tensor) -> float:
-    """The median time of a call whose weight is not in the cache of the device."""
+    """The median time of a call with a cold L2 cache."""
     from triton.testing import do_bench
 
     milliseconds: Any = do_bench(lambda: gemm(x), warmup=5, rep=20, return_mode="median")

@@ -1,6 +1,6 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
-"""From the codes of a tile to the values that they stand for, in a program of Triton's."""
+"""Dequantization of packed weights in Triton: of a tile in registers, and of a whole weight."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import triton.language as tl
 from .triton_packed_weight import OUTPUTS, TritonPackedWeight
 
 MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
-"""Twice the bits of the number whose last bit is worth 1."""
+"""The bits of the number whose unit in the last place is 1 (128; 1024), in both halves of a word."""
 
 
 @triton.jit
 def scale_of(ptr, outer_ptr, group, output, columns, NESTED: tl.constexpr):
-    """Float32 `[OUTPUTS]`: scales, or lows, of a group."""
+    """Scales, or minimums (offsets), of a group: float32 `[OUTPUTS]`."""
     scale = tl.load(ptr + group * columns + output).to(tl.float32)
     if NESTED > 0:
         scale *= tl.load(outer_ptr + (group // NESTED) * columns + output).to(tl.float32)
@@ -27,7 +27,7 @@ def scale_of(ptr, outer_ptr, group, output, columns, NESTED: tl.constexpr):
 
 @triton.jit
 def group_of(run, piece, PIECES: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr):
-    """The group of a piece. Where runs are whole groups, pieces of one group are seen to be of one."""
+    """The group of a piece, in a form that lets the compiler merge loads where a run spans whole groups."""
     if GROUP == 0:
         group = run * 0
     elif PIECES * PIECE % GROUP == 0:
@@ -58,9 +58,9 @@ def dequantize_tile(
     TABLE_ROW: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Values `[OUTPUTS, PIECE]` of a piece, for products in TYPE: to be scaled, unless the grid is affine.
+    """Dequantize a piece `[OUTPUTS, PIECE]` for a matmul in TYPE; unscaled, unless the grid is affine.
 
-    `magic`: `MAGIC` of TYPE. It is an argument for the assembler's sake, which puts two constants into two
+    `magic`: `MAGIC` of TYPE. It is an argument because the assembler splits the mask and a constant into two
     instructions.
     """
     IS_SHORT: tl.constexpr = TYPE.primitive_bitwidth == 16
@@ -68,7 +68,7 @@ def dequantize_tile(
     if BITS == 4:
         pair = (packed >> (piece * 4)) & 0x000F000F
         if KIND == "code" and IS_SHORT and not IS_AFFINE:
-            # The last bits of 128 in bfloat16, of 1024 in float16.
+            # The code as the low mantissa bits of 128 (bfloat16) or 1024 (float16): no int-to-float cast.
             pair = pair | magic
         codes = tl.interleave(pair & 0xFFFF, (pair >> 16) & 0xFFFF)
     if KIND == "element":
@@ -76,7 +76,7 @@ def dequantize_tile(
     elif KIND == "table":
         value = tl.load(table_ptr + output[:, None] * TABLE_ROW + codes.to(tl.int32))
     elif KIND == "e4m3":
-        # In float16's places the exponent is 8 too small; its subnormal numbers are e4m3's as well.
+        # e4m3 bits shifted into float16: the exponent is 8 too small; subnormals stay exact.
         bits = codes.to(tl.uint16)
         bits = ((bits & 128) << 8) | ((bits & 127) << 7)
         value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -88,7 +88,7 @@ def dequantize_tile(
         zero = ((zero | magic) & 0xFFFF).to(tl.uint16).to(TYPE, bitcast=True)
         value = codes.to(tl.uint16).to(TYPE, bitcast=True) - zero[:, None]
     else:
-        # The last bits of 2**23, which take no conversion to become a float.
+        # The code as the low mantissa bits of 2**23: no int-to-float cast.
         value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
         if IS_AFFINE:
             scale = scale_of(scale_ptr, outer_scale_ptr, group, output, columns, NESTED)
@@ -127,7 +127,7 @@ def _dequantize(
     NESTED: tl.constexpr,
     TABLE_ROW: tl.constexpr,
 ):
-    """The weight as floats [outputs, inputs]. Grid: tiles of outputs, runs."""
+    """Dequantize a weight to floats [outputs, inputs]. Grid: tiles of outputs, runs."""
     PIECES: tl.constexpr = 4 if BITS == 4 else 1
     WORDS: tl.constexpr = PIECE // 2 if BITS == 4 else PIECE
     tile = tl.program_id(0).to(tl.int64)
@@ -168,7 +168,7 @@ def _dequantize(
 
 
 def dequantize(weight: TritonPackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight as floats [out, in], with its columns as they are stored."""
+    """Dequantize a weight to [out, in], columns in the stored order."""
     shape = (weight.out_features, weight.in_features)
     out = torch.empty(shape, dtype=dtype, device=weight.codes.device)
     _dequantize[(weight.padded // OUTPUTS, weight.num_runs)](
@@ -187,13 +187,13 @@ def dequantize(weight: TritonPackedWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pointers(weight: TritonPackedWeight) -> list[torch.Tensor]:
-    """Scales, lows and table; what the weight lacks is not read."""
+    """Kernel pointers: scales, minimums and table; placeholders for what the weight lacks."""
     parts = (weight.outer_scales, weight.lows, weight.outer_lows, weight.table)
     return [weight.scales, *(weight.scales if part is None else part for part in parts)]
 
 
 def strides(weight: TritonPackedWeight, outputs: int) -> tuple[int, int, int]:
-    """Codes from tile to tile of so many outputs, from run to run, and from output to output."""
+    """Strides of the codes between tiles of `outputs`, between runs, and between outputs."""
     if weight.is_packed:
         return weight.codes.stride(0), weight.codes.stride(1), weight.codes.stride(2)
     row = weight.codes.stride(0)
@@ -201,7 +201,7 @@ def strides(weight: TritonPackedWeight, outputs: int) -> tuple[int, int, int]:
 
 
 def constants(weight: TritonPackedWeight) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """Compile-time constants of the kernels."""
     return {
         "PIECE": weight.piece,
         "BITS": 4 if weight.is_packed else 8,

@@ -1,14 +1,15 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # pyright: reportPossiblyUnboundVariable=false
-"""Products with weights as they are stored, `y = x @ weight.T`: one kernel for all grids and inputs.
+"""Mixed-input GEMM with fused dequantization, `y = x @ weight.T`: one kernel for all grids and input dtypes.
 
-A tile of codes becomes values in registers, of the type that the inputs have: bfloat16, float16, float32,
-and int8 or e4m3 where the inputs were rounded to 8 bits. Outputs are the rows of a tile and tokens its
-columns, because the matrix units of Hopper take rows from registers, 64 of them, and as few columns as 8.
+A tile of codes is dequantized in registers to the inputs' dtype: bfloat16, float16, float32, or int8 and
+e4m3 for quantized activations. Outputs are the rows of a tile and tokens its columns, because Hopper's tensor
+cores take rows from registers, 64 of them, and as few columns as 8.
 
-Scales multiply the sums over their groups, not the values, which 16 bits therefore hold exactly where they
-are whole numbers. Where there are few outputs, several programs share the inputs of a tile; how many depends
-on the weight alone, and so do the numbers of a token among up to `FEW_TOKENS`.
+Scales are applied to the partial sums of their groups, not to the weights, so 16 bits hold integer codes
+exactly. With few output tiles the input channels are split over programs (split-K); the number of splits
+depends on the weight alone, so the results are batch-invariant up to `FEW_TOKENS` tokens. With a
+`TokenPermutation` it is a grouped GEMM over experts.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from .triton_dequantize import (
 from .triton_packed_weight import OUTPUTS, PIECES, TritonPackedWeight
 
 FEW_TOKENS = 64
-"""Tokens of a call up to which its inputs are shared among programs."""
+"""Decode-sized batches: tokens per call up to which the GEMM is split-K."""
 MULTIPROCESSORS = 132
-"""Of a Hopper GPU: as many programs are wanted for many tokens, and four times as many for few."""
+"""Of a Hopper GPU: the target number of programs of prefill-sized batches; four times that for decode."""
 
 REDUCE_BLOCK = 512
-"""Elements of a program that joins shares."""
+"""Elements per program of the split-K reduction."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -82,15 +83,15 @@ def _gemm(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: tiles of outputs, shares of the inputs, tiles of rows. `out_ptr` [shares, rows, outputs].
+    """Grid: tiles of outputs, splits of K, tiles of rows. `out_ptr` [splits, rows, outputs].
 
-    `X_RUN`: inputs that share a scale of theirs; 0: all of a row; -1: inputs are floats. With `TOP_K` a tile
-    of rows has its own part of the weight and its own run of `order_ptr`, which says what rows they are; so
-    many of them after each other read the same row of `x`.
+    `X_RUN`: group size of the activation scales; 0: per token; -1: unquantized inputs. With `TOP_K` (grouped
+    GEMM) each tile of rows has one part (expert) of the weight and a range of `order_ptr`, which holds its
+    rows; `TOP_K` consecutive rows read the same row of `x`.
     """
     PIECES: tl.constexpr = 4 if BITS == 4 else 1
     WORDS: tl.constexpr = PIECE // 2 if BITS == 4 else PIECE
-    # An affine grid's values are scaled already. Hopper adds products of e4m3 with few bits: not for long.
+    # Affine grids are dequantized with their scales. Hopper accumulates e4m3 in few bits: keep sums short.
     IS_E4M3: tl.constexpr = x_ptr.dtype.element_ty == tl.float8e4nv
     BY_GROUP: tl.constexpr = (GROUP > 0 and not IS_AFFINE) or X_RUN > 0 or IS_E4M3
     TYPE: tl.constexpr = tl.int32 if IS_INTEGER else tl.float32
@@ -105,7 +106,7 @@ def _gemm(
         row = tl.load(order_ptr + lane, mask=is_row, other=0).to(tl.int64)
         source = row // TOP_K
         tile += tl.load(at) * tl.num_programs(0)
-        # A tile without rows has nothing to do.
+        # An empty tile skips its loop.
         num_runs = tl.where(begin < end, num_runs, 0)
     else:
         row = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -170,7 +171,7 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["num_splits", "size"])
 def _reduce_splits(part_ptr, out_ptr, num_splits, size, BLOCK: tl.constexpr):
-    """Sums of `[num_splits, size]`. Grid: blocks of elements."""
+    """Split-K reduction: sum `[num_splits, size]` over the splits. Grid: blocks of elements."""
     lanes = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = lanes < size
     total = tl.zeros([BLOCK], tl.float32)
@@ -182,13 +183,14 @@ def _reduce_splits(part_ptr, out_ptr, num_splits, size, BLOCK: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class TokenPermutation:
-    """Which rows meet which part of a weight, as tokens visit experts.
+    """Token permutation of a grouped GEMM: rows sorted by expert, in tiles (vLLM: moe_align_block_size).
 
     Attributes:
-        tiles: int32 `[tiles, 3]`: part, and a run of `order`, which may be empty.
-        order: int64 `[rows]`, the rows of the product, part by part.
-        rows: at most so many in a tile.
-        visits: rows of the product that read the same row of `x`.
+        tiles: int32 `[tiles, 3]`: part of the weight (expert), begin and end of a range of `order`, which
+            may be empty.
+        order: int64 `[rows]`, the output rows sorted by part.
+        rows: the most rows of a tile.
+        top_k: output rows that read the same row of `x`.
     """
 
     tiles: torch.Tensor
@@ -204,10 +206,11 @@ def gemm(
     x_scales: torch.Tensor | None = None,
     parts: TokenPermutation | None = None,
 ) -> torch.Tensor:
-    """`x [tokens, in] @ weight.T` in `dtype`, `[tokens, out]`, or with `parts` `[rows, out]`.
+    """`x [tokens, in] @ weight.T` in `dtype`, `[tokens, out]`, or with `parts` `[rows, out]` (grouped GEMM).
 
     Args:
-        x: floats, or with `x_scales`, float32 `[tokens, 1]` or one for each 128 inputs, int8 or e4m3.
+        x: floats; or int8 or e4m3 codes, with `x_scales`.
+        x_scales: float32 `[tokens, 1]`, or `[tokens, groups]` for groups of 128.
     """
     if weight.order is not None:
         x = x.index_select(1, weight.order)
@@ -218,7 +221,7 @@ def gemm(
     if parts is not None:
         rows, row_tiles = parts.rows, parts.tiles.shape[0]
     else:
-        # A tile of the matrix units has 16 rows at least.
+        # `tl.dot` takes at least 16 rows.
         rows = min(2 * FEW_TOKENS, max(16, power_of_two(count)))
         row_tiles = -(-count // rows)
     is_large = rows > FEW_TOKENS
@@ -266,7 +269,7 @@ def gemm(
 
 
 def _reduced(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of `parts` [shares, rows, outputs] over the shares."""
+    """Reduce partial sums [splits, rows, outputs] over the splits."""
     num_splits, rows, outputs = parts.shape
     out = torch.empty(rows, outputs, dtype=dtype, device=parts.device)
     size = out.numel()
@@ -277,7 +280,7 @@ def _reduced(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _stages(x: torch.Tensor, weight: TritonPackedWeight, rows: int, outputs: int) -> int:
-    """Runs that are read ahead, as shared memory has room for them."""
+    """Software-pipelining stages that fit shared memory."""
     inputs = weight.piece * (PIECES if weight.is_packed else 1)
     codes = inputs // 2 if weight.is_packed else inputs * weight.codes.element_size()
     run = rows * inputs * x.element_size() + outputs * codes
@@ -286,7 +289,7 @@ def _stages(x: torch.Tensor, weight: TritonPackedWeight, rows: int, outputs: int
 
 @cache
 def _shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have; without a GPU Hopper's."""
+    """Shared memory per program, in bytes; without a GPU, Hopper's."""
     if device.type != "cuda":
         return 227 * 1024
     driver: Any = triton.runtime.driver.active

@@ -1,4 +1,4 @@
-"""Linears on Triton's products: inputs in floats, or rounded to 8 bits as their scheme says."""
+"""Quantized linears on the Triton GEMM: weight-only (W4A16, W8A16), and W8A8 with int8 or fp8 activations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .triton_packed_weight import TritonPackedWeight
 
 
 class FloatInputLinear:
-    """A weight as codes, and inputs in floats; for many tokens it is made floats before each product."""
+    """Weight-only quantized linear: fused GEMM up to the crossover, dequantize + cuBLAS above it."""
 
     def __init__(
         self, weight: QuantizedTensor, tiles: TritonPackedWeight, dtype: torch.dtype
@@ -44,9 +44,9 @@ class FloatInputLinear:
 
 
 class QuantizedInputLinear:
-    """A weight of whole numbers or of e4m3 floats, and inputs rounded to the same kind of number.
+    """W8A8 linear: quantized activations, int8 by integer codes or e4m3 by e4m3.
 
-    Many tokens by e4m3 with a scale for each channel and token is torch's own product, in bfloat16.
+    Above the crossover, e4m3 with per-channel and per-token scales and bfloat16 output uses `_scaled_mm`.
     """
 
     def __init__(
@@ -89,5 +89,5 @@ class QuantizedInputLinear:
 
 
 def _crossover_inputs(tiles: TritonPackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Inputs to measure with."""
+    """Activations to measure the crossover with."""
     return torch.ones(max(TOKENS), tiles.in_features, dtype=dtype, device=tiles.codes.device)

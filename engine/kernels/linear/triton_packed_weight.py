@@ -1,8 +1,9 @@
-"""A weight in tiles, as Triton's products read it, whatever its grid.
+"""Packed weights of the Triton GEMM: one layout for all grids.
 
-Codes of up to 4 bits lie eight to a word and tile by tile, so that a program reads a tile at once. A run of
-inputs is four pieces, of which a word has two neighbours each, in its two halves: a shift and a mask make the
-pair, already where 16-bit floats have their last bits. Wider codes and floats lie row by row.
+Codes of up to 4 bits are packed eight per 32-bit word, tile by tile, so that a tile is one contiguous load. A
+run (K tile) of inputs is four pieces; a word has two neighbouring inputs of each piece, one in either half: a
+shift and a mask extract the pair, already at the low mantissa bits of two 16-bit floats. Wider codes and
+floats are stored row by row.
 """
 
 from __future__ import annotations
@@ -32,31 +33,31 @@ from .grid import Grid, grid_of, refuses_grid
 OUTPUTS = 64
 """Output channels of a tile of 4-bit codes."""
 PADDED = 2 * OUTPUTS
-"""Output channels that a weight is filled up to a multiple of: of codes in rows, two tiles may be one."""
+"""Output channels are padded to a multiple of this: row-wise codes may be read two tiles at a time."""
 
 PIECES = 4
-"""Of a run of 4-bit codes."""
+"""Pieces per run of 4-bit codes."""
 
 Kind = Literal["element", "code", "e4m3", "table"]
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPackedWeight:
-    """A weight `[out, in]`.
+    """A packed weight `[out, in]`.
 
     Attributes:
         codes: int32 `[tiles, runs, OUTPUTS, piece / 2]`, eight codes each; or `[padded, in]`.
-        kind: what a code is: the value itself (int8, e4m3 or a wider float), a whole number, the bits of an
-            e4m3 float, or a place in `table`.
+        kind: what a code is: the element itself (int8, e4m3 or a wider float), an integer code, the bits of
+            an e4m3 float, or an index into `table`.
         piece: inputs of one group that a program reads at a time.
-        scales: `[groups, padded]`, floats; or int8, of `outer_scales`.
-        group: inputs that share a scale; 0 is all of them.
-        zero: the code of zero if all share it, else -1, and `lows [groups, padded]` has it.
-        is_affine: whether `lows` are taken off after scaling, not before.
+        scales: `[groups, padded]`, floats; or int8, in units of `outer_scales`.
+        group: group size: inputs that share a scale; 0: all of them (per channel).
+        zero: the zero point if all groups share it, else -1, and `lows [groups, padded]` has it.
+        is_affine: whether `lows` are minimums (offsets) subtracted after scaling, not zero points before.
         outer_scales, outer_lows: `[groups / nested, padded]`, where scales and lows are int8.
-        table: float32 `[1, 16]`, or `[padded, codes]` with one for every output.
-        order: int64 `[in]`, the input that each column belongs to; None in order.
-        num_parts: weights of one shape that lie one behind the other.
+        table: float32 `[1, 16]`, or `[padded, codes]`: a lookup table per output channel.
+        order: int64 `[in]`, the input of each column (act-order); None: not permuted.
+        num_parts: stacked weights of one shape (the experts of a grouped GEMM).
     """
 
     codes: torch.Tensor
@@ -78,35 +79,38 @@ class TritonPackedWeight:
 
     @property
     def is_packed(self) -> bool:
-        """Whether codes lie eight to a word."""
+        """Whether codes are packed eight per word."""
         return self.codes.dim() == 4
 
     @property
     def num_runs(self) -> int:
-        """Runs of inputs that a program reads one after the other."""
+        """Runs (K tiles) of a row."""
         return self.in_features // (self.piece * (PIECES if self.is_packed else 1))
 
     @property
     def padded(self) -> int:
-        """Outputs of all parts, with those that fill each up."""
+        """Output channels of all parts, padding included."""
         return self.scales.shape[1]
 
     @property
     def part_outputs(self) -> int:
-        """Outputs of one part, with those that fill it up."""
+        """Output channels of one part, padding included."""
         return self.padded // self.num_parts
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that one product reads of it."""
+        """Bytes of the weight that one GEMM reads."""
         parts = (self.codes, self.scales, self.lows, self.outer_scales, self.outer_lows, self.table)
         return sum(part.nbytes for part in parts if part is not None)
 
 
 def piece_of(in_features: int, group: int, bits: int, most: int = 64) -> int | None:
-    """Inputs of one group (0: all are of one) that are read at a time, as many as fit; None: too few do.
+    """The largest piece (inputs of one group read at a time) for a shape; None: the shape has none.
 
-    `most`: for what is not 8 bits wide; where values are looked up, more take too many registers.
+    Args:
+        group: group size; 0: per channel.
+        most: largest piece of codes that are not 8 bits wide; smaller for lookup tables, which take
+            more registers.
     """
     run, most = PIECES if bits <= 4 else 1, 128 if bits == 8 else most
     sizes = (size for size in (128, 64, 32, 16) if size <= most)
@@ -114,7 +118,7 @@ def piece_of(in_features: int, group: int, bits: int, most: int = 64) -> int | N
 
 
 def refuses_packing(scheme: Scheme, in_features: int) -> str | None:
-    """Why weights of a scheme have no tiles; None if they have."""
+    """The reason why weights of a scheme cannot be packed; None if they can."""
     if isinstance(scheme, LookupScheme):
         if scheme.sparse_fraction:
             return "it has no sparse weights beside the codes"
@@ -128,7 +132,7 @@ def refuses_packing(scheme: Scheme, in_features: int) -> str | None:
 
 
 def scale_group(scheme: Scheme) -> int:
-    """Inputs that share a scale; 0: all."""
+    """Group size of a scheme's scales, in inputs; 0: per channel."""
     if isinstance(scheme, IntScheme):
         return 0 if scheme.group_size == PER_CHANNEL else scheme.group_size
     if isinstance(scheme, CodebookScheme):
@@ -144,19 +148,19 @@ def scale_group(scheme: Scheme) -> int:
 def pack_weight(
     weight: QuantizedTensor, elements: Collection[torch.dtype]
 ) -> TritonPackedWeight | None:
-    """The tiles of a weight whose scheme `refuses_packing` does not refuse.
+    """Pack a weight whose scheme `refuses_packing` supports.
 
-    `elements` are those of int8 and e4m3 that need not be decoded, because the GPU or the product takes them.
-    None for the rare weight that is not as its scheme promises: unequal groups of a permuted one.
+    `elements`: those of int8 and e4m3 that the GPU's matmul takes directly, without dequantization.
+    None for the rare weight that violates its scheme: an act-order weight with unequal groups.
     """
     if isinstance(weight, LookupTensor):
         ones = weight.table.new_ones(weight.out_features, 1)
         grid = Grid(weight.codes, weight.scheme.bits, PER_CHANNEL, ones, table=weight.table)
     else:
-        found = grid_of(weight)
-        if found is None:
+        weight_grid = grid_of(weight)
+        if weight_grid is None:
             return None
-        grid = found
+        grid = weight_grid
     out, inputs = grid.codes.shape
     group = 0 if grid.group in (PER_CHANNEL, inputs) else grid.group
     piece = piece_of(inputs, group, grid.bits, 64 if grid.table is None else 32)
@@ -197,7 +201,7 @@ def pack_weight(
 
 
 def pack_float_weight(weight: torch.Tensor) -> TritonPackedWeight | None:
-    """The tiles of a plain weight [out, in]; None: its rows are no multiple of 16."""
+    """Pack an unquantized weight [out, in]; None: its rows are no multiple of 16."""
     out, inputs = weight.shape
     if (piece := piece_of(inputs, 0, 16)) is None:
         return None
@@ -208,7 +212,7 @@ def pack_float_weight(weight: torch.Tensor) -> TritonPackedWeight | None:
 
 
 def stack_packed_weights(weights: Sequence[TritonPackedWeight]) -> TritonPackedWeight | None:
-    """Weights of one shape as the parts of one; None: they are of different kinds."""
+    """Stack weights of one shape for a grouped GEMM; None: their kinds or layouts differ."""
     if len({weight.codes.dtype for weight in weights}) > 1:
         return None
     joined: dict[str, Any] = {"num_parts": len(weights)}
@@ -234,7 +238,7 @@ def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _elements(grid: Grid, elements: Collection[torch.dtype]) -> tuple[Kind, torch.Tensor]:
-    """What the codes are, `[out, in]`."""
+    """The kind of the codes, and the codes `[out, in]`."""
     if grid.table is not None:
         return "table", grid.codes
     if grid.is_fp8:
@@ -247,16 +251,16 @@ def _elements(grid: Grid, elements: Collection[torch.dtype]) -> tuple[Kind, torc
 
 
 def _packed(codes: torch.Tensor, piece: int) -> torch.Tensor:
-    """Eight codes to a word: of piece p the two neighbours lie in bits 4p and 4p + 16."""
+    """Pack eight codes per word: the two neighbours of piece p are at bits 4p and 4p + 16."""
     runs = codes.shape[1] // (PIECES * piece)
     tiles = codes.view(-1, OUTPUTS, runs, PIECES, piece // 2, 2).permute(0, 2, 1, 4, 5, 3)
-    # Two codes make a byte, and four bytes a word, the lowest first.
+    # Two codes make a byte, and four bytes a word, lowest first (little-endian).
     low, high = tiles[..., 0::2], tiles[..., 1::2]
     return (low | (high << 4)).flatten(-2).contiguous().view(torch.int32).squeeze(-1)
 
 
 def _narrow(scales: torch.Tensor) -> torch.Tensor:
-    """Scales in bfloat16 if that changes none of them."""
+    """Scales in bfloat16 if that is lossless."""
     if scales.dtype is not torch.float32:
         return scales
     short = scales.to(torch.bfloat16)

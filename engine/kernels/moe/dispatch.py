@@ -1,4 +1,4 @@
-"""Which kernel runs the experts of a mixture, and why the others do not."""
+"""Dispatch of mixture-of-experts kernels: grouped GEMM, or a loop over experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .experts import Expert, ExpertsKernel, LoopedExperts
 
 @dataclass(frozen=True, slots=True)
 class ExpertsKernelQuery:
-    """What a candidate may look at; `is_whole`: all the model's experts are here."""
+    """Kernel query of the experts: device and dtype; `is_whole`: all of the model's experts are local."""
 
     device: str
     dtype: torch.dtype
@@ -32,12 +32,12 @@ def _refuses_grouped(kernel_query: ExpertsKernelQuery) -> str | None:
 
 
 def _grouped(
-    experts: Sequence[Expert], numbers: range, count: int, on_inputs: bool
+    experts: Sequence[Expert], expert_ids: range, count: int, on_inputs: bool
 ) -> ExpertsKernel:
     from .triton_experts import group
 
     grouped = group(experts, on_inputs)
-    return LoopedExperts(experts, numbers, count, on_inputs) if grouped is None else grouped
+    return LoopedExperts(experts, expert_ids, count, on_inputs) if grouped is None else grouped
 
 
 EXPERTS: Operation[

@@ -1,4 +1,4 @@
-"""The experts of a mixture on the tokens routed to them: the contract, and the reference that loops."""
+"""Mixture-of-experts: the interface of experts kernels, and the reference that loops over experts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..linear.linear import LinearKernel
 
 
 class ExpertLinear(Protocol):
-    """One of an expert's linears."""
+    """A linear of an expert."""
 
     @property
     def kernel(self) -> LinearKernel | None:
-        """The kernel that is all of it; None: there are several."""
+        """The GEMM kernel, if the linear is a single one; None: there are several."""
         ...
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Of `[out]`."""
+        """`[out]`, or None."""
         ...
 
     @property
@@ -28,7 +28,7 @@ class ExpertLinear(Protocol):
 
 
 class Expert(Protocol):
-    """A gated MLP: `down(combine(gate, up))`, gate and up stacked."""
+    """A gated MLP: `down(combine(gate, up))`, gate and up in one stacked linear."""
 
     @property
     def gate_up(self) -> ExpertLinear: ...
@@ -46,30 +46,31 @@ class Expert(Protocol):
 
 
 class ExpertsKernel(Protocol):
-    """`sum(weight * expert(x))`, or with weights on the inputs `sum(expert(weight * x))`."""
+    """Routed experts: `sum(weight * expert(x))` over the top-k, or `sum(expert(weight * x))` if on inputs."""
 
     @property
     def weight_bytes(self) -> int:
-        """Of all experts: a full batch may visit each."""
+        """Weight bytes of all experts: a large batch may activate every one."""
         ...
 
     @property
     def is_capturable(self) -> bool:
-        """Whether it does the same operations whatever visits which expert."""
+        """Whether it can be captured into a graph: its operations do not depend on the routing."""
         ...
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """`x` [tokens, hidden]; `weights`, and `experts` (int64), [tokens, visits]."""
+        """`x` [tokens, hidden]; top-k `weights` and `experts` (ids, int64) [tokens, top_k]."""
         ...
 
 
 class LoopedExperts:
-    """The reference: one after the other, each with the tokens that visit it.
+    """The reference: a loop over experts, each on the tokens routed to it.
 
     Args:
-        numbers: of these experts among `count`.
+        numbers: ids of these experts, of `count` in the model.
+        on_inputs: whether routing weights multiply the inputs instead of the outputs.
     """
 
     is_capturable = False
@@ -85,7 +86,7 @@ class LoopedExperts:
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
         weights = weights.to(x.dtype).flatten()
-        # Visits in the order of the experts: each expert's tokens then form a run.
+        # Token permutation: sorted by expert, each expert's tokens are contiguous.
         permutation = experts.flatten().argsort(stable=True)
         tokens = permutation // experts.shape[1]
         counts = torch.bincount(experts.flatten(), minlength=self._count).tolist()

@@ -1,4 +1,4 @@
-"""The experts of a mixture in two products, whatever token visits whichever: no count leaves the device."""
+"""Fused mixture-of-experts: two grouped GEMMs over permuted tokens, without host synchronisation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .triton_token_permutation import permute_tokens
 
 
 class GroupedLinear:
-    """A linear of every expert, `[out, in]` each, as one weight of so many parts."""
+    """Grouped GEMM: the same linear of every expert, `[out, in]` each, stacked into one packed weight."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class GroupedLinear:
     def __call__(
         self, x: Rows, dtype: torch.dtype, parts: TokenPermutation, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Rows `[top_k, out]`, in the order of `experts [top_k]`."""
+        """Rows `[tokens * top_k, out]`, in the order of the expert ids `experts [tokens * top_k]`."""
         if self.activation_quant is not None and isinstance(x, torch.Tensor):
             x = round_rows(x, self.activation_quant)
         if isinstance(x, QuantizedActivations):
@@ -51,7 +51,7 @@ class GroupedLinear:
 
 
 class GroupedExperts:
-    """Visits in the order of the experts; each tile of rows meets the weight of its own."""
+    """Experts as grouped GEMMs: rows are sorted by expert, each tile of rows uses one expert's weight."""
 
     is_capturable = True
 
@@ -71,11 +71,11 @@ class GroupedExperts:
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
         tokens, top_k = experts.shape
-        numbers, weights = experts.flatten(), weights.to(x.dtype)
+        expert_ids, weights = experts.flatten(), weights.to(x.dtype)
         if self._on_inputs:
             x = (x[:, None, :] * weights[:, :, None]).flatten(0, 1)
-        permutation = permute_tokens(numbers, self._count, 1 if self._on_inputs else top_k)
-        gate, up = self._gate_up(x, x.dtype, permutation, numbers).chunk(2, dim=-1)
+        permutation = permute_tokens(expert_ids, self._count, 1 if self._on_inputs else top_k)
+        gate, up = self._gate_up(x, x.dtype, permutation, expert_ids).chunk(2, dim=-1)
         activation_quant = self._down.activation_quant
         if activation_quant is not None and isinstance(self._combine, FusesGateQuant):
             inner: Rows = self._combine.quantized(gate, up, activation_quant)
@@ -85,7 +85,7 @@ class GroupedExperts:
             inner,
             x.dtype,
             TokenPermutation(permutation.tiles, permutation.order, permutation.rows, 1),
-            numbers,
+            expert_ids,
         )
         out = out.view(tokens, top_k, -1)
         if self._on_inputs:
@@ -94,22 +94,22 @@ class GroupedExperts:
 
 
 def group(experts: Sequence[Expert], on_inputs: bool) -> GroupedExperts | None:
-    """The experts as one; None: they are too different, or their weights fit no tiles."""
-    gate_up = _joined([expert.gate_up for expert in experts])
-    down = _joined([expert.down for expert in experts])
+    """The experts as grouped GEMMs; None: they differ too much, or their weights cannot be packed."""
+    gate_up = _stacked([expert.gate_up for expert in experts])
+    down = _stacked([expert.down for expert in experts])
     if gate_up is None or down is None:
         return None
     return GroupedExperts(gate_up, down, experts[0].combine, len(experts), on_inputs)
 
 
-def _joined(linears: Sequence[ExpertLinear]) -> GroupedLinear | None:
+def _stacked(linears: Sequence[ExpertLinear]) -> GroupedLinear | None:
     kernels = [linear.kernel for linear in linears]
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    tiles = [found for kernel in kernels if (found := _packed_weight(kernel)) is not None]
+    tiles = [packed for kernel in kernels if (packed := _packed_weight(kernel)) is not None]
     activation_quants = [
         kernel.activation_quant for kernel in kernels if isinstance(kernel, QuantizedInputLinear)
     ]
-    # Scales that calibration fixed are an expert's own.
+    # Static activation scales differ per expert.
     is_fixed = any(
         activation_quant.input_scale is not None for activation_quant in activation_quants
     )

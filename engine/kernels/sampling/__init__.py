@@ -1,1 +1,1 @@
-"""Sampling on the device."""
+"""Sampling kernels: penalties, token masks, min-p / top-k / top-p, exponential-race sampling."""

@@ -1,7 +1,8 @@
 # pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-"""Draws from rows of scores, without a sort: thresholds are searched for by what lies above them.
+"""Sampling in Triton without a sort: min-p / top-k / top-p by threshold search, then the Gumbel-max trick.
 
-Each kernel works on float32 scores [rows, vocab]. A row's numbers depend on that row alone.
+A threshold is found by multi-way bisection on the count or probability mass above it. All kernels take
+float32 scores (logits) [rows, vocab] and are batch-invariant: a row depends on that row alone.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import triton.language as tl
 
 BLOCK = 2048
 PIVOTS = 8
-"""Thresholds that one pass over a row tries."""
+"""Candidate thresholds per pass over a row."""
 PART = 16384
-"""Tokens of a row that one program draws from; the best of the parts' tokens is the row's."""
+"""Tokens of a row that one program samples from; the row's token is the best over its parts."""
 _ALL = tl.constexpr(1 << 30)
 _LOWEST = tl.constexpr(-2139095041)
 """The key of minus infinity."""
@@ -22,21 +23,21 @@ _LOWEST = tl.constexpr(-2139095041)
 
 @triton.jit
 def _key(x):
-    """An integer for each float, in the same order."""
+    """Order-preserving map from float32 to int32."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _value(key):
-    """The float of a key."""
+    """The inverse of `_key`."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scores(row_ptr, lanes, size, temperature):
-    """Some of a row's scores, over the temperature; as they are where it is 0."""
+    """Scores of a row's `lanes`, scaled by the temperature; unscaled if it is 0 (greedy)."""
     x = tl.load(row_ptr + lanes, mask=lanes < size, other=float("-inf"))
     if temperature > 0.0:
         x = tl.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + temperature)
@@ -54,16 +55,16 @@ def _above(
     PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How many tokens have keys above each pivot, or exp(score - top) of them all; float32 [PIVOTS]."""
-    found = tl.full([PIVOTS, BLOCK], 0.0, tl.float32)
+    """The number of tokens with keys above each pivot, or their mass exp(score - top); float32 [PIVOTS]."""
+    sums = tl.full([PIVOTS, BLOCK], 0.0, tl.float32)
     for begin in range(0, size, BLOCK):
         x = _scores(row_ptr, begin + tl.arange(0, BLOCK), size, temperature)
         weight = tl.full([BLOCK], 1.0, tl.float32)
         if BY_MASS:
             weight = tl.exp(x - top)
         is_above = _key(x)[None, :].to(tl.int64) > pivots[:, None]
-        found += tl.where(is_above, weight[None, :], 0.0)
-    return tl.sum(found, 1)
+        sums += tl.where(is_above, weight[None, :], 0.0)
+    return tl.sum(sums, 1)
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def _search(
     PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The least key from `lowest` on above which there is less than `target`, and what is above it."""
+    """The least key >= `lowest` with less than `target` (count or mass) above it, and what is above it."""
     low = lowest
     high = _key(top).to(tl.int64)
     above = top * 0.0
@@ -86,10 +87,10 @@ def _search(
     while low < high:
         step = (high - low + PIVOTS) // PIVOTS
         pivots = tl.minimum(low + (ways + 1) * step - 1, high)
-        found = _above(row_ptr, size, temperature, top, pivots, BY_MASS, PIVOTS, BLOCK)
-        # There is nothing above the highest pivot that counts, so at least one is under the target.
-        passed = tl.sum((found >= target).to(tl.int32), 0)
-        above = tl.sum(tl.where(ways == passed, found, 0.0), 0)
+        sums = _above(row_ptr, size, temperature, top, pivots, BY_MASS, PIVOTS, BLOCK)
+        # Nothing is above the highest pivot, so at least one pivot is under the target.
+        passed = tl.sum((sums >= target).to(tl.int32), 0)
+        above = tl.sum(tl.where(ways == passed, sums, 0.0), 0)
         high = tl.minimum(low + (passed + 1) * step - 1, high)
         low = low + passed * step
     return high, above
@@ -106,10 +107,10 @@ def _narrow(
     PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What min-p, then top-k, then top-p leave of a row: `threshold` and `last`. Grid: rows.
+    """Apply min-p, then top-k, then top-p to a row: writes `threshold` and `last`. Grid: rows.
 
-    A token stays if its score over the temperature is above the threshold, or is the threshold and the
-    token is at most `last`: of equals those that come first stay, as in a stable sort.
+    A token is kept if its scaled score is above the threshold, or equals it and the token id is at most
+    `last`: ties are broken by token id, as in a stable sort.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = score_ptr + row * size
@@ -131,27 +132,27 @@ def _narrow(
                 at = _key(top + tl.log(min_p)).to(tl.int64)
             if top_k > 0:
                 target = top_k.to(tl.float32)
-                found, above = _search(
+                key, above = _search(
                     row_ptr, size, temperature, top, at, target, False, PIVOTS, BLOCK
                 )
-                quota = tl.where(found > at, target - above, tl.minimum(quota, target - above))
-                at = found
+                quota = tl.where(key > at, target - above, tl.minimum(quota, target - above))
+                at = key
             if top_p < 1.0:
-                # Above the threshold, and with what is at it.
+                # The mass above the threshold, and the mass at or above it.
                 ways = tl.arange(0, PIVOTS)
                 both = _above(row_ptr, size, temperature, top, at - ways, True, PIVOTS, BLOCK)
                 above = tl.sum(tl.where(ways == 0, both, 0.0), 0)
                 with_it = tl.sum(tl.where(ways == 1, both, 0.0), 0)
-                own = tl.exp(_value(at.to(tl.int32)) - top)
-                target = top_p * tl.minimum(above + quota * own, with_it)
-                found, above = _search(
+                mass = tl.exp(_value(at.to(tl.int32)) - top)
+                target = top_p * tl.minimum(above + quota * mass, with_it)
+                key, above = _search(
                     row_ptr, size, temperature, top, at, target, True, PIVOTS, BLOCK
                 )
-                own = tl.exp(_value(found.to(tl.int32)) - top)
-                left = tl.where(own > 0.0, tl.ceil((target - above) / own), 1.0 * _ALL)
+                mass = tl.exp(_value(key.to(tl.int32)) - top)
+                left = tl.where(mass > 0.0, tl.ceil((target - above) / mass), 1.0 * _ALL)
                 left = tl.maximum(left, 1.0)
-                quota = tl.where(found > at, left, tl.minimum(quota, left))
-                at = found
+                quota = tl.where(key > at, left, tl.minimum(quota, left))
+                at = key
             last = row * 0 + size
             seen = row * 0
             for begin in range(0, size, BLOCK):
@@ -168,7 +169,7 @@ def _narrow(
 
 @triton.jit
 def _noise(seed, position, stream, lanes):
-    """Exp(1) noise of some tokens, from Philox keyed by the seed: counter (token, position, stream).
+    """Exp(1) noise of a row's `lanes`: Philox keyed by the seed, counter (token, position, stream).
 
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), Philox4x32-10.
     """
@@ -176,17 +177,17 @@ def _noise(seed, position, stream, lanes):
     place = (lanes * 0 + position).to(tl.uint32)
     which = (lanes * 0 + stream).to(tl.uint32)
     bits, _, _, _ = tl.philox(seed, token, place, which, token * 0)
-    # Between 2^-33 and just under 1: neither the logarithm nor the quotient by what comes of it overflows.
+    # In [2^-33, 1): neither the logarithm nor a division by the noise overflows.
     uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     uniform = tl.minimum(uniform, 0.99999994)
-    # Near 0, 1 - u would round what decides a draw among many tokens.
+    # Near 0, 1 - u would round away the bits that decide the race among many tokens.
     series = uniform * (1.0 + uniform * (0.5 + uniform * 0.3333333333))
     return tl.where(uniform < 0.001, series, -tl.log(1.0 - uniform))
 
 
 @triton.jit
 def _exponential(key_ptr, out_ptr, size, stream, BLOCK: tl.constexpr):
-    """Noise as it is. Grid: rows, blocks of a row; `key_ptr` int64 [rows, 2]: seed, position."""
+    """Write Exp(1) noise. Grid: rows, blocks of a row; `key_ptr` int64 [rows, 2]: seed, position."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seed, position = tl.load(key_ptr + row * 2), tl.load(key_ptr + row * 2 + 1)
@@ -207,10 +208,10 @@ def _draw(
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The best token of each part of a row: argmax(p / e). Grid: rows, parts.
+    """Sample a token from each part of a row, by an exponential race: argmax(p / e). Grid: rows, parts.
 
-    With noise e that is argmax(score - log e) over the tokens that stay; without temperature the scores
-    decide alone.
+    With Exp(1) noise e that is argmax(score - log e) over the kept tokens (Gumbel-max); greedy without
+    temperature.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(float_ptr + row * 3)
@@ -237,10 +238,10 @@ def _draw(
 
 @triton.jit
 def _penalize(score_ptr, row_ptr, count_ptr, place_ptr, penalty_ptr, size, BLOCK: tl.constexpr):
-    """Penalties in place. Grid: penalized rows, blocks of a row.
+    """Apply repetition, frequency and presence penalties in place. Grid: penalized rows, blocks of a row.
 
-    `row_ptr` says which row, `place_ptr` which of the counts are its own: twice the occurrences in the
-    output, plus one where a token is in the prompt. `penalty_ptr` [rows, 3]: repetition, frequency,
+    `row_ptr` holds the rows of the scores, `place_ptr` the rows of the token counts: twice the occurrences
+    in the output, plus one where a token is in the prompt. `penalty_ptr` [rows, 3]: repetition, frequency,
     presence.
     """
     index = tl.program_id(0).to(tl.int64)
@@ -273,10 +274,10 @@ def _constrain(
     BLOCK: tl.constexpr,
     STOP_IDS: tl.constexpr,
 ):
-    """Takes what a packed mask does not allow out of the scores, in place. Grid: masked rows.
+    """Apply packed token bitmasks (grammars) to scores, in place. Grid: masked rows.
 
-    Where nothing is left, the logits of the tokens that end the sequence are put back. `word_ptr` int32
-    [rows, words]; `stop_id_ptr` int64 [rows, endings], padded with -1.
+    Where no token is left, the logits of the stop ids are restored. `word_ptr` int32 [rows, words];
+    `stop_id_ptr` int64 [rows, stop_ids], padded with -1.
     """
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + index)
@@ -302,8 +303,11 @@ def _constrain(
 def thresholds(
     scores: torch.Tensor, floats: torch.Tensor, integers: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stays of each row: scores over the temperature above the first, float32 [rows], and of the
-    tokens at it those up to the second, int64 [rows].
+    """Min-p, top-k and top-p thresholds of each row, without a sort.
+
+    Returns:
+        Threshold, float32 [rows]: scaled scores above it are kept; and last token id, int64 [rows]: of
+        the tokens at the threshold, those up to it are kept.
 
     Args:
         scores: float32 [rows, vocab], contiguous.
@@ -333,7 +337,7 @@ def draw(
     threshold: torch.Tensor,
     last: torch.Tensor,
 ) -> torch.Tensor:
-    """A token for each row, int64 [rows]; arguments as of `thresholds`, and what it gave."""
+    """Sample a token per row, int64 [rows]; arguments as of `thresholds`, and its results."""
     rows, size = scores.shape
     parts = -(-size // PART)
     best, tokens = floats.new_empty(rows, parts), integers.new_empty(rows, parts)
@@ -367,12 +371,12 @@ def penalize(
     places: torch.Tensor,
     penalties: torch.Tensor,
 ) -> None:
-    """Penalties on some rows of `scores`, in place.
+    """Apply penalties to some rows of `scores`, in place.
 
     Args:
         scores: float32 [rows, vocab], contiguous.
         rows, places: int64 [penalized], rows of `scores` and of `counts`.
-        counts: int32 [places, vocab], twice the occurrences in the output, plus one for tokens of the prompt.
+        counts: int32 [slots, vocab], twice the occurrences in the output, plus one for tokens of the prompt.
         penalties: float32 [penalized, 3]: repetition, frequency, presence.
     """
     size = scores.shape[1]
@@ -388,13 +392,13 @@ def constrain(
     words: torch.Tensor,
     stop_ids: torch.Tensor,
 ) -> None:
-    """Token masks on some rows of `scores`, in place.
+    """Apply token bitmasks to some rows of `scores`, in place.
 
     Args:
-        scores, logits: float32 [rows, vocab], contiguous; `logits` are the model's own.
+        scores, logits: float32 [rows, vocab], contiguous; `logits` are the model's raw logits.
         rows: int64 [masked].
-        words: int32 [masked, ceil(vocab / 32)], bit i % 32 of word i // 32 being set where token i may come.
-        endings: int64 [masked, endings], padded with -1: they come back where nothing is left.
+        words: int32 [masked, ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i is allowed.
+        stop_ids: int64 [masked, stop_ids], padded with -1: restored where no token is left.
     """
     _constrain[(len(rows),)](
         scores,
