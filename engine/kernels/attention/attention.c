@@ -1,11 +1,11 @@
-/* Attention over keys and values in blocks, read where they lie.
+/* Paged attention on CPU: online softmax over KV blocks, read in place.
  *
- * The query heads that share a KV head, of one token or of several neighbours, are the rows of a tile. Its
- * positions go in segments, counted from the beginning of the sequence: all scores of a segment, their
- * softmax, the sum of its values; then segments are merged, in order. What a row computes depends on its
- * own position and on nothing else: not on the rows beside it, not on the other sequences of the batch, not
- * on the threads. Where there are too few tiles for the threads, segments are shared out and merged later,
- * with the same numbers. */
+ * The query heads that share a KV head (GQA), of one token or of several neighbouring ones, are the rows of
+ * a tile. Keys are processed in segments, counted from the beginning of the sequence: scores, softmax,
+ * weighted sum of the values; then segments are merged in order (log-sum-exp rescaling). Results are
+ * batch-invariant: a row depends on its position alone, not on other rows, sequences or the number of
+ * threads. With too few tiles for the threads, segments are split over threads (split-KV, as in
+ * Flash-Decoding) and merged afterwards, bit-identically. */
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -13,18 +13,18 @@
 #include "segment.h"
 
 #define ITEMS_PER_THREAD 2
-#define MAX_HEADS 64 /* of an item, fewer where there are more rows: scores stay in the second-level cache */
+#define MAX_HEADS 64 /* of an item, fewer where there are more rows: scores stay in L2 */
 
-/* An item is a tile of rows, some of its KV heads, and all segments or one. Heads go together where that
- * leaves enough items: their vectors lie behind one another in memory. */
+/* A work item is a tile of rows, some of its KV heads, and all segments or one. Heads are grouped where that
+ * leaves enough items: their vectors are contiguous in memory. */
 typedef struct {
     const Call *call;
     const int64_t *tiles_before; /* [num_spans + 1], tiles of rows */
     int64_t num_tiles;
     int64_t max_rows; /* of a tile */
     int64_t heads_at_once, head_runs;
-    int64_t parts; /* that the segments of a tile are shared out in; 1: they are not */
-    uint8_t *states; /* [item][heads_at_once], where they are */
+    int64_t parts; /* split-KV parts of a tile's segments; 1: no split */
+    uint8_t *states; /* [item][heads_at_once], partial softmax states of the split */
     int64_t state_bytes;
     atomic_long next;
     atomic_int failed;
@@ -61,7 +61,7 @@ static Scratch *lay_out(const Job *job, uint8_t *memory) {
     return s;
 }
 
-/* The state of a head of a part that was shared out. */
+/* The partial state of a head of a split part. */
 static State *shared_state(const Job *job, int64_t index) {
     State *state = (State *)(job->states + index * job->state_bytes);
     state->mixed = (float *)(state + 1);
@@ -72,7 +72,7 @@ static void start(const Tile *tile, State *state) {
     for (int64_t r = 0; r < tile->rows; r++) state->largest[r] = -INFINITY, state->sum[r] = 0.0f;
 }
 
-/* The rows and heads of an item, the last rows first: they have the most to see. */
+/* The rows and heads of an item, the last rows first: they attend to the most keys. */
 static Tile tile_at(const Job *job, int64_t index) {
     const Call *c = job->call;
     int64_t rows_index = job->num_tiles - 1 - index / job->head_runs;
@@ -89,7 +89,7 @@ static Tile tile_at(const Job *job, int64_t index) {
     return tile;
 }
 
-/* Takes the rows of `from` into `into`; either may have seen nothing. */
+/* Merges the softmax states of `from` into `into`; either may be empty. */
 static void merge(const Call *c, const Tile *tile, const State *from, State *into) {
     int64_t dim = c->values.dim;
     for (int64_t r = 0; r < tile->rows; r++) {
@@ -113,7 +113,7 @@ static void store_tile(const Call *c, const Tile *tile, State *state) {
     for (int64_t r = 0; r < tile->rows; r++) {
         int64_t head = head_of(c, tile, r);
         float *mixed = state->mixed + r * dim, factor = 1.0f, sum = state->sum[r];
-        if (c->sinks) { /* a score more, that weighs no value */
+        if (c->sinks) { /* learned sink logit: an extra score that weighs no value */
             float sink = c->sinks[head], most = fmaxf(sink, state->largest[r]);
             factor = expf(state->largest[r] - most);
             sum = sum * factor + expf(sink - most);
@@ -126,7 +126,7 @@ static void store_tile(const Call *c, const Tile *tile, State *state) {
     }
 }
 
-/* Whether a row of the tile sees anything of a segment. */
+/* Whether any position of a segment is visible to a row of the tile. */
 static int is_visible(const Call *c, const Tile *tile, int64_t begin) {
     if (begin > tile->own[tile->rows - 1]) return 0;
     return begin < c->num_sink_tokens || begin + SEGMENT > visible_from(c, tile->own[0]);
@@ -155,7 +155,8 @@ static void attend_items(void *argument) {
         for (int64_t h = 0; h < heads; h++) {
             tile.head = tile.heads_begin + h;
             load_queries(c, &tile, c->queries, c->query_stride, s->parts[h].queries);
-            if (c->sink_queries) load_queries(c, &tile, c->sink_queries, c->sink_query_stride, s->parts[h].sink_queries);
+            if (c->sink_queries)
+                load_queries(c, &tile, c->sink_queries, c->sink_query_stride, s->parts[h].sink_queries);
             wholes[h] =
                 job->parts > 1 ? shared_state(job, item * job->heads_at_once + h) : &s->parts[h].whole;
             start(&tile, wholes[h]);
@@ -171,7 +172,7 @@ static void attend_items(void *argument) {
     }
 }
 
-/* Merges what was shared out, in the order in which one thread would have. */
+/* Merges the split parts, in the order of the unsplit computation. */
 static void merge_parts(const Job *job, State *whole) {
     const Call *c = job->call;
     for (int64_t index = 0; index < job->num_tiles * job->head_runs; index++) {
@@ -187,7 +188,7 @@ static void merge_parts(const Job *job, State *whole) {
     }
 }
 
-/* Chooses how much of a tile is an item, so that every thread has some. */
+/* Chooses the heads per item and the split, so that every thread has work. */
 static void share_out(Job *job, int64_t longest) {
     int64_t wanted = job->call->threads > 1 ? job->call->threads * ITEMS_PER_THREAD : 1;
     int64_t heads = job->call->keys.heads;
@@ -210,7 +211,7 @@ static void write_spans(const DecodeGroup *group, Span *spans) {
         };
 }
 
-/* Returns 0, or 1 where there is no memory. */
+/* Returns 0, or 1 if a workspace cannot be allocated. */
 int llmopt_attend(const Call *c) {
     Job job = {.call = c};
     int64_t longest = 0;

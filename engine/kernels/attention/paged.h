@@ -1,7 +1,7 @@
-/* Keys and values in blocks, and reading them as floats.
+/* Paged KV cache: reads of stored keys and values as floats, from any cache dtype.
  *
- * A stored vector is read in words of 32 bits, which hold one float, two bfloat16 or four codes of 8 bits;
- * `word_part` gives the floats of a word. All types go the same way. */
+ * A stored vector is read in words of 32 bits, which hold one float, two bfloat16 or four 8-bit codes;
+ * `word_part` extracts the floats of a word. */
 #ifndef LLMOPT_PAGED_H
 #define LLMOPT_PAGED_H
 
@@ -9,7 +9,7 @@
 
 #include "vectors.h"
 
-#define RUN 32 /* positions that are read at once */
+#define RUN 32 /* positions per tile of keys or values */
 
 enum { STORED_F32 = 0, STORED_BF16 = 1, STORED_S8 = 2, STORED_E4M3 = 3 };
 
@@ -21,7 +21,7 @@ typedef struct {
     int64_t slot_bytes, head_bytes; /* from one slot or head to the next */
 } Paged;
 
-/* A run of positions as a sequence sees it: where each lies. */
+/* The cache slots of a run of positions of a sequence. */
 typedef struct {
     int64_t slots[RUN];
 } SlotRun;
@@ -42,8 +42,8 @@ static inline const uint8_t *vector_at(const Paged *p, int64_t slot, int64_t hea
     return p->data + slot * p->slot_bytes + head * p->head_bytes;
 }
 
-/* Asks for a run of vectors of some heads, which lie behind one another. (gcc takes calls of a function that
- * does nothing else for calls that do nothing, and leaves them out: so it must be inline.) */
+/* Prefetches a run of vectors of some heads, which are contiguous. (It must be inline: gcc treats a function
+ * that only prefetches as having no effect, and drops calls of it.) */
 INLINE void fetch(const Paged *p, const SlotRun *slot_run, int64_t head, int64_t end) {
     int64_t bytes = p->dim * (p->type == STORED_F32 ? 4 : p->type == STORED_BF16 ? 2 : 1);
     if (head >= end) return;
@@ -54,7 +54,7 @@ INLINE void fetch(const Paged *p, const SlotRun *slot_run, int64_t head, int64_t
     }
 }
 
-/* Words `first` to first + LANES - 1 of a vector, zeros after its end. */
+/* Words `first` to first + LANES - 1 of a vector, zero-padded. */
 INLINE ivec load_words(const uint8_t *vector, int64_t first, int64_t words) {
     if (words - first >= LANES) return iload(vector + first * 4);
     int32_t some[LANES] = {0};
@@ -62,7 +62,7 @@ INLINE ivec load_words(const uint8_t *vector, int64_t first, int64_t words) {
     return iload(some);
 }
 
-/* A run of vectors of `words` words as columns, floats [dim][RUN]; without the scales. */
+/* A run of vectors of `words` words, transposed to floats [dim][RUN]; unscaled. */
 INLINE void read_columns_of(const int64_t type, int64_t words, const Paged *p, const SlotRun *slot_run,
                             int64_t head, float *columns) {
     const int parts = type == STORED_F32 ? 1 : type == STORED_BF16 ? 2 : 4;
@@ -80,10 +80,10 @@ INLINE void read_columns_of(const int64_t type, int64_t words, const Paged *p, c
         }
 }
 
-/* The same; with `pairs`, bfloat16 stay two to a word, [dim / 2][RUN]. */
+/* The same; with `pairs`, bfloat16 stay packed two per word, [dim / 2][RUN]. */
 static void read_columns(const Paged *p, const SlotRun *slot_run, int64_t head, int pairs, float *columns) {
     int64_t words = p->dim / word_floats(p);
-    switch (pairs ? STORED_F32 : p->type) { /* a pair is moved as a float is */
+    switch (pairs ? STORED_F32 : p->type) { /* a pair is moved like a float */
     case STORED_F32: read_columns_of(STORED_F32, words, p, slot_run, head, columns); break;
     case STORED_BF16: read_columns_of(STORED_BF16, words, p, slot_run, head, columns); break;
     case STORED_S8: read_columns_of(STORED_S8, words, p, slot_run, head, columns); break;
@@ -91,14 +91,14 @@ static void read_columns(const Paged *p, const SlotRun *slot_run, int64_t head, 
     }
 }
 
-/* Two bfloat16 vectors as one of pairs, the first in the lower halves. */
+/* Interleaves two bfloat16 vectors into pairs, the first in the lower halves. */
 INLINE void pair_rows(const uint16_t *first, const uint16_t *second, int64_t dim, float *pairs) {
     for (int64_t d = 0; d < dim; d += LANES)
         istore(pairs + d, ior(iwiden_u16(first + d), ISHL(iwiden_u16(second + d), 16)));
 }
 
-/* A run of vectors as rows, floats [RUN][dim], without the scales; with `pairs`, bfloat16 of two neighbours in
- * every word, [RUN / 2][dim]. dim is a multiple of 16. */
+/* A run of vectors as rows, floats [RUN][dim], unscaled; with `pairs`, the bfloat16 of two neighbouring
+ * positions per word, [RUN / 2][dim]. dim is a multiple of 16. */
 static void read_rows(const Paged *p, const SlotRun *slot_run, int64_t head, int pairs, float *rows) {
     if (pairs) {
         for (int i = 0; i < RUN; i += 2)

@@ -1,8 +1,8 @@
-/* Attention of a few rows over one segment of positions: scores, their softmax, the sum of the values.
+/* Attention of a tile of queries over one segment of keys: scores, softmax, weighted sum of the values.
  *
- * The rows of a tile are the query heads that share a KV head, of one token or of several neighbours. Keys
- * and values are widened to floats a run at a time, once for all rows; keys as columns, so that a lane is a
- * position and a score is never summed across lanes. */
+ * The rows of a tile are the query heads that share a KV head (GQA), of one token or of several neighbouring
+ * ones. Keys and values are dequantized to floats one run at a time, once for all rows; keys transposed, so
+ * that a lane is a position and scores need no horizontal sums. */
 #ifndef LLMOPT_SEGMENT_H
 #define LLMOPT_SEGMENT_H
 
@@ -13,15 +13,16 @@
 #define SEGMENT 256
 #define TILE_ROWS 32
 
-/* The tokens of one sequence in the batch. */
+/* The query tokens of one sequence in the batch. */
 typedef struct {
-    int64_t begin, end;    /* where they lie in the batch */
+    int64_t begin, end;    /* their rows in the batch */
     int64_t num_cached;    /* tokens of the sequence so far */
-    int64_t sink_length, evicted_span;    /* positions from `sink_length` on lie `evicted_span` slots further to the front */
+    /* The block table omits `evicted_span` evicted tokens after the first `sink_length`. */
+    int64_t sink_length, evicted_span;
     const int64_t *blocks;
 } Span;
 
-/* The sequences that bring one token, as tensors: they come first among the spans. */
+/* The decode sequences (one query token each), as tensors: they come first among the spans. */
 typedef struct {
     const int64_t *rows, *lengths, *evicted_spans; /* [count] */
     const int64_t *blocks;                /* [count][width] */
@@ -29,11 +30,11 @@ typedef struct {
 } DecodeGroup;
 
 typedef struct {
-    const void *queries;   /* [tokens][query_stride], float32 or bfloat16, heads behind one another */
-    const void *sink_queries;  /* the same for the `num_sink_tokens` first keys, or NULL */
+    const void *queries;   /* [tokens][query_stride], float32 or bfloat16, heads contiguous */
+    const void *sink_queries;  /* queries rotated for the `num_sink_tokens` sink keys, or NULL */
     void *out;             /* [tokens][heads][values.dim] */
-    Span *spans;           /* those of the group are written by every call */
-    const float *sinks;    /* [heads] or NULL */
+    Span *spans;           /* every call rewrites those of the decode group */
+    const float *sinks;    /* learned sink logits [heads], or NULL */
     int64_t num_spans, heads, query_stride, sink_query_stride, is_bf16;
     int64_t block_size;
     int64_t window;        /* 0: none */
@@ -44,19 +45,19 @@ typedef struct {
     float scale, softcap;  /* softcap 0: none */
 } Call;
 
-/* Some rows of a tile over some segments: its running softmax. */
+/* Running (online) softmax of the rows of a tile over some segments. */
 typedef struct {
     float largest[TILE_ROWS], sum[TILE_ROWS];
-    float *mixed;          /* [rows][dim], values weighed by e^(score - largest) */
+    float *mixed;          /* [rows][dim], sum of the values times e^(score - largest) */
 } State;
 
-/* Some rows, for some KV heads; `head` is the one at hand. */
+/* A tile of query rows, for some KV heads; `head` is the current one, `own` the rows' positions. */
 typedef struct {
     int64_t span, first, rows, own[TILE_ROWS];
     int64_t head, heads_begin, heads_end;
 } Tile;
 
-/* What a thread works with for a head of a tile. */
+/* A thread's buffers for one head of a tile. */
 typedef struct {
     float *queries, *sink_queries; /* [rows][keys.dim], scaled */
     float *scores;         /* [rows][SEGMENT] */
@@ -75,7 +76,7 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static inline int64_t group_of(const Call *c) { return c->heads / c->keys.heads; }
 
-/* The first position in the back that the token at `own` sees. */
+/* The first visible position of the query at `own`, sink tokens aside. */
 static inline int64_t visible_from(const Call *c, int64_t own) {
     int64_t from = 0;
     if (c->window) from = larger(from, own - c->window + 1);
@@ -83,7 +84,7 @@ static inline int64_t visible_from(const Call *c, int64_t own) {
     return from;
 }
 
-/* Where row r of a tile lies: the token in the batch, and its head. */
+/* Token (row of the batch) and query head of row r of a tile. */
 static inline int64_t token_of(const Call *c, const Tile *tile, int64_t r) {
     return c->spans[tile->span].begin + (tile->first + r) / group_of(c);
 }
@@ -91,12 +92,12 @@ static inline int64_t head_of(const Call *c, const Tile *tile, int64_t r) {
     return tile->head * group_of(c) + (tile->first + r) % group_of(c);
 }
 
-/* Whether keys or values are multiplied as they lie, two bfloat16 at a time, by others of the same. */
+/* Whether to use bfloat16 dot products on keys or values, without widening them to float32. */
 static inline int in_pairs(const Call *c, const Paged *p) {
     return HAS_PAIRS && c->is_bf16 && p->type == STORED_BF16;
 }
 
-/* Floats, scaled; or pairs, which are scaled once they are scores. */
+/* Loads queries as scaled floats; or as bfloat16 pairs, whose scores are scaled later. */
 static void load_queries(const Call *c, const Tile *tile, const void *from, int64_t stride, float *to) {
     int64_t dim = c->keys.dim;
     for (int64_t r = 0; r < tile->rows; r++) {
@@ -113,8 +114,8 @@ static void load_queries(const Call *c, const Tile *tile, const void *from, int6
     }
 }
 
-/* Where a run of positions lies. Those that no row of the tile sees need not be held: a position that one
- * does see stands for them, so that what is read is a number. */
+/* The cache slots of a run of positions. Positions invisible to every row may be evicted: the slot of a
+ * visible position is read in their place, so that no uninitialised value (NaN) is read. */
 static void find_slots(const Call *c, const Tile *tile, int64_t begin, SlotRun *slot_run) {
     const Span *span = c->spans + tile->span;
     int64_t from = visible_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
@@ -135,7 +136,7 @@ static void find_slots(const Call *c, const Tile *tile, int64_t begin, SlotRun *
     }
 }
 
-/* Queries times a run of keys, for a few rows; `depth` elements or pairs of a head. */
+/* Q K^T of a few rows and a run of keys; `depth` elements or pairs of a head. */
 INLINE void multiply_keys(const int rows, const int pairs, const float *queries, int64_t stride,
                           const float *columns, int64_t depth, float *scores) {
     fvec sums[MAX_ROWS][VECTORS];
@@ -151,7 +152,7 @@ INLINE void multiply_keys(const int rows, const int pairs, const float *queries,
         for (int v = 0; v < VECTORS; v++) fstore(scores + r * SEGMENT + v * LANES, sums[r][v]);
 }
 
-/* Adds a run of values, weighed, to 32 or 16 elements of a few rows; `depth` positions or pairs of them. */
+/* P V: adds a weighted run of values to 32 or 16 elements of a few rows; `depth` positions or pairs. */
 INLINE void multiply_values(const int rows, const int vectors, const int pairs, const float *weights,
                             int64_t stride, const float *values, int64_t depth, int64_t dim, float *mixed) {
     fvec sums[MAX_ROWS][VECTORS];
@@ -217,7 +218,7 @@ INLINE void mix_rows(const int pairs, const Call *c, int64_t rows, const float *
     }
 }
 
-/* As torch's attention does, weights become bfloat16 where values are. */
+/* Attention weights are rounded to bfloat16 if the values are bfloat16, as in torch's attention. */
 static void mix_run(const Call *c, int64_t rows, const float *weights, const float *values, float *mixed) {
     if (!in_pairs(c, &c->values)) {
         mix_rows(0, c, rows, weights, SEGMENT, values, mixed);
@@ -229,7 +230,7 @@ static void mix_run(const Call *c, int64_t rows, const float *weights, const flo
     mix_rows(1, c, rows, pairs, RUN / 2, values, mixed);
 }
 
-/* Softcap, and minus infinity where a row does not see: a run of scores that begins at `begin`. */
+/* Scales, softcap and causal / window mask of a run of scores that begins at `begin`. */
 static void finish_scores(const Call *c, const Tile *tile, int64_t begin, const float *scales,
                           float *scores) {
     for (int64_t r = 0; r < tile->rows; r++) {
@@ -253,7 +254,7 @@ static void finish_scores(const Call *c, const Tile *tile, int64_t begin, const 
     }
 }
 
-/* Scores of a segment in place become weights; the largest of each row and their sum go to `state`. */
+/* Softmax numerators of a segment, in place; each row's maximum and sum go to `state`. */
 static void soften(const Tile *tile, int64_t count, float *scores, State *state) {
     for (int64_t r = 0; r < tile->rows; r++) {
         float *row = scores + r * SEGMENT;
@@ -270,13 +271,13 @@ static void soften(const Tile *tile, int64_t count, float *scores, State *state)
     }
 }
 
-/* One segment for all heads of a tile. The heads of a position lie behind one another in memory: so heads
- * change fastest, and what is read is read in the order in which it lies. */
+/* One segment for all heads of a tile. The heads of a position are contiguous in memory, so heads are the
+ * innermost loop and reads are sequential. */
 static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s) {
     int64_t from = visible_from(c, tile->own[0]), last = tile->own[tile->rows - 1];
     int64_t end = smaller(begin + SEGMENT, last + 1);
     SlotRun slot_run[SEGMENT / RUN];
-    int64_t runs[SEGMENT / RUN], count = 0; /* those that a row may see */
+    int64_t runs[SEGMENT / RUN], count = 0; /* those visible to some row */
     for (int64_t p = begin; p < end; p += RUN)
         if (p < c->num_sink_tokens || p + RUN > from) runs[count++] = p;
     float scales[RUN], *of_keys = c->keys.scales ? scales : NULL;

@@ -1,4 +1,4 @@
-/* Threads and working memory of a call. */
+/* OpenMP threads and per-thread workspaces of a call. */
 #ifndef LLMOPT_PARALLEL_H
 #define LLMOPT_PARALLEL_H
 
@@ -6,20 +6,20 @@
 #include <stdlib.h>
 
 /* GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are awake already, and a second
- * pool of threads would fight with it for the cores. */
+ * thread pool would oversubscribe the cores. */
 typedef void (*parallel_function)(void (*work)(void *), void *argument, unsigned threads, unsigned flags);
 static parallel_function parallel;
 
 void llmopt_set_parallel(parallel_function function) { parallel = function; }
 
-/* Runs `work` on every thread at once; the threads share out what there is among themselves. */
+/* Runs `work` on all threads; they divide the work items among themselves (an atomic counter). */
 static inline void run_parallel(void (*work)(void *), void *argument, int64_t threads) {
     if (parallel && threads > 1) parallel(work, argument, (unsigned)threads, 0);
     else work(argument);
 }
 
-/* Memory that a thread keeps for its calls, 64 bytes aligned; NULL where there is none. What is asked for
- * under one number is lost when the same is asked for again: 0 is of a call, 1 of a thread's part in it. */
+/* Workspace of a thread, 64-byte aligned, reused between calls; NULL if allocation fails. A request for a
+ * number invalidates the previous workspace of that number: 0 is the call's, 1 a worker thread's. */
 static inline uint8_t *workspace(int number, int64_t bytes) {
     static _Thread_local struct {
         uint8_t *memory;

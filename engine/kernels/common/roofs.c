@@ -1,4 +1,4 @@
-/* What the machine can do at most: bytes read a second, and products of 8-bit integers a second. */
+/* Roofline ceilings: memory-read bandwidth, and peak 8-bit integer operations per second. */
 #include <stdatomic.h>
 
 #include "parallel.h"
@@ -10,7 +10,7 @@ typedef struct {
     const uint8_t *data;
     int64_t bytes, rounds;
     atomic_long next;
-    _Atomic int32_t sink; /* keeps the compiler from leaving the work out */
+    _Atomic int32_t sink; /* keeps the compiler from eliminating the work */
 } Roof;
 
 static void read_slices(void *argument) {
@@ -34,20 +34,20 @@ int32_t llmopt_read(const void *data, int64_t bytes, int64_t threads) {
     return roof.sink;
 }
 
-/* Independent sums in registers: what a multiplication could reach if nothing had to be loaded. */
+/* Independent accumulators in registers: the peak rate of dot products without loads. */
 static void multiply_registers(void *argument) {
     Roof *roof = argument;
     ivec sums[12], weights = iset(0x01020304), inputs = iset((int32_t)roof->rounds);
     for (int i = 0; i < 12; i++) sums[i] = iset(i);
     for (int64_t round = 0; round < roof->rounds; round++) {
         for (int i = 0; i < 12; i++) sums[i] = dot4(sums[i], weights, inputs, 0);
-        __asm__ volatile("" : "+x"(weights), "+x"(inputs)); /* else the loop would be counted out */
+        __asm__ volatile("" : "+x"(weights), "+x"(inputs)); /* else the compiler would simplify the loop away */
     }
     for (int i = 1; i < 12; i++) sums[0] = iadd(sums[0], sums[i]);
     roof->sink += isum_lanes(sums[0]);
 }
 
-/* Carries out the operations, and returns how many: two for each product of two bytes. */
+/* Runs the operations and returns their number: two (multiply, add) per pair of bytes. */
 int64_t llmopt_multiply(int64_t rounds, int64_t threads) {
     Roof roof = {.rounds = rounds};
     run_parallel(multiply_registers, &roof, threads);

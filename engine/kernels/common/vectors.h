@@ -1,7 +1,7 @@
 /* The few vector operations that the kernels use, 16 lanes wide with AVX-512 and 8 with AVX2.
  *
- * A lane is one output channel. `PANEL` output channels go together, in VECTORS registers. Both widths
- * round in the same order, so that they give the same bits. */
+ * A lane is one output channel. A panel is `PANEL` output channels, in VECTORS registers. Both widths
+ * accumulate in the same order, so that their results are bit-identical. */
 #ifndef LLMOPT_VECTORS_H
 #define LLMOPT_VECTORS_H
 
@@ -15,7 +15,7 @@
 
 #define LANES 16
 #define NARROW_IS_FASTER 0
-#define UNPACKING_IS_FREE 1 /* on ports that the products leave idle */
+#define UNPACKING_IS_FREE 1 /* it runs on ports that the dot products leave idle */
 #define MAX_ROWS 8 /* tokens whose sums stay in registers: 8 x 2 of 32 */
 typedef __m512i ivec;
 typedef __m512 fvec;
@@ -95,11 +95,11 @@ static inline void transpose(ivec v[LANES]) {
     }
 }
 
-/* Sums of four products of unsigned weights and signed inputs in every lane. `narrow`: weights of at
- * most six bits. */
+/* Dot product of four unsigned weights and signed inputs in every lane, added to `sum` (VNNI). `narrow`:
+ * weights of at most six bits. */
 static inline ivec dot4(ivec sum, ivec weights, ivec inputs, int narrow) {
     (void)narrow;
-    /* Of the intrinsic gcc 12 makes a copy of every sum for every product. */
+    /* With the intrinsic, gcc 12 copies every accumulator for every instruction. */
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
     return sum;
 }
@@ -247,7 +247,7 @@ static inline fvec table_look(ftable t, ivec codes) {
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Four bytes, in every lane. */
+/* Broadcasts four bytes to every lane. */
 INLINE ivec ibroadcast(const void *p) {
     int32_t word;
     memcpy(&word, p, 4);
@@ -280,7 +280,8 @@ INLINE void store_bf16(uint16_t *to, const float *values, int64_t count) {
     }
 }
 
-/* A code of e4m3 in the lowest byte of each lane: its bits in a float's places are 2^-120 of the value. */
+/* Dequantizes an e4m3 code in the lowest byte of each lane: its bits, shifted into a float, are the value
+ * times 2^-120. */
 INLINE fvec e4m3_to_float(ivec code) {
     ivec bits = ior(ISHL(iand(code, iset(0x80)), 24), ISHL(iand(code, iset(0x7f)), 20));
     return fmul(fbits(bits), fset(0x1p120f));

@@ -1,7 +1,7 @@
-/* What lies between a layer's linears: root mean square norms, gates, and turning heads into the cache.
+/* Elementwise kernels: fused add + RMSNorm, SiLU gate, and fused RoPE + KV-cache write.
  *
- * Values are float32 or bfloat16, computed in float32. A row depends on itself alone. Norms and gates
- * are rounded where torch's own operations round them. */
+ * Values are float32 or bfloat16, computed in float32. Rows are independent. Norms and gates round
+ * intermediates to the stored dtype where torch's operations do. */
 #include <math.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -9,11 +9,11 @@
 #include "parallel.h"
 #include "quantize.h"
 
-/* Where a row goes in 8 bits; `codes` NULL: it stays as it is. */
+/* Quantized output (per-token int8) of a row; `codes` NULL: the output is not quantized. */
 typedef struct {
     int8_t *codes;         /* [rows][size] */
     float *scales;         /* [rows] */
-    float levels;          /* codes that the largest magnitude takes */
+    float levels;          /* the code of the largest magnitude */
 } Quantized;
 
 typedef struct {
@@ -21,7 +21,7 @@ typedef struct {
     const void *x;         /* [rows][x_stride] */
     const void *added;     /* [rows][size], added to x first, or NULL */
     void *sum;             /* [rows][size], x + added */
-    void *out;             /* [rows][size], where it is not rounded */
+    void *out;             /* [rows][size], if the output is not quantized */
     const void *weight;    /* [size], as x */
     int64_t rows, size, x_stride, is_bf16, threads;
     float eps;
@@ -39,10 +39,10 @@ typedef struct {
 } GateCall;
 
 typedef struct {
-    void *heads;           /* [rows][stride]: queries, keys, values of `dim` each; turned in place */
+    void *heads;           /* [rows][stride]: queries, keys, values of `dim` each; rotated in place */
     const void *cos, *sin; /* [rows][width] */
-    const int64_t *slots;  /* [rows], where keys and values go */
-    uint8_t *keys, *values; /* [slots][key_stride] and [value_stride], elements as `heads`; NULL: nowhere */
+    const int64_t *slots;  /* [rows], the slot mapping */
+    uint8_t *keys, *values; /* [slots][key_stride] and [value_stride], as `heads`; NULL: no cache write */
     int64_t rows, stride, queries, kv_heads, dim, width, key_stride, value_stride, is_bf16, threads;
     atomic_long next;
     atomic_int failed;
@@ -53,7 +53,7 @@ INLINE fvec load(const void *p, int64_t at, const int is_bf16) {
     return fload((const float *)p + at);
 }
 
-/* To the nearest bfloat16, ties to even. */
+/* The bits of the nearest bfloat16, ties to even. */
 INLINE ivec rounded(fvec v) {
 #if HAS_PAIRS
     return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v));
@@ -68,10 +68,10 @@ INLINE void store(void *p, int64_t at, fvec v, const int is_bf16) {
     else fstore((float *)p + at, v);
 }
 
-/* What reading back would give. */
+/* The value after a store and a load: rounded to the stored dtype. */
 INLINE fvec as_stored(fvec v, const int is_bf16) { return is_bf16 ? fbits(ISHL(rounded(v), 16)) : v; }
 
-/* Codes of a row of `size` floats, in memory of whole vectors. */
+/* Quantizes a row of `size` floats; `values` is padded to whole vectors. */
 static void quantize_row(const Quantized *to, int64_t row, int64_t size, const float *values, fvec largest) {
     float scale = scale_of(largest, to->levels);
     int8_t *codes = to->codes + row * size;
@@ -85,7 +85,7 @@ static void quantize_row(const Quantized *to, int64_t row, int64_t size, const f
     }
 }
 
-/* Room for a row of floats, of this thread. */
+/* This thread's workspace for a row of floats. */
 static float *row_workspace(int64_t size) { return (float *)workspace(1, (size + LANES) * 4); }
 
 INLINE void norm_row(const NormCall *c, int64_t row, const int is_bf16, float *values) {
@@ -129,7 +129,7 @@ INLINE void gate_row(const GateCall *c, int64_t row, const int is_bf16, float *v
     const uint8_t *gate = (const uint8_t *)c->gate + row * c->stride * width;
     const uint8_t *up = (const uint8_t *)c->up + row * c->stride * width;
     uint8_t *out = (uint8_t *)c->out + row * c->size * width;
-    uint8_t last[3][LANES * 4]; /* what does not fill a vector goes through here */
+    uint8_t last[3][LANES * 4]; /* buffers of the tail that does not fill a vector */
     for (int64_t i = 0; i < c->size; i += LANES) {
         const uint8_t *from = gate + i * width, *other = up + i * width;
         uint8_t *to = out + i * width;
@@ -173,7 +173,7 @@ INLINE void rope_and_cache_row(const RopeAndCacheCall *c, int64_t row, const int
     memcpy(c->values + c->slots[row] * c->value_stride * width, first + bytes, (size_t)bytes);
 }
 
-/* A thread's share of the rows; `codes` says whether they are rounded, which takes room for one. */
+/* The worker of a thread; `codes`: whether the output is quantized, which takes a row of workspace. */
 #define ROWS_OF(Type, function, one_row, codes, size) \
     static void function(void *argument) { \
         Type *c = argument; \
@@ -194,7 +194,7 @@ ROWS_OF(NormCall, norm_rows, norm_row, c->rounded.codes, c->size)
 ROWS_OF(GateCall, gate_rows, gate_row, c->rounded.codes, c->size)
 ROWS_OF(RopeAndCacheCall, rope_and_cache_rows, rope_and_cache_row, NULL, 0)
 
-/* Each returns 0, or 1 where there is no memory. */
+/* Each returns 0, or 1 if a workspace cannot be allocated. */
 #define CALL_OF(Type, name, function) \
     int name(Type *c) { \
         atomic_store(&c->next, 0); \

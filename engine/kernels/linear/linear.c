@@ -1,10 +1,9 @@
-/* Linear layers over packed weights: y [rows, out] = x [rows, in] @ weight.T + bias.
+/* Mixed-input GEMM over packed weights: y [rows, out] = x [rows, in] @ weight.T + bias.
  *
- * Three ways to multiply: 8-bit inputs into integers, bfloat16 inputs into floats, float32 inputs into
- * floats. All go through a weight in the same order: a panel of output channels, blocks of input
- * channels unpacked into the first-level cache, tiles of rows over them, and inside a block one step after
- * another whose sum is scaled and added. A row's sums are taken in the same order whatever rows are
- * beside it, so that its result does not depend on them. */
+ * Three input dtypes: int8 with integer accumulation, bfloat16 and float32 with float accumulation. All
+ * share one loop order: panels of output channels, blocks of input channels unpacked into L1, tiles of rows,
+ * and inside a block the steps, whose sums are scaled and accumulated. A row's accumulation order does not
+ * depend on the other rows, so results are batch-invariant. */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,28 +12,28 @@
 #include "quantize.h"
 #include "tile.h"
 
-#define AHEAD 512 /* input channels; their codes are fetched so long before they are needed */
-#define RUNS_PER_THREAD 8 /* of panels: fewer wait for each other at the end, more read on in memory */
-#define ROWS_AT_ONCE 128 /* their inputs and sums stay in the second-level cache */
+#define AHEAD 512 /* prefetch distance of the codes, in input channels */
+#define RUNS_PER_THREAD 8 /* of panels: more balance the threads' load better, fewer read longer runs */
+#define ROWS_AT_ONCE 128 /* their inputs and accumulators stay in L2 */
 
 enum { INPUT_S8 = 0, INPUT_BF16 = 1, INPUT_F32 = 2 };
 
 typedef struct {
     const Weight *weight;
-    const void *x;         /* [rows][x_stride], bfloat16 or float32; or codes of rows that were rounded */
-    const float *scales;   /* [rows], of such codes; else NULL */
+    const void *x;         /* [rows][x_stride], bfloat16 or float32; or int8 codes (quantized activations) */
+    const float *scales;   /* [rows], of int8 codes; else NULL */
     void *y;               /* [rows][out_features], as x */
     const float *bias;     /* [out_features] or NULL */
     int64_t rows, x_stride;
     int64_t is_bf16;
     int64_t input_dtype;           /* INPUT_... */
     int64_t threads;
-    float levels;          /* 8-bit inputs: codes that the largest input takes, 127 or 127.5 */
-    float fixed_scale;     /* 8-bit inputs: the scale, where it does not come from the row; else 0 */
-    float threshold;       /* 8-bit inputs: larger ones count as 0; 0 is no threshold */
+    float levels;          /* int8 inputs: the code of the largest magnitude, 127 or 127.5 */
+    float fixed_scale;     /* int8 inputs: the static scale; 0: dynamic, per token */
+    float threshold;       /* int8 inputs: outliers from here up count as 0; 0: no threshold */
 } Call;
 
-/* The inputs as a way wants them: whole chunks, zeros after the end of a row. */
+/* Inputs prepared for the micro-kernels: whole chunks, rows zero-padded. */
 typedef struct {
     const Weight *weight;
     const Call *call;
@@ -64,14 +63,14 @@ INLINE void load_chunk(const Call *call, int64_t row, int64_t begin, int64_t in,
     for (int i = 0; i < CHUNK; i++) values[i] = i < count ? x[i] : 0.0f;
 }
 
-/* What a step of a row in 8 bits adds beside its products: the products of the inputs with the base where all
- * codes have the same, else the sum of the inputs, for the offsets to be taken times it. */
+/* Zero-point correction of a step of an int8 row: -base times the sum of its inputs where all codes share the
+ * base, else the sum itself, to be multiplied by the offsets. */
 INLINE void keep_sum(Job *job, int64_t at, int32_t sum) {
     if (has_own_offsets(job->weight)) ((float *)job->sums)[at] = (float)sum;
     else ((int32_t *)job->sums)[at] = -(int32_t)job->weight->base * sum;
 }
 
-/* One row that was rounded before: its codes and their sums. */
+/* Prepares a row of quantized activations: copies its codes, sums them per step. */
 static void prepare_codes(Job *job, int64_t row) {
     const Weight *w = job->weight;
     int8_t *codes = (int8_t *)(job->values + row * job->stride);
@@ -86,7 +85,7 @@ static void prepare_codes(Job *job, int64_t row) {
     }
 }
 
-/* One row, in 8 bits. */
+/* Prepares a row: quantizes it to int8, dynamically or with the static scale. */
 static void prepare_s8(Job *job, int64_t row) {
     const Weight *w = job->weight;
     const Call *call = job->call;
@@ -128,7 +127,7 @@ static void prepare_s8(Job *job, int64_t row) {
     if (left != w->step) keep_sum(job, at, isum_lanes(sum));
 }
 
-/* One row as floats; bfloat16 has the middle two of every four swapped, as the weights' bytes lie. */
+/* Prepares a row in floats; in bfloat16 the middle two of every four are swapped, to match the weights. */
 static void prepare_float(Job *job, int64_t row) {
     const Weight *w = job->weight;
     float values[CHUNK];
@@ -161,7 +160,7 @@ static void prepare_rows(void *argument) {
     }
 }
 
-/* [channel][PANEL] floats of some chunks. */
+/* Dequantizes some chunks, unscaled, to floats [channel][PANEL]. */
 static void unpack_f32(const Weight *w, const uint8_t *bytes, int64_t chunks, float *floats) {
     fvec base = fset((float)w->base);
     ftable table = {0};
@@ -176,7 +175,7 @@ static void unpack_f32(const Weight *w, const uint8_t *bytes, int64_t chunks, fl
 }
 
 #if HAS_PAIRS
-/* [pair][PANEL][2] bfloat16 of some chunks; a quad's pairs are channels (0, 2) and (1, 3). */
+/* Dequantizes some chunks to bfloat16 [pair][PANEL][2]; a quad's pairs are channels (0, 2) and (1, 3). */
 static void unpack_bf16(const Weight *w, const uint8_t *bytes, int64_t chunks, uint8_t *halves) {
     fvec base = fset((float)w->base);
     ftable table = {0};
@@ -193,7 +192,7 @@ static void unpack_bf16(const Weight *w, const uint8_t *bytes, int64_t chunks, u
         }
 }
 
-/* The same of 4-bit codes, straight from the packed bytes: `values` are the 16 bfloat16, twice. */
+/* The same for 4-bit codes, directly from the packed bytes: `values` is the table of 16 bfloat16, twice. */
 static void unpack_bf16_4(const uint8_t *packed, int64_t chunks, __m512i values, uint8_t *halves) {
     for (int64_t two = 0; two < chunks * QUADS / 2; two++)
         for (int v = 0; v < VECTORS; v++) {
@@ -218,7 +217,7 @@ static __m512i sixteen_values(const Weight *w) {
 }
 #endif
 
-/* Rows whose sums stay in registers; with steps so short those of the whole block do too. */
+/* Rows of a tile: their accumulators fit registers (with short steps, those of the whole block too). */
 static int tile_rows(int64_t input_dtype, int64_t step) {
     return input_dtype != INPUT_S8 ? FLOAT_ROWS : step < 128 && MAX_ROWS > 6 ? 6 : MAX_ROWS;
 }
@@ -308,13 +307,13 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     memset(acc, 0, (size_t)rows * PANEL * sizeof(float));
     Block b = {.step = w->step, .steps = num_steps(w), .narrow = w->bits <= 6};
     int most = tile_rows(input_dtype, w->step);
-    /* Its tiles share what is to be fetched, so that memory and products go on side by side. */
+    /* The tiles of a block divide the prefetch, so that memory reads and compute overlap. */
     b.ahead_rate = ceil_div(w->bits * PANEL / 8, ceil_div(rows, most));
     b.in_nibbles = input_dtype == INPUT_S8 && w->bits == 4 && (UNPACKING_IS_FREE || rows <= most);
     b.has_offsets = has_own_offsets(w);
-    int64_t base = input_dtype == INPUT_S8 ? 0 : w->base; /* floats have it taken off already */
+    int64_t base = input_dtype == INPUT_S8 ? 0 : w->base; /* already subtracted from unpacked floats */
     int64_t chunks = num_chunks(w), size = chunk_bytes(w);
-    /* Small steps go several at a time. */
+    /* Short steps are batched into a block. */
     int64_t block = w->step >= 256 ? w->step : 256 / w->step * w->step;
     int64_t block_chunks = block / CHUNK;
     const uint8_t *packed = w->codes + panel * chunks * size;
@@ -367,7 +366,7 @@ static void multiply_panels(void *argument) {
     }
 }
 
-/* Whether bfloat16 products are compiled in. */
+/* Whether the bfloat16 GEMM (AVX512-BF16) is compiled in. */
 int llmopt_has_bf16(void) {
 #if HAS_PAIRS
     return 1;
@@ -376,14 +375,14 @@ int llmopt_has_bf16(void) {
 #endif
 }
 
-/* Returns 0, or 1 where there is no memory for the inputs. */
+/* Returns 0, or 1 if the workspace cannot be allocated. */
 int llmopt_linear(const Call *call) {
     const Weight *w = call->weight;
     int64_t padded = num_chunks(w) * CHUNK;
     int64_t width = call->input_dtype == INPUT_S8 ? 1 : call->input_dtype == INPUT_BF16 ? 2 : 4;
     int64_t steps = num_steps(w);
     Job job = {.weight = w, .call = call};
-    job.stride = padded * width + 64; /* rows at a power of two would share the cache's sets */
+    job.stride = padded * width + 64; /* power-of-two strides would conflict in the cache sets */
     int64_t values = call->rows * job.stride;
     int64_t sums = ceil_div(call->rows * steps * 4, 64) * 64;
     uint8_t *memory = workspace(0, values + sums + call->rows * 4);

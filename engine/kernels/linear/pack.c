@@ -1,4 +1,4 @@
-/* From codes, a byte each, to the layout that weight.h draws. */
+/* Weight packing: from one byte per code to the layout that weight.h describes. */
 #include <stdatomic.h>
 #include <string.h>
 

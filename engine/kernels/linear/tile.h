@@ -1,4 +1,4 @@
-/* Products of a few rows with a block of a panel: sums in registers, scaled after every step. */
+/* GEMM micro-kernels: a tile of rows times a block of a panel, accumulated in registers, scaled per step. */
 #ifndef LLMOPT_TILE_H
 #define LLMOPT_TILE_H
 
@@ -8,18 +8,18 @@
 
 #define MAX_BLOCK_STEPS (MAX_BLOCK / 16)
 
-/* A block of a panel, ready to be multiplied. */
+/* A block of a panel, unpacked for the micro-kernel. */
 typedef struct {
     const uint8_t *weights;
     int64_t channels, step, steps;        /* steps: of the whole row, the stride of sums */
-    const uint8_t *ahead;                 /* packed codes of a later block, to be fetched meanwhile */
-    int64_t ahead_rate;                   /* their bytes that a tile fetches with an input channel */
+    const uint8_t *ahead;                 /* packed codes of a later block, to be prefetched */
+    int64_t ahead_rate;                   /* bytes of them that a tile prefetches per input channel */
     int narrow, has_offsets;
     int in_nibbles;                       /* 4-bit codes as they are packed, two quads in one */
     float scales[MAX_BLOCK_STEPS][PANEL], offsets[MAX_BLOCK_STEPS][PANEL];
 } Block;
 
-/* Fetches what a later block needs of the channels from `channel` on, two lines at most. */
+/* Prefetches packed codes of a later block from `channel` on, two cache lines at most. */
 INLINE void fetch_ahead(const Block *b, const uint8_t *ahead, int64_t channel) {
     __builtin_prefetch(ahead + channel * b->ahead_rate);
     __builtin_prefetch(ahead + channel * b->ahead_rate + 64);
@@ -72,13 +72,13 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int 
 
 #if defined(__AVX512F__)
 #define FLOAT_ROWS 6
-#define CHAINS 2 /* sums for even and odd channels: one alone would wait for itself */
+#define CHAINS 2 /* accumulators for even and odd channels: hides the latency of the FMA chain */
 #else
 #define FLOAT_ROWS 2
 #define CHAINS 1
 #endif
 
-/* Weights and inputs as floats; with `halves` as pairs of bfloat16. */
+/* Float micro-kernel: weights and inputs in float32; with `halves`, pairs of bfloat16. */
 INLINE void tile_float(const int rows, const Block *b, const int halves, const uint8_t *x, int64_t stride,
                        const float *sums, float *acc, const uint8_t *ahead) {
     int64_t step = b->step;

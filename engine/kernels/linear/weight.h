@@ -1,10 +1,10 @@
-/* A packed weight, and how its panels are unpacked.
+/* Packed weights: their layout, and the unpacking of a panel.
  *
- * Output channels go in panels of PANEL, input channels in chunks of CHUNK. A chunk of a panel is one run
- * of bytes: the planes of its codes, widest first. Eight quads (four input channels of every output
- * channel of the panel, PANEL x 4 bytes) make a chunk; a plane of p bits holds 8 / p quads in one, the
- * first in the lowest bits. So 4-bit codes are 512 bytes, and 5-bit codes 512 for the low four bits and
- * 128 for the highest. Panels and chunks that the weight does not fill hold zeros.
+ * Output channels are tiled into panels of PANEL, input channels into chunks of CHUNK. A chunk of a panel is
+ * contiguous: the bit planes of its codes, widest first. A chunk is eight quads (four input channels of every
+ * output channel of the panel, PANEL x 4 bytes); a plane of p bits packs 8 / p quads into one, the first in
+ * the lowest bits. So 4-bit codes are 512 bytes, and 5-bit codes 512 for the low four bits and 128 for the
+ * highest. Panels and chunks are zero-padded.
  *
  * Scales and offsets are [panel][group][PANEL]: w = scale * code - offset. */
 #ifndef LLMOPT_WEIGHT_H
@@ -25,9 +25,9 @@ typedef struct {
     int64_t out_features, in_features;
     int64_t bits;
     int64_t kind;          /* CODES_... */
-    int64_t base;          /* the code that means zero, exactly or nearly */
+    int64_t base;          /* the zero point, or a code near it */
     int64_t group;         /* input channels that share a scale; CHUNK divides it, or it is 16 */
-    int64_t step;          /* input channels whose products are summed before they are scaled */
+    int64_t step;          /* input channels that are accumulated before a scale is applied */
     int64_t scale_kind;    /* float32; float16; or int8 times the float16 of `nested` groups */
     int64_t offset_kind;   /* base * scale; code * scale; float16; or int8 times the nested float16 */
     int64_t nested;
@@ -42,11 +42,11 @@ static inline int64_t num_groups(const Weight *w) { return ceil_div(w->in_featur
 static inline int64_t num_steps(const Weight *w) { return ceil_div(num_chunks(w) * CHUNK, w->step); }
 static inline int64_t chunk_bytes(const Weight *w) { return w->bits * PANEL * CHUNK / 8; }
 
-/* Whether the offsets are other than base * scale. */
+/* Whether there are offsets other than base * scale. */
 static inline int has_own_offsets(const Weight *w) { return w->offset_kind != OFFSET_BASE; }
 
-/* The scales of one group of a panel and its own offsets, where it has some: what remains of them once
- * `base` has been taken from every code. */
+/* The scales of one group of a panel, and its offsets if the weight has some, less `base * scale`: `base`
+ * is subtracted from the codes. */
 INLINE void group_scales(const Weight *w, int64_t panel, int64_t group, int64_t base, float *scales,
                          float *offsets) {
     int64_t at = (panel * num_groups(w) + group) * PANEL;
@@ -107,7 +107,7 @@ INLINE void chunk_to_bytes(int64_t bits, const uint8_t *packed, uint8_t *bytes) 
     }
 }
 
-/* The codes of some chunks as bytes: where they lie, or unpacked into `scratch`. */
+/* The codes of some chunks as bytes: in place if they have 8 bits, else unpacked into `scratch`. */
 static const uint8_t *codes_as_bytes(const Weight *w, const uint8_t *packed, int64_t chunks,
                                      uint8_t *scratch) {
     if (w->bits == 8) return packed;
@@ -125,7 +125,7 @@ static const uint8_t *codes_as_bytes(const Weight *w, const uint8_t *packed, int
     return scratch;
 }
 
-/* Byte `byte` (0..3) of every lane as the float that it stands for, less `base`. */
+/* Dequantizes byte `byte` (0..3) of every lane to float, unscaled, less `base`. */
 INLINE fvec code_to_float(const Weight *w, ivec quad, int byte, fvec base, ftable table) {
     ivec code = iand(ISHR(quad, byte * 8), iset(0xff));
     if (w->kind == CODES_TABLE) return table_look(table, code);
