@@ -1,1 +1,1 @@
-"""What the kernels of all operations share: dispatch, building and launching C, Triton's runtime."""
+"""Infrastructure of all kernels: dispatch, JIT compilation and launch of C, Triton's runtime."""

@@ -83,4 +83,4 @@ def choose_path() -> InstructionPath | str:
             raise BadInput(f"{VARIABLE}={wanted}: this processor lacks {', '.join(missing)}")
         return path
     path = next((path for path in PATHS if path.needs <= flags), None)
-    return path or "the C kernels want an x86 processor with AVX2 and FMA"
+    return path or "the C kernels need an x86 processor with AVX2 and FMA"

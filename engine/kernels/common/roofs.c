@@ -41,7 +41,7 @@ static void multiply_registers(void *argument) {
     for (int i = 0; i < 12; i++) sums[i] = iset(i);
     for (int64_t round = 0; round < roof->rounds; round++) {
         for (int i = 0; i < 12; i++) sums[i] = dot4(sums[i], weights, inputs, 0);
-        __asm__ volatile("" : "+x"(weights), "+x"(inputs)); /* else the compiler would simplify the loop away */
+        __asm__ volatile("" : "+x"(weights), "+x"(inputs)); /* else the loop would be simplified away */
     }
     for (int i = 1; i < 12; i++) sums[0] = iadd(sums[0], sums[i]);
     roof->sink += isum_lanes(sums[0]);

@@ -69,11 +69,11 @@ def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
     elif isinstance(scheme, CodebookScheme):
         group = scheme.block_size
         if in_features % group:
-            return f"blocks of {group} weights run on from row to row of {in_features}"
+            return f"blocks of {group} weights cross the rows of {in_features}"
     elif isinstance(scheme, FloatScheme | VectorwiseScheme | GgufScheme):
         return None
     else:
-        return f"it has no tables of a channel's own, as {scheme.label} has"
+        return f"it does not support lookup tables per channel, as in {scheme.label}"
     if group not in (PER_CHANNEL, 16, in_features) and group % 32:
         return f"it has no groups of {group} input channels (16 or multiples of 32)"
     return None

@@ -61,8 +61,8 @@ class QuantizedLinearKernelQuery:
 
     def __str__(self) -> str:
         shape = f"{self.out_features} × {self.in_features}"
-        rounded = " rounded to 8 bits" if self.input_bits == 8 else ""
-        inputs = f"activations in {self.dtype}{rounded}"
+        quantized = " quantized to 8 bits" if self.input_bits == 8 else ""
+        inputs = f"activations in {self.dtype}{quantized}"
         return f"{shape}, {self.scheme.label}, {inputs} on {self.device}"
 
 
@@ -166,7 +166,7 @@ def _refuses_packed(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     if kernel_query.dtype not in (torch.bfloat16, torch.float32):
         return f"it takes bfloat16 and float32, not {kernel_query.dtype}"
     if kernel_query.in_features > MAX_INPUTS:
-        return f"its sums are for at most {MAX_INPUTS} inputs"
+        return f"its accumulators hold at most {MAX_INPUTS} inputs"
     return refuses_grid(kernel_query.scheme, kernel_query.in_features)
 
 
@@ -175,7 +175,7 @@ def _refuses_packed_8(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     if not isinstance(scheme, IntScheme | VectorwiseScheme | GgufScheme):
         return f"it is for integer weights, not {scheme.label}"
     if not wants_8_bit_inputs(scheme, kernel_query.input_bits):
-        return "it rounds the inputs to 8 bits, which is not asked for"
+        return "it quantizes the activations to 8 bits, which is not asked for"
     return _refuses_packed(kernel_query)
 
 
@@ -262,7 +262,7 @@ def _refuses_triton_quantized_input(kernel_query: QuantizedLinearKernelQuery) ->
         return reason
     piece = piece_of(kernel_query.in_features, scale_group(scheme), scheme.bits)
     if piece is None or piece < 32:
-        return f"a product of 8-bit inputs takes 32 of them, which {scheme.label} does not fit"
+        return f"an 8-bit GEMM needs groups of 32 inputs, which {scheme.label} does not fit"
     return None
 
 

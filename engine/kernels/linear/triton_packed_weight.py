@@ -121,13 +121,13 @@ def refuses_packing(scheme: Scheme, in_features: int) -> str | None:
     """The reason why weights of a scheme cannot be packed; None if they can."""
     if isinstance(scheme, LookupScheme):
         if scheme.sparse_fraction:
-            return "it has no sparse weights beside the codes"
+            return "it does not support sparse outliers"
     elif (reason := refuses_grid(scheme, in_features)) is not None:
         return reason
     group, bits = scale_group(scheme), scheme.bits
     if piece_of(in_features, group, bits) is None:
-        wanted = 64 if bits <= 4 else 16
-        return f"it wants rows of a multiple of {wanted} inputs, in groups of 16, not {in_features}"
+        needed = 64 if bits <= 4 else 16
+        return f"it needs rows of a multiple of {needed} inputs, in groups of 16, not {in_features}"
     return None
 
 
@@ -215,7 +215,7 @@ def stack_packed_weights(weights: Sequence[TritonPackedWeight]) -> TritonPackedW
     """Stack weights of one shape for a grouped GEMM; None: their kinds or layouts differ."""
     if len({weight.codes.dtype for weight in weights}) > 1:
         return None
-    joined: dict[str, Any] = {"num_parts": len(weights)}
+    stacked: dict[str, Any] = {"num_parts": len(weights)}
     for field in fields(TritonPackedWeight):
         values = [getattr(weight, field.name) for weight in weights]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -225,12 +225,12 @@ def stack_packed_weights(weights: Sequence[TritonPackedWeight]) -> TritonPackedW
         elif field.name == "order" or len(tensors) < len(values) or not _are_alike(tensors):
             return None
         elif field.name == "codes":
-            joined["codes"] = torch.cat(tensors)
+            stacked["codes"] = torch.cat(tensors)
         elif field.name != "table":
-            joined[field.name] = torch.cat(tensors, dim=1)
+            stacked[field.name] = torch.cat(tensors, dim=1)
         elif len(tensors[0]) > 1:
-            joined["table"] = torch.cat(tensors)
-    return replace(weights[0], **joined)
+            stacked["table"] = torch.cat(tensors)
+    return replace(weights[0], **stacked)
 
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:

@@ -27,7 +27,7 @@ class ExpertsKernelQuery:
 
 def _refuses_grouped(kernel_query: ExpertsKernelQuery) -> str | None:
     if not kernel_query.is_whole:
-        return "it wants all experts in one process"
+        return "it needs all experts in one process"
     return refuses_rows(kernel_query.device, kernel_query.dtype)
 
 

@@ -97,7 +97,7 @@ def test_experts_of_different_kinds_are_run_one_by_one() -> None:
     assert isinstance(kernel, LoopedExperts)
     some = EXPERTS.explain(ExpertsKernelQuery(DEVICE, torch.float32, is_whole=False))
     assert some.chosen == "loop"
-    assert dict(some.reasons)["triton-grouped"] == "it wants all experts in one process"
+    assert dict(some.reasons)["triton-grouped"] == "it needs all experts in one process"
 
 
 @pytest.mark.parametrize("total", [1, 16, 40, 333, 5000])

@@ -193,13 +193,13 @@ def test_a_delta_gets_the_input_as_it_is() -> None:
 
 
 REFUSED: list[tuple[Scheme, int, str, str]] = [
-    (CodebookScheme("nf4"), 96, "triton", "blocks of 64 weights run on from row to row"),
-    (LookupScheme(4, 0.01), 96, "triton", "it has no sparse weights"),
+    (CodebookScheme("nf4"), 96, "triton", "blocks of 64 weights cross the rows"),
+    (LookupScheme(4, 0.01), 96, "triton", "it does not support sparse outliers"),
     (IntScheme(4, 8, False), 256, "triton", "it has no groups of 8"),
-    (IntScheme(4, -1, False), 48, "triton", "it wants rows of a multiple of 64"),
-    (FloatScheme("channel"), 100, "triton", "it wants rows of a multiple of 16"),
+    (IntScheme(4, -1, False), 48, "triton", "it needs rows of a multiple of 64"),
+    (FloatScheme("channel"), 100, "triton", "it needs rows of a multiple of 16"),
     (IntScheme(8, -1, False, Activations("int8")), 96, "triton-8bit-inputs", "it is for symmetric"),
-    (IntScheme(8, 16, True, Activations("int8")), 96, "triton-8bit-inputs", "a product of 8-bit"),
+    (IntScheme(8, 16, True, Activations("int8")), 96, "triton-8bit-inputs", "an 8-bit GEMM"),
 ]
 
 
