@@ -30,11 +30,11 @@ def create_app(
 ) -> FastAPI:
     """An OpenAI-compatible application that serves `engine` as `model_name`.
 
-    `chat_template` takes the place of the model's own; `tool_call_parser` names the format in which the
-    model calls tools, where its template does not show it.
+    `chat_template` overrides the model's; `tool_call_parser` names the model's tool-call format where it
+    cannot be detected from the template.
 
-    It starts the engine's thread when it starts up; from then on nothing else may touch `engine`.
-    `app.state.loop` is its `EngineLoop`, `app.state.service` what the endpoints share.
+    The application's lifespan starts the engine thread; from then on nothing else may touch `engine`.
+    `app.state.loop` is the `EngineLoop`, `app.state.service` the endpoints' shared `Service`.
     """
     options = options or ServerOptions()
     loop = EngineLoop(engine, options)
@@ -47,8 +47,8 @@ def create_app(
         loop.stop()
         service.close()
 
-    # Nothing leaves this machine: FastAPI's interactive pages load scripts from elsewhere, and its
-    # telemetry could be switched on by an environment variable.
+    # No outbound requests: FastAPI's interactive docs load scripts from a CDN, and its telemetry could
+    # be enabled by an environment variable.
     app = FastAPI(
         title="llmopt",
         version=version("llmopt"),
@@ -74,7 +74,7 @@ def create_app(
 
 
 def describe_template(text: Tokenization) -> str:
-    """Which chat template is in use, in words."""
+    """Description of the chat template in use, for the start-up message."""
     return {
         "file": "the given file's",
         "model": "the model's own",

@@ -1,4 +1,4 @@
-"""Sockets, signals and the life of the server process."""
+"""Server process: listening socket, uvicorn, signals and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from uvicorn.config import LOGGING_CONFIG
 from ...quant.base.errors import BadInput, Failure
 
 LONGEST_REQUEST_HEAD = 1 << 20
-"""Bytes of address and headers that are read at all; `ServerOptions` says how many are accepted."""
+"""Bytes of request line and headers that h11 buffers; `ServerOptions` limits how many are accepted."""
 
 
 KERNELS_KEPT = 128
-"""Compiled kernels that oneDNN, and torch around it, keep: one for each shape of a matrix product."""
+"""Capacity of oneDNN's and torch's primitive caches: one compiled kernel per GEMM shape."""
 
 
 def bound_kernel_caches() -> None:
-    """Keep the memory of a CPU server flat; to be called before torch is imported.
+    """Bound oneDNN's primitive caches on a CPU server; must be called before torch is imported.
 
-    The steps of a server are of ever new sizes, and a kernel takes about half a MiB. By default a
-    thousand are kept, twice.
+    Batch sizes vary from step to step, and each new GEMM shape compiles a kernel of about half a MiB. By
+    default oneDNN and torch each cache a thousand of them.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KERNELS_KEPT))
@@ -41,7 +41,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket bound to `host` and `port`; port 0 takes a free one. Connections are refused until `serve`.
 
     Raises:
-        BadInput: the port is in use, or the address is none of this machine's.
+        BadInput: the port is in use, or the address is not one of this machine's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -51,7 +51,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise _cannot_listen(host, port, error) from error
     try:
-        # Without it, connections of an earlier server that are still winding down hold the port.
+        # Without it, connections of an earlier server in TIME_WAIT hold the port.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
@@ -61,7 +61,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Only this machine reaches a server that listens on `host`."""
+    """Whether `host` is a loopback address, reachable from this machine only."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -76,7 +76,7 @@ def _cannot_listen(host: str, port: int, error: Exception) -> BadInput:
 
 
 def base_url(listener: socket.socket) -> str:
-    """Where a client on this machine reaches a bound socket."""
+    """Base URL of a bound socket, for clients on this machine."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
@@ -84,10 +84,10 @@ def base_url(listener: socket.socket) -> str:
 
 
 def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
-    """Serve `app` until SIGINT or SIGTERM, then let requests in flight finish for a while.
+    """Serve `app` until SIGINT or SIGTERM, then drain the requests in flight.
 
-    `on_ready` is called once the engine is warm. Requests that outlast the drain are told so. A second
-    signal ends the drain at once.
+    `on_ready` is called once the engine is warm. Requests that outlast the drain end with an error. A
+    second signal ends the drain at once.
 
     Raises:
         BadInput: another process has begun to listen on the port since `bind`.
@@ -100,13 +100,13 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
         raise _cannot_listen(host, port, error) from error
     server = Server(app, on_ready)
     server.run(sockets=[listener])
-    app.state.loop.stop()  # after a third SIGINT nobody else has
+    app.state.loop.stop()  # a third SIGINT skips the lifespan's shutdown
     if server.cold_end is not None:
         raise Failure(server.cold_end)
 
 
 class Server(uvicorn.Server):
-    """uvicorn with an end of our own: signals end it without being raised again, and it drains."""
+    """uvicorn server with graceful drain; signals stop it without being re-raised."""
 
     def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
         drain_seconds = app.state.options.drain_seconds
@@ -146,14 +146,14 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.loop.drain()
-        tell = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)
+        deadline = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)
         try:
             await super().shutdown(sockets)
         finally:
-            tell.cancel()
+            deadline.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second ends the drain, a third SIGINT waits for nobody."""
+        """The first signal drains, the second ends the drain, a third SIGINT forces the exit."""
         is_second = self.should_exit and self._app.state.loop.unavailable is None
         if is_second and self._event_loop is not None:
             self._event_loop.call_soon_threadsafe(self._end_streams)
@@ -165,7 +165,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """uvicorn's own raises the signal again in the end; here a signal is the ordinary way out."""
+        """Handle signals without re-raising them after shutdown, as uvicorn's own version does."""
         signals = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:
@@ -176,7 +176,7 @@ class Server(uvicorn.Server):
 
 
 def _log_config() -> dict[str, Any]:
-    """Errors and the access log, both on stderr. Access lines hold no body, so no prompt."""
+    """Log errors and accesses to stderr. Access lines contain no bodies, hence no prompts."""
     config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
     config["handlers"]["access"]["stream"] = "ext://sys.stderr"
     config["loggers"]["llmopt"] = {"handlers": ["default"], "level": "INFO", "propagate": False}

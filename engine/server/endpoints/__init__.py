@@ -1,1 +1,1 @@
-"""One module an endpoint, and what they share to turn requests into responses."""
+"""HTTP endpoints, one module each, and the request handling that they share."""

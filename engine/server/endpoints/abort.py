@@ -1,4 +1,4 @@
-"""`POST /abort`: end a response from another connection."""
+"""`POST /abort`: abort a request from another connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .generation import Service
 
 
 class AbortRequest(BaseModel):
-    """The `id` of a response. Clients that cannot know it yet choose its end by `request_id`."""
+    """The `id` of a response. A client that sets `request_id` knows it before the response begins."""
 
     id: str
 
@@ -19,7 +19,7 @@ def abort_router(service: Service) -> APIRouter:
 
     @router.post("/abort")
     async def abort(body: AbortRequest) -> dict[str, object]:
-        """End a response in flight; its own client is told so. False where there is none."""
+        """Abort a response in flight; its client receives an error. False if there is none with that id."""
         return {"id": body.id, "aborted": service.loop.abort(body.id)}
 
     return router

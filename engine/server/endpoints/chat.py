@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`: chat completions, with tool calls."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .logprobs import chat_logprobs
 
 
 class ChatShape:
-    """Choices of a chat completion: a message, or what an event adds to it.
+    """Choices of a chat completion: whole messages, or the deltas of a stream.
 
-    `reader` makes what finds the calls of tools in a choice; None where there are no tools.
+    `reader` creates the tool-call parser of a choice; None for a request without tools.
     """
 
     object_name = "chat.completion"
@@ -36,7 +36,7 @@ class ChatShape:
         self._tool_is_named = tool_is_named
 
     def prompt_scored(self, job: int, scores: Sequence[TokenLogprobs | None]) -> None:
-        """Chat completions do not show the prompt."""
+        """Chat completions have no prompt log-probabilities."""
 
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
         content, calls, _ = self._read(choice, completion)
@@ -54,13 +54,13 @@ class ChatShape:
             delta["tool_calls"] = [
                 {"index": index, **call.as_json()} for index, call in enumerate(calls, num_before)
             ]
-        # The role comes with the first token: an event of its own would look like one to a stopwatch.
+        # The role comes with the first token: a separate event would count as a token in clients' TTFT.
         return self._choice(
             choice, output, {"delta": {"role": "assistant"} | delta if first else delta}
         )
 
     def _read(self, choice: int, output: Completion) -> tuple[str, list[Call], int]:
-        """Text and calls of a piece, and how many calls there were before it."""
+        """Text and tool calls of a delta, and the number of calls before it."""
         if self._reader is None:
             return output.text, [], 0
         reader = self._readers.setdefault(choice, self._reader())
@@ -87,7 +87,7 @@ def chat_router(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         arrival_seconds = time.perf_counter()
         service.check(body)
         form = _tool_format(body, service.text)
@@ -100,8 +100,8 @@ def chat_router(service: Service) -> APIRouter:
 
         def reader() -> ToolReader:
             assert form is not None
-            most = 1 if body.parallel_tool_calls is False else None
-            return ToolReader(form, max_calls=most, stop_texts=service.text.stop_texts)
+            max_calls = 1 if body.parallel_tool_calls is False else None
+            return ToolReader(form, max_calls=max_calls, stop_texts=service.text.stop_texts)
 
         shape = ChatShape(
             service.text,
@@ -114,7 +114,7 @@ def chat_router(service: Service) -> APIRouter:
             params,
             [token_ids],
             "chatcmpl-",
-            lambda answer: Choices(answer, shape),
+            lambda context: Choices(context, shape),
             arrival_seconds,
         )
 
@@ -122,7 +122,7 @@ def chat_router(service: Service) -> APIRouter:
 
 
 def _tool_format(body: ChatRequest, text: Tokenization) -> ToolFormat | None:
-    """How the answer will write calls; None where it is told of no tools."""
+    """Format of the tool calls in the output; None for a request without usable tools."""
     if not body.usable_tools:
         return None
     if not text.takes_tools:

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`."""
+"""`POST /v1/completions`: text completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .logprobs import completion_logprobs
 
 
 class CompletionShape:
-    """Choices of a completion: text, with the prompt in front of it where it is to be echoed."""
+    """Choices of a completion: text, preceded by the prompt if `echo` is set."""
 
     object_name = chunk_name = "text_completion"
 
@@ -48,8 +48,8 @@ class CompletionShape:
             text = self._echoed[job] + text
             if scores is not None:
                 prompt = self._prompt_token_ids[job]
-                # Counted back from where the answer begins: the prompt's first word may have been
-                # tokenized with a space that its text does not have.
+                # Counted back from the end of the prompt: its first word may have been tokenized with a
+                # space that its text does not have.
                 self._offsets[choice] = len(self._echoed[job]) - self._length(prompt)
                 token_ids = [*prompt, *token_ids]
                 scores = [*self._prompt_scores[job], *scores]
@@ -91,7 +91,7 @@ def completions_router(service: Service) -> APIRouter:
             params,
             token_ids,
             "cmpl-",
-            lambda answer: Choices(answer, shape),
+            lambda context: Choices(context, shape),
             arrival_seconds,
         )
 

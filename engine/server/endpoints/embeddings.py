@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, for checkpoints that say how to pool."""
+"""`POST /v1/embeddings`, for checkpoints with a pooling config (sentence-transformers)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def embeddings_router(service: Service, engine: Engine) -> APIRouter:
 
     @router.post("/v1/embeddings")
     async def create_embeddings(body: EmbeddingRequest) -> dict[str, Any]:
-        """Vectors of texts."""
+        """Embed texts."""
         service.check_model(body.model)
         if pooling is None:
             raise ApiError(
@@ -64,10 +64,10 @@ def embeddings_router(service: Service, engine: Engine) -> APIRouter:
             vector = await service.loop.run(_Embedding(token_ids, pooling, lora))
             if body.dimensions not in (None, len(vector)):
                 raise ApiError(400, f"dimensions: this model has {len(vector)}", param="dimensions")
-            shown = vector.tolist()
+            encoded = vector.tolist()
             if body.encoding_format == "base64":
-                shown = base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
-            data.append({"object": "embedding", "index": index, "embedding": shown})
+                encoded = base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+            data.append({"object": "embedding", "index": index, "embedding": encoded})
         count = sum(map(len, prompts))
         return {
             "object": "list",
@@ -80,7 +80,7 @@ def embeddings_router(service: Service, engine: Engine) -> APIRouter:
 
 
 class _Embedding:
-    """One text, for the engine's thread. Others decode between two texts, not within one."""
+    """Embeds one text on the engine thread. Decode steps run between two texts, not within one."""
 
     def __init__(self, token_ids: list[int], pooling: Pooling, lora: str | None) -> None:
         self._token_ids = token_ids

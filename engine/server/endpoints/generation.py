@@ -1,4 +1,4 @@
-"""From jobs to a response: one JSON document, or a stream of events."""
+"""Generation responses: one JSON document, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from .usage import Usage
 T = TypeVar("T")
 
 CLIENT_GONE = 499
-"""Status in the log of a request whose client left before the answer; nginx's number."""
+"""Logged status of a request whose client disconnected before the response; nginx's number."""
 
 
 class Generation(Protocol):
-    """What an endpoint makes of the output of one request."""
+    """Converts the outputs of one HTTP request into an endpoint's response format."""
 
     async def document(self) -> dict[str, Any]:
-        """The whole response, once everything is finished."""
+        """The whole response, once every completion is finished."""
         ...
 
     def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """Server-sent events. A failure on the way is the last of them."""
+        """Server-sent events. An error during generation is the last of them."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """What every response says of itself, and the stream that it is made from."""
+    """Identity of a response, and the output stream that it is built from."""
 
     id: str
     model: str
@@ -55,7 +55,7 @@ class ResponseContext:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the endpoints share. An adapter is served as a model of its own name."""
+    """State shared by the endpoints. A LoRA adapter is served as a model under its own name."""
 
     loop: EngineLoop
     text: Tokenization
@@ -65,18 +65,18 @@ class Service:
     created: int
 
     def close(self) -> None:
-        """End the worker threads."""
+        """Shut down the worker threads."""
         self.text.close()
         self.constrainer.close()
 
     def check(self, body: GenerationRequest) -> None:
-        """Refuse a request for another model, or for what is not supported, with `ApiError`."""
+        """Reject a request for an unknown model or with unsupported fields, with `ApiError`."""
         self.check_model(body.model)
         body.refuse_unsupported()
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.model_name, *self.adapters):
-            served = ", ".join(repr(one) for one in (self.model_name, *sorted(self.adapters)))
+            served = ", ".join(repr(model) for model in (self.model_name, *sorted(self.adapters)))
             raise ApiError(
                 404,
                 f"no model {name!r}: this server has {served}",
@@ -85,14 +85,14 @@ class Service:
             )
 
     def adapter(self, name: str | None) -> str | None:
-        """The adapter that a request for the model `name` uses."""
+        """The LoRA adapter that a request for the model `name` uses; None for the base model."""
         return name if name in self.adapters else None
 
     async def params(self, body: GenerationRequest) -> SamplingParams:
-        """How the engine is to draw, with the structure that the request asks for.
+        """Sampling parameters, with the token mask of the request's structured output.
 
         Raises:
-            BadInput, ApiError: values out of range, or a structure that is none.
+            BadInput, ApiError: values out of range, or an invalid schema or grammar.
         """
         params, constraint = body.sampling_params(), body.constraint()
         if constraint is None:
@@ -110,19 +110,19 @@ class Service:
         generation: Callable[[ResponseContext], Generation],
         arrival_seconds: float,
     ) -> Response:
-        """Generate for `prompts`; the response follows `body.stream`.
+        """Generate for `prompts`; `body.stream` selects a stream or a single document.
 
-        Its id is made of the prefix and the client's own, if the request or its `X-Request-Id` has one.
+        The response id is the prefix and the client's request id (body or `X-Request-Id`), else a random one.
 
         Raises:
             BadInput, Unavailable: before the response begins.
         """
-        given = body.request_id or _request_id(request)
-        response_id = f"{id_prefix}{given or uuid.uuid4().hex}"
+        client_id = body.request_id or _request_id(request)
+        response_id = f"{id_prefix}{client_id or uuid.uuid4().hex}"
         name = body.model or self.model_name
         jobs = [
             Job(
-                # The client's own ids may repeat; those of the engine's requests must not.
+                # Clients may reuse their ids; the engine's request ids must be unique.
                 f"{response_id}/{uuid.uuid4().hex}/{index}",
                 token_ids,
                 params,
@@ -133,43 +133,43 @@ class Service:
             for index, token_ids in enumerate(prompts)
         ]
         stream = await self.loop.submit(jobs)
-        answer = generation(ResponseContext(response_id, name, int(time.time()), stream))
+        generated = generation(ResponseContext(response_id, name, int(time.time()), stream))
         if body.stream:
-            events = answer.events(body.stream_options or StreamOptions())
+            events = generated.events(body.stream_options or StreamOptions())
             return EventStream(events, on_close=stream.close)
         try:
-            document = await _unless_disconnected(request, answer.document())
+            document = await _unless_disconnected(request, generated.document())
         finally:
             stream.close()
         return Response(status_code=CLIENT_GONE) if document is None else JSONResponse(document)
 
 
 class Shape(Protocol):
-    """How an endpoint writes its choices. One instance serves one request."""
+    """Formats the choices of an endpoint. One instance serves one HTTP request."""
 
     object_name: str
     chunk_name: str
 
     def prompt_scored(self, job: int, scores: Sequence[TokenLogprobs | None]) -> None:
-        """Take the log-probabilities of a prompt; they come before its first choice."""
+        """Receive the log-probabilities of a prompt; they come before its first choice."""
         ...
 
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
-        """A finished choice of a response that is no stream."""
+        """A finished choice of a response that is not streamed."""
         ...
 
     def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
-        """What an event adds to a choice; `first` is set on its first event."""
+        """The delta of a choice in one event; `first` is set on its first event."""
         ...
 
 
 class Choices:
-    """The output of one request as a list of choices, as completions and chats have it."""
+    """The outputs of one HTTP request as `choices`, for completions and chat completions."""
 
-    def __init__(self, answer: ResponseContext, shape: Shape) -> None:
-        self._context = answer
+    def __init__(self, context: ResponseContext, shape: Shape) -> None:
+        self._context = context
         self._shape = shape
-        jobs = answer.stream.jobs
+        jobs = context.stream.jobs
         self._job_of = {job.request_id: index for index, job in enumerate(jobs)}
         self._usage = Usage(jobs)
 
@@ -186,7 +186,7 @@ class Choices:
         return self._envelope(self._shape.object_name, choices) | {"usage": self._usage.whole()}
 
     async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """One event for every token, none before the first; `[DONE]` follows success alone."""
+        """One event per output, none before the first token; `[DONE]` only after success."""
         started: set[int] = set()
         wants_usage = options.include_usage or options.continuous_usage_stats
         try:
@@ -210,7 +210,7 @@ class Choices:
             yield server_sent(error.body())
 
     def _take(self, output: RequestOutput) -> tuple[int, int]:
-        """Count a piece; returns the choice and the job that it belongs to."""
+        """Record an output's usage; returns the indices of its choice and its job."""
         job = self._job_of[output.request_id]
         self._usage.take(output)
         if output.prompt_logprobs is not None:
@@ -228,7 +228,7 @@ class Choices:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `on_close` runs whatever happens, even if the first event is never asked for."""
+    """Server-sent events. `on_close` always runs, even if the first event is never requested."""
 
     def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
         super().__init__(
@@ -246,26 +246,26 @@ class EventStream(StreamingResponse):
 
 
 def _request_id(request: Request) -> str | None:
-    """`X-Request-Id`, where it is one that can stand in an id."""
-    given = request.headers.get("x-request-id", "")
-    return given if re.fullmatch(REQUEST_ID, given) else None
+    """The `X-Request-Id` header, if it is a valid id."""
+    header = request.headers.get("x-request-id", "")
+    return header if re.fullmatch(REQUEST_ID, header) else None
 
 
 def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:
-    """One event of a stream, by name where its clients want names."""
+    """Encode a server-sent event, with an `event:` line if it has a name."""
     text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
     event_line = b"" if name is None else f"event: {name}\n".encode()
     return event_line + b"data: " + text.encode() + b"\n\n"
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Result of `work`; None, with `work` cancelled, if the client leaves first."""
+    """Result of `work`; None, with `work` cancelled, if the client disconnects first."""
 
-    async def leave() -> None:
+    async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that OpenAI's endpoints have."""
+"""Log-probabilities in the formats of OpenAI's chat and completions endpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...scheduling.outputs import TokenLogprobs
 from ..text.text import Tokenization
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot write."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 
 def chat_logprobs(text: Tokenization, scored: Iterable[TokenLogprobs]) -> dict[str, Any]:
@@ -40,18 +40,18 @@ def completion_logprobs(
     scored: Sequence[TokenLogprobs | None],
     offset: int,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion; `offset` is where in its text the first token begins.
+    """`choices[].logprobs` of a completion; `offset` is the text offset of the first token.
 
-    The first token of a prompt has no score: its entries are null. The chosen token is always among
-    the candidates, so there may be one more of them than was asked for.
+    The first token of a prompt has no log-probability: its entries are null. The sampled token is always
+    among the candidates, so there may be one more of them than requested.
     """
-    shown = [text.token(token_id) for token_id in token_ids]
+    tokens = [text.token(token_id) for token_id in token_ids]
     offsets: list[int] = []
-    for token in shown:
+    for token in tokens:
         offsets.append(max(offset, 0))
         offset += token.length
     return {
-        "tokens": [token.name for token in shown],
+        "tokens": [token.name for token in tokens],
         "token_logprobs": [None if s is None else max(s.logprob, LOWEST) for s in scored],
         "top_logprobs": [None if s is None else _candidates(text, s) for s in scored],
         "text_offset": offsets,
@@ -61,6 +61,6 @@ def completion_logprobs(
 def _candidates(text: Tokenization, scored: TokenLogprobs) -> dict[str, float]:
     named: dict[str, float] = {}
     for token_id, logprob in (*scored.top, (scored.token_id, scored.logprob)):
-        # Different tokens may look the same; the likeliest keeps the name.
+        # Different tokens may decode to the same text; the most likely one keeps the name.
         named.setdefault(text.token(token_id).name, max(logprob, LOWEST))
     return named

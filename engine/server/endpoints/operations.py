@@ -1,4 +1,4 @@
-"""What operators and clients ask first: `/health`, `/ready`, `/metrics`, `/version` and `/v1/models`."""
+"""Operational endpoints: `/health`, `/ready`, `/metrics`, `/version` and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .generation import Service
 
 
 def operations_router(engine: Engine, loop: EngineLoop, service: Service) -> APIRouter:
-    """Probes, metrics and the cards of the model and its adapters."""
+    """Health probes, metrics and the model cards of the base model and its LoRA adapters."""
     router = APIRouter()
     cards = _model_cards(engine, service)
     exposition = Exposition(engine, loop, service.model_name)
 
     @router.get("/health")
     async def health() -> dict[str, str]:
-        """200 while the engine serves, 503 after it has failed."""
+        """Liveness: 200 while the engine serves, 503 after it has failed."""
         if loop.unavailable is not None:
             raise Unavailable(loop.unavailable)
         return {"status": "ok"}
 
     @router.get("/ready")
     async def ready() -> dict[str, str]:
-        """200 once the engine is warm and while it serves, 503 before and after."""
+        """Readiness: 200 once the engine is warm and while it serves, 503 before and after."""
         if not loop.is_ready:
             raise Unavailable(loop.unavailable or "the engine is warming up")
         return {"status": "ready"}
@@ -58,7 +58,7 @@ def operations_router(engine: Engine, loop: EngineLoop, service: Service) -> API
 
 
 def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
-    """The model and, with it as their parent, its adapters, by name."""
+    """Model cards by name: the base model, and its adapters with it as their parent."""
     source = service.text.template_source
     model = {
         "id": service.model_name,

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: OpenAI's newer endpoint, for text."""
+"""`POST /v1/responses`: OpenAI's Responses API, for text input and output."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class TextFormat(JsonSchemaFormat):
-    """`text.format`."""
+    """`text.format`: plain text or a JSON schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
 
 class TextOptions(BaseModel):
-    """`text`."""
+    """`text`: options of the output text."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -38,7 +38,7 @@ class TextOptions(BaseModel):
 
 
 class InputMessage(Message):
-    """An item of `input`: a message, whose parts have names of their own in this endpoint."""
+    """An item of `input`: a message with `input_text` and `output_text` content parts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -87,9 +87,9 @@ class ResponsesRequest(GenerationRequest):
                 raise unsupported(name)
         if self.num_completions > 1:
             raise unsupported("n")
-        for wanted in self.include or ():
-            if wanted != LOGPROBS:
-                raise unsupported(f"include {wanted!r}")
+        for field in self.include or ():
+            if field != LOGPROBS:
+                raise unsupported(f"include {field!r}")
 
     def constraint(self) -> Constraint | None:
         form = TextFormat() if self.text is None else self.text.format
@@ -106,14 +106,16 @@ class ResponsesRequest(GenerationRequest):
 
 
 class TextResponse:
-    """The output of one request as a response object, or as the events that build it."""
+    """The outputs of one HTTP request as a response object, or as its streaming events."""
 
-    def __init__(self, answer: ResponseContext, body: ResponsesRequest, text: Tokenization) -> None:
-        self._context = answer
+    def __init__(
+        self, context: ResponseContext, body: ResponsesRequest, text: Tokenization
+    ) -> None:
+        self._context = context
         self._body = body
         self._text = text
-        self._usage = Usage(answer.stream.jobs)
-        self._item_id = "msg_" + answer.id.removeprefix("resp_")
+        self._usage = Usage(context.stream.jobs)
+        self._item_id = "msg_" + context.id.removeprefix("resp_")
         self._sequence_number = 0
 
     async def document(self) -> dict[str, Any]:
@@ -124,9 +126,9 @@ class TextResponse:
         return self._finished(completion)
 
     async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """OpenAI's events: the response, its one item, the item's one part, deltas, and all of it closed.
+        """OpenAI's events: created, item and content part added, text deltas, and all of them done.
 
-        No part is opened before its first token is there.
+        The content part is added with its first token, not before.
         """
         completion = Completion(0)
         where = {"output_index": 0, "item_id": self._item_id, "content_index": 0}
@@ -220,7 +222,7 @@ class TextResponse:
         if completion.logprobs is None:
             return []
         entries = chat_logprobs(self._text, completion.logprobs)["content"]
-        for entry in (*entries, *(top for own in entries for top in own["top_logprobs"])):
+        for entry in (*entries, *(top for token in entries for top in token["top_logprobs"])):
             entry["bytes"] = entry["bytes"] or []
         return entries
 
@@ -262,7 +264,7 @@ def responses_router(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a text or a conversation."""
+        """Generate a response to a text or a conversation."""
         arrival_seconds = time.perf_counter()
         service.check(body)
         params = await service.params(body)
@@ -273,7 +275,7 @@ def responses_router(service: Service) -> APIRouter:
             params,
             [token_ids],
             "resp_",
-            lambda answer: TextResponse(answer, body, service.text),
+            lambda context: TextResponse(context, body, service.text),
             arrival_seconds,
         )
 

@@ -1,4 +1,4 @@
-"""The endpoints that have to do with the model, on one router."""
+"""Router of the model endpoints: generation, embeddings, tokenization, abort."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def open_service(
     chat_template: str | None = None,
     tool_call_parser: str | None = None,
 ) -> Service:
-    """What the endpoints share.
+    """Create the state shared by the endpoints.
 
     Raises:
-        BadInput: there is no such parser of tool calls.
+        BadInput: an unknown tool-call parser.
     """
     form = None if tool_call_parser is None else tool_format(tool_call_parser)
     return Service(

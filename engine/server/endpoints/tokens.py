@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes."""
+"""`/tokenize` and `/detokenize`, compatible with vLLM's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .generation import Service
 
 
 class TokenizeRequest(BaseModel):
-    """Body of `/tokenize`: a prompt, or a conversation as the chat template writes it."""
+    """Body of `/tokenize`: a prompt, or a conversation to render with the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -44,7 +44,7 @@ def tokens_router(service: Service, vocab_size: int, max_model_len: int) -> APIR
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        """Tokens of a text or a conversation."""
+        """Tokenize a text or a conversation."""
         service.check_model(body.model)
         if body.messages is None:
             assert body.prompt is not None
@@ -58,22 +58,22 @@ def tokens_router(service: Service, vocab_size: int, max_model_len: int) -> APIR
                 body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt,
             )
-        shown = [service.text.token(token).name for token in tokens]
+        names = [service.text.token(token).name for token in tokens]
         return {
             "count": len(tokens),
             "max_model_len": max_model_len,
             "tokens": tokens,
-            "token_strs": shown if body.return_token_strs else None,
+            "token_strs": names if body.return_token_strs else None,
         }
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        """Text of tokens, special ones included."""
+        """Decode token ids, special tokens included."""
         service.check_model(body.model)
-        strange = next((token for token in body.tokens if token >= vocab_size), None)
-        if strange is not None:
+        unknown = next((token for token in body.tokens if token >= vocab_size), None)
+        if unknown is not None:
             raise ApiError(
-                400, f"token id {strange} is outside the vocabulary of {vocab_size}", param="tokens"
+                400, f"token id {unknown} is outside the vocabulary of {vocab_size}", param="tokens"
             )
         return {"prompt": service.text.decode(body.tokens, skip_special_tokens=False)}
 

@@ -1,4 +1,4 @@
-"""What a request took: tokens, and where its time went."""
+"""`usage` of a request: token counts, and queue, prefill and decode seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..loop.stream import Job
 
 
 class Usage:
-    """Counts the output of one request, which may have several prompts and choices."""
+    """Accumulates the usage of one HTTP request, which may have several prompts and choices."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.num_prompt_tokens = sum(len(job.token_ids) for job in jobs)
@@ -29,7 +29,7 @@ class Usage:
         return sum(self._cached_tokens.values())
 
     def so_far(self) -> dict[str, Any]:
-        """The tokens, in the shape of OpenAI's completions and chats."""
+        """Token counts so far, as in OpenAI's completions and chat completions."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
@@ -38,12 +38,12 @@ class Usage:
         }
 
     def whole(self) -> dict[str, Any]:
-        """The tokens, and `seconds`: until the first prompt was begun (`queue`), from there to the first
-        token of any choice (`prefill`), and from there to the last of all (`decode`)."""
+        """Final token counts, and `seconds`: from arrival to the first scheduled step (`queue`), to the first
+        token of any choice (`prefill`), and to the last token of all choices (`decode`)."""
         times = self._times.values()
-        arrival = min(one.arrival for one in times)
-        begun = min(one.first_scheduled or arrival for one in times)
-        first = min(one.first_token or begun for one in times)
-        last = max(one.last_token or first for one in times)
+        arrival = min(t.arrival for t in times)
+        begun = min(t.first_scheduled or arrival for t in times)
+        first = min(t.first_token or begun for t in times)
+        last = max(t.last_token or first for t in times)
         seconds = {"queue": begun - arrival, "prefill": first - begun, "decode": last - first}
         return {**self.so_far(), "seconds": {name: round(s, 6) for name, s in seconds.items()}}
