@@ -1,1 +1,1 @@
-"""The engine's thread and its bridge to the event loop, with what it counts."""
+"""Engine thread, its bridge to the asyncio event loop, and server metrics."""

@@ -1,4 +1,4 @@
-"""The engine's own thread, and the bridge between it and the event loop."""
+"""Engine thread and its bridge to the asyncio event loop (vLLM's AsyncLLM)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Reply:
     error: Exception | None = None
 
     def resolve(self) -> None:
-        if self.future.done():  # whoever asked has gone
+        if self.future.done():  # the caller was cancelled
             return
         if self.error is None:
             self.future.set_result(self.value)
@@ -48,12 +48,12 @@ class _Reply:
 
 
 class EngineLoop:
-    """Drives an engine from a thread of its own: nothing else touches the engine while it runs.
+    """Runs an engine on a dedicated thread; nothing else touches the engine while it runs.
 
-    The event loop hands over calls, which run between two steps; everything that a step brought goes
-    back in one wake-up of the event loop. With nothing to do, the thread sleeps in its inbox.
+    The event loop submits calls, which run between two steps; all outputs of a step are delivered in one
+    wake-up of the event loop. Without unfinished requests the thread blocks on its inbox.
 
-    All methods but the thread's own are for the event loop that `start` was called on.
+    Public methods must be called on the event loop that `start` was called on.
     """
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
@@ -72,25 +72,25 @@ class EngineLoop:
 
     @property
     def unavailable(self) -> str | None:
-        """Why the engine serves nobody; None while it does."""
+        """Why the engine does not serve; None while it does."""
         return self._unavailable
 
     @property
     def is_ready(self) -> bool:
-        """The engine has computed before, and new requests are welcome."""
+        """Whether the engine is warm and accepts new requests."""
         return self._warm.is_set() and self._unavailable is None and not self._is_draining
 
     @property
     def is_draining(self) -> bool:
-        """What is in flight is finished, and then the server ends."""
+        """Whether the server is shutting down: requests in flight finish, then it stops."""
         return self._is_draining
 
     def drain(self) -> None:
-        """Say that the server is about to end; requests in flight go on."""
+        """Begin the shutdown; requests in flight go on."""
         self._is_draining = True
 
     async def wait_until_warm(self) -> None:
-        """Return once `is_ready` may be asked: the engine is warm, or has failed on the way."""
+        """Wait until the engine is warm, or has failed during warm-up."""
         await self._warm.wait()
 
     def start(self) -> None:
@@ -111,11 +111,11 @@ class EngineLoop:
         return await future
 
     async def submit(self, jobs: Sequence[Job]) -> OutputStream:
-        """Queue jobs, all or none of them.
+        """Add the jobs to the engine, all or none of them.
 
         Raises:
-            BadInput: the engine refuses one of them.
-            TooMany: there are more of them than may wait now.
+            BadInput: the engine rejects one of them.
+            TooMany: the waiting queue would exceed `max_waiting`.
             Unavailable: the engine has failed or is stopping.
         """
         stream = OutputStream(
@@ -130,7 +130,7 @@ class EngineLoop:
         return stream
 
     def abort(self, response_id: str) -> bool:
-        """End the streams of a response, telling whoever reads them; False if there is none."""
+        """Abort a response: its streams raise `Aborted`; False if there is none with that id."""
         streams = {
             stream for name, stream in self._streams.items() if name.startswith(f"{response_id}/")
         }
@@ -140,7 +140,7 @@ class EngineLoop:
         return bool(streams)
 
     def _close_stream(self, stream: OutputStream) -> None:
-        """Forget a stream and free what its jobs hold, within one step; again does nothing."""
+        """Drop a stream and abort its unfinished requests within one step. Idempotent."""
         open_ids = [
             job.request_id for job in stream.jobs if self._streams.pop(job.request_id, None)
         ]
@@ -153,7 +153,7 @@ class EngineLoop:
             )
 
     def fail(self, reason: str) -> None:
-        """Tell everybody who waits that the engine serves no more, and refuse those who come."""
+        """Fail all pending streams and calls with `Unavailable`, and reject later ones."""
         self._unavailable = self._unavailable or reason
         for stream in set(self._streams.values()):
             stream.push(Unavailable(self._unavailable))
@@ -163,7 +163,7 @@ class EngineLoop:
         self._warm.set()
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
-        """End the thread after the step that it is in; what is unfinished fails."""
+        """Stop the thread after its current step; unfinished requests fail."""
         self.fail("the server is stopping")
         self._stopping = True
         self._inbox.put(None)
@@ -175,7 +175,7 @@ class EngineLoop:
             raise Unavailable(self._unavailable)
 
     def _drive(self) -> None:
-        """The thread: take calls, step, hand over, until told to stop or the engine fails."""
+        """Thread main loop: run calls, step the engine, deliver outputs, until stopped or failed."""
         engine = self._engine
         try:
             _warm_up(engine)
@@ -227,15 +227,15 @@ class EngineLoop:
             self._stopping = True
 
     def _add_all(self, engine: Engine, jobs: Sequence[Job]) -> None:
-        scheduler, most = engine.scheduler, self._options.max_waiting
+        scheduler, max_waiting = engine.scheduler, self._options.max_waiting
         num_free = max(0, scheduler.config.max_num_seqs - len(scheduler.running))
         num_waiting = (
             scheduler.num_waiting + sum(job.params.num_sequences for job in jobs) - num_free
         )
-        if num_waiting > most:
+        if num_waiting > max_waiting:
             raise TooMany(
-                f"{num_waiting} sequences would wait, {most} may: try again later, or send less at once",
-                self._retry_after.retry_after(num_waiting - most),
+                f"{num_waiting} sequences would wait, at most {max_waiting} may: try again later",
+                self._retry_after.retry_after(num_waiting - max_waiting),
             )
         for index, job in enumerate(jobs):
             try:
@@ -260,7 +260,7 @@ class EngineLoop:
 
 
 def _warm_up(engine: Engine) -> None:
-    """Compute a prompt and a token once, so that no client waits for what is set up on first use."""
+    """Warm-up request: a prefill and a decode step, so that no client pays for lazy initialization."""
     length = max(1, min(WARM_UP_TOKENS, engine.scheduler.longest_sequence - 2))
     params = SamplingParams(max_tokens=2, temperature=0.0, seed=0, ignore_eos=True)
     engine.add_request("warm-up", [0] * length, params)

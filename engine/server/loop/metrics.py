@@ -1,4 +1,4 @@
-"""What the server counts, on the engine's thread, right after each step."""
+"""Server metrics: counters and histograms, updated on the engine thread after each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_PREEMPTIONS_KEPT = 12
 
 
 class Histogram:
-    """Counts of values up to each bound, and above the last."""
+    """Histogram with fixed bucket bounds; the last bucket is unbounded (+Inf)."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -35,7 +35,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A sequence that had to give its blocks to others; `at` is on the clock of `time.perf_counter`."""
+    """A preempted sequence; `at` is a time of `time.perf_counter`."""
 
     sequence_id: str
     at: float
@@ -44,7 +44,7 @@ class Preemption:
 
 @dataclass(slots=True)
 class Distributions:
-    """Of requests and steps. The names are vLLM's, whose dashboards know them."""
+    """Histograms of requests and steps, named as in vLLM for its dashboards."""
 
     time_to_first_token_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     inter_token_latency_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -61,17 +61,17 @@ class Distributions:
 
 
 class ServerMetrics:
-    """Counters and distributions since the engine was warm. Written by its thread alone; whoever reads
-    them from elsewhere may see a step half counted.
+    """Counters and histograms since the end of warm-up. Written by the engine thread only; readers on
+    other threads may see a partially counted step.
 
-    All intervals are of the monotonic clock that the engine stamps its requests with.
+    All intervals use `time.perf_counter`, the clock of the engine's request timestamps.
 
     Attributes:
-        stats: the engine's own counters as they were after the last step.
-        finished: sequences by the reason of their end.
-        responses: HTTP responses by status; the event loop writes it.
-        preemptions: the last ones, the newest at the end.
-        running_adapters, waiting_adapters: names of those that sequences use now.
+        stats: the engine's counters after the last step.
+        finished: sequences by finish reason.
+        responses: HTTP responses by status; written by the event loop.
+        preemptions: the most recent ones, the newest last.
+        running_adapters, waiting_adapters: LoRA adapters of running and waiting sequences.
     """
 
     def __init__(self) -> None:
@@ -90,24 +90,24 @@ class ServerMetrics:
         self._times_preempted: Counter[str] = Counter()
 
     def begin(self, engine: Engine) -> None:
-        """Count from now on."""
+        """Start counting now."""
         self._engine = engine
         self._recorder = engine.recorder = StepRecorder(engine.scheduler)
         self._num_preemptions = engine.scheduler.num_preemptions
         self.stats = engine.stats
 
     def note_added(self, params: Sequence[SamplingParams]) -> None:
-        for one in params:
-            self.distributions.request_params_n.observe(one.n)
-            if one.max_tokens is not None:
-                self.distributions.request_params_max_tokens.observe(one.max_tokens)
+        for request in params:
+            self.distributions.request_params_n.observe(request.n)
+            if request.max_tokens is not None:
+                self.distributions.request_params_max_tokens.observe(request.max_tokens)
 
     def note_aborted(self, request_id: str) -> None:
         self._last_token.pop(request_id, None)
         self.finished["abort"] += 1
 
     def note_step(self, outputs: Sequence[RequestOutput]) -> None:
-        """Take what a step brought, or nothing where calls alone changed the engine."""
+        """Record the outputs of a step; empty if only calls ran since the last step."""
         self.stats = self._engine.stats
         for step in self._recorder.steps:
             self.num_steps += 1
@@ -119,37 +119,39 @@ class ServerMetrics:
         for output in outputs:
             self._take(output)
         if self._engine.scheduler.num_preemptions != self._num_preemptions:
-            self._find_preempted()
+            self._update_preemptions()
         if self._engine.config.loras:
-            self._find_adapters()
+            self._update_adapters()
 
     def _take(self, output: RequestOutput) -> None:
-        seen, times = self.distributions, output.times
+        histograms, times = self.distributions, output.times
         assert times.first_scheduled is not None and times.first_token is not None
         assert times.last_token is not None
         last = self._last_token.setdefault(output.request_id, {})
         self.num_generation_tokens += len(output.new_token_ids)
         if output.index in last:
-            seen.inter_token_latency_seconds.observe(times.last_token - last[output.index])
+            histograms.inter_token_latency_seconds.observe(times.last_token - last[output.index])
         elif output.index == 0:
             self.num_prompt_tokens += output.num_prompt_tokens
-            seen.time_to_first_token_seconds.observe(times.first_token - times.arrival)
-            seen.request_queue_time_seconds.observe(times.first_scheduled - times.arrival)
-            seen.request_prefill_time_seconds.observe(times.first_token - times.first_scheduled)
-            seen.request_prompt_tokens.observe(output.num_prompt_tokens)
+            histograms.time_to_first_token_seconds.observe(times.first_token - times.arrival)
+            histograms.request_queue_time_seconds.observe(times.first_scheduled - times.arrival)
+            histograms.request_prefill_time_seconds.observe(
+                times.first_token - times.first_scheduled
+            )
+            histograms.request_prompt_tokens.observe(output.num_prompt_tokens)
         last[output.index] = times.last_token
         if output.finish_reason is None:
             return
         self.finished[output.finish_reason] += 1
-        seen.e2e_request_latency_seconds.observe(times.last_token - times.arrival)
-        seen.request_inference_time_seconds.observe(times.last_token - times.first_scheduled)
-        seen.request_decode_time_seconds.observe(times.last_token - times.first_token)
-        seen.request_generation_tokens.observe(output.num_output_tokens)
+        histograms.e2e_request_latency_seconds.observe(times.last_token - times.arrival)
+        histograms.request_inference_time_seconds.observe(times.last_token - times.first_scheduled)
+        histograms.request_decode_time_seconds.observe(times.last_token - times.first_token)
+        histograms.request_generation_tokens.observe(output.num_output_tokens)
         del last[output.index]
         if not last:
             del self._last_token[output.request_id]
 
-    def _find_preempted(self) -> None:
+    def _update_preemptions(self) -> None:
         scheduler, now = self._engine.scheduler, time.perf_counter()
         self._num_preemptions = scheduler.num_preemptions
         known, self._times_preempted = self._times_preempted, Counter()
@@ -159,7 +161,7 @@ class ServerMetrics:
             if request.num_preemptions:
                 self._times_preempted[request.sequence_id] = request.num_preemptions
 
-    def _find_adapters(self) -> None:
+    def _update_adapters(self) -> None:
         used = [(r.lora, r.status) for r in self._engine.scheduler.requests() if r.lora is not None]
         self.running_adapters = frozenset(n for n, at in used if at is RequestStatus.RUNNING)
         self.waiting_adapters = frozenset(n for n, at in used if at is RequestStatus.WAITING)

@@ -1,4 +1,4 @@
-"""Prompts on their way to the engine, and what it makes of them on its way back."""
+"""Engine requests and the asynchronous streams of their outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..protocol.errors import ApiError, TimedOut
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt for the engine. `arrival_seconds` is on the clock of `time.perf_counter`."""
+    """One engine request: a prompt. `arrival_seconds` is a time of `time.perf_counter`."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -24,11 +24,11 @@ class Job:
 
 
 class OutputStream:
-    """What the engine makes of some jobs, as it makes it: `async for output in stream`.
+    """Asynchronous stream of the `RequestOutput`s of some jobs: `async for output in stream`.
 
-    Ends when every completion of every job has a finish reason. Raises `Unavailable` where the engine
-    fails or stops first, and `TimedOut` after `timeout_seconds`. `close` must be called in the end; it
-    aborts what is unfinished.
+    Ends when every completion of every job has a finish reason. Raises `Unavailable` if the engine
+    fails or stops first, and `TimedOut` after `timeout_seconds`. `close` must be called at the end; it
+    aborts unfinished requests.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Metrics in Prometheus' text format, and the state of the engine for whoever watches."""
+"""Prometheus exposition of the metrics, and live snapshots of the engine state."""

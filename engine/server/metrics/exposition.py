@@ -1,7 +1,7 @@
-"""The server's metrics in Prometheus' text format, under our names and under vLLM's.
+"""Prometheus exposition of the server's metrics, under `llmopt_` and `vllm:` names.
 
-Both show the same numbers. Ours follow Prometheus' rules of naming; vLLM's begin with `vllm:`, which those
-rules keep for recording rules, and are there for the dashboards that know them.
+Both expose the same values. The `llmopt_` names follow Prometheus' naming rules; the `vllm:` names, whose
+colon those rules reserve for recording rules, serve existing vLLM dashboards.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ..loop.metrics import Histogram, ServerMetrics
 from .exposition_names import VLLM_NAMES
 
 HELP = {
-    "time_to_first_token_seconds": "From the arrival of a request to its first token.",
-    "inter_token_latency_seconds": "Between one step that gave a sequence tokens and the next.",
-    "e2e_request_latency_seconds": "From the arrival of a request to its last token.",
-    "request_queue_time_seconds": "From the arrival of a request to the first step it was part of.",
-    "request_prefill_time_seconds": "From the first step of a request to its first token.",
-    "request_decode_time_seconds": "From the first token of a request to its last.",
-    "request_inference_time_seconds": "From the first step of a request to its last token.",
-    "request_prompt_tokens": "Tokens of a prompt.",
-    "request_generation_tokens": "Tokens of an answer.",
-    "request_params_n": "Answers that a request asks for.",
-    "request_params_max_tokens": "Tokens of an answer that a request allows.",
-    "iteration_tokens": "Positions that a step computed.",
+    "time_to_first_token_seconds": "Time from the arrival of a request to its first token.",
+    "inter_token_latency_seconds": "Time between two steps that gave a sequence tokens.",
+    "e2e_request_latency_seconds": "Time from the arrival of a request to its last token.",
+    "request_queue_time_seconds": "Time from the arrival of a request to its first scheduled step.",
+    "request_prefill_time_seconds": "Time from the first scheduled step of a request to its first token.",
+    "request_decode_time_seconds": "Time from the first token of a request to its last token.",
+    "request_inference_time_seconds": "Time from the first scheduled step of a request to its last token.",
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Generated tokens of a sequence.",
+    "request_params_n": "The n parameter of a request.",
+    "request_params_max_tokens": "The max_tokens parameter of a request.",
+    "iteration_tokens": "Tokens computed by a step, prefill and decode.",
 }
 Labels = Mapping[str, str]
 
 
 class Exposition:
-    """Writes the metrics of one engine; a registry of its own, so that several can be in a process."""
+    """Exposes the metrics of one engine. It has a separate registry, so a process may hold several."""
 
     def __init__(self, engine: Engine, loop: EngineLoop, model_name: str) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
@@ -55,7 +55,7 @@ class Exposition:
 
 
 def speed_features(engine: Engine) -> dict[str, str]:
-    """The options of the engine that make it fast, and what each is set to."""
+    """The engine's performance options and their settings, as labels."""
     config, limits = engine.config, engine.scheduler.config
     speculation = config.speculation
     return {
@@ -89,11 +89,15 @@ class _EngineCollector(Collector):
     def _of_engine(self, metrics: ServerMetrics) -> Iterator[Metric]:
         stats = metrics.stats
         used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        yield self._gauge("num_requests_running", "Sequences that are computed.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences in the queue.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_ratio", "Blocks of the KV cache in use, 1 is all.", used)
+        yield self._gauge("num_requests_running", "Sequences that are running.", stats.num_running)
+        yield self._gauge(
+            "num_requests_waiting", "Sequences that are waiting to be scheduled.", stats.num_waiting
+        )
+        yield self._gauge(
+            "kv_cache_usage_ratio", "KV-cache usage: the fraction of blocks in use, 0 to 1.", used
+        )
         yield self._counter(
-            "num_preemptions", "Sequences that lost their blocks.", stats.num_preemptions
+            "num_preemptions", "Preempted sequences, cumulative.", stats.num_preemptions
         )
         yield self._counter(
             "prefix_cache_queries",
@@ -101,24 +105,24 @@ class _EngineCollector(Collector):
             stats.prefix_cache_queries,
         )
         yield self._counter(
-            "prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hits
+            "prefix_cache_hits", "Prefix-cache hits, in tokens.", stats.prefix_cache_hits
         )
         yield self._counter(
-            "spec_decode_num_drafts", "Times that guesses were checked.", stats.num_drafts
+            "spec_decode_num_drafts", "Drafts verified by the target model.", stats.num_drafts
         )
         yield self._counter(
             "spec_decode_num_draft_tokens",
-            "Tokens that speculation guessed.",
+            "Draft tokens proposed.",
             stats.num_draft_tokens,
         )
         yield self._counter(
             "spec_decode_num_accepted_tokens",
-            "Guessed tokens that stood.",
+            "Draft tokens accepted.",
             stats.num_accepted_tokens,
         )
         yield self._gauge(
             "lora_requests_info",
-            "When the adapters that the labels name were last in use together, as Unix time.",
+            "LoRA adapters in use, in the labels; the value is the current Unix time.",
             time.time(),
             {
                 "running_lora_adapters": ",".join(sorted(metrics.running_adapters)),
@@ -128,7 +132,7 @@ class _EngineCollector(Collector):
         )
         yield self._gauge(
             "cache_config_info",
-            "The KV cache: always 1, the labels say what it is.",
+            "KV-cache configuration, in the labels; always 1.",
             1,
             {
                 "block_size": str(stats.kv_tokens_total // max(1, stats.kv_blocks_total)),
@@ -139,15 +143,11 @@ class _EngineCollector(Collector):
         )
 
     def _of_requests(self, metrics: ServerMetrics) -> Iterator[Metric]:
-        yield self._counter(
-            "prompt_tokens", "Tokens of prompts that were computed.", metrics.num_prompt_tokens
-        )
-        yield self._counter(
-            "generation_tokens", "Tokens of answers.", metrics.num_generation_tokens
-        )
+        yield self._counter("prompt_tokens", "Prompt tokens processed.", metrics.num_prompt_tokens)
+        yield self._counter("generation_tokens", "Generated tokens.", metrics.num_generation_tokens)
         yield self._counters(
             "request_success",
-            "Sequences that ended, by the reason.",
+            "Finished sequences by finish reason.",
             "finished_reason",
             metrics.finished.items(),
         )
@@ -155,23 +155,23 @@ class _EngineCollector(Collector):
             yield self._histogram(name, text, getattr(metrics.distributions, name))
 
     def _of_server(self, metrics: ServerMetrics) -> Iterator[Metric]:
-        yield self._gauge("ready", "1 while requests are served.", float(self._loop.is_ready))
+        yield self._gauge("ready", "1 while the server is ready.", float(self._loop.is_ready))
         yield self._counter("steps", "Steps of the engine.", metrics.num_steps)
         yield self._counters(
             "step_seconds",
-            "Time of the steps: deciding, the model with its sampler, and what becomes of the tokens.",
+            "Time of the steps by part: scheduling, model with sampler, output processing.",
             "part",
             metrics.step_seconds.items(),
         )
         yield self._counters(
             "http_responses",
-            "Answers of the server by status.",
+            "HTTP responses by status.",
             "status",
             ((str(status), count) for status, count in metrics.responses.copy().items()),
         )
         yield self._gauge(
             "feature_info",
-            "Speed features: always 1, the labels say their state.",
+            "Performance options, in the labels; always 1.",
             1,
             self._features,
         )

@@ -1,4 +1,4 @@
-"""Where the names of metrics of ours and of vLLM's differ by more than their prefix."""
+"""Metric names that differ between llmopt and vLLM by more than the prefix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "iteration_tokens": "iteration_tokens_total",
     "kv_cache_usage_ratio": "kv_cache_usage_perc",
 }
-"""vLLM's name for ours, where its own breaks Prometheus' rules."""
+"""vLLM's name by llmopt's, where vLLM's breaks Prometheus' naming rules."""
 
 OURS_ALONE = ("ready", "steps", "step_seconds", "http_responses", "feature_info")
-"""What vLLM has no name for."""
+"""Metrics without a counterpart in vLLM."""

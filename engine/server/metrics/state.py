@@ -1,4 +1,4 @@
-"""What the engine holds at this moment, for whoever watches it."""
+"""Live snapshots of the engine state, as server-sent events for the page."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .exposition import speed_features
 
 INTERVAL_SECONDS = 0.25
 MAX_WAITING = 40
-"""Waiting sequences that are listed; the others are only counted."""
+"""Number of waiting sequences listed; the rest are only counted."""
 
 
 class StateFeed:
-    """Snapshots of the engine, taken between two of its steps while somebody watches, and only then.
+    """Periodic snapshots of the engine, taken between two steps, only while a client subscribes.
 
-    All watchers share them, so a second one costs the engine nothing.
+    Subscribers share them, so a second one costs the engine nothing.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
@@ -33,7 +33,7 @@ class StateFeed:
         self._lock = asyncio.Lock()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, until the watcher leaves, the server stops, or the engine has failed."""
+        """Server-sent events, until the client disconnects, the server stops, or the engine has failed."""
         while not self._loop.is_draining:
             try:
                 yield await self._snapshot()
@@ -46,18 +46,18 @@ class StateFeed:
         async with self._lock:
             if time.perf_counter() - self._taken_at >= INTERVAL_SECONDS / 2:
                 metrics = self._loop.metrics
-                found = await self._loop.run(lambda engine: snapshot(engine, metrics))
-                self._latest, self._taken_at = _event(found), time.perf_counter()
+                state = await self._loop.run(lambda engine: snapshot(engine, metrics))
+                self._latest, self._taken_at = _event(state), time.perf_counter()
         return self._latest
 
 
 def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
-    """Requests, blocks, counters and distributions; no prompt and no answer. For the engine's thread."""
+    """Requests, blocks, counters and histograms; no text. Must run on the engine thread."""
     scheduler, now = engine.scheduler, time.perf_counter()
     pool, stats = scheduler.pool, engine.stats
     requests = list(scheduler.requests())
     waiting = [r for r in requests if r.status is RequestStatus.WAITING]
-    seen = metrics.distributions
+    histograms = metrics.distributions
     return {
         "now": now,
         "engine": {
@@ -90,24 +90,24 @@ def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
             "finished": sum(metrics.finished.values()),
         },
         "step_seconds": metrics.step_seconds,
-        "ttft": _histogram(seen.time_to_first_token_seconds),
-        "itl": _histogram(seen.inter_token_latency_seconds),
+        "ttft": _histogram(histograms.time_to_first_token_seconds),
+        "itl": _histogram(histograms.inter_token_latency_seconds),
         "preemptions": [
-            {"id": one.sequence_id, "seconds_ago": now - one.at, "tokens": one.num_tokens}
-            for one in reversed(metrics.preemptions)
+            {"id": p.sequence_id, "seconds_ago": now - p.at, "tokens": p.num_tokens}
+            for p in reversed(metrics.preemptions)
         ],
     }
 
 
 def runs(ids: Iterable[int]) -> list[int]:
-    """Sorted ids as start, length, start, length ...: blocks of a sequence mostly follow each other."""
-    found: list[int] = []
-    for one in sorted(ids):
-        if found and found[-2] + found[-1] == one:
-            found[-1] += 1
+    """Run-length encoding of ids: start, length, ...; most blocks of a sequence are contiguous."""
+    encoded: list[int] = []
+    for block_id in sorted(ids):
+        if encoded and encoded[-2] + encoded[-1] == block_id:
+            encoded[-1] += 1
         else:
-            found += [one, 1]
-    return found
+            encoded += [block_id, 1]
+    return encoded
 
 
 def _sequence(request: Request, now: float) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What a request passes before any endpoint sees it: size, key, rate limits."""
+"""HTTP middleware: size limits, authentication, per-key concurrency limits."""

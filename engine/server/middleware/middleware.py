@@ -1,4 +1,4 @@
-"""What a request must pass before any endpoint sees it: size, key, and its key's turn."""
+"""HTTP middleware: size limits, host check, API keys, per-key concurrency limits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..protocol.server_options import ServerOptions
 _log = logging.getLogger(__name__)
 
 DISCARD_SECONDS = 2.0
-"""How long a body that is too large is read on, so that its sender comes to read the refusal."""
+"""How long an oversized body is still read, so that the client gets to read the 413 response."""
 
 
 class RequestMiddleware:
-    """ASGI middleware that reads a request whole, lets it through if it may enter, and counts the answers
-    by their status.
+    """ASGI middleware that checks and buffers each request, limits concurrency per API key, and counts
+    responses by status.
 
-    Probes, and the files of the page, which hold no secret, need no key.
+    Health probes and the page's static files need no key.
     """
 
     OPEN_PATHS = frozenset({"/", "/health", "/ready"})
@@ -49,7 +49,7 @@ class RequestMiddleware:
         try:
             self._check_headers(scope)
             self._check_host(scope)
-            # Work is posted; everything else only looks, or ends work.
+            # Only POST starts work; the rest reads or aborts, and needs no concurrency permit.
             key = self._key(scope)
             is_work = scope["method"] == "POST" and scope["path"] != self.ABORT_PATH
             limiter = self._limiters[key] if is_work else None
@@ -101,11 +101,11 @@ class RequestMiddleware:
         )
 
     def _key(self, scope: Scope) -> int:
-        """Place of the key that the request shows, compared in constant time."""
+        """Index of the request's API key, compared in constant time."""
         if not self._expected:
             return 0
-        given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-        matches = [hmac.compare_digest(given, key) for key in self._expected]
+        header = Headers(scope=scope).get("authorization", "").encode("latin-1")
+        matches = [hmac.compare_digest(header, key) for key in self._expected]
         if any(matches):
             return matches.index(True)
         if scope["path"] in self.OPEN_PATHS or scope["path"].startswith(self.OPEN_PREFIX):
@@ -118,15 +118,15 @@ class RequestMiddleware:
         )
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The request's body; None if its sender left before the end.
+        """Read the request's body; None if the client disconnected first.
 
         Raises:
-            ApiError: it is too large, or takes too long.
+            ApiError: the body is too large, or takes too long.
         """
         most = self._options.max_body_bytes
-        # h11 has seen that it is a number.
+        # h11 has validated that it is a number.
         declared = int(Headers(scope=scope).get("content-length", 0))
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         num_bytes, has_more = 0, True
         try:
             async with asyncio.timeout(self._options.body_timeout_seconds):
@@ -134,8 +134,8 @@ class RequestMiddleware:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    pieces.append(message.get("body", b""))
-                    num_bytes += len(pieces[-1])
+                    chunks.append(message.get("body", b""))
+                    num_bytes += len(chunks[-1])
                     has_more = message.get("more_body", False)
         except TimeoutError:
             raise ApiError(
@@ -145,7 +145,7 @@ class RequestMiddleware:
                 headers={"Connection": "close"},
             ) from None
         if max(num_bytes, declared) <= most:
-            return b"".join(pieces)
+            return b"".join(chunks)
         if has_more:
             await _discard(receive)
         raise ApiError(
@@ -157,7 +157,7 @@ class RequestMiddleware:
 
 
 class ConcurrencyLimiter:
-    """The requests of one key: some at once, some waiting in order, no more."""
+    """Per-key concurrency limit with a bounded FIFO queue."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._limit = options.max_concurrency_per_key
@@ -167,38 +167,38 @@ class ConcurrencyLimiter:
         self._retry_after = RetryAfter()
 
     async def acquire(self, receive: Receive) -> bool:
-        """Wait for a turn, which `release` ends; False, with none taken, if the client leaves first.
+        """Wait for a permit, which `release` returns; False, without one, if the client disconnects first.
 
         Raises:
-            TooMany: as many as may wait are waiting.
+            TooMany: the queue is full.
         """
         if self._limit is None or self._num_active < self._limit:
             self._num_active += 1
             return True
         if len(self._queue) >= self._max_queue:
             raise TooMany(
-                f"this key has {self._num_active} requests in work and {len(self._queue)} waiting, as "
-                "many as it may: try again later",
+                f"this key has {self._num_active} requests running and {len(self._queue)} waiting, its "
+                "limit: try again later",
                 self._retry_after.retry_after(len(self._queue) + 1),
             )
-        mine = asyncio.get_running_loop().create_future()
-        self._queue.append(mine)
-        # The body has been read, so the only thing left to receive is the client's leaving.
-        leaving = asyncio.ensure_future(receive())
+        permit = asyncio.get_running_loop().create_future()
+        self._queue.append(permit)
+        # The body has been read, so the only message left to receive is the disconnect.
+        disconnected = asyncio.ensure_future(receive())
         is_admitted = False
         try:
-            await asyncio.wait({mine, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            is_admitted = mine.done() and not leaving.done()
+            await asyncio.wait({permit, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            is_admitted = permit.done() and not disconnected.done()
             return is_admitted
         finally:
-            leaving.cancel()
-            if not mine.done():
-                self._queue.remove(mine)
+            disconnected.cancel()
+            if not permit.done():
+                self._queue.remove(permit)
             elif not is_admitted:
                 self._admit_next()
 
     def release(self) -> None:
-        """End a turn."""
+        """Return a permit and admit the next waiting request."""
         self._retry_after.record_finish()
         self._admit_next()
 
@@ -218,7 +218,7 @@ def _is_address(name: str) -> bool:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body in one piece, and then what comes after it."""
+    """An ASGI `receive` that yields the buffered body, then later messages."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

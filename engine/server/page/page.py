@@ -1,4 +1,4 @@
-"""The page at `/`: a chat and a live view of the engine, from files of this package and nowhere else."""
+"""The page at `/`: a chat and a live view of the engine, from static files of this package only."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def page_router(loop: EngineLoop) -> APIRouter:
 
     @router.get("/engine/state")
     async def state() -> Response:
-        """The engine's state, four times a second."""
+        """Engine snapshots as server-sent events, four per second."""
         return StreamingResponse(
             feed.events(),
             media_type="text/event-stream",
