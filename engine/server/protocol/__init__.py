@@ -1,1 +1,1 @@
-"""Request bodies, errors, structured-output options: what clients may send, and the server's own options."""
+"""Request models, structured-output fields, API errors and server options."""

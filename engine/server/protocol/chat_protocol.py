@@ -1,4 +1,4 @@
-"""What clients may send to `/v1/chat/completions`: conversations, tools, and which tool to take."""
+"""Request models of `/v1/chat/completions`: messages, tools and tool choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class FunctionCall(BaseModel):
-    """A call that an assistant has made: `arguments` is a JSON object, as text."""
+    """A function call by the assistant; `arguments` is a JSON object, as text."""
 
     name: str
     arguments: str
@@ -30,7 +30,7 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        """With the arguments as an object, which is what the models' templates write out."""
+        """The call with its arguments as an object, as chat templates expect it."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError) as error:
@@ -44,7 +44,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn of a conversation: text, calls of tools, or what a tool answered."""
+    """A message of a conversation: text, tool calls, or a tool's result."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -71,22 +71,22 @@ class Message(BaseModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """What a chat template sees of it."""
+        """The message as the chat template receives it."""
         # Few templates know OpenAI's newer name for the role.
-        turn: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content or "",
         }
         if self.tool_calls:
-            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
-                turn[name] = value
-        return turn
+                fields[name] = value
+        return fields
 
 
 def _joined_text(content: Any) -> Any:
-    """Text of a message that may come in parts."""
+    """Join the text parts of a message's content."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -97,7 +97,7 @@ def _joined_text(content: Any) -> Any:
 
 
 class Function(BaseModel):
-    """What a tool is called, is for, and takes: `parameters` is a JSON schema."""
+    """Name, description and parameters of a tool; `parameters` is a JSON schema."""
 
     name: ToolName
     description: str | None = None
@@ -122,7 +122,7 @@ class FunctionName(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """A `tool_choice` of one certain tool."""
+    """A `tool_choice` that forces one tool."""
 
     type: Literal["function"]
     function: FunctionName
@@ -158,28 +158,28 @@ class ChatRequest(GenerationRequest):
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """The tools that the model may call, and so is told of."""
+        """The tools that the model may call; they are passed to the chat template."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the output has to be a tool call."""
         return self.tool_choice not in (None, "none", "auto")
 
     def constraint(self) -> Constraint | None:
-        own = super().constraint()
-        if own is not None and self.usable_tools:
+        constraint = super().constraint()
+        if constraint is not None and self.usable_tools:
             raise ApiError(
                 400,
-                f"{own.field} and tools do not go together: give tool_choice = 'none', or no structure",
-                param=own.field,
+                f"{constraint.field} and tools do not go together: drop one, or give tool_choice = 'none'",
+                param=constraint.field,
             )
         if not self.must_call:
-            return own
+            return constraint
         return Constraint("json_schema", self._calls_schema(), "tools")
 
     def sampling_params(self) -> SamplingParams:
-        """Without a limit, the answer may fill the context."""
+        """Without a limit, the output may fill the context."""
         limit = self.max_completion_tokens
         max_tokens = self.max_tokens if limit is None else limit
         return self._sampling_params(
@@ -187,7 +187,7 @@ class ChatRequest(GenerationRequest):
         )
 
     def _calls_schema(self) -> dict[str, Any]:
-        """Of `[{"name": ..., "arguments": {...}}, ...]`, which `tool_calls.FORCED` reads."""
+        """JSON schema of `[{"name": ..., "arguments": {...}}, ...]`, which `tool_calls.FORCED` parses."""
         tools = self.usable_tools
         if isinstance(self.tool_choice, NamedTool):
             wanted = self.tool_choice.function.name
@@ -196,7 +196,7 @@ class ChatRequest(GenerationRequest):
         calls: list[dict[str, Any]] = []
         for tool in tools:
             parameters = dict(tool.function.parameters or {"type": "object"})
-            # A tool takes the arguments that it names, unless it says that it takes others.
+            # Only declared arguments are allowed, unless the schema permits others.
             parameters.setdefault("additionalProperties", False)
             for key in ("$defs", "definitions"):
                 if isinstance(parameters.get(key), dict):

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""API errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that the server answers with an error of its own choosing, and `headers` beside it."""
+    """An HTTP error response: status, message, and additional `headers`."""
 
     def __init__(
         self,
@@ -47,28 +47,28 @@ class ApiError(Exception):
 
 
 class Unavailable(ApiError):
-    """The engine can serve nobody: it failed, or the server is stopping."""
+    """503: the engine has failed, or the server is stopping."""
 
     def __init__(self, message: str) -> None:
         super().__init__(503, message, code="engine_unavailable")
 
 
 class TooMany(ApiError):
-    """There is no room for the request now; `headers` say when to try again."""
+    """429: a limit is reached; `headers` contain `Retry-After`."""
 
     def __init__(self, message: str, headers: Mapping[str, str]) -> None:
         super().__init__(429, message, code="rate_limit_exceeded", headers=headers)
 
 
 class Aborted(ApiError):
-    """Another request has ended this one."""
+    """409: the request was aborted through `/abort`."""
 
     def __init__(self) -> None:
         super().__init__(409, "the request was aborted", code="aborted")
 
 
 class TimedOut(ApiError):
-    """The answer took longer than the server lets any take."""
+    """504: the response was not complete within the request timeout."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(504, f"the answer was not complete after {seconds:g} s", code="timeout")
@@ -82,7 +82,7 @@ def error_body(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What the client is told about `error`; the details of a fault stay in the server's log."""
+    """The error response for `error`; details of an internal error stay in the server's log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadInput):
@@ -95,30 +95,30 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Give every kind of failure of `app` this shape."""
-    # Coroutines, because starlette runs plain functions on threads of a pool.
+    """Install exception handlers that return every error of `app` in this format."""
+    # Coroutines, because starlette runs plain functions in a thread pool.
 
-    async def answer(_: Request, error: Exception) -> JSONResponse:
+    async def on_error(_: Request, error: Exception) -> JSONResponse:
         return error_response(as_api_error(error))
 
-    async def answer_validation(_: Request, error: Exception) -> JSONResponse:
+    async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         return error_response(_validation_error(error))
 
-    async def answer_http(_: Request, error: Exception) -> JSONResponse:
+    async def on_http_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        refusal = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        return error_response(refusal)
+        api_error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        return error_response(api_error)
 
     for kind in (ApiError, BadInput):
-        app.add_exception_handler(kind, answer)
-    app.add_exception_handler(RequestValidationError, answer_validation)
-    app.add_exception_handler(HTTPException, answer_http)
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_error)
     app.add_middleware(LastResort)
 
 
 class LastResort:
-    """Answers what no handler knows, and keeps the connection.
+    """ASGI middleware that responds 500 to unhandled exceptions and keeps the connection.
 
     A handler for `Exception` would not do: starlette raises again after it, and uvicorn then hangs up
     on the client's next request.
@@ -145,9 +145,9 @@ class LastResort:
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong. The input itself is left out: it may be long, or private."""
-    # Of a value that may be of several types, the type that it fits furthest says most.
-    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    """The first validation error. The input value is left out: it may be long, or private."""
+    # For a union type, the error with the deepest location is the most specific.
+    first = max(error.errors(), key=lambda e: len(e["loc"]))
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error')}")

@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's request bodies, with the sampling fields that vLLM adds to them."""
+"""Request models shared by the generation endpoints: OpenAI's fields and vLLM's extra sampling fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .errors import ApiError
 from .structure import StructuredRequest
 
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1024
-"""Every one of them is looked for in every new piece of text."""
+"""Limits, because each stop string is searched for in every text delta."""
 
 MAX_PROMPTS = 2048
 
@@ -41,8 +41,8 @@ _SAMPLING_FIELDS = (
 )
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # Fields that would change the result, and the values with which they would not, beside the empty
-    # ones (null, false, "", [], {}).
+    # Unsupported fields that would change the result, with the neutral values that are accepted besides
+    # the empty ones (null, false, "", [], {}).
     "allowed_token_ids": (),
     "audio": (),
     "background": (),
@@ -75,20 +75,20 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 _ALWAYS_TRUE = ("add_generation_prompt", "add_special_tokens")
-"""Fields of the same kind that change the result where they are false."""
+"""Unsupported fields whose neutral value is true."""
 
 
 class StreamOptions(BaseModel):
-    """When a stream says how many tokens it took: at its end, or with every event."""
+    """Usage in a stream: in a final chunk (`include_usage`), or in every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class GenerationRequest(StructuredRequest):
-    """What the endpoints that generate share. A field that is absent or null takes the engine's default.
+    """Fields shared by the generation endpoints. A field that is absent or null takes the engine's default.
 
-    Unknown fields are let through, because clients send many that change nothing here.
+    Unknown fields are ignored, because clients send many that have no effect here.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -127,7 +127,7 @@ class GenerationRequest(StructuredRequest):
         return self.n or 1
 
     def refuse_unsupported(self) -> None:
-        """Raise `ApiError` for a field that would change the result and that is not supported."""
+        """Raise `ApiError` for an unsupported field that would change the result."""
         for name, value in (self.model_extra or {}).items():
             neutral = _UNSUPPORTED.get(name)
             differs = neutral is not None and value and value not in neutral
@@ -142,7 +142,7 @@ class GenerationRequest(StructuredRequest):
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
         stop: Sequence[str] = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        given = {
+        fields = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
         return SamplingParams(
@@ -151,7 +151,7 @@ class GenerationRequest(StructuredRequest):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            **given,
+            **fields,
         )
 
 
@@ -192,7 +192,7 @@ class CompletionRequest(GenerationRequest):
 
 
 def check_prompt(value: Any) -> Any:
-    """One clear message instead of one for each member of the union."""
+    """Validate a prompt with one clear message, instead of one per member of the union."""
     if isinstance(value, list) and value:
         parts = value if all(isinstance(part, list) for part in value) else [value]
         if all(map(_is_token_ids, parts)) or all(isinstance(part, str) for part in value):

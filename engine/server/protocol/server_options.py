@@ -1,4 +1,4 @@
-"""What a server lets its clients do, and how it ends."""
+"""Server options: authentication, limits, timeouts and shutdown."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Limits of the server around the engine; those of the engine are in `EngineConfig`.
+    """Options of the HTTP server; those of the engine are in `EngineConfig`.
 
     Attributes:
-        api_keys: a client shows one of them; none asks for none.
-        cors_origins: origins of web pages that may call the server; `*` is every page.
-        host_names: by which clients may call the server; None for any. Addresses and `localhost` always do.
-            A name of somebody else's that leads to this machine turns their pages into pages of ours, which
-            no rule of CORS stops.
+        api_keys: accepted API keys; empty for no authentication.
+        cors_origins: web origins allowed by CORS; `*` allows all.
+        host_names: allowed names in the Host header; None for any. Addresses and `localhost` are always
+            allowed. Guards against DNS rebinding, which CORS does not stop.
         max_body_bytes, max_header_bytes: of one request.
-        body_timeout_seconds: within which a request has arrived.
-        max_concurrency_per_key: requests of one key at once, None for no limit. Without keys all clients
-            share one.
-        max_queue_per_key: requests beyond those that wait for their turn, before more are refused.
-        max_waiting: sequences that wait in the engine's queue, before more are refused.
-        request_timeout_seconds: from the arrival of a request to the end of its answer.
-        drain_seconds: how long requests in flight may go on after the signal to stop.
-        log_prompts: write the bodies of requests into the log.
+        body_timeout_seconds: limit for receiving a request's body.
+        max_concurrency_per_key: concurrent requests per API key, None for no limit. Without keys all
+            clients share one limit.
+        max_queue_per_key: requests per key that may wait beyond that limit; more get 429.
+        max_waiting: sequences that may wait in the engine's queue; more get 429.
+        request_timeout_seconds: from the arrival of a request to the end of its response.
+        drain_seconds: how long requests in flight may go on after the stop signal.
+        log_prompts: log request bodies.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -53,13 +52,13 @@ class ServerOptions:
                 raise BadInput(
                     f"--cors-origin {origin!r}: give an origin such as https://example.org, or *"
                 )
-        for name, (option, least) in _LEAST.items():
+        for name, (option, minimum) in _MINIMUMS.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise BadInput(f"{option} {value:g}: at least {least}")
+            if value is not None and not value >= minimum:
+                raise BadInput(f"{option} {value:g}: at least {minimum}")
 
 
-_LEAST = {
+_MINIMUMS = {
     "max_body_bytes": ("--max-body", 1),
     "max_header_bytes": ("--max-header", 1),
     "body_timeout_seconds": ("--body-timeout", 1),

@@ -1,4 +1,4 @@
-"""Structured output as requests ask for it: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+"""Structured-output request fields: OpenAI's `response_format`, vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the text of every choice must be, and the field of the request that says so."""
+    """A grammar constraint on the text of every choice, and the request field that it came from."""
 
     kind: Kind
     value: Any
@@ -38,7 +38,7 @@ class Constraint:
 
 
 class JsonSchemaFormat(BaseModel):
-    """`response_format.json_schema`, and what `text.format` of a response has beside its type."""
+    """`response_format.json_schema`, and the fields of the Responses API's `text.format`."""
 
     name: str | None = None
     description: str | None = None
@@ -77,7 +77,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's `structured_outputs`: one of these."""
+    """vLLM's `structured_outputs`: exactly one of these fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -88,17 +88,17 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
 
     def constraints(self) -> list[Constraint]:
-        found = _constraints(
+        constraints = _constraints(
             self.json_, self.regex, self.choice, self.grammar, "structured_outputs."
         )
         if self.json_object:
             field = "structured_outputs.json_object"
-            found.append(Constraint("json_schema", ANY_OBJECT, field))
-        return found
+            constraints.append(Constraint("json_schema", ANY_OBJECT, field))
+        return constraints
 
 
 class StructuredRequest(BaseModel):
-    """The fields that ask for structured output."""
+    """Structured-output fields, including vLLM's older `guided_*`."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -108,33 +108,37 @@ class StructuredRequest(BaseModel):
     guided_grammar: GrammarText | None = None
 
     def constraint(self) -> Constraint | None:
-        """What is asked for.
+        """The requested constraint; None without one.
 
         Raises:
-            ApiError: more than one thing is, or a schema in a string is not JSON.
+            ApiError: more than one constraint, or a schema string that is not JSON.
         """
-        found = _constraints(
+        constraints = _constraints(
             self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, "guided_"
         )
         if self.response_format is not None:
-            own = self.response_format.constraint()
-            found += [] if own is None else [own]
+            constraint = self.response_format.constraint()
+            constraints += [] if constraint is None else [constraint]
         if self.structured_outputs is not None:
-            found += self.structured_outputs.constraints()
-        if len(found) > 1:
-            names = " and ".join(one.field for one in found[:2])
-            raise ApiError(400, f"{names}: ask for one structure", param=found[1].field)
-        return found[0] if found else None
+            constraints += self.structured_outputs.constraints()
+        if len(constraints) > 1:
+            names = " and ".join(constraint.field for constraint in constraints[:2])
+            raise ApiError(400, f"{names}: ask for one structure", param=constraints[1].field)
+        return constraints[0] if constraints else None
 
 
 def _constraints(
     schema: Any, regex: str | None, choice: list[str] | None, grammar: str | None, prefix: str
 ) -> list[Constraint]:
-    given: list[tuple[Kind, Any]] = [("regex", regex), ("choice", choice), ("grammar", grammar)]
-    found = [Constraint(kind, value, prefix + kind) for kind, value in given if value is not None]
+    values: list[tuple[Kind, Any]] = [("regex", regex), ("choice", choice), ("grammar", grammar)]
+    constraints = [
+        Constraint(kind, value, prefix + kind) for kind, value in values if value is not None
+    ]
     if schema is not None:
-        found.append(Constraint("json_schema", _parsed(schema, prefix + "json"), prefix + "json"))
-    return found
+        constraints.append(
+            Constraint("json_schema", _parsed(schema, prefix + "json"), prefix + "json")
+        )
+    return constraints
 
 
 def _parsed(schema: Any, field: str) -> Any:
@@ -152,7 +156,7 @@ def _parsed(schema: Any, field: str) -> Any:
 
 
 class Constrainer:
-    """Makes the token masks of a server's requests, on a worker thread: a large schema takes its time."""
+    """Compiles grammar token masks on a worker thread, because large schemas take long."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
         self._parts = tokenizer, vocab_size, end_token_ids
@@ -160,10 +164,10 @@ class Constrainer:
         self._compiler: GrammarCompiler | None = None
 
     async def mask(self, constraint: Constraint, num_sequences: int) -> TokenMask:
-        """The mask of one request.
+        """Compile the token mask of one request.
 
         Raises:
-            ApiError: 400, with the field and the place in it that is wrong.
+            ApiError: 400, with the request field and the invalid place in it.
         """
         loop = asyncio.get_running_loop()
         try:

@@ -1,1 +1,1 @@
-"""Prompts, chat templates and tool calls, between text and tokens."""
+"""Tokenization, chat templates and tool-call parsing."""

@@ -1,4 +1,4 @@
-"""Text and tokens on the server's side: prompts, chat templates, and names of single tokens."""
+"""Server-side tokenization: prompts, chat templates, and the text of single tokens."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
     "{% endfor %}Assistant:"
 )
-"""Stands in for the chat template of a model that has none. It is a Jinja template as transformers
-renders them: one line a message, `User: Hello`, and a last line that the answer continues."""
+"""Fallback chat template for a model without one: a Jinja template with one line per message,
+`User: Hello`, and `Assistant:` as the generation prompt."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """How a single token is shown.
+    """Text of a single token, for log-probabilities.
 
     Attributes:
-        name: its text in a running text; `bytes:\\x..` where it is a part of a character.
-        raw: its bytes, None where they are unknown.
+        name: its text within a sequence; `bytes:\\x..` for a part of a character.
+        raw: its bytes, None if unknown.
         length: characters that it adds to a text, 0 for a special token.
     """
 
@@ -42,10 +42,10 @@ class TokenText:
 
 
 class Tokenization:
-    """A tokenizer for the server alone: a copy, because the engine's thread uses the original.
+    """The server's tokenizer: a copy, because the engine thread uses the original.
 
-    Encoding runs on one worker thread, so that a long prompt does not hold up the event loop. Decoding
-    single tokens runs on the event loop; both only read the tokenizer, once the first call has set it up.
+    Encoding runs on one worker thread, so that a long prompt does not block the event loop. Decoding
+    single tokens runs on the event loop; both only read the tokenizer, once its first call has set it up.
     """
 
     def __init__(
@@ -56,45 +56,45 @@ class Tokenization:
         chat_template: str | None = None,
         tool_format: ToolFormat | None = None,
     ) -> None:
-        """`max_model_len` is the most tokens that a prompt may have, for texts that are longer anyhow.
-        `chat_template` takes the place of the model's, `tool_format` that of what the template uses.
-        `stop_texts` are the texts of the tokens that end a sequence."""
+        """`max_model_len` bounds the characters of a prompt before tokenization. `chat_template` overrides
+        the model's, `tool_format` the one detected from the template. `stop_texts` are the texts of the
+        EOS tokens."""
         self._tokenizer = copy.deepcopy(tokenizer)
         longest_token = max(map(len, self._tokenizer.get_vocab()))
         self._max_characters = None if max_model_len is None else max_model_len * longest_token
-        self._given_template = chat_template
+        self._template_override = chat_template
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
         self.tool_format = tool_format or format_of_template(self._template_text)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-tokenizer")
         self._special = frozenset(self._tokenizer.all_special_ids)
-        self._anchor = self._encode_text("a")[-1]
-        self._anchor_text = self._decode([self._anchor])
+        self._prefix_id = self._encode_text("a")[-1]
+        self._prefix_text = self._decode([self._prefix_id])
         self._texts: dict[int, TokenText] = {}
         self.stop_texts = tuple(self._decode([token]) for token in end_token_ids)
 
     @property
     def template_source(self) -> str:
-        """Where the chat template comes from: "file", "model", or "plain" for want of one."""
-        if self._given_template is not None:
+        """Source of the chat template: "file", "model", or "plain" (the fallback)."""
+        if self._template_override is not None:
             return "file"
         return "model" if self._tokenizer.chat_template else "plain"
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template tells the model of tools."""
+        """Whether the chat template renders tools."""
         return "tools" in self._template_text
 
     @property
     def _template_text(self) -> str:
-        """A model may have several templates, by name."""
+        """The template text; all of them joined if the model has several by name."""
         template = self._tokenizer.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
     async def encode(
         self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of prompts, with the special tokens that the tokenizer adds to text.
+        """Tokenize prompts, with the special tokens that the tokenizer adds.
 
         Raises:
             BadInput: text that is not valid Unicode.
@@ -116,24 +116,25 @@ class Tokenization:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation, by default ready for the assistant's answer.
+        """Tokenize a conversation, by default with the generation prompt.
 
         Raises:
-            BadInput: the model's template refuses the conversation, or text is not valid Unicode.
+            BadInput: the model's template rejects the conversation, or text is not valid Unicode.
         """
         options = dict(template_options or {})
         options["add_generation_prompt"] = add_generation_prompt
         return await self._on_worker(lambda: self._encode_chat(messages, tools, options))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of tokens, as a completion would show it."""
+        """Decode token ids to text, as in a completion."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> TokenText:
-        known = self._texts.get(token_id)
-        if known is None:
-            known = self._texts[token_id] = self._describe(token_id)
-        return known
+        """Text, bytes and length of a token; cached."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._describe(token_id)
+        return text
 
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -143,16 +144,16 @@ class Tokenization:
 
     def _encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._max_characters is not None and len(text) > self._max_characters:
-            # Encoding it could take minutes, and everybody else's texts would wait.
+            # Tokenizing it could take minutes on the only worker thread.
             raise BadInput(
                 f"the prompt has {len(text)} characters: its tokens exceed the model's context length"
             )
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise BadInput("the prompt is not valid Unicode: it holds half a surrogate pair") from (
-                error
-            )
+            raise BadInput(
+                "the prompt is not valid Unicode: it contains an unpaired surrogate"
+            ) from error
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
 
     def _encode_chat(
@@ -172,19 +173,19 @@ class Tokenization:
         except ApiError:
             raise
         except Exception as error:
-            # A template may raise anything; it saw only the client's messages.
+            # A template may raise anything; its input is only the client's messages.
             raise BadInput(f"messages: the model's chat template refuses them: {error}") from error
-        # A model's own template writes its special tokens itself.
+        # The model's template renders special tokens itself.
         return self._encode_text(text, add_special_tokens=is_plain)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _describe(self, token_id: int) -> TokenText:
-        # Behind another token, because decoders drop the space of a first word.
-        text = self._decode([self._anchor, token_id])
-        if text.startswith(self._anchor_text):
-            text = text[len(self._anchor_text) :]
+        # Decoded after another token, because decoders strip the leading space of the first word.
+        text = self._decode([self._prefix_id, token_id])
+        if text.startswith(self._prefix_text):
+            text = text[len(self._prefix_text) :]
         if token_id in self._special:
             return TokenText(text, text.encode(), 0)
         if "\ufffd" not in text:
@@ -197,10 +198,10 @@ class Tokenization:
 
 
 def _raw_bytes(token: str) -> bytes | None:
-    """Bytes of a token that is no whole text, from its name in the vocabulary.
+    """Bytes of a token that is not valid UTF-8 by itself, from its vocabulary entry.
 
-    `<0xE2>` is a byte of a SentencePiece vocabulary. Byte-level ones (GPT-2's) name every byte by a
-    printable character.
+    `<0xE2>` is a SentencePiece byte token. Byte-level BPE (GPT-2) maps every byte to a printable
+    character.
     """
     match = _BYTE_TOKEN.fullmatch(token)
     if match:
@@ -211,7 +212,7 @@ def _raw_bytes(token: str) -> bytes | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes stand for themselves, the others for the characters from 256 on."""
+    """GPT-2's byte alphabet: printable bytes map to themselves, others to characters from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a model, as they come: the formats that models write them in."""
+"""Streaming tool-call parsers: Hermes, Llama 3 JSON, Mistral, and forced JSON."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ....quant.base.errors import BadInput
 from ...scheduling.stop import overlap
 
 _DECODER = json.JSONDecoder()
-_BETWEEN = " \t\r\n,;]"
-"""May stand behind a call, and `[` before one."""
+_SEPARATORS = " \t\r\n,;]"
+"""Characters allowed after a call; before one, also `[`."""
 _NAMED = re.compile(r"([A-Za-z0-9_.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls: JSON objects with a name and arguments.
+    """Tool-call format of a model family: JSON objects with a name and arguments.
 
     Attributes:
-        name: for `--tool-call-parser`.
-        start: what stands before the first call; may be empty where calls are bare.
-        end: what stands behind the last, if text may follow it.
-        bare: a text that begins with one of these is a call even without `start`.
-        named: a call may also be a name and an object of arguments beside each other.
-        special: `start` is a special token, which is shown only where those are.
+        name: value of `--tool-call-parser`.
+        start: marker before the first call; empty if calls have none.
+        end: marker after the last call, if text may follow.
+        bare: characters that begin a call without `start`, at the beginning of the text.
+        named: a call may also be a name followed by an object of arguments.
+        special: `start` is a special token, decoded only with `skip_special_tokens=False`.
     """
 
     name: str
@@ -42,13 +42,13 @@ class ToolFormat:
 HERMES = ToolFormat("hermes", "<tool_call>", end="</tool_call>")
 LLAMA3_JSON = ToolFormat("llama3_json", "<|python_tag|>", bare="{", special=True)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", named=True, special=True)
-FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL)}
+FORMATS = {form.name: form for form in (HERMES, LLAMA3_JSON, MISTRAL)}
 FORCED = ToolFormat("forced", "", bare="[")
-"""What the schema of a request that must call a tool makes of the text, whatever the model."""
+"""Output of a forced tool call, constrained by the JSON schema, whatever the model."""
 
 
 def format_of_template(template: str) -> ToolFormat | None:
-    """The format that a chat template writes earlier calls in; None where it is none of ours."""
+    """Detect the tool-call format from a chat template; None if it is not a supported one."""
     if HERMES.start in template and "<function=" not in template:
         return HERMES
     if MISTRAL.start in template:
@@ -59,7 +59,7 @@ def format_of_template(template: str) -> ToolFormat | None:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Raises `BadInput` for a name that is none."""
+    """The format of that name. Raises `BadInput` for an unknown one."""
     if name not in FORMATS:
         raise BadInput(f"--tool-call-parser {name}: need one of {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -67,7 +67,7 @@ def tool_format(name: str) -> ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call; `arguments` is a JSON object, as text."""
+    """A parsed tool call; `arguments` is a JSON object, as text."""
 
     name: str
     arguments: str
@@ -79,10 +79,10 @@ class Call:
 
 
 class ToolReader:
-    """Takes a completion's text in pieces, and tells text for people from calls.
+    """Streaming parser that separates a completion's content from its tool calls.
 
-    A call comes out whole, as soon as its last character is there. What looks like the beginning of a
-    call is held back until that is decided, and shown as text if it was none.
+    A call is returned whole, with its last character. Text that may begin a call is held back until that
+    is decided, and returned as content if it is not a call.
     """
 
     def __init__(
@@ -95,28 +95,28 @@ class ToolReader:
         self._in_calls = False
         self._opened = ""
         self._started = False
-        self._shown_since = False
+        self._emitted_since = False
         self.num_calls = 0
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, list[Call]]:
-        """Add a piece; returns what may be shown now, and the calls that it completed."""
+        """Feed a text delta; returns the content and the completed calls that can be emitted now."""
         if is_last:
-            # Where special tokens are shown, so is the one that ended the text.
+            # With special tokens decoded, the text ends with that of the EOS token.
             text = next((text.removesuffix(e) for e in self._stop_texts if text.endswith(e)), text)
         self._held += text
-        shown = ""
+        content = ""
         calls: list[Call] = []
         while True:
             before = self._in_calls, len(self._held)
-            text, found = self._take_call() if self._in_calls else (self._take_text(), [])
-            shown, calls = shown + text, calls + found
+            text, parsed = self._take_call() if self._in_calls else (self._take_text(), [])
+            content, calls = content + text, calls + parsed
             if before == (self._in_calls, len(self._held)):
                 break
         if is_last:
             rest = self._opened + self._held
-            shown += rest.strip(_BETWEEN + "[") if self._in_calls and self.num_calls else rest
+            content += rest.strip(_SEPARATORS + "[") if self._in_calls and self.num_calls else rest
             self._held = ""
-        return shown, calls
+        return content, calls
 
     def _take_text(self) -> str:
         if not self._started:
@@ -127,9 +127,9 @@ class ToolReader:
             if front[0] in self._format.bare:
                 self._in_calls = True
                 return ""
-        if self.num_calls and not self._shown_since:
+        if self.num_calls and not self._emitted_since:
             self._held = self._held.lstrip()
-            self._shown_since = bool(self._held)
+            self._emitted_since = bool(self._held)
         start = self._format.start
         if not start:
             shown, self._held = self._held, ""
@@ -147,7 +147,7 @@ class ToolReader:
         return shown
 
     def _take_call(self) -> tuple[str, list[Call]]:
-        front = self._held.lstrip(_BETWEEN)
+        front = self._held.lstrip(_SEPARATORS)
         start, end = self._format.start, self._format.end
         if end is not None and front.startswith(end):
             self._held, self._in_calls = front.removeprefix(end), False
@@ -155,17 +155,17 @@ class ToolReader:
         if start and front.startswith(start):
             self._held = front.removeprefix(start)
             return "", []
-        front = front.lstrip(_BETWEEN + "[")
+        front = front.lstrip(_SEPARATORS + "[")
         named = _NAMED.match(front) if self._format.named else None
         try:
-            found, length = _DECODER.raw_decode(front, named.end() if named else 0)
+            parsed, length = _DECODER.raw_decode(front, named.end() if named else 0)
         except (ValueError, RecursionError):
             return "", []
-        name, arguments = (named[1], found) if named else _parts(found)
+        name, arguments = (named[1], parsed) if named else _parts(parsed)
         if name is None:
             if self.num_calls:
                 return "", []
-            # An object, but no call: the model means it as text.
+            # An object, but not a call: content.
             text, self._held = self._opened + self._held, ""
             self._in_calls, self._opened = False, ""
             return text, []
@@ -173,15 +173,15 @@ class ToolReader:
         if self.num_calls == self._max_calls:
             return "", []
         self.num_calls += 1
-        self._shown_since = False
+        self._emitted_since = False
         return "", [Call(name, arguments_text(arguments), new_id())]
 
 
-def _parts(found: Any) -> tuple[str | None, Any]:
-    """Name and arguments of a call, under the names that models give them."""
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def _parts(value: Any) -> tuple[str | None, Any]:
+    """Name and arguments of a call, under either key that models use; (None, None) for no call."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None, None
-    return found["name"], found.get("arguments", found.get("parameters", {}))
+    return value["name"], value.get("arguments", value.get("parameters", {}))
 
 
 def arguments_text(arguments: Any) -> str:
@@ -191,5 +191,5 @@ def arguments_text(arguments: Any) -> str:
 
 
 def new_id() -> str:
-    """Nine letters and digits: Mistral's templates take no other ids."""
+    """A tool-call id of nine letters and digits, as Mistral's templates require."""
     return uuid.uuid4().hex[:9]
