@@ -1,9 +1,9 @@
-// Requests to this server: with the key where it asks for one, and answers as streams of events.
+// HTTP client of the page: fetch with the API key, and server-sent events.
 
 const KEY = "llmopt-api-key";
-let asking = null;
+let keyPrompt = null;
 
-/** fetch with the key; asks for it, once for all who wait, where the server wants one. */
+/** fetch with the API key; prompts for it after a 401, once for all pending requests. */
 export async function request(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
@@ -15,27 +15,27 @@ export async function request(path, options = {}) {
 }
 
 function askForKey(wasWrong) {
-  asking ??= new Promise((resolve) => {
+  keyPrompt ??= new Promise((resolve) => {
     const dialog = document.getElementById("key-dialog");
     const text = document.getElementById("key-text");
     const field = document.getElementById("key");
     if (wasWrong) {
-      text.textContent = "The server does not know that key. Try another.";
+      text.textContent = "The server rejected that key. Try another.";
       text.className = "problem";
     }
     field.value = "";
     dialog.oncancel = (event) => event.preventDefault();
     dialog.onclose = () => {
       sessionStorage.setItem(KEY, field.value.trim());
-      asking = null;
+      keyPrompt = null;
       resolve();
     };
     dialog.showModal();
   });
-  return asking;
+  return keyPrompt;
 }
 
-/** The data of server-sent events, as text. */
+/** Yields the data of server-sent events, as text. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -52,11 +52,11 @@ export async function* events(response) {
   }
 }
 
-/** What a refusal says, in words. */
+/** The message of an error response. */
 export async function refusal(response) {
   try {
     return (await response.json()).error.message;
   } catch {
-    return `the server answered with ${response.status}`;
+    return `the server returned status ${response.status}`;
   }
 }

@@ -1,8 +1,8 @@
-// The KV cache as a map: one cell a block, or a group of neighbours where there are too many.
+// Map of the KV-cache blocks: one cell per block, or per group of adjacent blocks if there are too many.
 
-const MOST_CELLS = 4096;
-const SMALLEST = 9;
-const LARGEST = 22;
+const MAX_CELLS = 4096;
+const MIN_PITCH = 9;
+const MAX_PITCH = 22;
 const GOLDEN_ANGLE = 137.508;
 
 export class BlockMap {
@@ -21,24 +21,24 @@ export class BlockMap {
     canvas.addEventListener("pointerleave", () => (tip.hidden = true));
   }
 
-  /** A sequence's own colour, for as long as the page is open. */
+  /** The colour of a sequence, stable while the page is open. */
   color(id) {
     if (!this.#order.has(id)) this.#order.set(id, this.#order.size);
     return `oklch(.66 .16 ${(255 + this.#order.get(id) * GOLDEN_ANGLE) % 360})`;
   }
 
-  /** Draw the blocks; returns what there is to see, in words. */
+  /** Draw the blocks; returns a summary in words. */
   draw(blocks, running) {
-    const group = Math.ceil(blocks.total / MOST_CELLS);
+    const group = Math.ceil(blocks.total / MAX_CELLS);
     const cells = Array.from({ length: Math.ceil(blocks.total / group) }, () => ({ holders: [], kept: false }));
     let shared = 0;
-    for (const one of running) {
-      for (const block of each(one.blocks)) {
+    for (const sequence of running) {
+      for (const block of expandRuns(sequence.blocks)) {
         const { holders } = cells[Math.floor((block - 1) / group)];
-        if (!holders.includes(one.id)) holders.push(one.id);
+        if (!holders.includes(sequence.id)) holders.push(sequence.id);
       }
     }
-    const kept = [...each(blocks.kept)];
+    const kept = [...expandRuns(blocks.kept)];
     for (const block of kept) cells[Math.floor((block - 1) / group)].kept = true;
     for (const cell of cells) shared += cell.holders.length > 1;
     this.#cells = cells;
@@ -46,8 +46,8 @@ export class BlockMap {
     const words = [
       `${blocks.used.toLocaleString("en")} of ${blocks.total.toLocaleString("en")} in use`,
       group === 1 ? `${shared.toLocaleString("en")} shared` : "",
-      `${kept.length.toLocaleString("en")} kept`,
-      group === 1 ? "" : `a cell is ${group} blocks`,
+      `${kept.length.toLocaleString("en")} cached`,
+      group === 1 ? "" : `${group} blocks per cell`,
     ].filter(Boolean).join(", ");
     this.#canvas.ariaLabel = `KV blocks: ${words}`;
     return words;
@@ -57,8 +57,8 @@ export class BlockMap {
     const canvas = this.#canvas;
     const width = canvas.parentElement.clientWidth;
     const count = this.#cells.length;
-    // As large as lets the map stay flatter than a third of its width.
-    const pitch = Math.max(SMALLEST, Math.min(LARGEST, Math.floor(Math.sqrt((width * width * 0.32) / count))));
+    // The largest cells with which the map's height stays below a third of its width.
+    const pitch = Math.max(MIN_PITCH, Math.min(MAX_PITCH, Math.floor(Math.sqrt((width * width * 0.32) / count))));
     const columns = Math.max(1, Math.floor(width / pitch));
     const height = Math.ceil(count / columns) * pitch;
     const scale = devicePixelRatio || 1;
@@ -68,7 +68,7 @@ export class BlockMap {
     canvas.height = Math.round(height * scale);
     const pen = canvas.getContext("2d");
     pen.scale(scale, scale);
-    // Colours as canvas can read them: light-dark() is resolved only on elements.
+    // Canvas cannot resolve light-dark(); a probe element can.
     const probe = document.createElement("i");
     canvas.parentElement.append(probe);
     const resolve = (name) => ((probe.style.color = `var(--${name})`), getComputedStyle(probe).color);
@@ -103,7 +103,7 @@ export class BlockMap {
     const first = index * group + 1;
     const what = cell.holders.length
       ? cell.holders.slice(0, 4).map(this.#name).join(", ") + (cell.holders.length > 4 ? ` and ${cell.holders.length - 4} more` : "")
-      : cell.kept ? "kept for a prefix" : "free";
+      : cell.kept ? "cached prefix" : "free";
     this.#tip.textContent = `${group === 1 ? `block ${first}` : `blocks ${first} to ${first + group - 1}`}: ${what}`;
     const left = Math.min(event.offsetX + 12, this.#canvas.clientWidth - this.#tip.offsetWidth);
     this.#tip.style.left = `${Math.max(0, left)}px`;
@@ -111,7 +111,7 @@ export class BlockMap {
   }
 }
 
-/** Ids of runs, which are start, length, start, length ... */
-function* each(runs) {
+/** Decode run-length encoded ids: start, length, start, length ... */
+function* expandRuns(runs) {
   for (let i = 0; i < runs.length; i += 2) for (let k = 0; k < runs[i + 1]; k++) yield runs[i] + k;
 }

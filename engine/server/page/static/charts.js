@@ -1,4 +1,4 @@
-// Small charts as SVG: a line over time, and columns of a histogram.
+// SVG charts: a time series as a line, a histogram as columns.
 
 import { decimal, seconds } from "./text.js";
 
@@ -6,15 +6,15 @@ const NAMESPACE = "http://www.w3.org/2000/svg";
 const BOTTOM = 18;
 const TOP = 6;
 
-/** Points {x, y} in the order of their seconds x; the last one is now. */
+/** Line chart of points {x, y}, x in ascending seconds; the last one is now. */
 export function drawLine(svg, points) {
   const now = points.at(-1).x;
   const span = Math.max(20, now - points[0].x);
   const { width, height } = fit(svg);
-  const most = niceAbove(Math.max(...points.map((one) => one.y), 1));
+  const most = niceAbove(Math.max(...points.map((point) => point.y), 1));
   const x = (value) => width * (1 - (now - value) / span);
   const y = (value) => TOP + (height - TOP) * (1 - value / most);
-  const path = points.map((one, i) => `${i ? "L" : "M"}${x(one.x).toFixed(1)} ${y(one.y).toFixed(1)}`).join("");
+  const path = points.map((point, i) => `${i ? "L" : "M"}${x(point.x).toFixed(1)} ${y(point.y).toFixed(1)}`).join("");
   const area = `${path}L${x(points.at(-1).x).toFixed(1)} ${height}L${x(points[0].x).toFixed(1)} ${height}Z`;
   svg.replaceChildren(
     rule(0, y(most), width), rule(0, y(most / 2), width), rule(0, height, width),
@@ -23,10 +23,10 @@ export function drawLine(svg, points) {
     label(0, y(most) + 12, decimal(most)), label(0, y(most / 2) + 12, decimal(most / 2)),
     label(0, height + 14, `${seconds(span)} ago`), label(width, height + 14, "now", "end"),
   );
-  svg.ariaLabel = `Tokens per second: ${decimal(points.at(-1).y)} now, at most ${decimal(Math.max(...points.map((one) => one.y)))}`;
+  svg.ariaLabel = `Tokens per second: ${decimal(points.at(-1).y)} now, at most ${decimal(Math.max(...points.map((point) => point.y)))}`;
 }
 
-/** A histogram of seconds, from its first column with something in it to its last. */
+/** Histogram of seconds, from its first non-empty bucket to its last. */
 export function drawColumns(svg, histogram) {
   const { width, height } = fit(svg);
   const { bounds, counts } = histogram;
@@ -46,27 +46,27 @@ export function drawColumns(svg, histogram) {
     const column = make("rect", { class: "column", x: left + 1, y: height - tall, width: Math.max(1, step - 2), height: tall, rx: 2 });
     column.append(make("title", {}, `${counts[i].toLocaleString("en")} up to ${i < bounds.length ? seconds(bounds[i]) : "more"}`));
     marks.push(column);
-    const is_room = step > 46 || (i - first) % Math.ceil(46 / step) === 0;
-    if (i < last && i < bounds.length && is_room) marks.push(label(left + step, height + 14, seconds(bounds[i]), "middle"));
+    const hasSpace = step > 46 || (i - first) % Math.ceil(46 / step) === 0;
+    if (i < last && i < bounds.length && hasSpace) marks.push(label(left + step, height + 14, seconds(bounds[i]), "middle"));
   }
   svg.replaceChildren(rule(0, height, width), ...marks);
   svg.ariaLabel = `${svg.id === "ttft" ? "Time to first token" : "Inter-token latency"}: ${quantiles(histogram)}`;
 }
 
-/** The median and the tails of a histogram, in words. */
+/** p50, p90 and p99 of a histogram, as text. */
 export function quantiles(histogram) {
   const total = histogram.counts.reduce((a, b) => a + b, 0);
   if (!total) return "";
-  return [0.5, 0.9, 0.99].map((share) => `p${share * 100} ${seconds(quantile(histogram, share, total))}`).join(" · ");
+  return [0.5, 0.9, 0.99].map((q) => `p${q * 100} ${seconds(quantile(histogram, q, total))}`).join(" · ");
 }
 
-/** Linear within a column, as Prometheus does it. */
-function quantile({ bounds, counts }, share, total) {
+/** Linear interpolation within a bucket, as Prometheus' histogram_quantile does. */
+function quantile({ bounds, counts }, q, total) {
   let below = 0;
   for (let i = 0; i < bounds.length; i++) {
-    if (below + counts[i] >= share * total) {
+    if (below + counts[i] >= q * total) {
       const from = i ? bounds[i - 1] : 0;
-      return from + ((bounds[i] - from) * (share * total - below)) / counts[i];
+      return from + ((bounds[i] - from) * (q * total - below)) / counts[i];
     }
     below += counts[i];
   }
@@ -75,7 +75,7 @@ function quantile({ bounds, counts }, share, total) {
 
 function niceAbove(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 1.5, 2, 3, 4, 5, 7.5, 10].map((digit) => digit * power).find((one) => one >= value);
+  return [1, 1.5, 2, 3, 4, 5, 7.5, 10].map((digit) => digit * power).find((bound) => bound >= value);
 }
 
 function fit(svg) {

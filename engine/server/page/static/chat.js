@@ -1,4 +1,4 @@
-// The conversation: sends it, shows the answers as they come, and stops them.
+// The chat: sends the conversation, streams the completions, and aborts them.
 
 import { events, refusal, request } from "./api.js";
 import { decimal, seconds } from "./text.js";
@@ -6,7 +6,7 @@ import { decimal, seconds } from "./text.js";
 const SAMPLES = ["Once upon a time there was a fox", "Tell me a story about a big red ball", "Why was Lily happy?"];
 const byId = (id) => document.getElementById(id);
 
-/** Wire the conversation up; `mine` collects the ids of its requests for the view of the engine. */
+/** Set up the chat; `mine` collects the ids of its requests for the engine view. */
 export function startChat(mine) {
   const messages = [];
   let running = null;
@@ -51,31 +51,31 @@ export function startChat(mine) {
     messages.push({ role: "user", content: text });
     addTurn("user", "You").append(paragraph(text));
     const turn = addTurn("assistant", byId("model").value || "Model");
-    const answer = { texts: [], began: performance.now(), first: null, tokens: 0, usage: null, ended: "" };
+    const reply = { texts: [], began: performance.now(), first: null, tokens: 0, usage: null, ended: "" };
     const meta = document.createElement("p");
     meta.className = "meta";
     try {
-      await stream(turn, answer, running.signal);
+      await stream(turn, reply, running.signal);
     } catch (error) {
-      if (error.name === "AbortError") answer.ended = "stopped";
+      if (error.name === "AbortError") reply.ended = "stopped";
       else {
         const problem = paragraph(error.message, "p");
         problem.className = "problem";
         turn.append(problem);
-        answer.ended = "failed";
+        reply.ended = "failed";
       }
     }
     for (const part of turn.querySelectorAll(".live")) part.classList.remove("live");
-    meta.textContent = summary(answer);
+    meta.textContent = summary(reply);
     turn.append(meta);
-    messages.push({ role: "assistant", content: answer.texts[0] ?? "" });
-    byId("announce").textContent = `Answer ${answer.ended || "complete"}: ${answer.texts[0] ?? ""}`;
+    messages.push({ role: "assistant", content: reply.texts[0] ?? "" });
+    byId("announce").textContent = `Response ${reply.ended || "complete"}: ${reply.texts[0] ?? ""}`;
     running = null;
     setBusy(false);
     scroll();
   }
 
-  async function stream(turn, answer, signal) {
+  async function stream(turn, reply, signal) {
     const system = byId("system").value.trim();
     const response = await request("/v1/chat/completions", {
       method: "POST",
@@ -98,40 +98,40 @@ export function startChat(mine) {
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
       mine.add(event.id);
-      answer.usage = event.usage ?? answer.usage;
+      reply.usage = event.usage ?? reply.usage;
       for (const choice of event.choices) {
-        answer.first ??= performance.now();
-        answer.tokens += 1;
-        answer.last = performance.now();
+        reply.first ??= performance.now();
+        reply.tokens += 1;
+        reply.last = performance.now();
         if (!parts[choice.index]) {
           parts[choice.index] = paragraph("");
           parts[choice.index].classList.add("live");
           turn.append(parts[choice.index]);
-          answer.texts[choice.index] = "";
+          reply.texts[choice.index] = "";
         }
         const text = choice.delta.content ?? "";
-        // A model without a template of its own begins with the space between two words.
-        parts[choice.index].append(answer.texts[choice.index] ? text : text.trimStart());
-        answer.texts[choice.index] += text;
+        // A model without a chat template begins with the space between two words.
+        parts[choice.index].append(reply.texts[choice.index] ? text : text.trimStart());
+        reply.texts[choice.index] += text;
         if (choice.finish_reason) parts[choice.index].classList.remove("live");
       }
       scroll();
     }
-    throw new Error("the connection ended before the answer did");
+    throw new Error("the connection closed before the response was complete");
   }
 }
 
-function summary(answer) {
-  if (answer.first === null) return answer.ended;
-  const tokens = answer.usage?.completion_tokens ?? answer.tokens;
-  const cached = answer.usage?.prompt_tokens_details?.cached_tokens ?? 0;
-  const took = (answer.last - answer.first) / 1000;
+function summary(reply) {
+  if (reply.first === null) return reply.ended;
+  const tokens = reply.usage?.completion_tokens ?? reply.tokens;
+  const cached = reply.usage?.prompt_tokens_details?.cached_tokens ?? 0;
+  const took = (reply.last - reply.first) / 1000;
   return [
-    answer.ended,
-    `first token after ${seconds((answer.first - answer.began) / 1000)}`,
+    reply.ended,
+    `first token after ${seconds((reply.first - reply.began) / 1000)}`,
     took > 0 && tokens > 1 ? `${decimal((tokens - 1) / took)} tokens/s` : "",
     `${tokens} ${tokens === 1 ? "token" : "tokens"}`,
-    cached ? `${cached} of the prompt from the cache` : "",
+    cached ? `${cached} prompt tokens cached` : "",
   ].filter(Boolean).join(" · ");
 }
 

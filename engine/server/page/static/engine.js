@@ -1,4 +1,4 @@
-// The live view of the engine: one stream of states, shown while somebody looks.
+// The live engine view: one stream of snapshots, open only while the page is visible.
 
 import { events, refusal, request } from "./api.js";
 import { BlockMap } from "./blocks.js";
@@ -6,7 +6,7 @@ import { drawColumns, drawLine, quantiles } from "./charts.js";
 import { decimal, percent, seconds, shortName } from "./text.js";
 
 const byId = (id) => document.getElementById(id);
-const PARTS = { schedule: "schedule", model: "model and sampler", output: "tokens to text" };
+const PARTS = { schedule: "schedule", model: "model and sampler", output: "output processing" };
 const RATE_SECONDS = 120;
 const WINDOW_SECONDS = 10;
 
@@ -31,7 +31,7 @@ export function startEngine(mine) {
   addEventListener("resize", again);
   follow();
 
-  /** Watch while the page is in view; the engine then spends nothing on a page that nobody sees. */
+  /** Subscribe only while the page is visible, so that a hidden page costs the engine nothing. */
   function follow() {
     const wanted = !paused && document.visibilityState === "visible";
     if (wanted && !feed) watch((feed = new AbortController()));
@@ -42,14 +42,14 @@ export function startEngine(mine) {
     }
   }
 
-  async function watch(own) {
-    while (feed === own) {
+  async function watch(controller) {
+    while (feed === controller) {
       try {
-        const response = await request("/engine/state", { signal: own.signal });
+        const response = await request("/engine/state", { signal: controller.signal });
         if (!response.ok) throw new Error(await refusal(response));
         for await (const data of events(response)) {
           const state = JSON.parse(data);
-          if (feed !== own) return;
+          if (feed !== controller) return;
           if (state.unavailable) setState(state.unavailable, "bad");
           else {
             setState("serving", "good");
@@ -65,12 +65,12 @@ export function startEngine(mine) {
     }
   }
 
-  /** Keep the counters of the last seconds, and the rates of the last minutes. */
+  /** Record the counters of the last WINDOW_SECONDS and the rates of the last RATE_SECONDS. */
   function note(state) {
     if (history.length && state.now < history.at(-1).now) history.length = rates.length = 0; // another server
     history.push({ now: state.now, ...state.counters, step_seconds: state.step_seconds });
     while (history[0].now < state.now - WINDOW_SECONDS) history.shift();
-    const before = history.findLast((one) => one.now <= state.now - 0.9) ?? history[0];
+    const before = history.findLast((entry) => entry.now <= state.now - 0.9) ?? history[0];
     const passed = state.now - before.now;
     const rate = (counter) => (passed > 0 ? (state.counters[counter] - before[counter]) / passed : 0);
     rates.push({ x: state.now, y: rate("generation_tokens"), prompt: rate("prompt_tokens") });
@@ -81,11 +81,11 @@ export function startEngine(mine) {
     const { blocks, counters, engine, running } = state;
     byId("facts").textContent = facts(engine, blocks);
     byId("running").textContent = running.length;
-    byId("running-note").textContent = `of ${engine.max_num_seqs} at once`;
+    byId("running-note").textContent = `of at most ${engine.max_num_seqs}`;
     byId("waiting").textContent = state.num_waiting;
     byId("waiting-note").textContent = `${counters.finished.toLocaleString("en")} finished`;
     byId("rate").textContent = decimal(rates.at(-1).y);
-    byId("rate-note").textContent = `${decimal(rates.at(-1).prompt)} of prompts`;
+    byId("rate-note").textContent = `${decimal(rates.at(-1).prompt)} prompt tokens/s`;
     byId("usage").textContent = percent(blocks.used, blocks.total);
     byId("usage-note").textContent = `${blocks.used.toLocaleString("en")} of ${blocks.total.toLocaleString("en")}`;
     byId("hits").textContent = percent(counters.prefix_hits, counters.prefix_queries);
@@ -106,43 +106,43 @@ export function startEngine(mine) {
 
   function showSequences(state) {
     const rows = [
-      ...state.running.map((one) => sequenceRow(one, one.computed_tokens < one.prompt_tokens ? "prefill" : "decode")),
-      ...state.waiting.map((one) => sequenceRow(one, one.preemptions ? "preempted" : "waiting")),
+      ...state.running.map((sequence) => sequenceRow(sequence, sequence.computed_tokens < sequence.prompt_tokens ? "prefill" : "decode")),
+      ...state.waiting.map((sequence) => sequenceRow(sequence, sequence.preemptions ? "preempted" : "waiting")),
     ];
-    if (!rows.length) rows.push(wideRow("nothing runs and nothing waits"));
+    if (!rows.length) rows.push(wideRow("no running or waiting sequences"));
     const unlisted = state.num_waiting - state.waiting.length;
-    if (unlisted > 0) rows.push(wideRow(`and ${unlisted.toLocaleString("en")} more wait`));
+    if (unlisted > 0) rows.push(wideRow(`and ${unlisted.toLocaleString("en")} more waiting`));
     byId("sequences").replaceChildren(...rows);
     byId("sequences-note").textContent = `${state.running.length} running, ${state.num_waiting} waiting`;
   }
 
-  function sequenceRow(one, state) {
+  function sequenceRow(sequence, state) {
     const row = document.createElement("tr");
     const title = document.createElement("td");
     const swatch = document.createElement("i");
     swatch.className = "swatch";
-    swatch.style.background = one.blocks ? map.color(one.id) : "var(--free)";
+    swatch.style.background = sequence.blocks ? map.color(sequence.id) : "var(--free)";
     const label = document.createElement("span");
     label.className = "name";
-    label.textContent = shortName(one.id);
+    label.textContent = shortName(sequence.id);
     title.append(swatch, label);
-    for (const tag of [isMine(one.id, mine) ? "yours" : "", one.lora ?? ""].filter(Boolean)) {
+    for (const tag of [isMine(sequence.id, mine) ? "yours" : "", sequence.lora ?? ""].filter(Boolean)) {
       const mark = document.createElement("span");
       mark.className = "tag";
       mark.textContent = tag;
       title.append(mark);
     }
-    row.classList.toggle("mine", isMine(one.id, mine));
-    const prompt = one.cached_tokens ? `${one.prompt_tokens} (${one.cached_tokens} cached)` : one.prompt_tokens;
-    const answer = cell(`${one.output_tokens} of ${one.max_tokens}`);
-    answer.className = "progress";
+    row.classList.toggle("mine", isMine(sequence.id, mine));
+    const prompt = sequence.cached_tokens ? `${sequence.prompt_tokens} (${sequence.cached_tokens} cached)` : sequence.prompt_tokens;
+    const output = cell(`${sequence.output_tokens} of ${sequence.max_tokens}`);
+    output.className = "progress";
     const bar = document.createElement("progress");
-    bar.max = one.max_tokens;
-    bar.value = one.output_tokens;
-    bar.ariaLabel = `Tokens of the answer of ${shortName(one.id)}`;
-    answer.append(bar);
-    const count = one.blocks ? one.blocks.reduce((sum, length, i) => sum + (i % 2 ? length : 0), 0) : 0;
-    row.append(title, cell(state), cell(prompt), answer, cell(count), cell(seconds(one.seconds)));
+    bar.max = sequence.max_tokens;
+    bar.value = sequence.output_tokens;
+    bar.ariaLabel = `Output tokens of ${shortName(sequence.id)}`;
+    output.append(bar);
+    const count = sequence.blocks ? sequence.blocks.reduce((sum, length, i) => sum + (i % 2 ? length : 0), 0) : 0;
+    row.append(title, cell(state), cell(prompt), output, cell(count), cell(seconds(sequence.seconds)));
     return row;
   }
 
@@ -151,35 +151,35 @@ export function startEngine(mine) {
     const spent = Object.keys(PARTS).map((part) => last.step_seconds[part] - first.step_seconds[part]);
     const total = spent.reduce((a, b) => a + b, 0);
     const steps = last.steps - first.steps;
-    byId("step-note").textContent = steps ? `${seconds(total / steps)} a step, ${decimal(steps / (last.now - first.now))} steps/s` : "idle";
-    const shares = Object.entries(PARTS).map(([part, label], i) => ({ part, label, share: total ? spent[i] / total : 0, each: steps ? spent[i] / steps : 0 }));
-    byId("split").ariaLabel = shares.map((one) => `${one.label} ${percent(one.share, 1)}`).join(", ");
-    byId("split").replaceChildren(...shares.map((one) => {
+    byId("step-note").textContent = steps ? `${seconds(total / steps)} per step, ${decimal(steps / (last.now - first.now))} steps/s` : "idle";
+    const shares = Object.entries(PARTS).map(([part, label], i) => ({ part, label, share: total ? spent[i] / total : 0, perStep: steps ? spent[i] / steps : 0 }));
+    byId("split").ariaLabel = shares.map((entry) => `${entry.label} ${percent(entry.share, 1)}`).join(", ");
+    byId("split").replaceChildren(...shares.map((entry) => {
       const bar = document.createElement("i");
-      bar.className = `part-${one.part}`;
-      bar.style.width = `${100 * one.share}%`;
+      bar.className = `part-${entry.part}`;
+      bar.style.width = `${100 * entry.share}%`;
       return bar;
     }));
-    byId("split-legend").replaceChildren(...shares.map((one) => {
+    byId("split-legend").replaceChildren(...shares.map((entry) => {
       const item = document.createElement("li");
       const swatch = document.createElement("i");
-      swatch.className = `swatch part-${one.part}`;
-      item.append(swatch, `${one.label} ${one.each ? seconds(one.each) : "–"}`);
+      swatch.className = `swatch part-${entry.part}`;
+      item.append(swatch, `${entry.label} ${entry.perStep ? seconds(entry.perStep) : "–"}`);
       return item;
     }));
   }
 }
 
 function showPreemptions(preemptions) {
-  const items = preemptions.map((one) => {
+  const items = preemptions.map((preemption) => {
     const item = document.createElement("li");
     const label = document.createElement("span");
     label.className = "name";
-    label.textContent = shortName(one.id);
+    label.textContent = shortName(preemption.id);
     const when = document.createElement("span");
     when.className = "when";
-    when.textContent = `${seconds(one.seconds_ago)} ago`;
-    item.append(label, `${one.tokens} tokens to compute again`, when);
+    when.textContent = `${seconds(preemption.seconds_ago)} ago`;
+    item.append(label, `${preemption.tokens} tokens to recompute`, when);
     return item;
   });
   if (!items.length) {
@@ -197,14 +197,14 @@ const name = (id, mine) => shortName(id) + (isMine(id, mine) ? " (yours)" : "");
 function facts(engine, blocks) {
   const on = [
     engine.prefix_caching === "on" ? "prefix cache" : "",
-    engine.speculation === "off" ? "" : `speculation by ${engine.speculation}`,
-    engine.num_lora_adapters === "0" ? "" : `${engine.num_lora_adapters} adapters`,
-    engine.tensor_parallel_size === "1" ? "" : `${engine.tensor_parallel_size} processes`,
+    engine.speculation === "off" ? "" : `speculative decoding: ${engine.speculation}`,
+    engine.num_lora_adapters === "0" ? "" : `${engine.num_lora_adapters} LoRA adapters`,
+    engine.tensor_parallel_size === "1" ? "" : `tensor parallel ${engine.tensor_parallel_size}`,
   ];
   return [
     `${engine.dtype} on ${engine.device}`,
     `context ${engine.max_model_len.toLocaleString("en")}`,
-    `${engine.kv_cache_dtype} KV in blocks of ${blocks.size}`,
+    `${engine.kv_cache_dtype} KV cache, block size ${blocks.size}`,
     ...on.filter(Boolean),
   ].join(" · ");
 }

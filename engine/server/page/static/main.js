@@ -1,4 +1,4 @@
-// Starts the page: the colours, the facts, the conversation and the view of the engine.
+// Entry point: colour scheme, model list, chat and engine view.
 
 import { startChat } from "./chat.js";
 import { startEngine } from "./engine.js";

@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Formatting of numbers, durations and request ids.
 
 export const decimal = (value) =>
   value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(value >= 1 ? 3 : 2)));
@@ -11,10 +11,10 @@ export function seconds(value) {
 
 export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
 
-/** The last characters of a request's id, and which of its prompts and answers a sequence is. */
+/** Short name of a sequence: the end of its request id, with prompt and choice index if not 0. */
 export function shortName(id) {
   const parts = id.split("/");
-  const [prompt, answer] = parts.slice(-2);
+  const [prompt, choice] = parts.slice(-2);
   const tail = parts[0].slice(-6);
-  return prompt === "0" && answer === "0" ? tail : `${tail} ${prompt}.${answer}`;
+  return prompt === "0" && choice === "0" ? tail : `${tail} ${prompt}.${choice}`;
 }
