@@ -1,1 +1,1 @@
-"""The arithmetic of serving: model shapes, bytes, device facts, roofline. Plain Python, no torch."""
+"""Deployment planner: memory, KV-cache capacity, roofline speed and cost. Plain Python, no torch."""

@@ -1,1 +1,1 @@
-"""Devices and their facts, the roofline, expected speed, prices."""
+"""Device specifications, roofline model, expected step times, costs."""

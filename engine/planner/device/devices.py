@@ -1,4 +1,4 @@
-"""Accelerators: memory, bandwidth and dense peaks, each number with its source (`devices.json`)."""
+"""Device specifications: memory, bandwidth and dense peak FLOP/s, each with its source (`devices.json`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from ....quant.base.errors import BadInput
 from ...base.host import available_memory_bytes
 
-# One direction of PCIe 4.0 x16, for cards without a link of their own.
+# One direction of PCIe 4.0 x16, for cards without NVLink or the like.
 PCIE_BYTES_PER_SECOND = 32e9
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator. `memory_bytes` is what a process sees; `bandwidth` in bytes/s and `peaks` in
-    dense FLOP/s by data type, both empty for a card of which only the memory is given."""
+    """A device. `memory_bytes` is the memory visible to a process; `bandwidth` is in bytes/s and `peaks` in
+    dense FLOP/s by data type, both None for a device known by its memory only."""
 
     name: str
     memory_bytes: int
@@ -31,8 +31,8 @@ class Device:
     source: str = ""
 
     def peak_flops(self, weight_bits: int, weight_name: str) -> float | None:
-        """The roof of the data type that is multiplied: fp8 weights use fp8 units where there are any;
-        weight-only integers are multiplied in 16 bit."""
+        """Peak FLOP/s of the GEMM's compute dtype: fp8 weights use fp8 tensor cores if the device has them;
+        weight-only integers compute in 16 bit."""
         peaks = self.peaks or {}
         if weight_bits == 32:
             return peaks.get("float32", peaks.get("bf16", peaks.get("fp16")))
@@ -43,7 +43,7 @@ class Device:
 
 @cache
 def devices() -> tuple[Device, ...]:
-    """The bundled table, in its order: the cards most asked for first."""
+    """The bundled table, in its order: the most common cards first."""
     return tuple(_read(row) for row in _rows())
 
 
@@ -51,10 +51,10 @@ DEFAULT_DEVICES = ("H100 SXM", "A100 80GB SXM", "H200 SXM", "B200", "MI300X", "L
 
 
 def find_device(name: str) -> Device:
-    """The device of that name or alias, whatever the case and the separators.
+    """Look up a device by name or alias, ignoring case and separators.
 
     Raises:
-        BadInput: there is none; close matches are named.
+        BadInput: no such device; close matches are named.
     """
     named = {_key(row["name"]): row["name"] for row in _rows()}
     named |= {_key(alias): row["name"] for row in _rows() for alias in row["aliases"]}
@@ -69,8 +69,8 @@ def find_device(name: str) -> Device:
 
 
 def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Device]:
-    """The devices of these names (`all`: the whole table; `cpu`: this machine's processor) and one that
-    is known by its memory alone; without either, the most asked for.
+    """The devices of these names (`all`: the whole table; `cpu`: this machine's processor), preceded by one
+    of `memory_bytes` without a known speed; `DEFAULT_DEVICES` without either.
 
     Raises:
         BadInput: a name that is not in the table.
@@ -87,8 +87,7 @@ def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Devic
 
 
 def _host() -> Device:
-    """This machine's processor, with the memory that is available now. Its speed is known only from a
-    measured run."""
+    """This machine's CPU, with the memory available now. Its speed is known only from a measured run."""
     memory = available_memory_bytes()
     return Device("cpu", memory, kind="cpu", source="/proc/meminfo, available now")
 
@@ -107,7 +106,7 @@ def _read(row: dict) -> Device:
         memory_is_estimated=visible.get("estimated", False),
         bandwidth=row["bandwidth_gb_s"]["value"] * 1e9,
         peaks={dtype: peak["value"] * 1e12 for dtype, peak in row["peaks"].items()},
-        # The table holds both directions together, as the data sheets do.
+        # The table gives bidirectional bandwidth, as data sheets do.
         link_bytes_per_second=link * 1e9 / 2 if link else PCIE_BYTES_PER_SECOND,
         source=f"{visible['source']}; {row['bandwidth_gb_s']['source']} ({row['date']})",
     )

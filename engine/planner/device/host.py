@@ -1,16 +1,16 @@
-"""What the engine computes in on this machine's processor, told from its flags."""
+"""Default compute dtype of the CPU engine on this machine, from the processor's flags."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# What oneDNN asks of a processor before it multiplies in bfloat16.
+# Flags that oneDNN requires for bfloat16 GEMMs.
 _BF16_FLAGS = {"avx512bw", "avx512vl", "avx512dq"}
-_BF16_FLAG_ALONE = {"bf16", "avx_ne_convert"}  # of ARM, and of processors without AVX-512
+_BF16_FLAG_ALONE = {"bf16", "avx_ne_convert"}  # on ARM, and on x86 without AVX-512
 
 
 def host_dtype() -> str:
-    """What the engine computes in here, where nothing was asked: bf16, or float32 without its products."""
+    """Default dtype: bf16 if the CPU supports bf16 GEMMs in oneDNN, else float32."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

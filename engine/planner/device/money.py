@@ -1,6 +1,6 @@
-"""What tokens cost on rented GPUs, and when an API is cheaper.
+"""Cost per token on rented GPUs, and the break-even against an API.
 
-Prices are given by the user, never assumed: they change by the month.
+Prices are inputs, never assumed: they change by the month.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Dollars: of a GPU for an hour, and of an API for a million input and output tokens.
+    """Prices in dollars: per GPU-hour, and per million input and output tokens of an API.
 
-    `duty_cycle` is the share of the day in which the GPUs have work; they are paid for all of it.
+    `duty_cycle` is the fraction of the day in which the GPUs have work; they are paid for all of it.
     """
 
     gpu_hour: float
@@ -46,9 +46,9 @@ class Prices:
 class Cost:
     """Dollars per million tokens at the duty cycle, and the break-even against an API.
 
-    `request` is of one whole request, its prompt and its answer. `break_even_requests_per_day` is how
-    many the API would sell for the price of the GPUs; `capacity_requests_per_day` what the GPUs can do
-    at all. None where no API price is known.
+    `request` is the cost of one request, prompt and output. `break_even_requests_per_day` is the number of
+    API requests that cost as much as the GPUs; `capacity_requests_per_day` is the most that the GPUs can
+    serve. None without an API price.
     """
 
     input_per_million: float
@@ -72,10 +72,10 @@ def cost_of(
     input_tokens_per_second: float,
     output_tokens_per_second: float,
 ) -> Cost:
-    """Costs where GPUs compute prompts at one rate and, in turns with it, answers at another.
+    """Cost of a workload on GPUs that alternate between prefill and decode at the given rates.
 
-    A request takes in/rate_in + out/rate_out seconds of the GPUs; with a price p for an hour of all of
-    them and a duty cycle u, a second of work costs p / (3600·u).
+    A request takes in/rate_in + out/rate_out seconds of the GPUs; at a price p per hour for all of them
+    and a duty cycle u, a busy second costs p / (3600·u).
     """
     hourly = gpus * prices.gpu_hour
     second = hourly / SECONDS_PER_HOUR / prices.duty_cycle

@@ -1,7 +1,7 @@
-"""What a step must move and compute, and how fast a device could do it.
+"""Roofline model: bytes and FLOP of prefill and decode steps, and the attainable FLOP/s.
 
-FLOP counts a multiply and an add as two. Bytes are those of the model: weights and cache, read once a
-step. Nothing here measures; a bench puts its measured points beside these.
+A multiply-add counts as two FLOP. Bytes are those of the weights and the KV cache, read once per step.
+These are bounds, not measurements; benchmarks plot their measured points against them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from ..model.weights import UNQUANTIZED_BYTES
 
 
 def attainable_flops(intensity: float, peak_flops: float, bandwidth: float) -> float:
-    """FLOP/s at an arithmetic intensity (FLOP per byte): the roofline itself."""
+    """The roofline: attainable FLOP/s at an arithmetic intensity in FLOP per byte."""
     return min(peak_flops, intensity * bandwidth)
 
 
 def ridge(peak_flops: float, bandwidth: float) -> float:
-    """FLOP per byte at which a device turns from memory bound to compute bound."""
+    """Ridge point: FLOP per byte at which a device changes from memory-bound to compute-bound."""
     return peak_flops / bandwidth
 
 
@@ -26,12 +26,12 @@ def streamed_weight_bytes(
     num_tokens: int,
     unquantized_bytes: float = UNQUANTIZED_BYTES,
 ) -> float:
-    """Of the weights held, the bytes that one step of `num_tokens` tokens reads.
+    """Bytes of weights that one step of `num_tokens` tokens reads.
 
-    A separate input embedding is looked up, not streamed. Of a mixture's experts, those are read that
-    some token visits: the expected number under uniform routing, which is an upper bound. `weight_bytes`
-    is all that is held; `unquantized_bytes` the size of an element of the embedding and the other
-    tensors that stay unquantized.
+    An untied input embedding is looked up, not streamed. Of MoE experts, only those are read that a token
+    is routed to: the expected number under uniform routing, which is an upper bound. `weight_bytes` is the
+    size of all weights; `unquantized_bytes` is the element size of the embedding and the other
+    unquantized tensors.
     """
     looked_up = 0 if shape.tied else shape.vocab_size * shape.hidden_size
     looked_up += shape.learned_positions * shape.hidden_size
@@ -60,8 +60,8 @@ def decode_step_bytes(
     kv_bytes_per_element: float,
     unquantized_bytes: float = UNQUANTIZED_BYTES,
 ) -> float:
-    """Bytes that a decode step reads: the weights once, and the cache of `batch` sequences of
-    `context` tokens, each layer within its window. `weight_bytes` is all that is held."""
+    """Bytes that a decode step reads: the weights once, and the KV cache of `batch` sequences of
+    `context` tokens, each layer within its window. `weight_bytes` is the size of all weights."""
     weights = streamed_weight_bytes(shape, weight_bytes, batch, unquantized_bytes)
     return weights + batch * _visible(shape, context) * shape.cached_elements * kv_bytes_per_element
 
@@ -69,7 +69,7 @@ def decode_step_bytes(
 def decode_step_flops(shape: ModelShape, batch: int, context: float) -> float:
     """FLOP of a decode step of `batch` sequences of `context` tokens.
 
-    Latent attention is counted in its absorbed form, which works on the latents themselves.
+    MLA is counted in its absorbed form, which attends over the latents.
     """
     if shape.latent:
         per_key = shape.num_heads * (2 * shape.latent.kv_rank + shape.latent.rope_dim)
@@ -80,7 +80,7 @@ def decode_step_flops(shape: ModelShape, batch: int, context: float) -> float:
 
 
 def prefill_flops(shape: ModelShape, num_tokens: int, num_cached: int = 0) -> float:
-    """FLOP to compute `num_tokens` prompt tokens that follow `num_cached` cached ones: causal attention
+    """FLOP of a prefill of `num_tokens` prompt tokens after `num_cached` cached ones: causal attention
     within each layer's window, and the logits of one row."""
     value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
     per_pair = 2 * shape.num_heads * (shape.head_dim + value_dim)
@@ -92,14 +92,14 @@ def prefill_flops(shape: ModelShape, num_tokens: int, num_cached: int = 0) -> fl
 
 
 def _pairs(num_tokens: int, window: int | None) -> int:
-    """Query-key pairs of a causal sequence: token i sees min(i, window) keys, itself included."""
+    """Query-key pairs of causal attention: token i attends to min(i, window) keys, itself included."""
     if window is None or num_tokens <= window:
         return num_tokens * (num_tokens + 1) // 2
     return window * (window + 1) // 2 + (num_tokens - window) * window
 
 
 def _visible(shape: ModelShape, context: float) -> float:
-    """Keys that one token sees, summed over the layers."""
+    """Keys that one token attends to, summed over the layers."""
     return sum(context if window is None else min(context, window) for window in shape.windows)
 
 
@@ -108,6 +108,6 @@ def _head_parameters(shape: ModelShape) -> int:
 
 
 def _matmul_parameters(shape: ModelShape) -> int:
-    """Parameters that each token is multiplied with, without the output head."""
+    """Parameters of the GEMMs that each token takes part in, without the output head."""
     multiplied = ("linear", "expert", "router")
     return sum(t.num_elements * t.used for t in shape.tensors() if t.role in multiplied)

@@ -1,4 +1,4 @@
-"""How long a prompt and a decode step take on a device: the bound, and what to expect of a good stack."""
+"""Prefill and decode step times on a device: roofline bounds and expected values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Bound = Literal["bandwidth", "compute"]
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """How much of the data sheet a step reaches, and what it costs whatever its size.
+    """Fractions of the data-sheet peaks that a step reaches (MBU, MFU), and its fixed overheads.
 
-    By default the bandwidth share and the time per layer fit gpt-fast's published A100 runs (8 rows,
+    By default the bandwidth fraction and the time per layer fit gpt-fast's published A100 runs (8 rows,
     mean error 9 % left out, 17 % at most); the all-reduce latency is the mean of its residuals. The
-    compute share is assumed, not measured. `source` says where the numbers come from.
+    compute fraction is assumed, not measured. `source` says where the numbers come from.
     """
 
     bandwidth: float = 0.74
@@ -36,11 +36,11 @@ DATA_SHEET = Efficiency(1.0, 1.0, 0.0, 0.0, "the data sheet")
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step, which roof it meets, and the parts that it is made of.
+    """Time of a step in seconds: its roofline bound and its parts.
 
-    `moving` and `computing` overlap, so the longer one counts; `fixed` (launches) and `communication`
-    (all-reduces, hand-overs between stages) come on top. `num_bytes` and `flops` are those of one rank
-    and of all ranks.
+    `moving` (memory traffic) and `computing` overlap, so the longer one counts; `fixed` (kernel launches)
+    and `communication` (all-reduces, sends between pipeline stages) are added. `num_bytes` is per rank,
+    `flops` of all ranks.
     """
 
     seconds: float
@@ -61,24 +61,24 @@ def decode_time(
     efficiency: Efficiency,
     tokens_per_sequence: int = 1,
 ) -> StepTime:
-    """Time of one decode step of `batch` sequences, which is the time per output token of each.
+    """Time of one decode step of `batch` sequences (TPOT).
 
-    With pipeline stages the batch travels in as many parts, one behind the other, and a token has to
-    pass all stages. `tokens_per_sequence` is above 1 where a step verifies drafted tokens.
+    With pipeline stages the batch is split into as many micro-batches, and a token passes all stages.
+    `tokens_per_sequence` is above 1 for a step that verifies draft tokens.
     """
     shape = plan.shape
-    travelling = ceil(batch / plan.pp)
+    micro_batch = ceil(batch / plan.pp)
     keys = sum(context if w is None else min(context, w) for w in shape.windows)
-    # Each rank holds its share of the KV heads, or a copy of one.
+    # Each rank holds its shard of the KV heads, or a replica of one.
     elements = plan.stages[0].cache.cached_elements
-    cache = travelling * keys * elements * plan.kv_bytes_per_element
-    tokens = travelling * tokens_per_sequence
+    cache = micro_batch * keys * elements * plan.kv_bytes_per_element
+    tokens = micro_batch * tokens_per_sequence
     return _time(
         plan,
         device,
         efficiency,
         num_bytes=_streamed_on_rank(plan, tokens) + float(cache),
-        flops=tokens_per_sequence * decode_step_flops(shape, travelling, context),
+        flops=tokens_per_sequence * decode_step_flops(shape, micro_batch, context),
         tokens=tokens,
         steps=1,
     )
@@ -87,8 +87,8 @@ def decode_time(
 def prefill_time(
     plan: Deployment, device: Device, num_tokens: int, reserve: Reserve, efficiency: Efficiency
 ) -> StepTime:
-    """Time to the first token of one prompt on an idle engine, in chunks of the reserve's size; the
-    chunks follow each other through the pipeline stages."""
+    """TTFT of one prompt on an idle engine, with chunked prefill; the chunks are pipelined through the
+    stages."""
     steps = ceil(num_tokens / reserve.chunk_tokens)
     per_step = min(num_tokens, reserve.chunk_tokens)
     whole = _time(
@@ -139,8 +139,8 @@ def _time(
     communication = 0.0
     if plan.tp > 1:
         all_reduces = 2 * plan.shape.num_layers
-        travel = 2 * (plan.tp - 1) / plan.tp * message / device.link_bytes_per_second
-        communication += all_reduces * (steps * efficiency.seconds_per_all_reduce + travel)
+        transfer = 2 * (plan.tp - 1) / plan.tp * message / device.link_bytes_per_second
+        communication += all_reduces * (steps * efficiency.seconds_per_all_reduce + transfer)
     communication += (plan.pp - 1) * (
         steps * efficiency.seconds_per_all_reduce + message / device.link_bytes_per_second
     )

@@ -1,1 +1,1 @@
-"""What memory is spent on, and the size of the KV cache that is left."""
+"""Device memory: weights, activations, and the KV-cache budget."""

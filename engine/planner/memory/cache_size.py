@@ -1,7 +1,7 @@
-"""How many blocks this project's engine gives its KV cache: the rule that the engine itself follows.
+"""KV-cache sizing: the number of blocks of the engine's KV cache.
 
-The engine asks it with the memory that it finds free, a plan with the memory that it expects: one
-arithmetic, so that a run can be held against its plan.
+The engine calls it with measured free memory, the planner with expected memory: one computation, so that
+a run can be compared with its plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CPU_SHARE = 0.25
 
 
 class CachedShape(Protocol):
-    """Anything that knows what a token takes, as `shapes.ModelShape` does."""
+    """A model shape that gives the KV-cache bytes per token, such as `shapes.ModelShape`."""
 
     def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
         """Bytes that one token of one sequence takes in all layers."""
@@ -31,12 +31,12 @@ class CachedShape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvCacheBudget:
-    """What a cache may take of a device's memory.
+    """KV-cache budget of a device.
 
     Attributes:
-        budget_bytes: what may be used at all.
-        taken: bytes of it that other things need, by name.
-        advice: what to change where the room is too small, besides `max_model_len`.
+        budget_bytes: memory that the engine may use in total.
+        taken: bytes of it used by other things than the cache, by name.
+        advice: what to change, besides `max_model_len`, if the budget is too small.
     """
 
     budget_bytes: int
@@ -45,7 +45,7 @@ class KvCacheBudget:
 
     @classmethod
     def on_cpu(cls, free_bytes: int) -> KvCacheBudget:
-        """A share of what is free, because the machine is there for others too."""
+        """A fraction of the free memory, because other processes share the machine."""
         return cls(int(free_bytes * CPU_SHARE))
 
     @classmethod
@@ -57,11 +57,11 @@ class KvCacheBudget:
         activation_bytes: int,
         other_bytes: int,
     ) -> KvCacheBudget:
-        """A share of the device, less its weights, the largest step, and what others hold."""
+        """`utilization` of the device, less weights, peak activations, runtime and other processes."""
         taken = {
             "weights": weight_bytes,
-            "the largest step": activation_bytes,
-            "the runtime and others": other_bytes,
+            "peak activations": activation_bytes,
+            "runtime and other processes": other_bytes,
         }
         advice = (
             ", lower max_num_batched_tokens, raise gpu_memory_utilization "
@@ -71,11 +71,12 @@ class KvCacheBudget:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes left for the KV cache."""
         return max(0, self.budget_bytes - sum(self.taken.values()))
 
     def __str__(self) -> str:
         if not self.taken:
-            return f"{format_gib(self.num_bytes)} is there"
+            return f"{format_gib(self.num_bytes)} is available"
         parts = ", ".join(f"{name} {format_gib(size)}" for name, size in self.taken.items())
         left = format_gib(self.num_bytes)
         return f"{left} is left of {format_gib(self.budget_bytes)} ({parts})"
@@ -83,8 +84,8 @@ class KvCacheBudget:
 
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
-    """What the engine was told of its cache: at most one of the two sizes, and the limits that it
-    serves. A block spans all layers; `max_model_len` is what stays in the cache of the longest sequence.
+    """Options of the KV cache: at most one of the two explicit sizes, and the engine's limits. A block
+    spans all layers; `max_model_len` is the most tokens of a sequence that stay in the cache.
     """
 
     bytes_per_element: float | Fraction
@@ -96,13 +97,13 @@ class CacheRequest:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the size was given, so that the room does not matter."""
+        """Whether the size is explicit, so that free memory does not matter."""
         return self.memory_bytes is not None or self.num_blocks is not None
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Blocks for sequences; the engine holds one more, the null block, which padding reads."""
+    """KV-cache blocks usable by sequences; the engine allocates one more, the null block for padding."""
 
     num_blocks: int
     block_size: int
@@ -110,7 +111,7 @@ class CacheSize:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Capacity of the cache in tokens."""
         return self.num_blocks * self.block_size
 
     @property
@@ -127,21 +128,21 @@ def num_blocks_for(
 
 
 def size_cache(shape: CachedShape, request: CacheRequest, budget: KvCacheBudget) -> CacheSize:
-    """The cache of an engine: as many blocks as were asked for; else as the memory given holds; else
-    enough for `max_num_seqs` sequences of the longest kind, cut to the room that there is.
+    """Size the KV cache: `num_blocks` if set; else what fits into `memory_bytes` if set; else enough for
+    `max_num_seqs` sequences of `max_model_len` tokens, at most the budget.
 
     Raises:
-        BadInput: the memory given does not hold a block, or the room not a single sequence.
+        BadInput: `memory_bytes` does not hold one block, or the budget not one sequence.
     """
     size, element = request.block_size, request.bytes_per_element
     block_bytes = size * shape.kv_bytes_per_token(element)
     if request.num_blocks is not None:
         return CacheSize(request.num_blocks, size, block_bytes)
-    if (given := request.memory_bytes) is not None:
-        num_blocks = num_blocks_for(given, shape, size, element)
+    if (memory_bytes := request.memory_bytes) is not None:
+        num_blocks = num_blocks_for(memory_bytes, shape, size, element)
         if num_blocks < 1:
             raise BadInput(
-                f"kv_cache_memory_bytes = {given} does not hold one block of {block_bytes} bytes"
+                f"kv_cache_memory_bytes = {memory_bytes} does not hold one block of {block_bytes} bytes"
             )
         return CacheSize(num_blocks, size, block_bytes)
     per_sequence = -(-request.max_model_len // size)

@@ -1,8 +1,8 @@
-"""What serving a model takes of a device's memory, and how much is left for the KV cache.
+"""Memory of a deployment: weights, peak activations, overhead, and the KV-cache budget.
 
     usable = visible x utilization = weights + activation peak + fixed overhead + KV cache
 
-All bytes are per rank: one GPU of `tp` that share each layer, in one of `pp` pipeline stages.
+All bytes are per rank: one GPU of a tensor-parallel group of `tp`, in one of `pp` pipeline stages.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ACTIVATION_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """What is kept free besides weights and cache: stated, because no formula knows it.
+    """Memory limits and batch limits, which determine the memory besides weights and KV cache.
 
-    `chunk_tokens` is the most that one step computes, `max_num_seqs` the most sequences that it samples.
-    `kv_cache_bytes`, where it is given, is the room for the cache itself, whatever else is there.
+    `chunk_tokens` is max_num_batched_tokens, `max_num_seqs` the most sequences that a step samples.
+    `kv_cache_bytes`, if set, caps the KV-cache budget.
     """
 
     utilization: float = DEFAULT_UTILIZATION
@@ -58,7 +58,7 @@ class Reserve:
         max_num_seqs: int | None = None,
         kv_cache_bytes: int | None = None,
     ) -> Self:
-        """Batch limits as servers commonly choose them, smaller below 70 GiB, where none are given."""
+        """Defaults for unset limits as servers commonly choose them, smaller below 70 GiB."""
         large = memory_bytes >= 70 * GIB
         return cls(
             DEFAULT_UTILIZATION if utilization is None else utilization,
@@ -70,7 +70,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage on one rank: its weights, and the shape of its cache."""
+    """One pipeline stage on one rank: its weight bytes, and the shape that sizes its KV cache."""
 
     weight_bytes: int
     cache: ModelShape
@@ -110,7 +110,7 @@ class Deployment:
 
     @property
     def gpus(self) -> int:
-        """Devices that hold the model once."""
+        """Devices of one replica of the model."""
         return self.tp * self.pp
 
     @property
@@ -124,16 +124,16 @@ class Deployment:
         return self.tp * sum(stage.weight_bytes for stage in self.stages)
 
     def kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
-        """Bytes of one sequence's cache on the fullest rank, as the engine keeps it."""
+        """KV-cache bytes of one sequence on the fullest rank, by the engine's rule."""
         return max(self._stage_kv(stage, context, reserve or Reserve()) for stage in self.stages)
 
     def all_kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
-        """Bytes of one sequence's cache on all ranks, replicas included."""
+        """KV-cache bytes of one sequence on all ranks, replicas included."""
         chosen = reserve or Reserve()
         return self.tp * sum(self._stage_kv(stage, context, chosen) for stage in self.stages)
 
     def knobs(self, reserve: Reserve) -> CacheKnobs:
-        """What moves the engine's cache in this deployment."""
+        """Parameters of the engine's cache rule in this deployment."""
         return CacheKnobs(self.block_size, reserve.chunk_tokens, frees_windows=self.pp == 1)
 
     def _stage_kv(self, stage: Stage, context: int, reserve: Reserve) -> int:
@@ -141,9 +141,9 @@ class Deployment:
         return self.engine.kv_bytes(stage.cache, context, self.kv_bytes_per_element, knobs)
 
     def activation_terms(self, reserve: Reserve) -> tuple[int, int]:
-        """Peaks of temporary memory: of a prefill chunk, and of the sampler.
+        """Peak activation memory of a prefill chunk, and of the sampler.
 
-        Prefill: T·2·(3·I/tp + 3·H): gate and up, the product, about three hidden-size tensors; routed
+        Prefill: T·2·(3·I/tp + 3·H): gate, up and their product, about three hidden-size tensors; routed
         tokens are copied per expert (that part is unverified). Sampling: rows × vocabulary × 4 × 9.7.
         """
         shape, ranks = self.shape, self.tp
@@ -157,11 +157,11 @@ class Deployment:
         return ceil(prefill), ceil(sampler)
 
     def activation_bytes(self, reserve: Reserve) -> int:
-        """Peak of temporary memory: the larger of the two, which do not come together."""
+        """Peak activation memory: the larger of the two, which do not coincide."""
         return max(self.activation_terms(reserve))
 
     def overhead_bytes(self) -> int:
-        """The runtime's own memory: 0.13 GiB alone, 0.55 GiB with communication between two ranks and
+        """Memory of the runtime: 0.13 GiB alone, 0.55 GiB with communication between two ranks and
         0.60 GiB between more (published vLLM start-ups; NCCL takes 50 MiB more for four)."""
         return int({1: 0.13, 2: 0.55}.get(self.gpus, 0.60) * GIB)
 
@@ -175,7 +175,7 @@ class Deployment:
         return budget if reserve.kv_cache_bytes is None else min(budget, reserve.kv_cache_bytes)
 
     def sequences_that_fit(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
-        """Sequences of `context` tokens whose caches fit at once, in every stage."""
+        """Sequences of `context` tokens whose KV caches fit concurrently, in every stage."""
         return min(
             max(0, self._budget(stage.weight_bytes, memory_bytes, reserve))
             // self._stage_kv(stage, context, reserve)
@@ -183,11 +183,11 @@ class Deployment:
         )
 
     def max_sequences(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
-        """Sequences of `context` tokens that run at once: those that fit, and that a step samples."""
+        """Sequences of `context` tokens that run concurrently: those that fit, at most `max_num_seqs`."""
         return min(self.sequences_that_fit(memory_bytes, reserve, context), reserve.max_num_seqs)
 
     def max_context(self, memory_bytes: int, reserve: Reserve, sequences: int, limit: int) -> int:
-        """The longest context, of at most `limit` tokens, that `sequences` can have at once."""
+        """The longest context, at most `limit` tokens, at which `sequences` sequences fit concurrently."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2

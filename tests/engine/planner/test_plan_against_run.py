@@ -102,7 +102,7 @@ def test_the_rule_takes_the_smaller_of_budget_and_demand() -> None:
     left = int(0.9 * 2**24) - 2**20 - 2**21 - 2**22
     assert blocks(on_cuda) == num_blocks_for(left, shape, 32, 2)
     assert blocks(KvCacheBudget(0), num_blocks=7) == 7
-    with pytest.raises(BadInput, match=r"256 KiB is there: lower max_model_len to 96 or less$"):
+    with pytest.raises(BadInput, match=r"256 KiB is available: lower max_model_len to 96 or less$"):
         blocks(KvCacheBudget.on_cpu(2**20))
     with pytest.raises(BadInput, match="does not hold one block"):
         blocks(KvCacheBudget(0), memory_bytes=100)
@@ -116,7 +116,7 @@ def test_where_it_does_not_fit_the_numbers_are_said() -> None:
         size_cache(shape, CacheRequest(2, 16, 32768, 4), budget)
     assert str(refused.value) == (
         "a sequence of 32768 tokens needs 4.00 GiB of KV cache, but 0.50 GiB is left of 9.50 GiB "
-        "(weights 8.00 GiB, the largest step 0.50 GiB, the runtime and others 0.50 GiB): lower "
+        "(weights 8.00 GiB, peak activations 0.50 GiB, runtime and other processes 0.50 GiB): lower "
         "max_model_len to 4096 or less, lower max_num_batched_tokens, raise gpu_memory_utilization "
         "(0.95 of 10.00 GiB) or store the cache in 8 bits"
     )
