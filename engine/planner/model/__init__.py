@@ -1,1 +1,1 @@
-"""Shapes of models from their config.json, bytes of their weights and of a token's KV."""
+"""Model shapes from config.json, bytes of weights and of the KV cache per token."""

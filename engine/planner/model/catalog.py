@@ -1,4 +1,4 @@
-"""From what the user calls a model to its config: the bundled table, an alias, a file, a folder, a hub id."""
+"""Model lookup: the bundled table, an alias, a config file, a checkpoint folder, or a hub id."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model to plan for. `note` says how the name was read, where it is not the user's own word;
-    `stored_bytes` is what its checkpoint's tensors take, where one is at hand."""
+    """A model to plan for. `note` explains the name if an alias was resolved; `stored_bytes` is the size of
+    the checkpoint's tensors, if there is a local checkpoint."""
 
     name: str
     shape: ModelShape
@@ -35,15 +35,15 @@ class PlannedModel:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of an element that no quantization touches."""
+        """Bytes per element of unquantized tensors."""
         dtype = self.config.get("dtype") or self.config.get("torch_dtype")
         return 4 if dtype == "float32" else UNQUANTIZED_BYTES
 
     def as_stored(self) -> WeightRecipe:
-        """The recipe of the checkpoint as it is; bytes from its headers win over those of the recipe.
+        """The recipe of the stored checkpoint; bytes from its headers override those of the recipe.
 
         Raises:
-            BadInput: a quantization whose bytes are not known, and no checkpoint to look into.
+            BadInput: an unknown quantization, and no local checkpoint to read its size from.
         """
         try:
             recipe = stored_recipe(self.config)
@@ -63,17 +63,17 @@ def _table() -> dict[str, Any]:
 
 
 def model_names() -> list[str]:
-    """Names in the bundled table."""
+    """Model names in the bundled table."""
     return list(_table()["models"])
 
 
 def find_model(name: str) -> PlannedModel:
-    """The model of that name: a folder or a config.json, a table name, an alias, a bundled checkpoint,
-    or a hub id, for which alone the network is asked.
+    """Look up a model: a folder or a config.json, a table name, an alias, a bundled checkpoint, or a hub
+    id. Only a hub id uses the network.
 
     Raises:
-        BadInput: nothing has that name (close matches are named), its config is not understood, or the
-            hub did not give it.
+        BadInput: no model of that name (close matches are named), an unsupported config, or a failed
+            download.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -101,7 +101,7 @@ def _from_hub(hub_id: str, unknown: str) -> PlannedModel:
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     try:
         path = Path(hf_hub_download(hub_id, "config.json", local_files_only=offline))
-    except Exception as error:  # the hub raises a dozen types; the person needs one line
+    except Exception as error:  # the hub client raises many types; the user needs one line
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
         raise BadInput(f"{unknown}; {where} did not give it: {reason}") from error

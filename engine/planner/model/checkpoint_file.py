@@ -1,7 +1,7 @@
-"""Bytes of the files that `llmopt quantize` writes, their headers included, before it writes them.
+"""Predicted size of the safetensors files that `llmopt quantize` writes, headers included.
 
-Tensors alone are what counts in memory. On disk each file begins with a JSON header that names its
-tensors, which is most of a percent of a small model; so here the tensors get their names.
+In memory only the tensors count. On disk each file begins with a JSON header that lists its tensors by
+name, nearly a percent of a small model's size; so the tensor names are generated here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Named = tuple[str, Entry]
 
 
 def checkpoint_file_bytes(shape: ModelShape, recipe: WeightRecipe) -> int | None:
-    """Bytes of all weight files of a model quantized to int4 or int8; None for a model that
-    `llmopt quantize` does not know, or a recipe that it does not write."""
+    """Bytes of all weight files of a model quantized to int4 or int8; None for a model type or
+    a recipe that `llmopt quantize` does not support."""
     if shape.model_type not in FAMILIES or recipe.name not in ("int4", "int8"):
         return None
     writer = _Writer(shape, recipe)
@@ -28,14 +28,14 @@ def checkpoint_file_bytes(shape: ModelShape, recipe: WeightRecipe) -> int | None
 
 
 class _Writer:
-    """Names, types and shapes of the tensors, as they are written."""
+    """Names, dtypes and shapes of the checkpoint's tensors."""
 
     def __init__(self, shape: ModelShape, recipe: WeightRecipe) -> None:
         self._shape, self._recipe = shape, recipe
         self._plain = "F32" if recipe.plain_bytes == 4 else "BF16"
 
     def others(self) -> Iterator[Named]:
-        """What belongs to no layer."""
+        """Tensors outside the layers: embedding, output head, final norm."""
         shape = self._shape
         matrix = (shape.vocab_size, shape.hidden_size)
         yield "model.embed_tokens.weight", (self._plain, matrix)
@@ -71,7 +71,7 @@ class _Writer:
         recipe = self._recipe
         bits = recipe.bits
         groups = 1 if recipe.group_size < 0 else in_features // recipe.group_size
-        if recipe.bytes_per_tensor == 0:  # AWQ keeps no record of the shape
+        if recipe.bytes_per_tensor == 0:  # AWQ stores no weight_shape
             yield f"{name}.qweight", ("I32", (in_features, out_features * bits // 32))
             yield f"{name}.qzeros", ("I32", (groups, out_features * bits // 32))
             yield f"{name}.scales", ("F16", (groups, out_features))

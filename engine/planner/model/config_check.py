@@ -1,4 +1,4 @@
-"""Refuses nonsense in a `config.json` by the name of its field, before anything is computed from it."""
+"""Validation of `config.json` fields: types and ranges, reported by field name."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _FLAGS = frozenset(
 )
 _LISTS = frozenset({"layer_types", "no_rope_layers", "moe_layers", "mlp_only_layers"})
 _OBJECTS = frozenset({"text_config", "rope_scaling", "quantization_config"})
-# Where an explicit null has a meaning of its own.
+# Fields for which an explicit null has a meaning.
 _NULLABLE = frozenset(
     {
         "num_key_value_heads",
@@ -84,10 +84,10 @@ _NULLABLE = frozenset(
 
 
 def check_kinds(raw: Mapping[str, Any]) -> None:
-    """Whether each known field holds the kind of value that it should; a null is left alone.
+    """Check the type and range of each known field; nulls are skipped.
 
     Raises:
-        BadInput: naming the first field that does not.
+        BadInput: naming the first invalid field.
     """
     for key, value in raw.items():
         if value is None:
@@ -97,31 +97,31 @@ def check_kinds(raw: Mapping[str, Any]) -> None:
         elif key in _COUNTS_FROM_ZERO:
             _check_count(key, value, 0)
         elif key in _FLAGS and not isinstance(value, bool):
-            raise _nonsense(key, value, "true or false")
+            raise _invalid(key, value, "true or false")
         elif key in _LISTS:
             kind = str if key == "layer_types" else int
-            if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
-                raise _nonsense(key, value, f"a list of {'names' if kind is str else 'numbers'}")
+            if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+                raise _invalid(key, value, f"a list of {'names' if kind is str else 'numbers'}")
         elif key in _OBJECTS and not isinstance(value, Mapping):
-            raise _nonsense(key, value, "an object")
+            raise _invalid(key, value, "an object")
 
 
 def check_nulls(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Whether no field that the family relies on is null.
+    """Check that no field with a family default is null.
 
     Raises:
         BadInput: naming the first that is.
     """
     for key in defaults:
         if config.get(key) is None and key not in _NULLABLE:
-            raise _nonsense(key, None, "a value, or no such field for the usual one")
+            raise _invalid(key, None, "a value, or no such field for the usual one")
 
 
-def _check_count(key: str, value: Any, least: int) -> None:
-    most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise _nonsense(key, value, f"a whole number from {least} to {most:,}")
+def _check_count(key: str, value: Any, minimum: int) -> None:
+    maximum = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise _invalid(key, value, f"a whole number from {minimum} to {maximum:,}")
 
 
-def _nonsense(key: str, value: Any, wanted: str) -> BadInput:
+def _invalid(key: str, value: Any, wanted: str) -> BadInput:
     return BadInput(f"{key} is {value!r} in the config: {wanted} is needed")

@@ -1,13 +1,13 @@
-"""How much cache each engine keeps for a sequence: one model, several right answers.
+"""KV-cache allocation rules per engine: how many token slots each keeps for a sequence.
 
-The unit of every rule is the token slots that one sequence takes, summed over the layers; a slot is
-`cached_elements` of the model wide. They differ in what they do behind a window and in their rounding:
+The unit is the token slots of one sequence, summed over the layers; a slot is `cached_elements` of the
+model wide. The rules differ in the handling of sliding windows and in their rounding:
 
-    llmopt        every layer holds the whole sequence, in blocks; where every layer has a window, what the
-                  widest sees and max_num_batched_tokens
+    llmopt        every layer holds the whole sequence, in blocks; if every layer has a window, the widest
+                  window and max_num_batched_tokens
     vllm          a windowed layer holds min(W - 1 + max_num_batched_tokens, S) in blocks, and a block
                   more; a chunked one min(C + max_num_batched_tokens, S). Layers are pooled in groups of
-                  one size, so an odd class is padded. With pipeline stages nothing is freed
+                  one size, so a smaller group is padded. With pipeline stages nothing is freed
     llama.cpp     a windowed layer holds min(W + n_ubatch, S); all layers in steps of 256 tokens, each
                   sequence in a stream of its own
     transformers  a windowed layer holds min(W - 1, S); no blocks
@@ -30,8 +30,8 @@ LLAMA_CPP_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class CacheKnobs:
-    """What moves an engine's cache besides the model: tokens of a block and of a step (vLLM's
-    max_num_batched_tokens), llama.cpp's n_ubatch, and whether vLLM frees what lies behind a window."""
+    """Parameters of the cache rules besides the model: tokens of a block and of a step (vLLM's
+    max_num_batched_tokens), llama.cpp's n_ubatch, and whether vLLM frees blocks out of the window."""
 
     block_size: int = 16
     step_tokens: int = 8192
@@ -41,7 +41,7 @@ class CacheKnobs:
 
 @dataclass(frozen=True, slots=True)
 class EngineRule:
-    """An engine's rule. `kv_dtypes` are those that it can really store; `slots` is the rule itself."""
+    """The cache rule of an engine: `slots` computes it; `kv_dtypes` are the dtypes that it can store."""
 
     name: str
     slots: Callable[[ModelShape, int, CacheKnobs], int]
@@ -55,13 +55,13 @@ class EngineRule:
         bytes_per_element: float | Fraction,
         knobs: CacheKnobs,
     ) -> int:
-        """Bytes of one sequence's cache."""
+        """KV-cache bytes of one sequence."""
         slots = self.slots(shape, num_tokens, knobs)
         return ceil(slots * self.cached_elements(shape) * bytes_per_element)
 
     def cached_elements(self, shape: ModelShape) -> int:
-        """Elements of a slot: the model's own, but transformers caches the new Falcon layout after it
-        has copied each KV head to all of its query heads."""
+        """Elements of a slot: the model's, except that transformers caches the new Falcon layout after
+        repeating each KV head for all of its query heads."""
         if self.name == "transformers" and shape.model_type == "falcon":
             per_group = shape.num_heads // shape.num_kv_heads if shape.num_kv_heads > 1 else 1
             return shape.cached_elements * per_group
@@ -69,12 +69,12 @@ class EngineRule:
 
 
 def round_up(value: int, step: int) -> int:
-    """The next multiple of `step`."""
+    """Round up to a multiple of `step`."""
     return -(-value // step) * step
 
 
 def resident_tokens(shape: ModelShape, tokens: int, step_tokens: int, block_size: int) -> int:
-    """Tokens of a sequence that this project's engine keeps: one block table serves all layers."""
+    """Tokens of a sequence that llmopt's engine keeps; all layers share one block table."""
     windows = [window for window in shape.windows if window is not None]
     if len(windows) < shape.num_layers:
         return tokens
@@ -153,10 +153,10 @@ RULES = {
 
 
 def engine_rule(name: str) -> EngineRule:
-    """The engine of that name.
+    """The rule of the engine of that name.
 
     Raises:
-        BadInput: there is none.
+        BadInput: an unknown engine.
     """
     if name not in RULES:
         raise BadInput(f"no engine {name!r}: choose {', '.join(RULES)} or all")

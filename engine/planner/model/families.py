@@ -1,8 +1,8 @@
-"""What a raw `config.json` leaves unsaid: class defaults, old names and layer patterns of each model type.
+"""Config defaults per model type: transformers' class defaults, key synonyms and layer patterns.
 
 Files on the hub omit whatever equals the default of their transformers config class, so the same missing
-key means different things: no `tie_word_embeddings` is "tied" for Gemma and "untied" for Llama. A model
-type that is not listed here is refused, because a guess would be wrong silently.
+key means different things: no `tie_word_embeddings` is "tied" for Gemma and "untied" for Llama. Model
+types that are not listed here are rejected, because assumed defaults would be wrong silently.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def _sliding_everywhere_if_used(config: Config) -> Windows:
 
 
 def _full_every(default: int, window_key: str, *interval_keys: str) -> Callable[[Config], Windows]:
-    """Layer i attends to everything when (i + 1) is a multiple of the interval, else within a window."""
+    """Full attention in layer i if (i + 1) is a multiple of the interval, else sliding-window attention."""
 
     def windows(config: Config) -> Windows:
-        given = [config[key] for key in interval_keys if config.get(key)]
-        interval = given[0] if given else default
+        intervals = [config[key] for key in interval_keys if config.get(key)]
+        interval = intervals[0] if intervals else default
         return tuple(
             None if (i + 1) % interval == 0 else config[window_key]
             for i in range(config["num_hidden_layers"])
@@ -55,7 +55,7 @@ def _full_every(default: int, window_key: str, *interval_keys: str) -> Callable[
 
 
 def _llama4_windows(config: Config) -> Windows:
-    """Layers with rotary positions attend within a chunk; those without attend to everything."""
+    """Chunked attention in layers with RoPE; full attention in those without (NoPE)."""
     if rotary := config.get("no_rope_layers"):
         return tuple(config["attention_chunk_size"] if flag else None for flag in rotary)
     return _full_every(4, "attention_chunk_size", "no_rope_layer_interval")(config)
@@ -83,9 +83,9 @@ def _llama4_dense(config: Config) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one `model_type` is built, as far as it changes parameters, cache or arithmetic.
+    """Architecture of one `model_type`, as far as it affects parameters, KV cache or FLOP.
 
-    `qkv_bias`, `output_bias` and `mlp_bias` name the config key that decides, or say so outright.
+    `qkv_bias`, `output_bias` and `mlp_bias` are a config key or a constant.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Family:
     mlp_bias: str | bool = False
     expert_bias: bool = False
     norms_per_layer: int = 2
-    layer_norm: bool = False  # weight and bias, where RMSNorm has a weight alone
+    layer_norm: bool = False  # weight and bias; RMSNorm has only a weight
     qk_norm: bool = False
     gated_mlp: bool = True
     sinks: bool = False
@@ -276,7 +276,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-# Names that mean the same: the first is what the rest of the planner reads.
+# Config key synonyms: the planner reads the first.
 _SYNONYMS = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers"),
@@ -296,10 +296,10 @@ _WINDOW_KEYS = {
 
 
 def complete(raw: Config) -> tuple[str, Family, dict[str, Any]]:
-    """The model type, its family, and the text model's config with every omission filled in.
+    """Model type, family, and the text model's config with defaults filled in.
 
     Raises:
-        BadInput: no `model_type`, or one that is not known here.
+        BadInput: no `model_type`, or an unsupported one.
     """
     check_kinds(raw)
     config: dict[str, Any] = dict(raw)
@@ -314,14 +314,14 @@ def complete(raw: Config) -> tuple[str, Family, dict[str, Any]]:
         raise BadInput("config.json has no model_type: it does not say which architecture it is")
     if model_type not in FAMILIES:
         raise BadInput(
-            f"model type {model_type!r} is not known here, and its attention would be a guess; "
-            f"known: {', '.join(sorted(FAMILIES))}"
+            f"model type {model_type!r} is not supported: its attention pattern is unknown; "
+            f"supported: {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
-    for name, others in _SYNONYMS.items():
-        given = [config[key] for key in (name, *others) if config.get(key) is not None]
-        if given:
-            config[name] = given[0]
+    for name, synonyms in _SYNONYMS.items():
+        values = [config[key] for key in (name, *synonyms) if config.get(key) is not None]
+        if values:
+            config[name] = values[0]
     filled = {**family.defaults, **config}
     if "n_routed_experts" in family.defaults:
         filled.setdefault("num_local_experts", filled["n_routed_experts"])
@@ -330,17 +330,17 @@ def complete(raw: Config) -> tuple[str, Family, dict[str, Any]]:
 
 
 def has_chunks(config: Config) -> bool:
-    """Whether the windowed layers attend within chunks that do not overlap."""
+    """Whether windowed layers use chunked (non-overlapping) attention instead of sliding windows."""
     kinds = config.get("layer_types") or ()
     return "chunked_attention" in kinds or (not kinds and "attention_chunk_size" in config)
 
 
 def layer_windows(config: Config, family: Family) -> Windows:
-    """How far back each layer looks, in tokens; None means to the start of the sequence.
+    """Attention window of each layer in tokens; None for full attention.
 
     Raises:
-        BadInput: `layer_types` names an attention that the planner has no arithmetic for, or lists
-            more or fewer layers than the model has.
+        BadInput: `layer_types` has an unsupported attention type, or lists more or fewer layers than the
+            model has.
     """
     kinds = config.get("layer_types")
     if not kinds:

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint's weights from the headers of its safetensors files, without loading anything."""
+"""Weight bytes of a checkpoint from its safetensors headers, without loading tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 def stored_weight_bytes(folder: Path) -> int | None:
-    """Bytes of all tensors in a folder, headers and padding left out; None where it has no weights.
+    """Bytes of all tensors in a folder, without headers and padding; None if it has no weights.
 
     Raises:
         BadInput: a shard that the index names is missing, or a header is damaged.

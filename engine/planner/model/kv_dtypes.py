@@ -1,4 +1,4 @@
-"""Bytes of a KV cache element in each data type, the scales that belong to it included."""
+"""KV-cache dtypes: bytes per element, quantization scales included."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class KvDtype:
-    """One way to store keys and values.
+    """A KV-cache dtype.
 
-    `block` elements of a head take `block_bytes`, their scales among them; `scale_bytes` come on top,
-    once for each vector (a key or a value of one head, or a latent).
+    `block` elements of a head take `block_bytes`, block scales included; `scale_bytes` are added once per
+    vector (a key or a value of one head, or a latent).
     """
 
     name: str
@@ -24,10 +24,10 @@ class KvDtype:
     description: str = ""
 
     def bytes_per_element(self, shape: ModelShape) -> Fraction:
-        """Exact bytes of one element, scales spread over the elements that they serve.
+        """Exact bytes per element, with scales amortized over their elements.
 
         Raises:
-            BadInput: the model's vectors do not divide into the type's blocks.
+            BadInput: the model's vectors do not divide into the dtype's blocks.
         """
         vector = shape.latent.cached_elements if shape.latent else shape.head_dim
         if vector % self.block:
@@ -66,15 +66,15 @@ KV_DTYPES = {
 }
 
 OF_ENGINE = {"bfloat16": "bf16", "float32": "float32", "fp8": "fp8_per_token_head", "int8": "int8"}
-"""What this project's engine calls them. Its fp8 has a scale for each token and head; elsewhere a layer
-has one for all."""
+"""KV dtypes by the names of llmopt's engine. Its fp8 has a scale per token and head; other engines' fp8
+has one per layer."""
 
 
 def kv_dtype(name: str) -> KvDtype:
-    """The type of that name.
+    """The KV dtype of that name.
 
     Raises:
-        BadInput: there is none.
+        BadInput: an unknown dtype.
     """
     if name not in KV_DTYPES:
         raise BadInput(f"no KV dtype {name!r}: choose {', '.join(KV_DTYPES)}")

@@ -1,8 +1,7 @@
-"""The shape of a decoder, read from a raw `config.json`: its tensors, its parameters, its KV cache.
+"""Shape of a decoder from its raw `config.json`: tensors, parameter counts, KV-cache bytes.
 
-Nothing is imported that computes: a shape answers in microseconds and needs no torch. The parameter count
-is a sum over the tensors that the checkpoint holds, not a formula of its own, so weights, parameters and
-rooflines cannot disagree.
+Plain Python, no torch. The parameter count is a sum over the tensors of the checkpoint, not a separate
+formula, so weights, parameters and rooflines cannot disagree.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ Shard = Literal["ranks", "kv_heads", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Tensors of one size: `count` of them in the model, `used` of them on one token's way.
+    """Tensors of one shape: `count` of them in the model, `used` of them per token (active experts).
 
-    `shard` says what tensor parallelism does: split over the ranks, split as far as there are KV heads
-    (and replicated beyond), or kept whole on every rank.
+    `shard` is the tensor-parallel placement: split over the ranks, split over at most the number of KV
+    heads (and replicated beyond), or whole on every rank.
     """
 
     role: Role
@@ -40,14 +39,14 @@ class Tensor:
 
     @property
     def num_elements(self) -> int:
-        """Elements of one of them."""
+        """Elements of one such tensor."""
         return self.out_features * self.in_features
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: `width` is the inner width of one routed expert, `shared_width` of the
-    expert that every token visits (0: there is none); `dense_layers` have a plain MLP instead."""
+    """Mixture of experts: `width` is the intermediate size of a routed expert, `shared_width` that of the
+    shared expert (0: none); `dense_layers` have a dense MLP instead."""
 
     count: int
     per_token: int
@@ -56,16 +55,16 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
 
     def expected_distinct(self, tokens: int) -> float:
-        """Distinct experts that `tokens` tokens visit in a layer, under uniform routing.
+        """Expected number of distinct experts that `tokens` tokens activate per layer, under uniform routing.
 
-        E·(1 - (1 - t/E)^B). Real routers are skewed, so this is an upper bound of the mean.
+        E·(1 - (1 - t/E)^B). Real routing is skewed, so this is an upper bound of the mean.
         """
         return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek): the cache holds one latent and one rotary key a token."""
+    """Multi-head latent attention (DeepSeek): the cache holds one latent and one RoPE key per token."""
 
     kv_rank: int
     rope_dim: int
@@ -75,21 +74,21 @@ class Latent:
 
     @property
     def cached_elements(self) -> int:
-        """Cache elements per token and layer: not per head, and not twice for K and V."""
+        """Cached elements per token and layer, shared by all heads and by K and V."""
         return self.kv_rank + self.rope_dim
 
     @property
     def query_dim(self) -> int:
-        """Width of one query head."""
+        """Dimension of one query head."""
         return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder-only language model, as far as memory and arithmetic depend on it.
+    """Shape of a decoder-only language model, as far as memory and FLOP depend on it.
 
-    `windows[i]` is how many tokens back layer i looks (None: all); `chunked` says that they are chunks
-    which do not overlap. `max_context` is what the config says.
+    `windows[i]` is the attention window of layer i in tokens (None: full attention); `chunked` means
+    non-overlapping chunks. `max_context` is the config's max_position_embeddings.
     """
 
     model_type: str
@@ -136,16 +135,16 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> ModelShape:
-        """Read a raw `config.json`; a multimodal one gives its text model.
+        """Read a raw `config.json`; of a multimodal one, its text model.
 
         Raises:
-            BadInput: an unknown model type or attention kind, or a field that is missing or nonsense.
+            BadInput: an unknown model type or attention type, or a missing or invalid field.
         """
         model_type, family, config = complete(raw)
         hidden = _number(config, "hidden_size", model_type)
         layers = _number(config, "num_hidden_layers", model_type)
         heads = _number(config, "num_attention_heads", model_type)
-        if key := _OWN_WIDTH_KEY.get(model_type):
+        if key := _WIDTH_KEYS.get(model_type):
             inner = _number(config, key, model_type) if config.get(key) else 4 * hidden
         else:
             inner = _number(config, "intermediate_size", model_type)
@@ -168,9 +167,9 @@ class ModelShape:
             latent=latent,
             chunked=has_chunks(config),
             learned_positions=config["max_position_embeddings"] if model_type == "gpt2" else 0,
-            qkv_bias=_decided(family.qkv_bias, config),
-            output_bias=_decided(family.output_bias, config),
-            mlp_bias=_decided(family.mlp_bias, config),
+            qkv_bias=_flag(family.qkv_bias, config),
+            output_bias=_flag(family.output_bias, config),
+            mlp_bias=_flag(family.mlp_bias, config),
             expert_bias=family.expert_bias,
             norms_per_layer=_norms(config, family, model_type),
             layer_norm=family.layer_norm,
@@ -180,10 +179,10 @@ class ModelShape:
         )
 
     def tensors(self, stage: range | None = None) -> Iterator[Tensor]:
-        """Every parameter of the model once, tied ones not twice; buffers are left out.
+        """All parameter tensors of the model, tied ones once; without buffers.
 
-        With `stage`, a range of layers, those of one pipeline stage: the first one has the embeddings,
-        the last one the final norm and the head, for which it copies a tied embedding.
+        With `stage`, a range of layers, those of one pipeline stage: the first stage has the embeddings,
+        the last one the final norm and the head, as a copy of a tied embedding.
         """
         hidden = self.hidden_size
         part = range(self.num_layers) if stage is None else stage
@@ -207,32 +206,32 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, each tied one once."""
+        """Parameters of the model, tied ones once."""
         return sum(t.num_elements * t.count for t in self.tensors())
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters on one token's way: only the experts it visits. Embedding and head are counted."""
+        """Active parameters per token: of the experts, only the routed ones. Embedding and head count."""
         return sum(t.num_elements * t.used for t in self.tensors())
 
     @property
     def cached_elements(self) -> int:
-        """Cache elements of one token in one layer."""
+        """KV-cache elements per token and layer."""
         return self.latent.cached_elements if self.latent else 2 * self.num_kv_heads * self.head_dim
 
     def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
-        """Bytes that one token of one sequence takes in all layers, while inside every window."""
+        """KV-cache bytes per token in all layers, while the sequence is within every window."""
         return ceil(self.num_layers * self.cached_elements * bytes_per_element)
 
     def kv_bytes_per_extra_token(self, bytes_per_element: float | Fraction) -> int:
-        """Bytes of one token more, once the sequence is longer than every window."""
+        """KV-cache bytes per additional token, once the sequence is longer than every window."""
         full = sum(window is None for window in self.windows)
         return ceil(full * self.cached_elements * bytes_per_element)
 
     def kv_bytes(
         self, num_tokens: int, bytes_per_element: float | Fraction, block_size: int = 1
     ) -> int:
-        """Bytes of one sequence's cache: each layer holds min(tokens, window), in whole blocks."""
+        """KV-cache bytes of one sequence: each layer holds min(tokens, window), in whole blocks."""
         held = sum(
             ceil(min(num_tokens, num_tokens if window is None else window) / block_size)
             * block_size
@@ -241,12 +240,12 @@ class ModelShape:
         return ceil(held * self.cached_elements * bytes_per_element)
 
     def without_windows(self) -> ModelShape:
-        """The same model in an engine that frees nothing behind a window: every layer holds it all."""
+        """The shape with full attention in every layer, for engines that do not free out-of-window blocks."""
         return replace(self, windows=(None,) * self.num_layers)
 
     def kv_heads_per_rank(self, ranks: int) -> int:
-        """KV heads that each of `ranks` tensor-parallel ranks holds; past the number of heads they are
-        replicated.
+        """KV heads that each of `ranks` tensor-parallel ranks holds; beyond the number of KV heads they
+        are replicated.
 
         Raises:
             BadInput: the heads do not divide over the ranks.
@@ -260,24 +259,24 @@ class ModelShape:
         return max(1, kv_heads // ranks)
 
     def cache_on_rank(self, ranks: int) -> ModelShape:
-        """The shape whose KV cache is what one of `ranks` ranks holds; a latent is replicated whole."""
+        """The shape whose KV cache is that of one of `ranks` TP ranks; MLA latents are replicated."""
         kv_heads = self.kv_heads_per_rank(ranks)
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
 
     def stages(self, count: int) -> list[range]:
-        """The layers of each of `count` pipeline stages; the first ones take what does not divide.
+        """Layers of each of `count` pipeline stages; the first ones take the remainder.
 
         Raises:
             BadInput: there are fewer layers than stages.
         """
         if not 1 <= count <= self.num_layers:
-            raise BadInput(f"--pp {count}: the model has {self.num_layers} layers to share out")
-        share, rest = divmod(self.num_layers, count)
-        ends = [share * i + min(i, rest) for i in range(count + 1)]
+            raise BadInput(f"--pp {count}: the model has {self.num_layers} layers")
+        per_stage, rest = divmod(self.num_layers, count)
+        ends = [per_stage * i + min(i, rest) for i in range(count + 1)]
         return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
     def cache_of_stage(self, stage: range) -> ModelShape:
-        """The shape whose KV cache is what the layers of one pipeline stage hold. For caches alone."""
+        """The shape whose KV cache is that of one pipeline stage. Only valid for KV-cache sizes."""
         windows = self.windows[stage.start : stage.stop]
         return replace(self, num_layers=len(stage), windows=windows)
 
@@ -331,8 +330,8 @@ class ModelShape:
             yield from self._mlp(experts.shared_width, layers)
 
 
-# These read no `intermediate_size`, even where a file has one.
-_OWN_WIDTH_KEY = {"gpt2": "n_inner", "falcon": "ffn_hidden_size"}
+# These model types ignore `intermediate_size`, even if the file has it.
+_WIDTH_KEYS = {"gpt2": "n_inner", "falcon": "ffn_hidden_size"}
 
 
 def _number(config: Config, key: str, model_type: str) -> int:
@@ -345,16 +344,17 @@ def _number(config: Config, key: str, model_type: str) -> int:
     return value
 
 
-def _decided(by: str | bool, config: Config) -> bool:
-    return by if isinstance(by, bool) else bool(config[by])
+def _flag(source: str | bool, config: Config) -> bool:
+    """A constant, or the value of that config key."""
+    return source if isinstance(source, bool) else bool(config[source])
 
 
 def _kv_heads(config: Config, model_type: str, heads: int) -> int:
     if model_type == "falcon" and not config["new_decoder_architecture"]:
-        # The old layout ignores the number that the file states.
+        # The old layout ignores num_kv_heads.
         return 1 if config["multi_query"] else heads
-    given = config.get("num_key_value_heads")
-    return heads if given is None else given
+    kv_heads = config.get("num_key_value_heads")
+    return heads if kv_heads is None else kv_heads
 
 
 def _norms(config: Config, family: Family, model_type: str) -> int:

@@ -1,7 +1,7 @@
-"""Bytes of a model's weights under a quantization, summed over its tensors.
+"""Weight bytes of a model under a quantization format, summed over its tensors.
 
 Never parameters × bits: linear layers and experts take the quantized bits and their scales, while
-embeddings, output head, norms, router and biases stay as they are, mostly in 16 bit.
+embeddings, output head, norms, router and biases stay unquantized, mostly in 16 bit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ FORMATS = ("awq", "compressed-tensors")
 
 @dataclass(frozen=True, slots=True)
 class WeightRecipe:
-    """How the quantized tensors are stored.
+    """A weight quantization format.
 
-    A scale of `scale_bits` (and a zero point of `zero_bits`) serves `group_size` input channels of
+    A scale of `scale_bits` (and a zero point of `zero_bits`) covers `group_size` input channels of
     `rows_per_scale` output channels; group size -1 means all input channels. A tensor also takes
-    `bytes_per_tensor`, and `bytes_per_input` for each input channel. What is not quantized has elements
-    of `plain_bytes`. `stored_bytes` is what a checkpoint at hand holds, where there is one: it wins over
-    the sum.
+    `bytes_per_tensor`, and `bytes_per_input` for each input channel. Unquantized elements take
+    `plain_bytes`. `stored_bytes` is the size of a local checkpoint, if there is one: it overrides the sum.
     """
 
     name: str
@@ -45,14 +44,14 @@ class WeightRecipe:
 
     @property
     def label(self) -> str:
-        """For people: `int4 g128 asymmetric`."""
+        """Display name: `int4 g128 asymmetric`."""
         if self.bits >= 16:
             return self.name
         group = f" g{self.group_size}" if self.group_size > 0 else " per channel"
         return self.name + group + (" asymmetric" if self.zero_bits else "")
 
     def tensor_bytes(self, tensor: Tensor) -> int:
-        """Bytes of one of these tensors on disk and in memory."""
+        """Bytes of one such tensor on disk and in memory."""
         if self.bits >= 16 or tensor.role not in self.roles:
             return tensor.num_elements * self.plain_bytes
         groups = 1 if self.group_size < 0 else ceil(tensor.in_features / self.group_size)
@@ -103,13 +102,13 @@ def recipe_for(
     file_format: str | None = None,
     plain_bytes: int = UNQUANTIZED_BYTES,
 ) -> WeightRecipe:
-    """The recipe called `name` for this model. Without a group size, int4 takes the largest of
-    `GROUP_SIZES` that divides every quantized width, as `llmopt quantize` does; -1 is one scale per
-    output channel. int4 is AWQ's layout unless it is symmetric, int8 that of compressed-tensors.
+    """The recipe `name` for this model. Without a group size, int4 takes the largest of
+    `GROUP_SIZES` that divides every quantized input dimension, as `llmopt quantize` does; -1 is one scale per
+    output channel. int4 uses AWQ's layout unless symmetric, int8 that of compressed-tensors.
 
     Raises:
-        BadInput: an unknown name, a group size that does not divide a width or has no meaning here, or
-            a format that does not hold the scheme.
+        BadInput: an unknown name, a group size that does not divide a width or does not apply, or a
+            format that does not support the scheme.
     """
     if name not in RECIPES:
         raise BadInput(f"no weight format {name!r}: choose {', '.join(RECIPES)}")
@@ -117,18 +116,18 @@ def recipe_for(
     if recipe.bits < 16:
         recipe = replace(recipe, plain_bytes=plain_bytes)
     if name not in _FREE_GROUPS:
-        for given, option in (
+        for value, option in (
             (group_size, "--group-size"),
             (symmetric, "--symmetric/--asymmetric"),
             (file_format, "--format"),
         ):
-            if given is not None:
+            if value is not None:
                 raise BadInput(
                     f"{option} has no meaning for {name}: only {', '.join(_FREE_GROUPS)}"
                 )
         return recipe
     if name != "gptq":
-        recipe = _kernel_metadata(recipe, symmetric, file_format)
+        recipe = _with_layout(recipe, symmetric, file_format)
     elif file_format is not None:
         raise BadInput("--format has no meaning for gptq, which is a format itself")
     if group_size is None and recipe.group_size < 0:
@@ -136,10 +135,10 @@ def recipe_for(
     return replace(recipe, group_size=_group_size(recipe, shape, group_size))
 
 
-def _kernel_metadata(
+def _with_layout(
     recipe: WeightRecipe, symmetric: bool | None, file_format: str | None
 ) -> WeightRecipe:
-    """The recipe in one of the project's formats."""
+    """The recipe with the metadata of the `awq` or `compressed-tensors` layout."""
     if file_format not in (None, *FORMATS):
         raise BadInput(f"no format {file_format!r}: choose {', '.join(FORMATS)}")
     if file_format is None:
@@ -176,10 +175,10 @@ def _group_size(recipe: WeightRecipe, shape: ModelShape, asked: int | None) -> i
 
 
 def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
-    """The recipe of a checkpoint, from its own `quantization_config`; bf16 where it has none.
+    """The recipe of a checkpoint, from its `quantization_config`; bf16 without one.
 
     Raises:
-        BadInput: a quantization whose bytes are not known here.
+        BadInput: an unsupported quantization.
     """
     stored = config.get("quantization_config")
     if not stored:
@@ -187,7 +186,7 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
     method = stored.get("quant_method")
     if method in ("awq", "gptq"):
         bits = stored.get("bits", stored.get("w_bit", 4))
-        per_input = 4 if method == "gptq" else 0  # which group each input channel belongs to
+        per_input = 4 if method == "gptq" else 0  # g_idx: the group of each input channel
         group = stored.get("group_size", stored.get("q_group_size", 128))
         return WeightRecipe(f"int{bits}", bits, group, zero_bits=bits, bytes_per_input=per_input)
     if method == "mxfp4":  # gpt-oss: the experts alone, a shared 8-bit exponent per 32 values
@@ -220,17 +219,17 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
 
 
 def weight_bytes(shape: ModelShape, recipe: WeightRecipe) -> int:
-    """Bytes of all weights: what the checkpoint holds, or the sum over the tensors."""
+    """Bytes of all weights: the checkpoint's size if known, else the sum over the tensors."""
     return recipe.stored_bytes or recipe.bytes_of(shape.tensors())
 
 
 def weight_bytes_per_rank(
     shape: ModelShape, recipe: WeightRecipe, ranks: int, stage: range | None = None
 ) -> int:
-    """Bytes of the weights on each of `ranks` tensor-parallel ranks, of one pipeline stage.
+    """Weight bytes on each of `ranks` tensor-parallel ranks, of one pipeline stage.
 
-    K and V projections are split no further than there are KV heads; norms, router and biases are whole
-    on every rank.
+    K and V projections are split over at most the number of KV heads; norms, router and biases are
+    replicated on every rank.
     """
     parts = {"ranks": ranks, "kv_heads": min(ranks, shape.num_kv_heads), "whole": 1}
     held = sum(

@@ -1,1 +1,1 @@
-"""From a question to a plan: set-up, solver, explanation, JSON."""
+"""Deployment plans: options, solver, formulas, JSON."""

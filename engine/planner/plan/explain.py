@@ -1,4 +1,4 @@
-"""Every formula of a plan with its numbers put in: what `--explain` prints."""
+"""Formulas of a plan with their numbers, as printed by `--explain`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .plan import DevicePlan, Plan
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A quantity: how it is computed, the same with numbers, and what comes out."""
+    """A quantity: its formula, the formula with numbers, and the result."""
 
     name: str
     formula: str
@@ -27,7 +27,7 @@ class Formula:
 
 
 def explain(plan: Plan) -> list[Formula]:
-    """The formulas of a plan, those of a device for its first one."""
+    """Formulas of a plan; device-specific ones for the first device."""
     return [
         *_weights(plan),
         *_cache(plan),
@@ -120,35 +120,35 @@ def _memory(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
     )
     if reserve.kv_cache_bytes is not None:
         yield Formula(
-            f"KV room on {device.gpu}",
-            "the cache's own share, as given or as the engine takes on a CPU",
+            f"KV-cache budget on {device.gpu}",
+            "as set, or the engine's fraction of free memory on a CPU",
             format_gib(reserve.kv_cache_bytes),
             format_gib(device.kv_budget_bytes),
         )
     else:
         yield Formula(
-            f"KV room on {device.gpu}",
-            "visible x utilization - weights - larger activation - runtime",
+            f"KV-cache budget on {device.gpu}",
+            "visible x utilization - weights - peak activations - runtime",
             f"{format_gib(device.device.memory_bytes)} x {reserve.utilization} - "
             f"{format_gib(device.weight_bytes)} - {format_gib(device.activation_bytes)} - "
             f"{format_gib(device.overhead_bytes)}",
             format_gib(device.kv_budget_bytes),
         )
-    one = deployment.kv_bytes(plan.workload.context, reserve)
+    per_sequence = deployment.kv_bytes(plan.workload.context, reserve)
     yield Formula(
-        "sequences at once",
-        "min(KV room / KV of a sequence on a rank, max_num_seqs)",
-        f"min({format_gib(device.kv_budget_bytes)} / {format_gib(one)}, {reserve.max_num_seqs})",
+        "concurrent sequences",
+        "min(KV-cache budget / KV of a sequence on a rank, max_num_seqs)",
+        f"min({format_gib(device.kv_budget_bytes)} / {format_gib(per_sequence)}, {reserve.max_num_seqs})",
         str(device.max_concurrent_sequences),
     )
 
 
 def _widths(shape: ModelShape, tp: int) -> tuple[str, str]:
-    """The width of what a token's MLP writes on one rank, the wider of the kinds of layers."""
+    """MLP activation width per token on one rank: the larger of dense and MoE layers."""
     dense = f"3 x {shape.intermediate_size} / {tp}"
     if (experts := shape.experts) is None:
         return "3 x intermediate / tp", dense
-    formula = "visited x (3 x width / tp + hidden) + 3 x shared / tp"
+    formula = "top_k x (3 x width / tp + hidden) + 3 x shared / tp"
     routed = (
         f"{experts.per_token} x (3 x {experts.width} / {tp} + {shape.hidden_size}) + "
         f"3 x {experts.shared_width} / {tp}"
@@ -159,28 +159,28 @@ def _widths(shape: ModelShape, tp: int) -> tuple[str, str]:
 
 
 def _speed(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
-    hardware, share, recipe = device.device, plan.efficiency, plan.recipe
+    hardware, efficiency, recipe = device.device, plan.efficiency, plan.recipe
     peak = hardware.peak_flops(recipe.bits, recipe.name)
     for name, time in (("TPOT", device.decode), ("TTFT", device.prefill)):
         if time is None or hardware.bandwidth is None or peak is None:
             continue
         yield Formula(
-            f"{name}, moving",
-            "bytes of a rank / (bandwidth x share)",
+            f"{name}, memory",
+            "bytes of a rank / (bandwidth x MBU)",
             f"{time.num_bytes / 1e9:,.4g} GB / ({hardware.bandwidth / 1e9:,.4g} GB/s x "
-            f"{share.bandwidth:.3g})",
+            f"{efficiency.bandwidth:.3g})",
             _time(time.moving),
         )
         yield Formula(
-            f"{name}, computing",
-            "FLOP of all ranks / (tp x peak x share)",
+            f"{name}, compute",
+            "FLOP of all ranks / (tp x peak x MFU)",
             f"{time.flops / 1e12:,.4g} TFLOP / ({device.deployment.tp} x {peak / 1e12:,.4g} TFLOP/s x "
-            f"{share.compute:.3g})",
+            f"{efficiency.compute:.3g})",
             _time(time.computing),
         )
         yield Formula(
             name,
-            "max(moving, computing) + launches + communication",
+            "max(memory, compute) + launches + communication",
             f"max({_time(time.moving)}, {_time(time.computing)}) + {_time(time.fixed)} + "
             f"{_time(time.communication)}",
             f"{_time(time.seconds)}, bound by {_bound(time)}",
@@ -199,7 +199,7 @@ def _gains(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
         )
         yield Formula(
             "speed-up of speculation",
-            "tokens / (verification in steps + k x draft cost)",
+            "expected tokens / (verification in steps + k x draft cost)",
             f"{gain.expected_tokens:.2f} / ({gain.verification_steps:.2f} + {k} x {draft.draft_cost})",
             f"{gain.speedup:.2f}",
         )
@@ -215,7 +215,7 @@ def _gains(plan: Plan, device: DevicePlan) -> Iterator[Formula]:
         )
         if cost.break_even_requests_per_day is not None and cost.api_request is not None:
             yield Formula(
-                "break-even, requests a day",
+                "break-even, requests per day",
                 "24 x GPUs x price / API price of a request",
                 f"24 x {gpus} x {prices.gpu_hour} / {cost.api_request:.6f}",
                 f"{cost.break_even_requests_per_day:,.0f}",

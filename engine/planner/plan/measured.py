@@ -1,4 +1,4 @@
-"""Roofs and efficiencies from a benchmark that ran on this machine, in place of a data sheet's."""
+"""Measured roofline ceilings and efficiencies (MBU, MFU) of a benchmark run, instead of a data sheet's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..device.speed import Efficiency
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """What a run says of its machine: the measured roofs, and the shares of them that it reached."""
+    """A run's measured roofline ceilings (bandwidth, FLOP/s), and the MBU and MFU that it reached."""
 
     machine: str
     bandwidth: float
@@ -22,7 +22,7 @@ class MeasuredRun:
     is_cpu: bool
 
     def device(self, host: Device) -> Device:
-        """`host` with the speed that was measured; one roof serves every type."""
+        """`host` with the measured ceilings; one peak is used for every dtype."""
         peaks = {"bf16": self.flops, "float32": self.flops}
         return Device(
             name=host.name,
@@ -40,12 +40,12 @@ def read_run(path: Path) -> MeasuredRun:
     """Read a run folder or its `result.json`.
 
     Raises:
-        BadInput: there is no such result, or it places no run under a roofline.
+        BadInput: there is no such result, or it has no roofline points for both phases.
     """
     file = path / "result.json" if path.is_dir() else path
-    ours = read_json(file).get("llmopt") or {}
+    result = read_json(file).get("llmopt") or {}
     try:
-        roofline = ours["roofline"]
+        roofline = result["roofline"]
         ceilings = roofline["ceilings"]
         points = {point["phase"]: point for point in roofline["points"]}
         efficiency = Efficiency(
@@ -55,11 +55,11 @@ def read_run(path: Path) -> MeasuredRun:
             source=f"measured in {file}",
         )
         return MeasuredRun(
-            machine=ours["environment"]["machine"],
+            machine=result["environment"]["machine"],
             bandwidth=ceilings["bandwidth"],
             flops=ceilings["flops"],
             efficiency=efficiency,
-            is_cpu=str(ours["identity"]["device"]).startswith("cpu"),
+            is_cpu=str(result["identity"]["device"]).startswith("cpu"),
         )
     except (KeyError, TypeError) as error:
         raise BadInput(

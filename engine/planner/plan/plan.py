@@ -1,5 +1,4 @@
-"""The answer to "will it fit, on what, how many at once, how fast, at what price", for one model and
-several devices."""
+"""Deployment plan of a model on several devices: fit, concurrency, step times, cost."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ from .solver import Constraint, DtypeChoice, Relaxation, Solver
 
 @dataclass(frozen=True, slots=True)
 class SpeculationGain:
-    """What drafting brings: tokens of a verification, its length in plain steps, and the speed-up."""
+    """Expected gain of speculative decoding: tokens per verification, its time in plain decode steps, and
+    the speed-up."""
 
     expected_tokens: float
     verification_steps: float
@@ -40,11 +40,11 @@ class SpeculationGain:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The workload on `tp` x `pp` of one device; all bytes per rank, times None where speed is unknown.
+    """The workload on `tp` x `pp` of one device; all bytes per rank, times None if the speed is unknown.
 
-    `gpus_needed` is None if the most that was tried does not hold the workload. `max_context` is for
-    the workload's number of sequences. The binding constraint is what stands in the way of one sequence
-    more; the relaxations are what would bring some.
+    `gpus_needed` is None if the largest arrangement tried does not fit the workload. `max_context` is for
+    the workload's number of sequences. The binding constraint is what prevents one more sequence; the
+    relaxations are changes that would allow more.
     """
 
     device: Device
@@ -80,12 +80,12 @@ class DevicePlan:
 
     @property
     def activation_bytes(self) -> int:
-        """Peak of temporary memory on a rank."""
+        """Peak activation memory on a rank."""
         return self.deployment.activation_bytes(self.reserve)
 
     @property
     def overhead_bytes(self) -> int:
-        """The runtime's own memory on a rank."""
+        """Memory of the runtime on a rank."""
         return self.deployment.overhead_bytes()
 
     @property
@@ -96,7 +96,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A model, a workload, and what each device makes of them."""
+    """Plans of a model and a workload, one per device."""
 
     model: PlannedModel
     recipe: WeightRecipe
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def efficiency(self) -> Efficiency:
-        """The shares of the roofs that the times expect."""
+        """The efficiencies that the expected times assume."""
         return self.setup.efficiency
 
 
@@ -126,11 +126,11 @@ def make_plan(
     setup: Setup | None = None,
     ranked: bool = False,
 ) -> Plan:
-    """Plan the workload on each device; where neither `tp` nor the setup says how many, on as few as
-    hold it. `ranked` puts first what holds the workload on the fewest devices, the fastest of them first.
+    """Plan the workload on each device; without a parallel size in `tp` or the setup, on as few as fit it.
+    `ranked` sorts by fit, then number of devices, then speed.
 
     Raises:
-        BadInput: heads or layers do not divide as asked, or the KV dtype does not fit the model.
+        BadInput: heads or layers do not divide as requested, or the KV dtype does not suit the model.
     """
     chosen = setup or Setup()
     if tp is not None:
@@ -155,11 +155,11 @@ def _on_device(
 ) -> DevicePlan:
     deployment, needed = solver.choose(device)
     reserve = solver.reserve(deployment, device)
-    most = solver.sequences(deployment, device)
-    fits = most >= workload.sequences
+    max_sequences = solver.sequences(deployment, device)
+    fits = max_sequences >= workload.sequences
     limit = max(model.shape.max_context, workload.context)
     decode = decode_bound = prefill = prefill_bound = None
-    # Times of what does not fit would be read as if it did.
+    # No times for what does not fit: they would be misleading.
     if fits and device.bandwidth is not None and device.peaks:
         count, context = workload.sequences, workload.context
         decode = decode_time(deployment, device, count, context, setup.efficiency)
@@ -175,7 +175,7 @@ def _on_device(
         fits=fits,
         kv_budget_bytes=max(0, deployment.kv_budget(device.memory_bytes, reserve)),
         kv_bytes=workload.sequences * deployment.kv_bytes(workload.context, reserve),
-        max_concurrent_sequences=most,
+        max_concurrent_sequences=max_sequences,
         max_context=deployment.max_context(device.memory_bytes, reserve, workload.sequences, limit),
         binding_constraint=solver.constraint(deployment, device),
         relaxations=tuple(solver.relaxations(deployment, device)),
@@ -193,10 +193,10 @@ def _on_device(
 def _engine_cache(
     deployment: Deployment, device: Device, reserve: Reserve, workload: Workload, setup: Setup
 ) -> CacheSize | None:
-    """The cache that this project's engine would allocate on one such device; None where it could not
-    start, or where the plan is for something that it does not do."""
-    offered = workload.kv_dtype in RULES["llmopt"].kv_dtypes
-    if setup.engine != "llmopt" or deployment.gpus > 1 or not offered:
+    """The KV cache that llmopt's engine would allocate on one such device; None if it could not start, or
+    does not support the planned deployment."""
+    supported = workload.kv_dtype in RULES["llmopt"].kv_dtypes
+    if setup.engine != "llmopt" or deployment.gpus > 1 or not supported:
         return None
     sequences = setup.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.kind]
     step_tokens = setup.max_num_batched_tokens or max(
@@ -217,12 +217,12 @@ def _engine_cache(
     if device.kind == "cpu":
         budget = KvCacheBudget.on_cpu(max(0, device.memory_bytes - deployment.weight_bytes))
     else:
-        largest = replace(reserve, chunk_tokens=step_tokens, max_num_seqs=sequences)
+        profile_run = replace(reserve, chunk_tokens=step_tokens, max_num_seqs=sequences)
         budget = KvCacheBudget.on_cuda(
             device.memory_bytes,
             reserve.utilization,
             deployment.weight_bytes,
-            deployment.activation_bytes(largest),
+            deployment.activation_bytes(profile_run),
             deployment.overhead_bytes(),
         )
     try:
@@ -241,7 +241,7 @@ def _speculation(
     draft = setup.speculation
     if draft is None or decode is None:
         return None
-    checked = decode_time(
+    verification = decode_time(
         deployment,
         device,
         workload.sequences,
@@ -249,7 +249,7 @@ def _speculation(
         setup.efficiency,
         tokens_per_sequence=draft.draft_tokens + 1,
     )
-    steps = checked.seconds / decode.seconds
+    steps = verification.seconds / decode.seconds
     speedup = draft.speedup(steps)
     return SpeculationGain(draft.expected_tokens, steps, speedup, decode.seconds / speedup)
 
@@ -277,28 +277,28 @@ def _cost(
 
 
 def _warnings(model: PlannedModel, workload: Workload, setup: Setup) -> list[str]:
-    found = []
+    warnings = []
     shape = model.shape
     if workload.context > shape.max_context:
-        found.append(_past_the_limit(model, workload.context))
+        warnings.append(_beyond_max_context(model, workload.context))
     rule = RULES[setup.engine]
     if workload.kv_dtype not in rule.kv_dtypes:
-        found.append(
-            f"{rule.name} does not store its cache in {workload.kv_dtype} (it has "
+        warnings.append(
+            f"{rule.name} does not store its cache in {workload.kv_dtype} (it supports "
             f"{', '.join(rule.kv_dtypes)}): the numbers are arithmetic"
         )
-    return found
+    return warnings
 
 
-def _past_the_limit(model: PlannedModel, context: int) -> str:
+def _beyond_max_context(model: PlannedModel, context: int) -> str:
     limit = model.shape.max_context
-    says = f"--ctx {context} is past the {limit} tokens that {model.name} was made for: "
+    message = f"--ctx {context} is past the {limit} tokens that {model.name} was trained for: "
     if model.shape.learned_positions:
-        return says + "its positions are learned, so no rope scaling extends it"
+        return message + "its positions are learned, so no rope scaling extends it"
     scaling = model.config.get("rope_scaling") or {}
     original = scaling.get("original_max_position_embeddings") or limit
     factor = ceil(10 * context / original) / 10
-    return says + (
+    return message + (
         f'it would need rope_scaling {{"rope_type": "yarn", "factor": {factor}, '
         f'"original_max_position_embeddings": {original}}}, and quality has to be checked'
     )

@@ -1,4 +1,4 @@
-"""A plan as JSON: what `--json` prints, `--output` writes and a benchmark is held against."""
+"""JSON form of a plan: printed by `--json`, written by `--output`, compared with benchmark runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SCHEMA = 1
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
-    """Bytes, milliseconds, tokens, dollars. What depends on a device is that of the first one at the top
-    level, and of each one under `gpus`. `kv_bytes_per_rank` and `_all_ranks` are `kv_bytes_total` with
-    replicas, free of any engine's rounding; under `gpus` they are as the engine keeps them."""
+    """Bytes, milliseconds, tokens, dollars. Device-specific values are those of the first device at the top
+    level, and of each device under `gpus`. `kv_bytes_per_rank` and `_all_ranks` are `kv_bytes_total` with
+    replicas, without any engine's rounding; under `gpus` they follow the engine's rule."""
     shape, work, first = plan.model.shape, plan.workload, plan.devices[0]
     element = kv_dtype(work.kv_dtype).bytes_per_element(shape)
     full = shape.without_windows()
@@ -64,18 +64,18 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def engines_as_dict(plan: Plan, first: DevicePlan, element: Fraction) -> dict[str, Any]:
-    """What each engine's cache takes for the workload, on one device and on the first plan's."""
+    """KV-cache sizes of the workload by each engine's rule, in total and on the first plan's devices."""
     work, reserve = plan.workload, first.reserve
     knobs = CacheKnobs(work.block_size, reserve.chunk_tokens)
-    found = {}
+    engines = {}
     for rule in RULES.values():
-        own = first.deployment
+        base = first.deployment
         deployment = Deployment(
-            own.shape, own.recipe, element, own.block_size, own.tp, own.pp, rule
+            base.shape, base.recipe, element, base.block_size, base.tp, base.pp, rule
         )
-        one = rule.kv_bytes(plan.model.shape, work.context, element, knobs)
-        found[rule.name] = {
-            "kv_bytes": work.sequences * one,
+        per_sequence = rule.kv_bytes(plan.model.shape, work.context, element, knobs)
+        engines[rule.name] = {
+            "kv_bytes": work.sequences * per_sequence,
             "kv_bytes_per_rank": work.sequences * deployment.kv_bytes(work.context, reserve),
             "kv_bytes_all_ranks": work.sequences * deployment.all_kv_bytes(work.context, reserve),
             "max_concurrent_sequences": deployment.max_sequences(
@@ -84,7 +84,7 @@ def engines_as_dict(plan: Plan, first: DevicePlan, element: Fraction) -> dict[st
             "stores_kv_dtype": work.kv_dtype in rule.kv_dtypes,
             "rule": rule.description,
         }
-    return found
+    return engines
 
 
 def _device_dict(plan: DevicePlan) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From the words of a command line to a plan."""
+"""Command-line options of `llmopt kv-plan`, resolved into a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .speculation import Speculation
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What was asked, as it was written; None where nothing was said. See `llmopt kv-plan --help`."""
+    """Unparsed options of `llmopt kv-plan`; None if not set. See `llmopt kv-plan --help`."""
 
     model: str
     weights: str | None = None
@@ -54,10 +54,10 @@ class PlanRequest:
 
 
 def plan_for(ask: PlanRequest) -> Plan:
-    """The plan that answers it.
+    """Make the requested plan.
 
     Raises:
-        BadInput: any word that is not understood, and anything that contradicts the model.
+        BadInput: an invalid option value, or one that contradicts the model.
     """
     model = find_model(ask.model)
     devices, efficiency = _devices(ask)
@@ -101,10 +101,10 @@ def _devices(ask: PlanRequest) -> tuple[list[Device], Efficiency]:
                 f"{ask.measured} was measured on a GPU: name it with --gpu, or give --gpu-memory"
             )
         return [run.device(host) for host in choose_devices(["cpu"], None)], run.efficiency
-    # A run on this machine tells the roofs of what has no data sheet, and what to expect of the rest.
+    # Measured ceilings for devices without a data sheet, and the measured efficiency for all.
     devices = choose_devices(ask.gpus, memory)
     return (
-        [run.device(one) if one.bandwidth is None else one for one in devices],
+        [run.device(device) if device.bandwidth is None else device for device in devices],
         run.efficiency,
     )
 

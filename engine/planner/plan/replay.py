@@ -1,4 +1,4 @@
-"""A written plan, asked again for the load that a run really had."""
+"""Re-evaluation of a saved plan for the actual load of a benchmark run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..device.speed import Efficiency, decode_time, prefill_time
 from ..memory.memory import Deployment, Reserve
 from ..model.catalog import PlannedModel
 
-_NEEDED = (
+_REQUIRED_KEYS = (
     "param_count",
     "weight_bytes",
     "kv_dtype",
@@ -36,7 +36,7 @@ _NEEDED = (
 
 @dataclass(frozen=True, slots=True)
 class WrittenPlan:
-    """What `llmopt kv-plan --output` wrote for a model, and where."""
+    """A plan file written by `llmopt kv-plan --output`, and its model."""
 
     path: Path
     values: Mapping[str, Any]
@@ -49,13 +49,13 @@ class WrittenPlan:
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that this project's engine should hold; None for a plan of another engine."""
+        """Planned KV-cache capacity of llmopt's engine in tokens; None for a plan of another engine."""
         cache = self.values["engine_cache"]
         return cache and cache["kv_tokens"]
 
     def times(self, prompt_tokens: int, context: int, batch: int) -> tuple[float, float] | None:
-        """Seconds to the first token of a prompt, and of a decode step of `batch` sequences of `context`
-        tokens; None where the plan knows no speed of its device."""
+        """TTFT of a prompt and TPOT of `batch` sequences of `context` tokens, in seconds; None if the plan
+        has no device speed."""
         values = self.values
         if not values["gpu_bandwidth"] or not values["gpu_peaks"]:
             return None
@@ -81,15 +81,15 @@ class WrittenPlan:
 
 
 def read_plan(path: Path, model: PlannedModel) -> WrittenPlan:
-    """A plan file for this model.
+    """Read a plan file for this model.
 
     Raises:
-        BadInput: it is no such file, or a plan for another model.
+        BadInput: not a plan file, or a plan for another model.
     """
     values = read_json(path)
-    if lacking := [key for key in _NEEDED if key not in values]:
+    if missing := [key for key in _REQUIRED_KEYS if key not in values]:
         raise BadInput(
-            f"{path} is no plan ({lacking[0]} is missing): write one with kv-plan --output"
+            f"{path} is no plan ({missing[0]} is missing): write one with kv-plan --output"
         )
     if values["param_count"] != model.shape.num_parameters:
         raise BadInput(

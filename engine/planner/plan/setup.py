@@ -1,4 +1,4 @@
-"""What the user fixes of a deployment, and what is left for the solver to choose."""
+"""Workload and deployment options of a plan; unset ones are chosen by the solver."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..model.engine_rules import engine_rule
 from ..model.kv_dtypes import kv_dtype
 from .speculation import Speculation
 
-# Of a context that is prompt and answer together, this much is the answer where nothing was said.
+# Default fraction of the context that is output, the rest is prompt.
 ANSWER_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be served: `sequences` at once, each of `context` tokens, prompt and answer together;
-    the answer has `output_tokens`."""
+    """Workload: `sequences` concurrent sequences of `context` tokens, prompt and output together, of which
+    `output_tokens` are output."""
 
     context: int
     sequences: int = 1
@@ -39,23 +39,23 @@ class Workload:
         if self.output_tokens is not None and not 1 <= self.output_tokens < self.context:
             raise BadInput(
                 f"--output-tokens {self.output_tokens}: the context of {self.context} holds prompt and "
-                "answer, at least a token of each"
+                "output, at least a token of each"
             )
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of an answer."""
+        """Output tokens of a sequence."""
         return self.output_tokens or max(1, int(self.context * ANSWER_SHARE))
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of a prompt."""
+        """Prompt tokens of a sequence."""
         return max(1, self.context - self.answer_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Choices about the engine and the devices; None leaves one to the solver or to the usual value."""
+    """Options of the engine and the devices; None leaves one to the solver or its default."""
 
     tp: int | None = None
     pp: int | None = None
@@ -75,7 +75,7 @@ class Setup:
                 raise BadInput(f"{option} {value}: at least 1 is needed")
 
     def reserve(self, device: Device, weight_bytes: int) -> Reserve:
-        """What is kept free on a device. On a CPU, the cache gets the share that the engine takes."""
+        """Memory limits on a device. On a CPU, the KV cache gets the engine's fraction of free memory."""
         if device.kind != "cpu":
             return Reserve.for_memory(
                 device.memory_bytes,

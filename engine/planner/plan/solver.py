@@ -1,4 +1,4 @@
-"""Search over what may be changed: how many devices, which types, which limits."""
+"""Search over deployments: parallel sizes, weight and KV dtypes, batch limits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..model.shapes import ModelShape
 from ..model.weights import WeightRecipe, recipe_for
 from .setup import Setup, Workload
 
-RANKS = (1, 2, 4, 8)  # one machine
-STAGES = (2, 4, 8)  # machines
+RANKS = (1, 2, 4, 8)  # tensor parallelism, within one machine
+STAGES = (2, 4, 8)  # pipeline parallelism, across machines
 FEWER_SEQUENCES = 256
 
 Constraint = Literal["weights", "kv_cache", "max_num_seqs"]
@@ -25,7 +25,7 @@ Constraint = Literal["weights", "kv_cache", "max_num_seqs"]
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """One change, and what it makes of the number of sequences at the workload's context."""
+    """One change of options, and the concurrent sequences that it allows at the workload's context."""
 
     change: str
     max_concurrent_sequences: int
@@ -36,7 +36,7 @@ class Relaxation:
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """The least reduced types with which the workload fits on `gpus` devices; None where none does."""
+    """The least reduced dtypes with which the workload fits on `gpus` devices; None if none do."""
 
     gpus: int
     weights: str | None
@@ -44,26 +44,26 @@ class DtypeChoice:
 
 
 class Solver:
-    """One model in one workload: answers for any device, remembering what does not depend on it."""
+    """Plans one workload of one model on any device; caches deployments, which are device-independent."""
 
     def __init__(
         self, shape: ModelShape, recipe: WeightRecipe, workload: Workload, setup: Setup
     ) -> None:
         self._shape, self._recipe, self._workload, self._setup = shape, recipe, workload, setup
-        self._known: dict[tuple[str, str, int, int], Deployment | None] = {}
+        self._deployments: dict[tuple[str, str, int, int], Deployment | None] = {}
 
     def deployment(
         self, tp: int, pp: int, recipe: WeightRecipe | None = None, kv: str | None = None
     ) -> Deployment | None:
-        """The deployment of that arrangement; None where heads or layers do not divide."""
+        """The deployment with these parallel sizes and dtypes; None if heads or layers do not divide."""
         recipe, kv = recipe or self._recipe, kv or self._workload.kv_dtype
         key = (recipe.label, kv, tp, pp)
-        if key not in self._known:
+        if key not in self._deployments:
             try:
-                self._known[key] = self._build(tp, pp, recipe, kv)
+                self._deployments[key] = self._build(tp, pp, recipe, kv)
             except BadInput:
-                self._known[key] = None
-        return self._known[key]
+                self._deployments[key] = None
+        return self._deployments[key]
 
     def _build(self, tp: int, pp: int, recipe: WeightRecipe, kv: str) -> Deployment:
         return Deployment(
@@ -78,61 +78,65 @@ class Solver:
 
     @cached_property
     def arrangements(self) -> list[tuple[int, int]]:
-        """(tp, pp) that the model allows, fewest devices first: ranks of one machine, then machines."""
+        """Valid (tp, pp), fewest devices first: tensor parallelism within a machine, then pipeline stages."""
         single = [(tp, 1) for tp in RANKS if self.deployment(tp, 1)]
         widest = single[-1][0]
         several = [(widest, pp) for pp in STAGES if self.deployment(widest, pp)]
         return [*single, *several]
 
     def choose(self, device: Device) -> tuple[Deployment, int | None]:
-        """The deployment on this device, and how many devices the workload needs at least (None: more
-        than were tried). What was asked stands; otherwise as few devices as hold the workload, or one
-        full machine where none does.
+        """The deployment on this device, and the least number of devices that fits the workload (None: more
+        than were tried). Requested sizes are kept; otherwise the fewest devices that fit the workload, or
+        one full machine if none do.
 
         Raises:
-            BadInput: the heads or layers do not divide as asked.
+            BadInput: the heads or layers do not divide as requested.
         """
         tp, pp = self._setup.tp, self._setup.pp
         if device.kind == "cpu":
             tp, pp = tp or 1, pp or 1
         if tp is not None or pp is not None:
-            # What was asked for may be refused, and then with its reason.
-            asked = self._build(tp or 1, pp or 1, self._recipe, self._workload.kv_dtype)
-            tried = [(asked.tp, asked.pp), *self.arrangements]
+            # Not self.deployment: an invalid request must raise with its reason.
+            requested = self._build(tp or 1, pp or 1, self._recipe, self._workload.kv_dtype)
+            tried = [(requested.tp, requested.pp), *self.arrangements]
             if device.kind == "cpu":
                 tried = tried[:1]
             elif tp is None:
-                tried = [(ranks, asked.pp) for ranks in RANKS]
+                tried = [(ranks, requested.pp) for ranks in RANKS]
         else:
             tried = self.arrangements
-        found = [self.deployment(*arrangement) for arrangement in tried]
-        holding = [one for one in found if one is not None and self.holds(one, device)]
-        holding.sort(key=lambda one: one.gpus)
-        needed = holding[0].gpus if holding else None
+        candidates = [
+            deployment
+            for arrangement in tried
+            if (deployment := self.deployment(*arrangement)) is not None
+        ]
+        fitting = [candidate for candidate in candidates if self.holds(candidate, device)]
+        fitting.sort(key=lambda candidate: candidate.gpus)
+        needed = fitting[0].gpus if fitting else None
         if tp is not None:
             return self._build(tp, pp or 1, self._recipe, self._workload.kv_dtype), needed
-        if holding:
-            return holding[0], needed
-        one_machine = [one for one in found if one is not None and one.pp == (pp or 1)]
+        if fitting:
+            return fitting[0], needed
+        one_machine = [candidate for candidate in candidates if candidate.pp == (pp or 1)]
         return one_machine[-1], None
 
     def holds(self, deployment: Deployment, device: Device, reserve: Reserve | None = None) -> bool:
-        """Whether the workload's sequences run at once."""
+        """Whether all of the workload's sequences run concurrently."""
         return self.sequences(deployment, device, reserve) >= self._workload.sequences
 
     def sequences(
         self, deployment: Deployment, device: Device, reserve: Reserve | None = None
     ) -> int:
-        """Sequences at the workload's context that run at once."""
+        """Concurrent sequences at the workload's context."""
         chosen = reserve or self.reserve(deployment, device)
         return deployment.max_sequences(device.memory_bytes, chosen, self._workload.context)
 
     def reserve(self, deployment: Deployment, device: Device) -> Reserve:
-        """What is kept free on the device."""
+        """Memory limits on the device."""
         return self._setup.reserve(device, deployment.weight_bytes)
 
     def constraint(self, deployment: Deployment, device: Device) -> Constraint:
-        """What stands in the way of one sequence more."""
+        """The binding constraint: what prevents one more sequence."""
         reserve = self.reserve(deployment, device)
         if deployment.kv_budget(device.memory_bytes, reserve) <= 0:
             return "weights"
@@ -141,16 +145,16 @@ class Solver:
         return "kv_cache"
 
     def relaxations(self, deployment: Deployment, device: Device) -> list[Relaxation]:
-        """Changes that bring sequences, what costs least first: a limit, the cache's type, the weights'
-        type, devices."""
+        """Changes that allow more sequences, cheapest first: a limit, the KV dtype, the weight dtype, more
+        devices."""
         now = self.sequences(deployment, device)
-        found = []
+        relaxations = []
         for change, other, reserve in self._changes(deployment, device):
             count = self.sequences(other, device, reserve)
             if count > now:
                 budget = max(0, other.kv_budget(device.memory_bytes, reserve))
-                found.append(Relaxation(change, count, count - now, budget, other.gpus))
-        return found
+                relaxations.append(Relaxation(change, count, count - now, budget, other.gpus))
+        return relaxations
 
     def _changes(
         self, deployment: Deployment, device: Device
@@ -189,36 +193,37 @@ class Solver:
                     return
 
     def dtypes_that_fit(self, device: Device) -> list[DtypeChoice]:
-        """For every number of devices, the least reduced types with which the workload fits."""
-        found = []
+        """For every number of devices, the least reduced dtypes with which the workload fits."""
+        choices = []
         for tp, pp in self.arrangements if device.kind != "cpu" else [(1, 1)]:
             fitting = (
                 (recipe, kv)
-                for recipe, kv in self._ladder(own=True)
-                if (one := self.deployment(tp, pp, recipe, kv)) and self.holds(one, device)
+                for recipe, kv in self._ladder(include_current=True)
+                if (candidate := self.deployment(tp, pp, recipe, kv))
+                and self.holds(candidate, device)
             )
             recipe, kv = next(fitting, (None, None))
-            found.append(DtypeChoice(tp * pp, recipe and recipe.label, kv))
-        return found
+            choices.append(DtypeChoice(tp * pp, recipe and recipe.label, kv))
+        return choices
 
-    def _ladder(self, own: bool = False) -> Iterator[tuple[WeightRecipe, str]]:
-        """Types from the least to the most reduced: each cache type before the next weight type."""
+    def _ladder(self, include_current: bool = False) -> Iterator[tuple[WeightRecipe, str]]:
+        """Dtype pairs from least to most reduced: every KV dtype before the next weight dtype."""
         kv = self._workload.kv_dtype
         caches = [kv, "fp8"] if kv in ("bf16", "float32") else [kv]
         for recipe in (self._recipe, *self._lighter):
             for cache in caches:
-                if own or (recipe, cache) != (self._recipe, kv):
+                if include_current or (recipe, cache) != (self._recipe, kv):
                     yield recipe, cache
 
     @cached_property
     def _lighter(self) -> list[WeightRecipe]:
-        """Fewer bits than the recipe has, as far as the model's widths allow."""
-        found = []
+        """Recipes with fewer bits than the current one, if they divide the model's widths."""
+        recipes = []
         for name in ("fp8", "int4"):
             try:
                 recipe = recipe_for(name, self._shape)
             except BadInput:
                 continue
             if recipe.bits < self._recipe.bits:
-                found.append(recipe)
-        return found
+                recipes.append(recipe)
+        return recipes

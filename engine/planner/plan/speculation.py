@@ -1,4 +1,4 @@
-"""What drafting tokens and verifying them together is expected to bring (Leviathan et al., 2023)."""
+"""Expected speed-up of speculative decoding (Leviathan et al., 2023)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ....quant.base.errors import BadInput
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """`draft_tokens` drafted per step, each accepted with probability `acceptance`, where a step of the
-    draft takes `draft_cost` of a step of the model. The draft's own memory is not counted."""
+    """`draft_tokens` draft tokens per step, each accepted with probability `acceptance`; a step of the draft
+    model takes `draft_cost` of a target step. The draft model's memory is not counted."""
 
     draft_tokens: int
     acceptance: float
@@ -22,16 +22,16 @@ class Speculation:
         if not 0 <= self.acceptance <= 1:
             raise BadInput(f"--acceptance {self.acceptance}: a probability is needed")
         if not self.draft_cost >= 0:
-            raise BadInput(f"--draft-cost {self.draft_cost}: a share of a step is needed")
+            raise BadInput(f"--draft-cost {self.draft_cost}: a fraction of a step is needed")
 
     @property
     def expected_tokens(self) -> float:
-        """Tokens that a verification yields: (1 - a^(k+1)) / (1 - a), its own one among them."""
+        """Expected tokens per verification: (1 - a^(k+1)) / (1 - a), the bonus token included."""
         if self.acceptance == 1:
             return self.draft_tokens + 1.0
         return (1 - self.acceptance ** (self.draft_tokens + 1)) / (1 - self.acceptance)
 
     def speedup(self, verification: float = 1.0) -> float:
-        """Over plain decoding, where a verification takes so many plain steps: nearly 1 while memory
-        bounds it, up to k + 1 where arithmetic does."""
+        """Speed-up over plain decoding, where a verification takes `verification` plain steps: nearly 1 if
+        memory-bound, up to k + 1 if compute-bound."""
         return self.expected_tokens / (verification + self.draft_tokens * self.draft_cost)
