@@ -19,11 +19,11 @@ from uvicorn.config import LOGGING_CONFIG
 
 from ...quant.base.errors import BadInput, Failure
 
-LONGEST_REQUEST_HEAD = 1 << 20
+MAX_REQUEST_HEAD_BYTES = 1 << 20
 """Bytes of request line and headers that h11 buffers; `ServerOptions` limits how many are accepted."""
 
 
-KERNELS_KEPT = 128
+KERNEL_CACHE_CAPACITY = 128
 """Capacity of oneDNN's and torch's primitive caches: one compiled kernel per GEMM shape."""
 
 
@@ -34,7 +34,7 @@ def bound_kernel_caches() -> None:
     default oneDNN and torch each cache a thousand of them.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(KERNELS_KEPT))
+        os.environ.setdefault(name, str(KERNEL_CACHE_CAPACITY))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -101,8 +101,8 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
     server = Server(app, on_ready)
     server.run(sockets=[listener])
     app.state.loop.stop()  # a third SIGINT skips the lifespan's shutdown
-    if server.cold_end is not None:
-        raise Failure(server.cold_end)
+    if server.warm_up_failure is not None:
+        raise Failure(server.warm_up_failure)
 
 
 class Server(uvicorn.Server):
@@ -116,7 +116,7 @@ class Server(uvicorn.Server):
                 loop="asyncio",
                 ws="none",
                 http="h11",
-                h11_max_incomplete_event_size=LONGEST_REQUEST_HEAD,
+                h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES,
                 lifespan="on",
                 log_config=_log_config(),
                 server_header=False,
@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(drain_seconds) + 2,
             )
         )
-        self.cold_end: str | None = None
+        self.warm_up_failure: str | None = None
         self._app = app
         self._on_ready = on_ready
         self._drain_seconds = drain_seconds
@@ -141,7 +141,7 @@ class Server(uvicorn.Server):
         if loop.is_ready:
             self._on_ready()
         elif not self.should_exit:
-            self.cold_end = loop.unavailable
+            self.warm_up_failure = loop.unavailable
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -165,7 +165,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Handle signals without re-raising them after shutdown, as uvicorn's own version does."""
+        """Handle signals without re-raising them after shutdown, unlike uvicorn's `capture_signals`."""
         signals = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:

@@ -36,7 +36,7 @@ class Prices:
                 raise BadInput(f"{option} {value}: a price in dollars is needed")
         if not 0 < self.duty_cycle <= 1:
             raise BadInput(
-                f"--duty-cycle {self.duty_cycle}: a share of the day in (0, 1] is needed"
+                f"--duty-cycle {self.duty_cycle}: a fraction of the day in (0, 1] is needed"
             )
         if (self.api_input is None) != (self.api_output is None):
             raise BadInput("give --api-price-in and --api-price-out together")

@@ -18,7 +18,7 @@ DEFAULT_BLOCK_SIZE = {"cpu": 32, "cuda": 16}
 DEFAULT_MAX_NUM_SEQS = {"cpu": 16, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 DEFAULT_UTILIZATION = 0.9
-CPU_SHARE = 0.25
+CPU_MEMORY_FRACTION = 0.25
 
 
 class CachedShape(Protocol):
@@ -46,7 +46,7 @@ class KvCacheBudget:
     @classmethod
     def on_cpu(cls, free_bytes: int) -> KvCacheBudget:
         """A fraction of the free memory, because other processes share the machine."""
-        return cls(int(free_bytes * CPU_SHARE))
+        return cls(int(free_bytes * CPU_MEMORY_FRACTION))
 
     @classmethod
     def on_cuda(

@@ -42,7 +42,7 @@ class Reserve:
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
             raise BadInput(
-                f"--gpu-memory-utilization {self.utilization}: a share in (0, 1] is needed"
+                f"--gpu-memory-utilization {self.utilization}: a fraction in (0, 1] is needed"
             )
         for name in ("chunk_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:

@@ -8,8 +8,8 @@ model wide. The rules differ in the handling of sliding windows and in their rou
     vllm          a windowed layer holds min(W - 1 + max_num_batched_tokens, S) in blocks, and a block
                   more; a chunked one min(C + max_num_batched_tokens, S). Layers are pooled in groups of
                   one size, so a smaller group is padded. With pipeline stages nothing is freed
-    llama.cpp     a windowed layer holds min(W + n_ubatch, S); all layers in steps of 256 tokens, each
-                  sequence in a stream of its own
+    llama.cpp     a windowed layer holds min(W + n_ubatch, S); all layers in steps of 256 tokens, with a
+                  separate stream per sequence
     transformers  a windowed layer holds min(W - 1, S); no blocks
 """
 
@@ -82,8 +82,8 @@ def resident_tokens(shape: ModelShape, tokens: int, step_tokens: int, block_size
 
 
 def _llmopt(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
-    kept = resident_tokens(shape, tokens, knobs.step_tokens, knobs.block_size)
-    return shape.num_layers * round_up(kept, knobs.block_size)
+    resident = resident_tokens(shape, tokens, knobs.step_tokens, knobs.block_size)
+    return shape.num_layers * round_up(resident, knobs.block_size)
 
 
 def _vllm(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:

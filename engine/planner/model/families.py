@@ -314,8 +314,8 @@ def complete(raw: Config) -> tuple[str, Family, dict[str, Any]]:
         raise BadInput("config.json has no model_type: it does not say which architecture it is")
     if model_type not in FAMILIES:
         raise BadInput(
-            f"model type {model_type!r} is not supported: its attention pattern is unknown; "
-            f"supported: {', '.join(sorted(FAMILIES))}"
+            f"model type {model_type!r} is not known here, nor its attention pattern; "
+            f"known: {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     for name, synonyms in _SYNONYMS.items():
@@ -353,8 +353,8 @@ def layer_windows(config: Config, family: Family) -> Windows:
     for kind in kinds:
         if kind not in _WINDOW_KEYS:
             raise BadInput(
-                f"layer_types holds {kind!r}: its cache is not known here "
-                f"(known: {', '.join(_WINDOW_KEYS)})"
+                f"layer_types holds {kind!r}, which is not supported "
+                f"(supported: {', '.join(_WINDOW_KEYS)})"
             )
         key = _WINDOW_KEYS[kind]
         if key is not None and config.get(key) is None:

@@ -15,7 +15,7 @@ from ..model.kv_dtypes import kv_dtype
 from .speculation import Speculation
 
 # Default fraction of the context that is output, the rest is prompt.
-ANSWER_SHARE = 0.25
+OUTPUT_FRACTION = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Workload:
     @property
     def answer_tokens(self) -> int:
         """Output tokens of a sequence."""
-        return self.output_tokens or max(1, int(self.context * ANSWER_SHARE))
+        return self.output_tokens or max(1, int(self.context * OUTPUT_FRACTION))
 
     @property
     def prompt_tokens(self) -> int:

@@ -128,7 +128,7 @@ def _tool_format(body: ChatRequest, text: Tokenization) -> ToolFormat | None:
     if not text.takes_tools:
         raise ApiError(
             400,
-            "tools: the chat template of this model takes none; give one with --chat-template",
+            "tools: the model's chat template does not support them; give one with --chat-template",
             param="tools",
             code="unsupported_parameter",
         )
@@ -137,7 +137,7 @@ def _tool_format(body: ChatRequest, text: Tokenization) -> ToolFormat | None:
     if text.tool_format is None:
         raise ApiError(
             400,
-            "tools: the chat template names no known format of calls; give --tool-call-parser, or a "
+            "tools: the tool-call format of the chat template is unknown; give --tool-call-parser, or a "
             "tool_choice that forces one",
             param="tools",
             code="unsupported_parameter",

@@ -92,5 +92,7 @@ class _Embedding:
         if count <= engine.max_model_len and scheduler.config.max_blocks(count) > (
             scheduler.pool.num_free
         ):
-            raise TooMany("the KV cache has no room for the text now", {"Retry-After": "1"})
+            raise TooMany(
+                "the KV cache has too few free blocks for the text now", {"Retry-After": "1"}
+            )
         return self._pooling(engine.hidden_states(self._token_ids, self._lora)).cpu()

@@ -73,12 +73,12 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def messages(self) -> list[Message]:
-        turns: list[Message] = []
+        messages: list[Message] = []
         if self.instructions is not None:
-            turns.append(Message(role="system", content=self.instructions))
+            messages.append(Message(role="system", content=self.instructions))
         if isinstance(self.input, str):
-            return [*turns, Message(role="user", content=self.input)]
-        return [*turns, *self.input]
+            return [*messages, Message(role="user", content=self.input)]
+        return [*messages, *self.input]
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()

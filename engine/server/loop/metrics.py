@@ -17,7 +17,7 @@ from ...scheduling.request import RequestStatus
 SECONDS = tuple(digit * 10.0**power for power in range(-4, 3) for digit in (1, 2, 5))
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
-NUM_PREEMPTIONS_KEPT = 12
+MAX_RECENT_PREEMPTIONS = 12
 
 
 class Histogram:
@@ -83,7 +83,7 @@ class ServerMetrics:
         self.responses: Counter[int] = Counter()
         self.step_seconds = dict.fromkeys(("schedule", "model", "output"), 0.0)
         self.num_steps = 0
-        self.preemptions: deque[Preemption] = deque(maxlen=NUM_PREEMPTIONS_KEPT)
+        self.preemptions: deque[Preemption] = deque(maxlen=MAX_RECENT_PREEMPTIONS)
         self.running_adapters: frozenset[str] = frozenset()
         self.waiting_adapters: frozenset[str] = frozenset()
         self._last_token: dict[str, dict[int, float]] = {}

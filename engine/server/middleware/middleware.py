@@ -43,9 +43,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        await self._pass(scope, receive, self._counting(send))
+        await self._handle(scope, receive, self._counting(send))
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_headers(scope)
             self._check_host(scope)
@@ -83,7 +83,7 @@ class RequestMiddleware:
         if size > self._options.max_header_bytes:
             raise ApiError(
                 431,
-                f"address and headers take {size} bytes: this server takes "
+                f"request line and headers take {size} bytes: the limit is "
                 f"{self._options.max_header_bytes}",
                 code="headers_too_large",
             )
@@ -96,7 +96,7 @@ class RequestMiddleware:
             return
         raise ApiError(
             421,
-            "this server is called by an address or by localhost; --allowed-host adds a name",
+            "the Host header must be an address or localhost; --allowed-host adds a name",
             code="unknown_host",
         )
 
@@ -123,14 +123,14 @@ class RequestMiddleware:
         Raises:
             ApiError: the body is too large, or takes too long.
         """
-        most = self._options.max_body_bytes
+        max_bytes = self._options.max_body_bytes
         # h11 has validated that it is a number.
         declared = int(Headers(scope=scope).get("content-length", 0))
         chunks: list[bytes] = []
         num_bytes, has_more = 0, True
         try:
             async with asyncio.timeout(self._options.body_timeout_seconds):
-                while has_more and max(num_bytes, declared) <= most:
+                while has_more and max(num_bytes, declared) <= max_bytes:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
@@ -144,13 +144,13 @@ class RequestMiddleware:
                 code="timeout",
                 headers={"Connection": "close"},
             ) from None
-        if max(num_bytes, declared) <= most:
+        if max(num_bytes, declared) <= max_bytes:
             return b"".join(chunks)
         if has_more:
             await _discard(receive)
         raise ApiError(
             413,
-            f"the body is larger than the {most} bytes that this server takes",
+            f"the body is larger than the limit of {max_bytes} bytes",
             code="body_too_large",
             headers={"Connection": "close"},
         )

@@ -71,7 +71,7 @@ class TimedOut(ApiError):
     """504: the response was not complete within the request timeout."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(504, f"the answer was not complete after {seconds:g} s", code="timeout")
+        super().__init__(504, f"the response was not complete after {seconds:g} s", code="timeout")
 
 
 def error_body(
@@ -114,10 +114,10 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_middleware(LastResort)
+    app.add_middleware(UnhandledErrorMiddleware)
 
 
-class LastResort:
+class UnhandledErrorMiddleware:
     """ASGI middleware that responds 500 to unhandled exceptions and keeps the connection.
 
     A handler for `Exception` would not do: starlette raises again after it, and uvicorn then hangs up
