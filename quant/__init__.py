@@ -1,5 +1,5 @@
-"""The ground floor: quantization schemes, methods, on-disk formats and the streaming pipeline.
+"""Weight quantization: schemes, methods, on-disk formats, and the layer-by-layer pipeline.
 
-Nothing here is imported by name from this file, so that a floor above which needs no torch
-(the planner, `--help`) does not pay for it.
+Nothing is imported here, so that packages above that need no torch
+(the planner, `--help`) do not load it.
 """

@@ -1,1 +1,1 @@
-"""What all of quantization shares: schemes, errors, progress, atomic file I/O."""
+"""Shared by all of `quant`: schemes, errors, progress, atomic file I/O."""

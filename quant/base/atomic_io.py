@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever happens to the process or the machine."""
+"""Atomic file writes: temporary file, fsync, rename. Safetensors streaming on top of it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PIECE = 16 * 2**20
 
 
 class TensorsByName(Protocol):
-    """Tensors that need not all be in memory at once."""
+    """A lazy mapping of tensors: they need not all be in memory at once."""
 
     def __getitem__(self, name: str, /) -> torch.Tensor: ...
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write under a temporary name, flushed to the disk and renamed into place at the end.
+    """Atomic write: a temporary file, fsynced and renamed into place on exit.
 
     Raises:
-        BadInput: the disk is full. What was there before is untouched.
+        BadInput: the disk is full. An existing file is untouched.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
@@ -47,16 +47,16 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a whole file at once; see `atomic_file`."""
+    """Write `data` atomically; see `atomic_file`."""
     with atomic_file(path) as file:
         file.write(data)
 
 
 def write_tensors(path: Path, tensors: TensorsByName, layout: Mapping[str, Entry]) -> str:
-    """Write a safetensors file without a second copy of its tensors in memory; its SHA-256.
+    """Stream a safetensors file to disk, one tensor in memory at a time; returns its SHA-256.
 
     Args:
-        tensors: asked for one after the other.
+        tensors: read one after the other.
         layout: dtype and shape of each, see `layout_of`.
     """
     names, text = _header(layout)
@@ -96,7 +96,7 @@ _SIZES = {
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
-    """What `write_tensors` must know of each tensor before it writes the first."""
+    """Dtype and shape of each tensor, for the header that `write_tensors` writes first."""
     return {
         name: (_NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
         for name, tensor in tensors.items()
@@ -104,12 +104,12 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
 
 
 def file_bytes(layout: Mapping[str, Entry]) -> int:
-    """Bytes of the whole file that `write_tensors` makes of it, its header included."""
+    """File size of `write_tensors` for this layout, header included."""
     return 8 + len(_header(layout)[1]) + sum(map(entry_bytes, layout.values()))
 
 
 def _header(layout: Mapping[str, Entry]) -> tuple[list[str], bytes]:
-    """The tensors in the order of the file, widest elements first so that all are aligned; its header."""
+    """File order (widest elements first, so that all are aligned) and the safetensors header."""
     names = sorted(layout, key=lambda name: (-_SIZES[layout[name][0]], name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -135,7 +135,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
-    """The elements in row order, sharing the memory of a tensor that lies so already."""
+    """The elements in row-major order; no copy where the tensor is contiguous."""
     import torch
 
     flat = tensor.detach().contiguous().view(-1)
@@ -143,10 +143,10 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def make_folder(folder: Path, option: str) -> None:
-    """Make a folder and those above it; it may be there already.
+    """`mkdir -p`.
 
     Raises:
-        BadInput: it cannot be made; names the option that chooses it.
+        BadInput: it cannot be created; the message names `option`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def make_folder(folder: Path, option: str) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power cut."""
+    """fsync a folder, so that renames in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -167,7 +167,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def no_space_or(error: OSError, path: Path) -> Exception:
-    """`error` itself, or a BadInput where it means that the disk is full."""
+    """A BadInput if `error` is ENOSPC or EDQUOT, else `error` itself."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return BadInput(
             f"no space left while writing {path}: free some and run the same command again"

@@ -1,10 +1,10 @@
-"""The one exception that means "the input was wrong", for every floor of the house."""
+"""The two exceptions that the command line and the server report without a traceback."""
 
 from __future__ import annotations
 
 
 class BadInput(ValueError):
-    """The user asked for something that cannot be done as asked.
+    """Invalid input: the request cannot be carried out as given.
 
     The message is one line: what is wrong, where, and what to do about it. The command line prints it
     without a traceback and exits with 2; the server answers with status 400.
@@ -12,7 +12,7 @@ class BadInput(ValueError):
 
 
 class Failure(RuntimeError):
-    """Something that the work needs has gone, and not by the user's mistake: a process, a device.
+    """An external failure, not the user's mistake: a process or a device is gone.
 
     The message is one line: what is gone and what to do. The command line prints it without a traceback
     and exits with 3: nothing was decided.

@@ -1,4 +1,4 @@
-"""How much memory a run takes: what the operating system says, from a point in time on."""
+"""Peak resident memory of a run (Linux `VmHWM`), and control of glibc's heap."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """The most resident memory since this was made, beyond what was resident then."""
+    """Peak resident set size since construction, beyond what was resident then."""
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError):
-            _CLEAR.write_text("5")  # Linux: the peak starts anew
+            _CLEAR.write_text("5")  # Linux: resets the peak
         self._baseline = _field("VmRSS")
         if self._baseline is None:
             self._baseline = _ru_maxrss()
 
     @property
     def bytes(self) -> int:
-        """Bytes, never negative; where the peak cannot be set back, that of the whole process counts."""
+        """Bytes, never negative; where the peak cannot be reset, the whole process's peak counts."""
         assert self._baseline is not None
         peak = _field("VmHWM")
         return max(0, (_ru_maxrss() if peak is None else peak) - self._baseline)
 
 
 def give_back() -> None:
-    """Return what was freed to the operating system, so that one layer's leavings do not add to the next's.
+    """`malloc_trim`: return freed memory to the operating system, so that layers' peaks do not add up.
 
     The C library keeps freed blocks in heaps whose holes fit no tensor of another size. From the first
-    call on, tensors of some size lie outside its heaps. Elsewhere than with glibc this does nothing.
+    call on, larger tensors are mmapped outside its heaps. Without glibc this does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = _allocate(_OUTSIDE_BYTES, _TRIMMED_BYTES)
@@ -46,10 +46,10 @@ def give_back() -> None:
 
 @contextlib.contextmanager
 def temporaries_kept() -> Iterator[None]:
-    """Let the heap keep what is freed while many tensors come and go that none outlives.
+    """Let the heap keep freed blocks while many short-lived tensors are allocated.
 
-    Memory that is new to the process costs more time than the arithmetic on it. Afterwards all is given back;
-    a small object that stays among them would keep the heap from shrinking.
+    Page faults cost more time than the arithmetic on the tensors. Afterwards the heap is trimmed; a small
+    object that outlives the tensors would keep it from shrinking.
     """
     with contextlib.suppress(OSError, AttributeError):
         _allocate(_OUTSIDE_IN_PASSES, _KEPT_IN_PASSES)
@@ -60,7 +60,7 @@ def temporaries_kept() -> Iterator[None]:
 
 
 def _allocate(outside_bytes: int, kept_bytes: int) -> ctypes.CDLL:
-    """Blocks of at least so many bytes lie outside the heaps, which keep so many freed bytes at their end."""
+    """`mallopt`: mmap blocks of at least `outside_bytes`; keep `kept_bytes` of freed memory in the heap."""
     library = ctypes.CDLL(None)
     library.mallopt(_M_MMAP_THRESHOLD, outside_bytes)
     library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)

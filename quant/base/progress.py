@@ -1,4 +1,4 @@
-"""How long work reports itself, without knowing whether a terminal is watching."""
+"""Progress reporting: the protocol, and the silent implementation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """A place to say how far the work is. The command line draws it; tests and libraries ignore it."""
+    """Progress sink. The command line draws a bar; tests and libraries use `Silent`."""
 
     def start(self, description: str, total: int, unit: str) -> None:
         """Begin a new task of `total` units; ends the previous one."""
@@ -17,11 +17,11 @@ class Progress(Protocol):
         ...
 
     def status(self, text: str) -> None:
-        """What the current task is like by now, shown beside how far it is."""
+        """Status text of the current task, shown beside the bar."""
         ...
 
     def note(self, message: str) -> None:
-        """Say one line to the person watching."""
+        """Show one line to the user."""
         ...
 
     def finish(self) -> None:
@@ -30,7 +30,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """A `Progress` that says nothing."""
+    """A no-op `Progress`."""
 
     def start(self, description: str, total: int, unit: str) -> None:
         pass

@@ -1,7 +1,7 @@
-"""What a quantization promises: how many bits, who shares a scale, and what happens to activations.
+"""Quantization schemes: bits, granularity of the scales, and activation quantization.
 
-One frozen dataclass for each kind of grid. A scheme says nothing about how codes are chosen (that is a
-method) nor how they lie on disk (that is a format).
+One frozen dataclass per kind of grid. How codes are chosen is up to the method, how they are stored is up
+to the format.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ CODEBOOK_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """How the input of a linear is rounded before the product.
+    """Activation quantization: how a linear's input is quantized before the GEMM.
 
     Attributes:
         kind: int8 (symmetric, `round(x / scale)` in -128..127) or fp8 (e4m3).
-        granularity: who shares a scale: every token its own, runs of 128 channels of a token, or all.
-        dynamic: whether the scale comes from the input itself; else it was fixed by calibration.
+        granularity: per token, per group of 128 channels of a token (group-wise), or per tensor.
+        dynamic: whether scales are computed from the input at run time; else they are calibrated.
     """
 
     kind: Literal["int8", "fp8"]
@@ -55,7 +55,7 @@ class IntScheme:
         bits: Width of a code.
         group_size: Consecutive input channels that share a scale; -1 is one group per output channel.
         symmetric: Whether the zero code is fixed at the middle, `2**(bits-1)`.
-        activations: None leaves the inputs in 16 bits.
+        activations: None: 16-bit activations (weight-only quantization).
         permuted: Whether group membership is stored per input channel (`g_idx` of dynamic act-order).
 
     Raises:
@@ -119,7 +119,7 @@ class FloatScheme:
 
     Attributes:
         granularity: one scale for the weight, for an output channel, or for a 128 × 128 block.
-        activations: None leaves the inputs in 16 bits.
+        activations: None: 16-bit activations (weight-only quantization).
     """
 
     granularity: Literal["tensor", "channel", "block"]
@@ -155,13 +155,13 @@ class FloatScheme:
 
 @dataclass(frozen=True, slots=True)
 class CodebookScheme:
-    """4-bit codes into one fixed table of 16 values, one magnitude per run of weights (bitsandbytes).
+    """4-bit codes into one fixed codebook of 16 values, one absmax per block of weights (bitsandbytes).
 
     Attributes:
-        kind: which table: `nf4` (quantiles of a normal distribution), `fp4`, or `mxfp4` (the e2m1 floats
+        kind: which codebook: `nf4` (quantiles of a normal distribution), `fp4`, or `mxfp4` (the e2m1 floats
             of the OCP microscaling formats, whose magnitudes are powers of two).
-        block_size: consecutive weights, in row order across rows, that share a magnitude.
-        double_quant: whether the magnitudes are themselves stored in 8 bits.
+        block_size: consecutive weights, in row-major order across rows, that share an absmax.
+        double_quant: whether the absmax values are themselves quantized to 8 bits.
     """
 
     kind: Literal["nf4", "fp4", "mxfp4"]
@@ -178,11 +178,11 @@ class CodebookScheme:
 
     @property
     def activations(self) -> None:
-        """Inputs stay in 16 bits."""
+        """None: activations stay in 16 bits."""
         return None
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of codes and magnitudes over the number of weights."""
+        """Bits of codes and absmax values over the number of weights."""
         per_block = 8 + 32 / 256 if self.double_quant else 32
         return 4 + per_block / self.block_size
 
@@ -194,7 +194,7 @@ class CodebookScheme:
 
 @dataclass(frozen=True, slots=True)
 class VectorwiseScheme:
-    """LLM.int8(): int8 rows; input channels with an outlier beyond `threshold` are multiplied in 16 bits.
+    """LLM.int8(): row-wise int8; input channels with an outlier beyond `threshold` are computed in 16 bits.
 
     Dettmers et al., "LLM.int8()", NeurIPS 2022 (arXiv:2208.07339).
     """
@@ -204,11 +204,11 @@ class VectorwiseScheme:
 
     @property
     def activations(self) -> Activations:
-        """The inputs below the threshold are rounded token by token."""
+        """Inputs below the threshold are quantized per token."""
         return Activations("int8")
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of codes and float32 row magnitudes over the number of weights."""
+        """Bits of codes and float32 absmax of the rows over the number of weights."""
         return 8 + 32 / in_features
 
     @property
@@ -219,13 +219,13 @@ class VectorwiseScheme:
 
 @dataclass(frozen=True, slots=True)
 class LookupScheme:
-    """Codes into a table of its own for every output channel, and a few weights kept as they are.
+    """Non-uniform quantization: a lookup table per output channel, and a sparse matrix of float weights.
 
     Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", ICML 2024 (arXiv:2306.07629).
 
     Attributes:
         bits: width of a code; a table has `2**bits` values.
-        sparse_fraction: share of the weights that stay in 16 bits beside the codes.
+        sparse_fraction: fraction of the weights that are kept in 16 bits in the sparse matrix.
     """
 
     bits: int
@@ -241,7 +241,7 @@ class LookupScheme:
 
     @property
     def activations(self) -> None:
-        """Inputs stay in 16 bits."""
+        """None: activations stay in 16 bits."""
         return None
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
@@ -257,7 +257,7 @@ class LookupScheme:
 
 @dataclass(frozen=True, slots=True)
 class GgufScheme:
-    """One of ggml's block types; its block layout is its own.
+    """One of ggml's block quantization types.
 
     Attributes:
         type: ggml's name in capitals, such as `Q4_K`.
@@ -273,17 +273,17 @@ class GgufScheme:
 
     @property
     def activations(self) -> None:
-        """Inputs stay in 16 bits."""
+        """None: activations stay in 16 bits."""
         return None
 
     @property
     def block(self) -> tuple[int, int]:
-        """Weights in a block, and the bytes that it takes."""
+        """Weights per block and bytes per block."""
         return GGUF_BLOCKS[self.type]
 
     @property
     def bits(self) -> int:
-        """The digit of the name."""
+        """Bits per code: the digit of the name."""
         return int(self.type[1])
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:

@@ -1,4 +1,4 @@
-"""Calibration data: texts from a file, the hub or the package, cut into samples of one length."""
+"""Calibration data: texts from a file, the hub or the package, tokenized into samples of equal length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .leakage_check import check_leakage, deduplicate, length_histogram
 
 BUNDLED = DATA / "calibration.txt"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_ROWS = 4096  # enough to shuffle among without fetching a whole corpus
+_HUB_ROWS = 4096  # enough to shuffle without fetching a whole corpus
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 Messages = list[dict[str, str]]
@@ -28,17 +28,17 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Token ids that the model is shown while it is quantized.
+    """Token ids of the calibration and held-out samples.
 
     Attributes:
         token_ids: int64 `[samples, length]`.
-        held_out: int64 `[samples, length]` of other documents, which no method sees; may be empty.
-        source: where the text came from, for the record.
+        held_out: int64 `[samples, length]` of other documents, for measuring only; may be empty.
+        source: name of the text source, for the manifest.
         sha256: of shapes and ids, so that two runs can be told apart.
-        chat_template: whether conversations went through the model's chat template.
+        chat_template: whether the model's chat template was applied to conversations.
         documents: how many were used; `duplicates` more were dropped from the whole source.
-        with_bos: how many of them begin with the tokenizer's first token.
-        lengths: how many documents have how many tokens.
+        with_bos: how many of them begin with the BOS token.
+        lengths: histogram of tokens per document.
     """
 
     token_ids: torch.Tensor
@@ -69,8 +69,8 @@ def load_calibration(
             `conversations` in each line), a hub dataset id, or None for the bundled stories. Only a hub
             id touches the network.
         tokenizer: a transformers tokenizer; its chat template is applied to conversations, if it has one.
-        held_out: further samples, from documents behind those of the calibration.
-        evaluation: a file of texts that must not be among these.
+        held_out: number of held-out samples, from documents after the calibration ones.
+        evaluation: a file of evaluation texts that calibration must not overlap with.
 
     Raises:
         BadInput: nothing is there, nothing is in it, a line cannot be read, or it overlaps with
@@ -113,7 +113,7 @@ def load_calibration(
 
 
 class _Stream:
-    """Documents turned into tokens as far as they are needed."""
+    """Documents, tokenized lazily."""
 
     def __init__(self, documents: list[str | Messages], tokenizer: Any):
         self._documents = iter(documents)
@@ -123,7 +123,7 @@ class _Stream:
         self.with_bos = 0
 
     def take(self, wanted: int) -> list[int]:
-        """At least `wanted` ids of whole documents, or all that is left."""
+        """At least `wanted` ids of whole documents, or all remaining."""
         token_ids: list[int] = []
         while len(token_ids) < wanted and (document := next(self._documents, None)) is not None:
             ids, used_template = _tokenize(document, self._tokenizer)
@@ -135,20 +135,20 @@ class _Stream:
 
 
 def _cut(token_ids: list[int], num_samples: int, length: int) -> torch.Tensor:
-    """As many whole samples as there are ids for, at most `num_samples`."""
+    """Whole samples of `length` ids, at most `num_samples`."""
     rows = min(num_samples, len(token_ids) // length)
     return torch.tensor(token_ids[: rows * length], dtype=torch.int64).view(rows, length)
 
 
 def _plain_text(document: str | Messages) -> str:
-    """The words of a document, whoever says them."""
+    """The text of a document; all turns of a conversation, without roles."""
     if isinstance(document, str):
         return document
     return "\n".join(turn["content"] for turn in document)
 
 
 def _documents(source: str | None) -> tuple[str, list[str | Messages]]:
-    """The name of a source for the record, and its documents."""
+    """The source's name for the manifest, and its documents."""
     if source is None:
         return f"bundled {BUNDLED.name}", _from_text(BUNDLED)
     path = Path(source).expanduser()
@@ -202,7 +202,7 @@ def _document(row: Any, where: str) -> str | Messages:
 
 
 def _turn(turn: Any, where: str) -> dict[str, str]:
-    """One turn in the shape of chat templates; ShareGPT says `from` and `value`."""
+    """One message as `role` and `content`; ShareGPT has `from` and `value`."""
     if isinstance(turn, dict):
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
         if isinstance(role, str) and isinstance(content, str):
@@ -219,7 +219,7 @@ def _from_hub(dataset_id: str) -> Iterator[str | Messages]:
         ) from error
     try:
         rows = list(islice(load_dataset(dataset_id, split="train", streaming=True), _HUB_ROWS))
-    except Exception as error:  # the library raises many types; the person needs one line
+    except Exception as error:  # the library raises many types; the user needs one line
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadInput(f"the hub did not give dataset {dataset_id!r}: {reason}") from error
     for number, row in enumerate(rows, start=1):

@@ -1,4 +1,4 @@
-"""What is wrong with calibration texts without anybody noticing: repeats, and the evaluation's own words."""
+"""Calibration data checks: duplicates, and leakage of evaluation text (shared n-grams)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TypeVar
 from ..base.errors import BadInput
 
 _Document = TypeVar("_Document")
-SHARED_WORDS = 24  # a run of so many words in both texts is no accident
+SHARED_WORDS = 24  # a shared n-gram of this length is no accident
 
 
 def deduplicate(
     documents: Sequence[_Document], text_of: Callable[[_Document], str]
 ) -> list[_Document]:
-    """The documents in order, without those whose words came before."""
+    """The documents in order, without duplicates (compared by their words)."""
     seen: set[bytes] = set()
     kept = []
     for document in documents:
@@ -28,12 +28,12 @@ def deduplicate(
 
 
 def check_leakage(name: str, texts: Sequence[str], against: str, evaluation: Sequence[str]) -> None:
-    """Raise BadInput where a text shares a run of words with a text that quality is measured on.
+    """Raise BadInput where a calibration text shares an n-gram of words with an evaluation text.
 
     Args:
-        name, against: how the message calls the two sources.
-        evaluation: texts of which no run of `SHARED_WORDS` words (or the whole text, if it is shorter)
-            may be found in `texts`.
+        name, against: names of the two sources in the message.
+        evaluation: texts of which no `SHARED_WORDS`-gram of words (or the whole text, if it is shorter)
+            may occur in `texts`.
     """
     where = {run: number for number, text in enumerate(evaluation, 1) for run in _runs(text)}
     for number, text in enumerate(texts, 1):
@@ -54,7 +54,7 @@ def _runs(text: str) -> list[tuple[str, ...]]:
 
 
 def length_histogram(lengths: Sequence[int]) -> dict[str, int]:
-    """How many documents have how many tokens, by powers of two: `{"65-128": 3, ...}`."""
+    """Histogram of tokens per document, by powers of two: `{"65-128": 3, ...}`."""
     powers = Counter(max(length - 1, 0).bit_length() for length in lengths)
     return {
         f"{(1 << power - 1) + 1 if power else 0}-{1 << power}": powers[power]

@@ -1,4 +1,4 @@
-"""A quantized checkpoint in another format, without the original model."""
+"""Conversion of a quantized checkpoint to another format, without the original model."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from .read import checkpoint_format, quantized_modules, read_quantized, tensor_n
 from .requantize import Requantized, requantize
 
 SHARD_BYTES = 2**30
-_UNFINISHED = ".converting"  # not the suffix of an unfinished `quantize`, whose work must stay
+_UNFINISHED = ".converting"  # not the suffix of an unfinished `quantize`, whose work folder must stay
 _KV_SCALES = (".k_scale", ".v_scale")
-# Tokenizer, generation config, licence: what belongs to a model beside its weights.
+# Tokenizer, generation config, licence: files to copy beside the weights.
 _COMPANIONS = (
     "generation_config.json",
     "preprocessor_config.json",
@@ -61,15 +61,15 @@ def convert(
     allow_loss: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Write `source` in the format `target`, in shards of a gibibyte, one of them in memory at a time.
+    """Write `source` in the format `target`, in shards of 1 GiB, one of them in memory at a time.
 
     Args:
-        output: folder to create; nothing of that name appears before all is written.
-        allow_loss: round weights anew whose numbers the format cannot hold.
+        output: folder to create; it appears atomically, once everything is written.
+        allow_loss: requantize weights that the format cannot represent exactly.
 
     Raises:
         BadInput: `output` exists, the source is damaged or not quantized, or without `allow_loss` a
-            weight would change. Then nothing stays behind.
+            weight would change. Partial output is removed.
     """
     if target not in FORMATS:
         raise BadInput(f"unknown format {target!r}: choose one of {', '.join(sorted(FORMATS))}")
@@ -94,7 +94,7 @@ def convert(
 
 
 class _Job:
-    """One conversion under way."""
+    """A conversion: the source, the target format, and the shards written so far."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class _Job:
         self._source.release()
 
     def _tensors(self, drop_kv: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors of the result: module by module, then what is left as it is."""
+        """The output tensors: module by module, then the unquantized ones."""
         taken: set[str] = set()
         self._progress.start("converting", len(self._modules), "modules")
         for module in sorted(self._modules):
@@ -181,7 +181,7 @@ class _Job:
             found = requantize(module, tensor, self._target)
             if found.reason and not self._allow_loss:
                 raise BadInput(
-                    f"{module}: {found.reason}. --allow-loss rounds it anew to "
+                    f"{module}: {found.reason}. --allow-loss requantizes it to "
                     f"{found.tensor.scheme.label}, which changes it by {found.error:.2e} of its square"
                 )
             self._record(module, tensor, found)
@@ -193,7 +193,7 @@ class _Job:
                 yield {name: self._source.tensor(name)}
 
     def _check_digests(self, module: str, tensor: QuantizedTensor) -> None:
-        """Raises BadInput where the source's own manifest says that it is damaged."""
+        """Raises BadInput where a tensor's digest differs from the source's manifest."""
         parts = tensor.parts()
         for part, digest in self._digests.get(module, {}).items():
             if part in parts and sha256_of(tensor_bytes(parts[part])) != digest:
@@ -222,7 +222,7 @@ class _Job:
         )
 
     def _kv_cache(self) -> str | None:
-        """The kind of the cache's scales where the target can say it."""
+        """Dtype of the KV cache's scales, if the target format can store them."""
         held = [name for name in self._source.names if name.endswith(_KV_SCALES)]
         if not held:
             return None
@@ -231,13 +231,13 @@ class _Job:
             return "int8" if record.get("type") == "int" else "fp8"
         if not self._allow_loss:
             raise BadInput(
-                f"format {self._target.name} has no place for the cache's scales, such as {held[0]}: "
+                f"format {self._target.name} cannot store the KV cache's scales, such as {held[0]}: "
                 "--allow-loss leaves them out"
             )
         return None
 
     def _unquantized(self) -> list[str]:
-        """The linears that stay as they are: matrices that are neither embeddings nor codes."""
+        """The unquantized linears: float matrices other than embeddings."""
         plain = [
             name.removesuffix(".weight")
             for name in self._source.names
@@ -249,7 +249,7 @@ class _Job:
         return sorted(names, key=lambda name: (name != "lm_head", name))
 
     def _assemble(self, config: dict[str, Any], name: str) -> None:
-        """Turn the shards into the one file of GGUF."""
+        """Assemble the shards into one GGUF file."""
         for path in self._companions():
             write_atomically(self._work / path.name, path.read_bytes())
         write_atomically(self._work / "config.json", to_json(config))

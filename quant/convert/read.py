@@ -1,4 +1,4 @@
-"""Quantized weights out of a checkpoint, whoever wrote it. The engine's loader reads through this."""
+"""Reading quantized weights from a checkpoint of any supported format; used by the engine's loader."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..formats.registry import format_of
 from ..model.checkpoint import Checkpoint
 from ..tensors.base import QuantizedTensor
 
-_CODES = ("I8", "U8", "F8_E4M3")  # dtypes in which no plain weight is stored
+_CODES = ("I8", "U8", "F8_E4M3")  # dtypes that only quantized weights have
 
 
 def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
-    """How the quantized modules of a checkpoint are stored.
+    """The weight format of a quantized checkpoint.
 
     Raises:
         BadInput: the checkpoint is not quantized, or in a way that is not supported.
@@ -30,13 +30,13 @@ def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
 
 
 def quantized_modules(checkpoint: Checkpoint) -> set[str]:
-    """Names of the linears whose weights are stored as codes; empty for a plain checkpoint.
+    """Names of the quantized linears; empty for an unquantized checkpoint.
 
-    What counts is what the files hold: a module that the config ignores simply has a plain weight.
+    The files decide: a module that the config ignores has a plain weight.
 
     Raises:
-        BadInput: an unknown `quant_method`, an unsupported scheme, or a config that promises codes
-            where the files hold none.
+        BadInput: an unknown `quant_method`, an unsupported scheme, or a config that declares
+            quantized weights where the files hold none.
     """
     if checkpoint.quantization_config is None:
         return set()
@@ -59,7 +59,7 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
 
 
 def _refuse_codes_without_scales(checkpoint: Checkpoint, modules: set[str]) -> None:
-    """Raises BadInput for a weight that is stored as codes, but lacks what tells so."""
+    """Raises BadInput for quantized weights without scales."""
     for name in checkpoint.names:
         module = name.removesuffix(".weight")
         if module != name and module not in modules and checkpoint.dtype_name(name) in _CODES:
@@ -70,7 +70,7 @@ def _refuse_codes_without_scales(checkpoint: Checkpoint, modules: set[str]) -> N
 
 
 def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:
-    """The scheme that the config gives a quantized module.
+    """The scheme of a quantized module, from the config.
 
     Raises:
         BadInput: a scheme that cannot be read here.
@@ -83,13 +83,13 @@ def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:
 
 
 def tensor_names(checkpoint: Checkpoint, module: str) -> set[str]:
-    """The tensors on disk that together make the weight of a quantized module (its bias is not one)."""
+    """Names of the tensors that store a quantized module's weight (without the bias)."""
     names = {module + suffix for suffix in checkpoint_format(checkpoint).suffixes}
     return names.intersection(checkpoint.names)
 
 
 def read_quantized(checkpoint: Checkpoint, module: str) -> QuantizedTensor:
-    """The weight of one module, still as codes.
+    """The packed weight of one module, as a `QuantizedTensor`.
 
     Raises:
         BadInput: a tensor is missing, or its shape contradicts the config.

@@ -1,4 +1,4 @@
-"""A quantized weight on the grid of another format: the same numbers where it has them, else rounded anew."""
+"""Moving a quantized weight to another format's grid: exactly where possible, else requantized."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from ..tensors.gguf import GgufTensor
 from ..tensors.integer import IntTensor
 
 _GROUPS = (128, 64, 32, PER_CHANNEL)
-# Its reader takes scales of any dtype, so they stay as they are.
+# Its reader accepts scales of any dtype, so they are not cast.
 _KEEPS_SCALES = ("compressed-tensors",)
 
 
 @dataclass(frozen=True, slots=True)
 class Requantized:
-    """What became of one weight.
+    """A weight on the target format's grid.
 
     Attributes:
         tensor: on a grid that the format holds.
-        error: `|W - W'|² / |W|²`; 0 where every number is the same.
-        reason: why it had to be rounded anew; empty where it had not.
+        error: `|W - W'|² / |W|²`; 0 where the conversion is exact.
+        reason: why it was requantized; empty if it was not.
     """
 
     tensor: QuantizedTensor
@@ -53,7 +53,7 @@ class Requantized:
 
 
 def requantize(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Requantized:
-    """Find a form of `tensor` that `target` holds.
+    """An equivalent of `tensor` that `target` can store, or its requantization.
 
     Raises:
         BadInput: the format has no grid for such a weight at all.
@@ -77,7 +77,7 @@ def requantize(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Re
 def _exact(
     module: str, tensor: QuantizedTensor, target: WeightFormat
 ) -> tuple[QuantizedTensor | None, str]:
-    """The same numbers on a grid of `target`, or the first reason why there is none."""
+    """An exact equivalent on a grid of `target`, or the first reason why there is none."""
     reason = ""
     for form in _forms(tensor):
         try:
@@ -98,7 +98,7 @@ def _check(module: str, scheme: Scheme, tensor: QuantizedTensor, target: WeightF
 
 
 def _forms(tensor: QuantizedTensor) -> Iterator[QuantizedTensor]:
-    """`tensor` and what says the same in other words, the plainest first."""
+    """`tensor` and its exact equivalents, the simplest first."""
     yield tensor
     if isinstance(tensor, GgufTensor) and tensor.scheme.type in ("Q4_0", "Q8_0"):
         yield from _integer_forms(_without_zero_scales(gguf_to_int(tensor)))
@@ -122,7 +122,7 @@ def _integer_forms(tensor: IntTensor) -> Iterator[IntTensor]:
 
 
 def _in_order(tensor: IntTensor) -> IntTensor:
-    """Without a group index that says what the order of the channels says already."""
+    """Drop a group index that equals the sequential one."""
     if tensor.group_index is None:
         return tensor
     order = torch.arange(tensor.in_features) // (tensor.in_features // tensor.num_groups)
@@ -132,7 +132,7 @@ def _in_order(tensor: IntTensor) -> IntTensor:
 
 
 def _without_zero_scales(tensor: IntTensor) -> IntTensor:
-    """Groups of zeros by their codes: ggml says them by a scale of 0, which others take for damage."""
+    """All-zero groups as zero codes: ggml writes a scale of 0, which other readers reject."""
     dead = tensor.scales == 0
     members = dead.repeat_interleave(tensor.in_features // tensor.num_groups, dim=1)
     return replace(
@@ -143,7 +143,7 @@ def _without_zero_scales(tensor: IntTensor) -> IntTensor:
 
 
 def _without_activations(tensor: QuantizedTensor) -> QuantizedTensor:
-    """The same weight for inputs that are not rounded."""
+    """The same weight with 16-bit activations."""
     if not isinstance(tensor, IntTensor | Fp8Tensor) or tensor.scheme.activations is None:
         return tensor
     scheme = replace(tensor.scheme, activations=None)
@@ -163,13 +163,13 @@ def _stored_as(tensor: QuantizedTensor, target: WeightFormat) -> QuantizedTensor
 
 
 def _scale_dtype(tensor: QuantizedTensor) -> torch.dtype:
-    """The 16-bit dtype that the model most likely has."""
+    """The 16-bit dtype that the model most likely uses."""
     scales = tensor.parts().get("scales")
     return torch.float16 if scales is not None and scales.dtype == torch.float16 else torch.bfloat16
 
 
 def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Scheme:
-    """The scheme of `target` that is most like that of `tensor`."""
+    """The scheme of `target` that is closest to that of `tensor`."""
     source = tensor.scheme
     wanted: list[Scheme] = []
     group = source.group_size if isinstance(source, IntScheme) else PER_CHANNEL
@@ -205,7 +205,7 @@ def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) 
 def round_weight(
     module: str, weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype
 ) -> QuantizedTensor:
-    """Quantize a weight `[out, in]` without looking at any data, with scales of `dtype` where it has a say.
+    """Data-free quantization (RTN) of a weight `[out, in]`; `dtype` is that of the scales, if free.
 
     Raises:
         BadInput: the weight does not fit into the scheme; `module` is named.

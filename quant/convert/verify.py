@@ -1,4 +1,4 @@
-"""Proof that a checkpoint on disk holds what was computed, or at least holds together."""
+"""Verification of a quantized checkpoint: digests against the manifest, and consistency checks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _DECODER_LINEAR = re.compile(r"\.layers\.\d+\..*(?:proj|fc\d|linear)$")
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
-        passed: what was checked and held, one line each.
-        failures: what did not hold, naming the module or the file.
+        passed: checks that passed, one line each.
+        failures: checks that failed, naming the module or the file.
         bits_per_weight: of the quantized linears with scales and zeros, as stored.
         ratio: bytes of the same linears in 16 bits over bytes as stored.
     """
@@ -58,9 +58,9 @@ class VerifyReport:
 
 
 def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport:
-    """Read a quantized checkpoint with the independent reader and hold it against its manifest.
+    """Read a quantized checkpoint with the independent reader (`quant.raw`) and compare it with its manifest.
 
-    A checkpoint without a manifest, written by another tool, gets the checks that need none.
+    A checkpoint without a manifest, written by another tool, gets only the consistency checks.
 
     Raises:
         BadInput: no quantized checkpoint, a kind that cannot be read, or a file that is cut off.
@@ -127,7 +127,7 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """What llmopt wrote beside the weights; it vouches for a single file only if it names it."""
+    """The manifest beside the weights; for a single file, only if it lists that file."""
     if path.is_dir():
         found = path / MANIFEST_NAME
         return read_json(found) if found.is_file() else None
@@ -137,7 +137,7 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _check_files(report: VerifyReport, manifest: dict[str, Any]) -> None:
-    """Sizes and digests of all files. A shard of another size was cut off, which is no checkpoint at all."""
+    """Compare sizes and SHA-256 of all files. A shard of the wrong size is truncated: BadInput."""
     before = len(report.failures)
     for name, facts in _part(report, manifest, "files", dict).items():
         path = (report.folder if report.folder.is_dir() else report.folder.parent) / name
@@ -166,14 +166,14 @@ def _check_coverage(
     config: dict[str, Any],
     manifest: dict[str, Any] | None,
 ) -> None:
-    """Every module that was meant to be quantized is, and nothing else."""
+    """Exactly the modules that should be quantized are quantized."""
     if manifest is not None:
         intended = {module["module"] for module in manifest["modules"]}
         report.failures += [
             f"{name} was quantized, but has no codes" for name in intended - {*modules}
         ]
         report.failures += [
-            f"{name} has codes that nobody computed" for name in {*modules} - intended
+            f"{name} has codes, but is not in the manifest" for name in {*modules} - intended
         ]
         report.failures.sort()
     else:
@@ -194,7 +194,7 @@ def _check_coverage(
 
 
 def _lacking(checkpoint: Checkpoint) -> list[str]:
-    """Layers that have no such attention linear as all the others, and layers that are not there."""
+    """Missing layers, and layers that lack an attention linear which all others have."""
     held: dict[str, set[int]] = {}
     for name in checkpoint.names:
         if found := _ATTENTION_LINEAR.search(name):
@@ -211,7 +211,7 @@ def _lacking(checkpoint: Checkpoint) -> list[str]:
 
 
 def _check_cache_scales(report: VerifyReport, entries: Entries) -> None:
-    """Scales of a quantized cache, where a checkpoint has them."""
+    """Check the scales of a quantized KV cache, if there are any."""
     for name in sorted(entries):
         if name.endswith((".k_scale", ".v_scale")):
             _, scale = read_numbers(entries[name])
@@ -220,16 +220,16 @@ def _check_cache_scales(report: VerifyReport, entries: Entries) -> None:
 
 
 def _unfit(checkpoint: Checkpoint, module: str) -> bool:
-    """Whether rows are no whole blocks of ggml's, so that GGUF has no codes for them."""
+    """Whether the row length is no multiple of ggml's block, so that GGUF cannot quantize it."""
     config = checkpoint.quantization_config or {}
     return config["quant_method"] == "gguf" and checkpoint.shape(f"{module}.weight")[-1] % 32 != 0
 
 
 def _excused(config: dict[str, Any]) -> Callable[[str], bool]:
-    """Whether the config leaves a module out.
+    """A predicate: whether the config excludes a module from quantization.
 
-    AWQ and fp8 say so by a part of the name, bitsandbytes too, compressed-tensors by the name, a `re:`
-    pattern or a kind of module, GPTQ by a pattern under `dynamic` that begins with `-:`.
+    AWQ, fp8 and bitsandbytes list substrings of the name; compressed-tensors names, `re:` patterns or
+    module classes; GPTQ patterns under `dynamic` that begin with `-:`.
     """
     substrings = [
         part
@@ -251,7 +251,7 @@ def _excused(config: dict[str, Any]) -> Callable[[str], bool]:
 
 
 def _check_module(report: VerifyReport, module: str, raw: Raw) -> None:
-    """What must hold of any module; that shapes fit together, its reader has seen."""
+    """Checks of any module; its reader has checked the shapes."""
     report.failures += [f"{module} {problem}" for problem in raw.problems]
     for part, numbers in raw.numbers.items():
         if not np.isfinite(numbers).all():
@@ -261,9 +261,9 @@ def _check_module(report: VerifyReport, module: str, raw: Raw) -> None:
 
 
 def _check_digests(report: VerifyReport, module: str, raw: Raw, digests: dict[str, str]) -> None:
-    """Hold what was read against what was computed.
+    """Compare the digests of what was read with those in the manifest.
 
-    Integer weights that became ggml's blocks have scales of their own there, and share only the codes.
+    Integer weights stored as ggml blocks have other scales there; only the codes are compared.
     """
     shared = digests.keys() & raw.parts.keys() if "data" in raw.parts else digests.keys()
     for part in sorted(shared):
@@ -276,7 +276,7 @@ def _check_digests(report: VerifyReport, module: str, raw: Raw, digests: dict[st
 
 
 def _check_size(report: VerifyReport, stored: int, weights: int) -> None:
-    """The quantized linears must take less room than they did in 16 bits."""
+    """The quantized linears must be smaller than in 16 bits."""
     if not stored or not weights:
         return
     report.bits_per_weight = stored * 8 / weights

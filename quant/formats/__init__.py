@@ -1,1 +1,1 @@
-"""How a `IntTensor` lies on disk: one file per format, each a writer and a reader."""
+"""On-disk formats of quantized weights: one file per format, each a writer and a reader."""

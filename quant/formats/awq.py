@@ -1,17 +1,17 @@
-"""The formats of AutoAWQ (`quant_method: awq`), read by vLLM, transformers and this engine.
+"""AWQ format (AutoAWQ, `quant_method: awq`), read by vLLM, transformers and this engine.
 
-GEMM is what AutoAWQ writes by default, and all that is written here.
+The GEMM layout is AutoAWQ's default and the only one written here.
 
 Per linear `P`, with groups of `g` input channels:
 
     P.qweight  int32    [in, out/8]     nibble i of word c holds output channel 8c + ORDER[i]
-    P.qzeros   int32    [in/g, out/8]   zero codes in the same order, stored as they are
+    P.qzeros   int32    [in/g, out/8]   zero points in the same order, unshifted
     P.scales   float16  [in/g, out]
 
-The matrix lies transposed to torch's `[out, in]`, and the order interleaves even and odd channels so
-that a GPU turns one word into four pairs of halves with few instructions.
+The matrix is transposed to torch's `[out, in]`, and the order interleaves even and odd channels so
+that a GPU unpacks one word into four half2 with few instructions.
 
-GEMV, which is read too, is not transposed and has no such order; its groups are padded to `w` words:
+The GEMV layout, which is read too, is neither transposed nor interleaved; its groups are padded to `w` words:
 
     P.qweight  int32    [out, in/8]
     P.qzeros   int32    [out, w]
@@ -54,7 +54,7 @@ def _reorder(codes: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
 
 
 class AwqFormat:
-    """AWQ: 4 bits, asymmetric, float16 scales."""
+    """AutoAWQ's format: 4 bits, asymmetric, float16 scales."""
 
     name = "awq"
     markers: tuple[str, ...] = (".qweight",)
@@ -162,5 +162,5 @@ class AwqFormat:
 
 
 def _layout(config: Config) -> str:
-    """transformers 5 calls it `format`, AutoAWQ called it `version`, in capitals or not."""
+    """The layout: key `format` in transformers 5, `version` in AutoAWQ, in either case."""
     return str(config.get("format") or config.get("version") or "gemm").lower()

@@ -1,4 +1,4 @@
-"""What a way of laying out quantized weights on disk must be able to do."""
+"""The `WeightFormat` protocol, and bit packing and checks shared by the formats."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..tensors.base import QuantizedTensor
 
 Config = Mapping[str, Any]
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_STREAM = 32  # codes after which a dense stream is at a word's beginning again, whatever its width
+_STREAM = 32  # codes after which a dense bit stream is word-aligned again, for every width
 
 
 class TensorSource(Protocol):
-    """Where tensors come from by name: a `Checkpoint`, or what stands for one."""
+    """A lookup of tensors by name: a `Checkpoint` or a stand-in."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor; BadInput where there is none of that name."""
@@ -28,12 +28,12 @@ class TensorSource(Protocol):
 
 
 class WeightFormat(Protocol):
-    """One on-disk format: its tensors, its `quantization_config`, and what it cannot hold.
+    """One on-disk format: its tensors, its `quantization_config`, and its limits.
 
     Attributes:
         name: as in `--format`.
-        markers: a module is quantized where a tensor with one of these endings is there.
-        suffixes: endings of all the tensors that a quantized module may have (its bias is not one).
+        markers: suffixes of tensor names whose presence marks a quantized module.
+        suffixes: of all the tensors that a quantized module may have (without the bias).
     """
 
     name: str
@@ -41,11 +41,11 @@ class WeightFormat(Protocol):
     suffixes: tuple[str, ...]
 
     def check_scheme(self, scheme: Scheme) -> None:
-        """Raises BadInput where the format has no place for such a scheme."""
+        """Raises BadInput where the format cannot store such a scheme."""
         ...
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
-        """Raises BadInput naming the module whose widths the format cannot pack."""
+        """Raises BadInput naming the module whose shape the format cannot pack."""
         ...
 
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
@@ -53,11 +53,11 @@ class WeightFormat(Protocol):
         ...
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        """The tensors of one module by their full names."""
+        """Pack one module; tensors by full name."""
         ...
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
-        """Read one module back; BadInput where the tensors contradict the `quantization_config`."""
+        """Unpack one module; BadInput where the tensors contradict the `quantization_config`."""
         ...
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class WeightFormat(Protocol):
 
         Args:
             schemes: of every quantized module, by full name.
-            ignore: the linears left alone.
+            ignore: the unquantized linears.
 
         Raises:
             BadInput: the format cannot mix such schemes in one model.
@@ -73,7 +73,7 @@ class WeightFormat(Protocol):
         ...
 
     def scheme(self, config: Config, module: str) -> Scheme:
-        """The scheme that a `quantization_config` gives a module; BadInput where we cannot read it."""
+        """A module's scheme, from the `quantization_config`; BadInput where it is not supported."""
         ...
 
 
@@ -94,19 +94,19 @@ def only_scheme(name: str, schemes: Mapping[str, Scheme]) -> Scheme:
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the last axis into int32 words as one stream of bits, the first code in the lowest ones.
+    """Pack the last axis into int32 words as one bit stream, least significant bits first.
 
-    Widths that do not divide 32 lie dense: a code may begin in one word and end in the next.
+    Widths that do not divide 32 are packed densely: a code may straddle two words.
 
     Args:
         codes: uint8 `[..., n]`, each below `2**bits`.
 
     Returns:
-        int32 `[..., ceil(n * bits / 32)]`; what is left of the last word is zero.
+        int32 `[..., ceil(n * bits / 32)]`; the last word is padded with zeros.
     """
     num_words = -(-codes.shape[-1] * bits // 32)
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % _STREAM))
-    if 8 % bits == 0:  # whole codes in every byte, and words are bytes in a row
+    if 8 % bits == 0:  # whole codes per byte, and words are consecutive bytes
         per_byte = 8 // bits
         packed = padded[..., 0::per_byte].clone(memory_format=torch.contiguous_format)
         for index in range(1, per_byte):
@@ -124,9 +124,9 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Undo `pack_words`: uint8 `[..., n]`, the codes that fit wholly into int32 `[..., words]`."""
+    """Inverse of `pack_words`: uint8 `[..., n]`, the whole codes in int32 `[..., words]`."""
     if 8 % bits == 0:
-        # Flat first: strides of an axis of length 1 may be anything, and `view` looks at them.
+        # Flat first: strides of an axis of length 1 may be anything, and `view` depends on them.
         packed = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
         codes = torch.empty(*packed.shape, 8 // bits, dtype=torch.uint8)
         for index in range(8 // bits):
@@ -138,7 +138,7 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     codes = torch.empty((_STREAM, *planes.shape[1:]), dtype=torch.uint8)
     for index in range(_STREAM):
         word, shift = divmod(index * bits, 32)
-        # A shift to the right copies the sign: what counts is in the lowest `32 - shift` bits.
+        # A right shift extends the sign: only the lowest `32 - shift` bits are valid.
         fields = (planes[word] >> shift) & (2 ** min(bits, 32 - shift) - 1)
         if shift + bits > 32:
             fields |= planes[word + 1] << (32 - shift)
@@ -147,7 +147,7 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def expect_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor itself, or BadInput when the file holds another shape than the config implies."""
+    """The tensor itself, or BadInput when its shape is not the one that the config implies."""
     if tuple(tensor.shape) != shape:
         raise BadInput(
             f"{name} has shape {tuple(tensor.shape)}, but its quantization_config implies {shape}"
@@ -156,7 +156,7 @@ def expect_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> tor
 
 
 def expect_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
-    """The tensor itself, or BadInput when the file holds numbers of another kind."""
+    """The tensor itself, or BadInput when its dtype is none of `dtypes`."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(dtype_name(dtype) for dtype in dtypes)
         raise BadInput(
@@ -166,14 +166,14 @@ def expect_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch
 
 
 def expect_matrix(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
-    """The tensor itself, or BadInput when it is no matrix of such numbers."""
+    """The tensor itself, or BadInput when it is no matrix of one of `dtypes`."""
     if tensor.dim() != 2:
         raise BadInput(f"{name} has shape {tuple(tensor.shape)}, but the format has a matrix there")
     return expect_dtype(name, tensor, *dtypes)
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a regular expression of a config matches the beginning of a module's name."""
+    """Whether a regular expression of a config matches a module's name (`re.match`)."""
     try:
         return re.match(pattern, module) is not None
     except re.error as error:
@@ -183,7 +183,7 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """How a dtype is called in config files and messages: `bfloat16`."""
+    """Name of a dtype in config files and messages: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 

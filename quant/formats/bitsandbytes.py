@@ -1,4 +1,4 @@
-"""The format of bitsandbytes (`quant_method: bitsandbytes`), written without that package.
+"""bitsandbytes format (`quant_method: bitsandbytes`), written without that package.
 
 Per linear `P` of `n` weights in 4 bits, `nf4` or `fp4`:
 
@@ -29,7 +29,7 @@ from .base import Config, TensorSource, expect_dtype, expect_matrix, expect_shap
 _STATE = ".weight.quant_state.bitsandbytes__"
 _Kind = Literal["nf4", "fp4"]
 _KINDS: tuple[_Kind, ...] = ("nf4", "fp4")
-# What its kernels compute in; bitsandbytes casts to the model's own dtype afterwards.
+# Compute dtype of its kernels; bitsandbytes casts to the model's dtype afterwards.
 _COMPUTE_DTYPE = "bfloat16"
 
 BnbScheme = CodebookScheme | VectorwiseScheme
@@ -175,7 +175,7 @@ class BitsAndBytesFormat:
 
 
 def _read_state(name: str, source: TensorSource) -> dict[str, Any]:
-    """The JSON that describes a 4-bit weight, with what is read from it checked."""
+    """The checked `quant_state` JSON of a 4-bit weight."""
     data = expect_dtype(name, source.tensor(name), torch.uint8)
     try:
         state = json.loads(bytes(data.tolist()))

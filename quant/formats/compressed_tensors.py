@@ -1,8 +1,8 @@
-"""The format of compressed-tensors, read by transformers, vLLM and this engine.
+"""compressed-tensors format, read by transformers, vLLM and this engine.
 
-Its layouts are in `ct_layouts`, its config in `ct_config`. Modules of one model may follow several schemes;
-then every group of the config names its modules, and where they also differ in layout, the model's own is
-called `mixed-precision`.
+Its layouts are in `ct_layouts`, its config in `ct_config`. Modules of one model may have several schemes;
+then every config group lists its modules, and where the layouts differ too, the model's layout is
+`mixed-precision`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class CompressedTensorsFormat:
         layout_of(self._scheme(scheme))
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
-        # Rows are padded to whole words, so any width packs; what must fit are the groups.
+        # Rows are padded to whole words, so any width packs; only group sizes must divide.
         if isinstance(scheme, IntScheme):
             check_groups(module, in_features, scheme)
         activations = scheme.activations
         if activations is not None and activations.granularity == "group128" and in_features % 128:
             raise BadInput(
-                f"{module} has {in_features} inputs, and readers of compressed-tensors round inputs in "
-                "runs of 128 only where that divides them: leave it out with --ignore"
+                f"{module} has {in_features} inputs, and readers of compressed-tensors quantize inputs in "
+                "groups of 128 only where that divides them: leave it out with --ignore"
             )
 
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
@@ -77,7 +77,7 @@ class CompressedTensorsFormat:
     def config(
         self, schemes: Mapping[str, Scheme], ignore: Sequence[str], *, kv_cache: str | None = None
     ) -> dict[str, Any]:
-        """As the protocol says.
+"""See `WeightFormat.config`.
 
         Args:
             kv_cache: `fp8` or `int8` where `k_scale` and `v_scale` are stored beside the attention layers.
@@ -105,7 +105,7 @@ class CompressedTensorsFormat:
 
 
 def _kv_cache_record(kind: str) -> dict[str, Any]:
-    """Static per-tensor scales, which is what engines take from a checkpoint."""
+    """`kv_cache_scheme`: static per-tensor scales, the only kind that engines read from a checkpoint."""
     return {
         "num_bits": 8,
         "type": {"fp8": "float", "int8": "int"}[kind],

@@ -1,4 +1,4 @@
-"""`config_groups` of compressed-tensors: which modules follow which scheme, in which layout."""
+"""`config_groups` of compressed-tensors: the scheme and the layout of each module."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .base import Config, matches
 
 PACKED, INT8, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 MIXED = "mixed-precision"
-_NAIVE = "naive-quantized"  # an older name for the two that keep `weight`
+_NAIVE = "naive-quantized"  # an older name of the two layouts with a `weight` tensor
 _BLOCK = [128, 128]
 
 CtScheme = IntScheme | FloatScheme
 
 
 def layout_of(scheme: CtScheme) -> str:
-    """The layout that holds a scheme.
+    """The compressed-tensors layout for a scheme.
 
     Raises:
-        BadInput: none does.
+        BadInput: no layout stores it.
     """
     if isinstance(scheme, FloatScheme):
         if scheme.activations is None or scheme.activations.kind == "fp8":
@@ -36,7 +36,7 @@ def layout_of(scheme: CtScheme) -> str:
 
 
 def group_of(scheme: CtScheme, targets: list[str]) -> dict[str, Any]:
-    """One entry of `config_groups`. The library refuses keys that it does not know."""
+    """One entry of `config_groups`. The library rejects unknown keys."""
     weights: dict[str, Any] = {"num_bits": scheme.bits, "dynamic": False}
     if isinstance(scheme, FloatScheme):
         weights |= {"type": "float", "symmetric": True, "strategy": scheme.granularity}
@@ -68,7 +68,7 @@ def _activations_record(activations: Activations | None) -> dict[str, Any] | Non
 
 
 def find_group(config: Config, module: str) -> tuple[str, Config]:
-    """Layout and entry of `config_groups` for a module: by its name, by a pattern, or as a linear layer.
+    """Layout and `config_groups` entry of a module: by name, by `re:` pattern, or as class `Linear`.
 
     Raises:
         BadInput: there is none.
@@ -101,7 +101,7 @@ def read_group(layout: str, group: Config) -> tuple[str, CtScheme]:
     """Layout (never the naive name) and scheme of an entry of `config_groups`.
 
     Raises:
-        BadInput: a kind of weights or activations that is not read here.
+        BadInput: an unsupported kind of weights or activations.
     """
     weights = group.get("weights") or {}
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
@@ -151,5 +151,5 @@ def _read_activations(record: Config | None) -> Activations | None:
 
 
 def unsupported(what: str) -> BadInput:
-    """The error for a checkpoint of this kind that is not read here."""
+    """The error for an unsupported compressed-tensors checkpoint."""
     return BadInput(f"quant_method compressed-tensors with {what} is not supported")

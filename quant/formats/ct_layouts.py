@@ -1,8 +1,8 @@
-"""The three layouts of compressed-tensors, each a writer and a reader of one module's tensors.
+"""compressed-tensors layouts: pack-quantized, int-quantized, float-quantized (writers and readers).
 
 `pack-quantized`, for `b`-bit codes and `G` groups per row:
 
-    P.weight_packed      int32        [out, ceil(in*b/32)]  one bit stream a row, the lowest bits first
+    P.weight_packed      int32        [out, ceil(in*b/32)]  one bit stream per row, LSB first
     P.weight_scale       model dtype  [out, G]
     P.weight_zero_point  int32        [ceil(out*b/32), G]   asymmetric only; packed along `out`
     P.weight_shape       int64        [2]                   (out, in)
@@ -12,8 +12,8 @@
 asymmetric. `float-quantized` holds `P.weight` float8_e4m3fn `[out, in]` and `P.weight_scale` `[1]`,
 `[out, 1]` or one for each 128 × 128 block. Both have `P.input_scale` `[1]` for static activations.
 
-The library counts integer codes from `-2**(b-1)` and adds `2**(b-1)` before it packs; ours count from 0, so
-what lies in packed words is our code as it is.
+The library's codes are signed, from `-2**(b-1)`, and it adds `2**(b-1)` before packing; ours are unsigned,
+so packed words hold our codes unchanged.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def unpack_codes(module: str, source: TensorSource, scheme: IntScheme) -> IntTen
 
 
 def _fields(name: str, words: torch.Tensor, shape: tuple[int, int], bits: int) -> torch.Tensor:
-    """Codes of `shape` out of the words of its rows, dense or as the library did before 0.20."""
+    """Unpack codes of `shape`, packed densely or as the library did before 0.20."""
     rows, count = shape
     dense, old = -(-count * bits // 32), -(-count // (32 // bits))
     if words.shape[1] == old != dense:
-        # 3, 5 and 6 bits once left the rest of each word empty.
+        # Older versions left the rest of each word empty for 3, 5 and 6 bits.
         codes = unpack_words(words.reshape(-1, 1), bits)[:, : 32 // bits].reshape(
             words.shape[0], -1
         )
@@ -108,7 +108,7 @@ def pack_int8(module: str, tensor: IntTensor) -> dict[str, torch.Tensor]:
 
 
 def unpack_int8(module: str, source: TensorSource, scheme: IntScheme) -> IntTensor:
-    """Read `int-quantized`; one scale for a whole weight becomes one for each output channel."""
+    """Read `int-quantized`; a per-tensor scale is expanded to per-channel."""
     name = f"{module}.weight"
     signed = expect_matrix(name, source.tensor(name), torch.int8)
     out_features, in_features = signed.shape
@@ -158,7 +158,7 @@ def _scales(module: str, source: TensorSource, shape: tuple[int, int]) -> torch.
 
 
 def _spread(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """`tensor` as a matrix of `shape`: a single number or a vector of rows is one for all of them."""
+    """Expand a scalar or a vector of rows to a matrix of `shape`."""
     if tensor.numel() == 1:
         return tensor.reshape(1, 1).expand(shape).contiguous()
     if tensor.shape == (shape[0],) and shape[1] == 1:
@@ -180,7 +180,7 @@ def _input_scale(
     scale = source.tensor(name)
     if scale.numel() != 1:
         raise BadInput(
-            f"{name} has shape {tuple(scale.shape)}: only one scale for all is supported"
+            f"{name} has shape {tuple(scale.shape)}: only a per-tensor scale is supported"
         )
     return expect_dtype(name, scale, *SCALE_DTYPES).to(torch.float32).reshape(1)
 

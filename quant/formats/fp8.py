@@ -1,13 +1,13 @@
-"""The fp8 format of DeepSeek (`quant_method: fp8`), read by transformers, vLLM and this engine.
+"""Block-wise fp8 format of DeepSeek-V3 (`quant_method: fp8`), read by transformers, vLLM, this engine.
 
 Per linear `P`, as it is written here:
 
     P.weight            float8_e4m3fn  [out, in]
-    P.weight_scale_inv  float32        [ceil(out/128), ceil(in/128)]   what a value is multiplied by
+    P.weight_scale_inv  float32        [ceil(out/128), ceil(in/128)]   multiplier
 
-Inputs are rounded in runs of 128 channels as they come. Only this form means the same to all its readers.
-One scale for a weight or an output channel is read in both spellings, `weight_scale` (vLLM) and
-`weight_scale_inv` (transformers), with `input_scale` or `activation_scale` where activations are static.
+Activations are quantized dynamically in groups of 128 channels. Only this form is read alike by all readers.
+Per-tensor and per-channel scales are read under both names, `weight_scale` (vLLM) and `weight_scale_inv`
+(transformers), with `input_scale` or `activation_scale` where activations are static.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Fp8Format:
             expect_shape(name, scales, scheme.scale_shape(*values.shape))
         elif scales.numel() == 1:
             scales = scales.reshape(1, 1)
-        else:  # the config does not tell one scale from one for each channel
+        else:  # the config does not tell per-tensor from per-channel scales
             scales = expect_shape(name, scales.reshape(-1, 1), (values.shape[0], 1))
             scheme = FloatScheme("channel", scheme.activations)
         return Fp8Tensor(values, scales, scheme, self._input_scale(module, source, scheme))

@@ -1,5 +1,5 @@
-"""GGUF as a weight format. A module's blocks stream into layer shards under one name; when all layers are
-there, `quant.gguf.assemble` makes the one file of them.
+"""GGUF as a weight format. A module's blocks go into layer shards; `quant.gguf.assemble` merges the shards
+into one file at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCKS_SUFFIX = ".gguf_blocks"
 
 
 class GgufFormat:
-    """ggml blocks, and integer weights that are the same numbers (`gguf.integer`)."""
+    """ggml blocks, and integer weights that convert to blocks exactly (`gguf_integer`)."""
 
     name = "gguf"
     markers: tuple[str, ...] = (BLOCKS_SUFFIX,)

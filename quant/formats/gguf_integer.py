@@ -1,4 +1,4 @@
-"""Integer weights on a symmetric grid and ggml's Q4_0 and Q8_0 are the same numbers in another order."""
+"""Lossless conversion between symmetric integer weights and ggml's Q4_0 and Q8_0 blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TYPE_OF_BITS = {4: "Q4_0", 8: "Q8_0"}
 
 
 def block_type_of(scheme: Scheme) -> str | None:
-    """The block type that holds weights of this scheme without loss; None: there is none."""
+    """The block type that stores this scheme losslessly; None: there is none."""
     if isinstance(scheme, GgufScheme):
         return scheme.type
     if (
@@ -29,7 +29,7 @@ def block_type_of(scheme: Scheme) -> str | None:
 
 
 def int_to_gguf(tensor: IntTensor, *, name: str = "weight") -> GgufTensor:
-    """The same weight as Q4_0 or Q8_0: larger groups repeat their scale in every block of 32.
+    """The same weight as Q4_0 or Q8_0: scales of larger groups are repeated per block of 32.
 
     Raises:
         BadInput: another scheme, a width that 32 does not divide, or scales that float16 cannot hold.
@@ -52,7 +52,7 @@ def int_to_gguf(tensor: IntTensor, *, name: str = "weight") -> GgufTensor:
     head = scales.repeat_interleave(num_blocks // tensor.num_groups, dim=1).flatten()
     codes = tensor.codes.reshape(-1, WIDTH)
     if type_name == "Q8_0":
-        values = codes ^ 128  # minus 128, in two's complement
+        values = codes ^ 128  # code - 128, in two's complement
     else:
         values = codes[:, :16] | (codes[:, 16:] << 4)
     blocks = torch.cat([head.unsqueeze(-1).view(torch.uint8), values], dim=-1)
@@ -60,10 +60,10 @@ def int_to_gguf(tensor: IntTensor, *, name: str = "weight") -> GgufTensor:
 
 
 def gguf_to_int(tensor: GgufTensor, *, name: str = "weight") -> IntTensor:
-    """A Q4_0 or Q8_0 weight as integer codes with a float16 scale for each 32; Q4_0's may be negative.
+    """A Q4_0 or Q8_0 weight as integer codes in groups of 32 with float16 scales; Q4_0's may be negative.
 
     Raises:
-        BadInput: another block type; its grid is not one of codes and whole zero points.
+        BadInput: another block type; it has no integer zero points.
     """
     if tensor.scheme.type not in _TYPE_OF_BITS.values():
         raise BadInput(

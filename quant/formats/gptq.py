@@ -1,15 +1,15 @@
-"""The format of AutoGPTQ and GPTQModel (`quant_method: gptq`), read by vLLM, transformers and this engine.
+"""GPTQ format (AutoGPTQ, GPTQModel; `quant_method: gptq`), read by vLLM, transformers and this engine.
 
 Per linear `P`, for `b`-bit codes and groups of `g` input channels:
 
-    P.qweight  int32    [in*b/32, out]     one bit stream for each column, the lowest bits first
-    P.qzeros   int32    [in/g, out*b/32]   zero codes in the same way along `out`, less one in version 1
+    P.qweight  int32    [in*b/32, out]     one bit stream per column, LSB first
+    P.qzeros   int32    [in/g, out*b/32]   zero points packed along `out`, minus one in v1
     P.scales   float16  [in/g, out]
     P.g_idx    int32    [in]               the group of each input channel
 
-The matrix lies transposed to torch's `[out, in]`. Version 1 (`checkpoint_format: gptq`) cannot say a zero
-code of 0, so it holds symmetric weights here, and `gptq_v2` the others. Some tools wrote version 2 under
-the name of version 1; symmetric zero codes are all equal and tell which it is, so the bytes decide.
+The matrix is transposed to torch's `[out, in]`. Version 1 (`checkpoint_format: gptq`) cannot store a zero
+point of 0, so it is used for symmetric weights, and `gptq_v2` for the others. Some tools label version 2 as
+version 1; symmetric zero points are all equal and tell the versions apart, so the bytes decide.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .base import (
 )
 
 _BITS = (2, 3, 4, 8)
-_VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what a reader adds to a stored zero code
-_MULTIPLE = 32  # AutoGPTQ and the kernels ask it of both widths, whatever the bits
+_VERSIONS = {"gptq": 1, "gptq_v2": 0}  # added to a stored zero point by a reader
+_MULTIPLE = 32  # AutoGPTQ and the kernels require it of both dimensions, for all bits
 # vLLM fuses these and looks the fused name up, so an override of the first names the fused one as well.
 _FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 
 
 class GptqFormat:
-    """GPTQ: 2, 3, 4 or 8 bits, symmetric or not, groups in order or by an index."""
+    """GPTQ format: 2, 3, 4 or 8 bits, symmetric or not, sequential groups or `g_idx`."""
 
     name = "gptq"
     markers: tuple[str, ...] = (".qweight",)
@@ -56,7 +56,7 @@ class GptqFormat:
         scheme = int_scheme(self.name, scheme)
         if scheme.activations is not None:
             raise BadInput(
-                f"format gptq cannot hold {scheme.label} weights: it rounds no activations"
+                f"format gptq cannot hold {scheme.label} weights: it does not quantize activations"
             )
         if scheme.bits not in _BITS:
             raise BadInput(
@@ -119,7 +119,7 @@ class GptqFormat:
     def _group_index(
         module: str, source: TensorSource, in_features: int, groups: int
     ) -> torch.Tensor | None:
-        """The group of each input channel, or None where the groups lie in order."""
+        """`g_idx`, the group of each input channel, or None where groups are sequential."""
         name = f"{module}.g_idx"
         if name not in source:
             return None
@@ -184,7 +184,7 @@ class GptqFormat:
 
 
 def version_offset(config: Config) -> int:
-    """What the label says that a reader adds to a stored zero code; BadInput for other labels."""
+    """The zero-point offset of the `checkpoint_format` label; BadInput for unknown labels."""
     label = config.get("checkpoint_format") or config.get("format") or "gptq"
     if label not in _VERSIONS:
         raise BadInput(
@@ -195,7 +195,7 @@ def version_offset(config: Config) -> int:
 
 
 def zero_offset(stored: torch.Tensor, scheme: IntScheme, config: Config, module: str) -> int:
-    """What must be added to stored zero codes: from the bytes where they tell, else from the label."""
+    """The zero-point offset: from the stored values where they are conclusive, else from the label."""
     if not scheme.symmetric:
         return version_offset(config)
     for offset in (1, 0):

@@ -1,6 +1,6 @@
-"""Experts of gpt-oss as OpenAI ships them (`quant_method: mxfp4`), for reading.
+"""MXFP4 expert weights of gpt-oss (`quant_method: mxfp4`), read only.
 
-All experts of a layer lie in two tensors per projection `P`, `gate_up_proj` and `down_proj`:
+All experts of a layer are stored in two tensors per projection `P`, `gate_up_proj` and `down_proj`:
 
     P_blocks  uint8 [experts, out, in/32, 16]   two e2m1 codes a byte, the first in the low nibble
     P_scales  uint8 [experts, out, in/32]       exponents of two, with a bias of 127
@@ -23,14 +23,14 @@ _BIAS = 127
 
 
 def mxfp4_names(projection: str) -> tuple[str, str]:
-    """The tensors of one projection of a layer's experts."""
+    """Tensor names of one projection of a layer's experts."""
     return f"{projection}_blocks", f"{projection}_scales"
 
 
 def read_mxfp4(
     source: TensorSource, projection: str, num_experts: int, out_features: int, in_features: int
 ) -> list[CodebookTensor]:
-    """Each expert's weight `[out, in]`, still in 4 bits.
+    """Each expert's weight `[out, in]`, as 4-bit codes.
 
     Raises:
         BadInput: a tensor is missing, or its shape contradicts the config.

@@ -1,4 +1,4 @@
-"""The formats there are, by name."""
+"""Registry of weight formats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMATS: dict[str, WeightFormat] = {weight_format.name: weight_format for weight
 
 
 def format_of(quantization_config: dict[str, Any]) -> WeightFormat:
-    """The format that a `quantization_config` names.
+    """The format of a `quantization_config`, by its `quant_method`.
 
     Raises:
         BadInput: an unknown `quant_method`.

@@ -1,16 +1,16 @@
-"""A layout of our own for look-up tables (`quant_method: squeezellm`), which only this engine reads.
+"""SqueezeLLM format: lookup tables and sparse weights (`quant_method: squeezellm`), llmopt's own layout.
 
 Per linear `P` with `b`-bit codes:
 
-    P.qweight        int32    [out, ceil(in*b/32)]  one bit stream for each row, the lowest bits first
+    P.qweight        int32    [out, ceil(in*b/32)]  one bit stream per row, LSB first
     P.lookup_table   float16  [out, 2**b]
     P.weight_shape   int64    [2]                   (out, in)
-    P.sparse_rows    int32    [out + 1]             where the sparse weights of each row begin (CSR)
+    P.sparse_rows    int32    [out + 1]             CSR row pointers
     P.sparse_columns int32    [nonzeros]
-    P.sparse_values  float16  [nonzeros]            added to what the table says
+    P.sparse_values  float16  [nonzeros]            added to the table's value
 
-The names of the first two are those of the authors' code (github.com/SqueezeAILab/SqueezeLLM), whose own
-packing is bound to its CUDA kernels and has no config at all.
+Only this engine reads it. The first two names are those of the authors' code
+(github.com/SqueezeAILab/SqueezeLLM), whose packing is tied to its CUDA kernels and has no config.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .base import (
 
 
 class SqueezeLlmFormat:
-    """Tables and sparse weights, in a layout of our own."""
+    """Lookup tables and CSR sparse weights, in llmopt's own layout."""
 
     name = "squeezellm"
     markers: tuple[str, ...] = (".lookup_table",)

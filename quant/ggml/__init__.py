@@ -1,1 +1,1 @@
-"""ggml's block types, to the bit: encoding and decoding."""
+"""ggml's block quantization types: bit-exact quantization and dequantization."""

@@ -1,4 +1,4 @@
-"""Weights to ggml blocks and back, for every block type."""
+"""Quantization to ggml blocks and dequantization, for every block type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .k_blocks import dequantize_affine, dequantize_signed
 from .k_search import quantize_affine, quantize_signed
 from .simple_blocks import dequantize_simple, quantize_simple
 
-# So many weights at a time: what the search makes of them stays in the processor's cache.
+# Weights per chunk: the search's temporaries stay in the processor's cache.
 _CHUNK_WEIGHTS = 2**17
 _LARGEST = torch.finfo(torch.float16).max
 
@@ -22,12 +22,12 @@ def quantize_blocks(
     *,
     name: str = "weight",
 ) -> torch.Tensor:
-    """Round a weight to blocks along its rows.
+    """Quantize a weight to blocks along its rows.
 
     Args:
         weight: float `[out, in]`; the block width divides `in`.
-        importance: of each input channel `[in]`, such as its mean square: K-quants weigh errors by it.
-        name: how an error calls this weight.
+        importance: importance matrix: of each input channel `[in]`, such as its mean square; weights K-quants' errors.
+        name: the weight's name in error messages.
 
     Returns:
         uint8 `[out, row bytes]`.
@@ -57,7 +57,7 @@ def quantize_blocks(
 
 
 def dequantize_blocks(data: torch.Tensor, type_name: str) -> torch.Tensor:
-    """The weights, float32 `[out, in]`, that uint8 `[out, row bytes]` stands for."""
+    """Dequantize uint8 `[out, row bytes]` to float32 `[out, in]`."""
     width, block_bytes = GGUF_BLOCKS[type_name]
     blocks = data.reshape(-1, block_bytes)
     if width == 32:
@@ -80,7 +80,7 @@ def _quantize(
 
 
 def _usable_importance(importance: torch.Tensor) -> torch.Tensor | None:
-    """Of mean 1, and never quite 0: a channel that calibration never woke still wants fair codes."""
+    """Normalized to mean 1 and bounded away from 0, so that never-activated channels keep good codes."""
     importance = importance.to(torch.float32)
     mean = float(importance.mean())
     return (importance / mean).clamp(min=1e-4) if mean > 0 else None

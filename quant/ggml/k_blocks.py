@@ -1,4 +1,4 @@
-"""How ggml's blocks of 256 weights lie in bytes: Q4_K, Q5_K, Q6_K (structs of `ggml-common.h`)."""
+"""Byte layout of ggml's K-quant super-blocks of 256 weights: Q4_K, Q5_K, Q6_K (structs of `ggml-common.h`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ WIDTH = 256
 def pack_affine(
     scales: torch.Tensor, codes: torch.Tensor, lows: torch.Tensor, heads: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """Q4_K and Q5_K: `w = d * scale * code - dmin * low` for each of eight runs of 32.
+    """Q4_K and Q5_K: `w = d * scale * code - dmin * minimum` for each of eight sub-blocks of 32.
 
     Args:
-        scales, lows: uint8 `[n, 8]`, 6 bits each.
+        scales, lows: scales and minimums, uint8 `[n, 8]`, 6 bits each.
         codes: uint8 `[n, 8, 32]`.
         heads: float16 `[n, 2]`: d and dmin.
         bits: 4 or 5.
@@ -42,7 +42,7 @@ def pack_affine(
 
 
 def affine_fields(data: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Undo `pack_affine`, but for the heads: codes `[n, 8, 32]`, scales and lows `[n, 8]`, all uint8."""
+    """Inverse of `pack_affine`, without the heads: codes `[n, 8, 32]`, scales, minimums `[n, 8]`, uint8."""
     first, second, third = data[:, 4:8], data[:, 8:12], data[:, 12:16]
     scales = torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=-1)
     lows = torch.cat([second & 63, (third >> 4) | (second >> 6) << 4], dim=-1)
@@ -63,7 +63,7 @@ def dequantize_affine(data: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def pack_signed(scales: torch.Tensor, codes: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """Q6_K: `w = d * scale * (code - 32)` for each of sixteen runs of 16.
+    """Q6_K: `w = d * scale * (code - 32)` for each of sixteen sub-blocks of 16.
 
     Args:
         scales: int8 `[n, 16]`.
@@ -83,7 +83,7 @@ def pack_signed(scales: torch.Tensor, codes: torch.Tensor, head: torch.Tensor) -
 
 
 def signed_fields(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undo `pack_signed`, but for the head: codes uint8 `[n, 16, 16]`, scales int8 `[n, 16]`."""
+    """Inverse of `pack_signed`, without the head: codes uint8 `[n, 16, 16]`, scales int8 `[n, 16]`."""
     low_bytes, high_bytes = data[:, :128].reshape(-1, 2, 2, 32), data[:, 128:192]
     nibbles = torch.cat([low_bytes & 15, low_bytes >> 4], dim=2)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=data.device).view(4, 1)

@@ -1,12 +1,11 @@
-"""Choosing scales and codes of K-quants: the least weighted squared error, not the widest range.
+"""K-quant search: scales, minimums and codes of least weighted squared error.
 
-In the spirit of ggml's `make_qkx2_quants` and `make_qx_quants`: several step sizes around the one that
-the range gives are tried; each gives codes, the codes give the scale (and offset) of least squares, and
-the best of these is kept. The scales of the runs are then rounded to 6 (Q6_K: 8) bits under one
-scale for the block, the codes are chosen again on the grid that is really stored, and the block's own
-scales are fitted once more to those codes where that helps.
+After ggml's `make_qkx2_quants` and `make_qx_quants`: several step sizes around the min-max one are tried;
+each gives codes, the codes give the least-squares scale (and offset), and the best is kept. The sub-blocks'
+scales are then quantized to 6 (Q6_K: 8) bits under one super-block scale, codes are recomputed on the stored
+grid, and the super-block's scales are refitted to those codes where that helps.
 
-Shapes: a block of 256 weights is `[runs, width]`, and leading dimensions are any.
+Shapes: a block of 256 weights is `[runs, width]` (sub-blocks, weights), with any leading dimensions.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ def quantize_affine(
 
     Args:
         blocks: float32 `[n, 256]`.
-        importance: positive float32 `[n, 256]`, how much an error of each weight costs; None guesses from
-            the weights themselves.
+        importance: positive float32 `[n, 256]`, weight of each squared error; None derives it from
+            the weights.
 
     Returns:
         uint8 `[n, block bytes]`.
@@ -47,7 +46,7 @@ def quantize_affine(
     heads = torch.stack([scales, lows], dim=-1).to(torch.float16)
 
     def choose(heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes on the grid of these heads, and the weighted error of each block."""
+        """Codes on the grid of these heads, and each block's weighted error."""
         step, low = _affine_grid(heads, scale_codes, low_codes)
         codes = ((x + low) * _reciprocal(step)).round().clamp(0, levels)
         return codes, (weights * (codes * step - low - x).square()).sum(dim=(1, 2))
@@ -66,7 +65,7 @@ def quantize_signed(blocks: torch.Tensor, importance: torch.Tensor | None) -> to
     x = blocks.view(-1, 16, 16)
     weights = x.square() if importance is None else importance.view_as(x)
     steps = _fit_signed(x, weights, 32, _SIGNED_SHIFTS)
-    # An error of the step costs as much as the codes are large, and those are as large as the weights.
+    # An error of the step is multiplied by the codes, which grow with the weights.
     cost = (weights * x.square()).sum(dim=-1) * _reciprocal(steps).square()
     head = _fit_signed(steps.unsqueeze(1), cost.unsqueeze(1), 128, _SIGNED_SHIFTS)
     head = head.to(torch.float16).to(torch.float32)
@@ -99,7 +98,7 @@ def quantize_signed(blocks: torch.Tensor, importance: torch.Tensor | None) -> to
 def _fit_affine(
     x: torch.Tensor, weights: torch.Tensor, levels: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step and offset of each run, `[..., runs]`, for `x ≈ step * code - offset`; neither is negative."""
+    """Step and offset of each sub-block, `[..., runs]`, for `x ≈ step * code - offset`; neither is negative."""
     low, high = x.aminmax(dim=-1, keepdim=True)
     low = low.clamp(max=0)
     span = high - low
@@ -121,7 +120,7 @@ def _fit_affine(
         step = torch.where(through_zero, sum_xl / sum_ll, step)
         offset = offset.clamp(max=0)
         error = (weights * (codes * step + offset - x).square_()).sum(dim=-1, keepdim=True)
-        # A comparison with NaN is false, so runs without two different codes keep what they have.
+        # A comparison with NaN is false, so sub-blocks without two different codes keep their values.
         better = (error < best_error) & (step > 0)
         best_error = torch.where(better, error, best_error)
         best_step = torch.where(better, step, best_step)
@@ -132,7 +131,7 @@ def _fit_affine(
 def _fit_signed(
     x: torch.Tensor, weights: torch.Tensor, middle: int, shifts: tuple[float, ...]
 ) -> torch.Tensor:
-    """Step of each run, `[..., runs]`, for `x ≈ step * code` with codes `-middle .. middle - 1`.
+    """Step of each sub-block, `[..., runs]`, for `x ≈ step * code` with codes `-middle .. middle - 1`.
 
     The value of largest magnitude may take the code `-middle`, so a step may be negative.
     """
@@ -143,7 +142,7 @@ def _fit_signed(
         codes = (x * (-(middle + shift) * inverse)).round_().clamp_(-middle, middle - 1)
         products = (weights * x * codes).sum(dim=-1, keepdim=True)
         squares = (weights * codes * codes).sum(dim=-1, keepdim=True)
-        gain = products * products / squares  # what the error of zero codes is lowered by
+        gain = products * products / squares  # reduction of the error against all-zero codes
         better = gain > best_gain
         best_gain = torch.where(better, gain, best_gain)
         best_step = torch.where(better, products / squares, best_step)
@@ -153,7 +152,7 @@ def _fit_signed(
 def _fit_positive(
     values: torch.Tensor, weights: torch.Tensor, levels: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step for all runs of a block, `[n]`, and codes `[n, runs]`: `values ≈ step * code`, all ≥ 0."""
+    """One step for all sub-blocks of a block, `[n]`, and codes `[n, runs]`: `values ≈ step * code`, all ≥ 0."""
     largest = values.amax(dim=-1, keepdim=True)
     inverse = _reciprocal(largest)
     best_step = torch.zeros_like(largest)
@@ -176,7 +175,7 @@ def _fit_positive(
 def _affine_grid(
     heads: torch.Tensor, scale_codes: torch.Tensor, low_codes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step and offset of each run as they will be read back, `[n, 8, 1]`."""
+    """Step and offset of each sub-block after dequantization, `[n, 8, 1]`."""
     step, low = heads.to(torch.float32).unbind(dim=-1)
     return (
         (step.unsqueeze(-1) * scale_codes).unsqueeze(-1),
@@ -192,7 +191,7 @@ def _refit_affine(
     low_codes: torch.Tensor,
     heads: torch.Tensor,
 ) -> torch.Tensor:
-    """The d and dmin of least squares for given codes, float16 `[n, 2]`; `heads` where there is none."""
+    """Least-squares d and dmin for given codes, float16 `[n, 2]`; `heads` where singular."""
     grid, low = codes * scale_codes.unsqueeze(-1), low_codes.unsqueeze(-1).expand_as(codes)
     both = (1, 2)
     weighted_grid, weighted_low = weights * grid, weights * low

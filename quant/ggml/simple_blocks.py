@@ -1,4 +1,4 @@
-"""ggml's blocks of 32 weights with one scale: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1.
+"""ggml's simple blocks of 32 weights with one scale: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1.
 
 Codes and bytes are those of ggml's reference quantizers (`ggml-quants.c`): `d` is rounded to float16 for
 storage, but codes are chosen with the unrounded one.
@@ -39,7 +39,7 @@ def quantize_simple(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
 
 
 def dequantize_simple(data: torch.Tensor, type_name: str) -> torch.Tensor:
-    """The weights, float32 `[n, 32]`, that bytes `[n, block bytes]` stand for."""
+    """Dequantize bytes `[n, block bytes]` to float32 `[n, 32]`."""
     scale = read_half(data, 0)
     if type_name == "Q8_0":
         return data[:, 2:].contiguous().view(torch.int8).to(torch.float32) * scale
@@ -67,7 +67,7 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(data: torch.Tensor) -> torch.Tensor:
-    """Undo `pack_bits`."""
+    """Inverse of `pack_bits`."""
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return ((data.unsqueeze(-1) >> shifts) & 1).flatten(-2)
 

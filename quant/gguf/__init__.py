@@ -1,1 +1,1 @@
-"""GGUF: ggml's container of tensors in blocks, with all that llama.cpp needs to run a model."""
+"""GGUF: ggml's model file; tensors, metadata keys, tokenizer, as llama.cpp reads them."""

@@ -1,4 +1,4 @@
-"""A model's shape as GGUF keys, and back: the `llama`, `qwen2` and `qwen3` architectures."""
+"""Between `config.json` and GGUF metadata keys: `llama`, `qwen2` and `qwen3`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..base.errors import BadInput
 from .container import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"
-# Llama 3.1 to 3.3 all stretch the rotation with these; GGUF keeps only the factors that they lead to.
+# RoPE scaling of Llama 3.1 to 3.3; GGUF stores only the resulting frequency factors.
 _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -33,7 +33,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     """The `general.architecture` of a `config.json`.
 
     Raises:
-        BadInput: a model type or a feature that these architectures do not have.
+        BadInput: an unsupported model type or feature.
     """
     model_type = config.get("model_type")
     if model_type not in _ARCHITECTURES:
@@ -52,7 +52,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
-    """Linears whose rows are in another order in GGUF, with their number of heads."""
+    """Linears whose rows GGUF permutes (interleaved RoPE), with their number of heads."""
     if _ARCHITECTURES.get(str(config.get("model_type"))) != "llama":
         return {}
     heads = int(config["num_attention_heads"])
@@ -63,10 +63,10 @@ def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that describe the model of a `config.json`.
+    """The GGUF metadata keys of a `config.json`.
 
     Raises:
-        BadInput: see `architecture_of`; a missing key, or a rotary embedding without words in GGUF.
+        BadInput: see `architecture_of`; a missing key, or RoPE scaling that GGUF cannot express.
     """
     name = architecture_of(config)
     try:
@@ -91,7 +91,7 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
-    """What the rotary frequencies are divided by, float32 `[head_dim / 2]`, in Llama 3's rule; else None."""
+    """`rope_freqs`: divisors of the RoPE frequencies, float32 `[head_dim / 2]`, for Llama 3; else None."""
     theta, scaling = _rope(config)
     if scaling.get("rope_type", scaling.get("type")) != "llama3":
         return None
@@ -106,7 +106,7 @@ def rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """The `config.json` that the keys and tensors of a file amount to.
+    """The `config.json` derived from a file's keys and tensors.
 
     Raises:
         BadInput: another architecture, a missing key, or a mixture of experts.
@@ -177,7 +177,7 @@ def _rope_parameters(file: GgufFile, name: str, config: dict[str, Any]) -> dict[
 
 
 def _shortest(value: float) -> float:
-    """The shortest number that is stored as this float32: 1e-06, and not 9.999999974752427e-07."""
+    """The shortest decimal that rounds to this float32: 1e-06, and not 9.999999974752427e-07."""
     return float(str(np.float32(value)))
 
 
@@ -187,7 +187,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
-    """The base of the rotary frequencies, and how they are stretched."""
+    """RoPE base (theta) and scaling parameters."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return float(given.get("rope_theta", config.get("rope_theta", 10000.0))), given
 

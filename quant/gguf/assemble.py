@@ -1,4 +1,4 @@
-"""From finished layer shards to the one file that llama.cpp opens."""
+"""Assembling layer shards into one GGUF file."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
 def gguf_name(model_name: str, type_name: str) -> str:
-    """The usual name of a file, such as `stories3M-Q4_K_M.gguf`."""
+    """The conventional file name, such as `stories3M-Q4_K_M.gguf`."""
     return f"{model_name.rstrip('/').rsplit('/', 1)[-1]}-{type_name}.gguf"
 
 
 def check_source(source: Checkpoint) -> None:
-    """Raises BadInput where GGUF has no words for a model: its type, a tensor, its tokenizer."""
+    """Raises BadInput where GGUF cannot represent a model: its type, a tensor, its tokenizer."""
     architecture_keys(source.config)
     for name in _held(source.names, source.config):
         _gguf_tensor_name(name)
@@ -48,22 +48,22 @@ def assemble(
 ) -> list[str]:
     """Write a whole model as one GGUF file, one tensor in memory at a time.
 
-    Tensors come from the shards, and what these lack from the source. Blocks are copied, norms and biases
-    become float32, linears that were left alone keep their dtype, and embedding and output head are
-    rounded to what llama.cpp gives them in a file of this type.
+    Tensors come from the shards, the rest from the source. Blocks are copied, norms and biases become
+    float32, unquantized linears keep their dtype, and embedding and output head are quantized to the types
+    that llama.cpp uses in a file of this type.
 
     Args:
         source: the original checkpoint, with its `tokenizer.json`.
         layer_shards: safetensors files that hold `<module>.gguf_blocks` and the other tensors of layers.
-        output: the file to write; it appears when it is whole.
-        schemes: of every module with blocks: a `GgufScheme`, or an integer one that is the same numbers.
+        output: the file to write, atomically.
+        schemes: of every module with blocks: a `GgufScheme`, or an integer one that converts exactly.
         type_name: one of `mix.GGUF_TYPES`.
 
     Returns:
-        What to tell the user, one line each.
+        Notes for the user, one line each.
 
     Raises:
-        BadInput: what `check_source` finds, NaN in a weight, or a full disk.
+        BadInput: see `check_source`; NaN in a weight, or a full disk.
     """
     config = source.config
     metadata = {
@@ -96,7 +96,7 @@ def assemble(
 
 
 class _Writer:
-    """Turns tensors of Hugging Face's names into tensors of the file."""
+    """Converts Hugging Face tensors to GGUF ones: names, row order, types."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Writer:
         self._head_types = head_types
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> TensorToWrite:
-        """What to write for one tensor."""
+        """One tensor of the file, by its Hugging Face name."""
         target = _gguf_tensor_name(name)
         module = name.removesuffix(BLOCKS_SUFFIX)
         if module != name:
@@ -131,7 +131,7 @@ class _Writer:
         return TensorToWrite(target, shape, kept, lambda: [_bytes(self._rows(name))])
 
     def _rows(self, name: str) -> torch.Tensor:
-        """A tensor with its rows in the order of the file."""
+        """A tensor with its rows in GGUF's order."""
         tensor = self._readers[name](name)
         for linear, heads in self._heads.items():
             if f".{linear}." in name:
@@ -145,7 +145,7 @@ class _Writer:
 
 
 def _held(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """The tensors that a file shall hold: no buffers, and no second copy of a tied head."""
+    """Names of the tensors to store: no buffers, and no second copy of a tied head."""
     tied = bool(config.get("tie_word_embeddings"))
     return [
         name
@@ -160,7 +160,7 @@ def _head_types(
     shapes: Mapping[str, tuple[int, ...]],
     type_name: str,
 ) -> dict[str, str]:
-    """Block types of the embedding and the output head, where they are not blocks already and one fits."""
+    """Block types of the embedding and the output head, where they are not quantized already and one fits."""
     tied = bool(config.get("tie_word_embeddings"))
     choices = {f"{_EMBEDDING}.weight": output_type if tied else embedding_type}
     choices[f"{_HEAD}.weight"] = output_type
@@ -176,7 +176,7 @@ def _shape(name: str, handles: Sequence[Any], source: Checkpoint) -> tuple[int, 
 
 
 def _gguf_tensor_name(name: str) -> str:
-    """`blk.3.attn_q.weight` for `model.layers.3.self_attn.q_proj.weight`, or for its blocks."""
+    """`blk.3.attn_q.weight` for `model.layers.3.self_attn.q_proj.weight`, also for its blocks."""
     for ending, theirs in ((BLOCKS_SUFFIX, ".weight"), (".weight", ".weight"), (".bias", ".bias")):
         if name.endswith(ending):
             module = to_gguf(name.removesuffix(ending))

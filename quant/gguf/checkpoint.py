@@ -1,4 +1,4 @@
-"""A GGUF file seen as a checkpoint: Hugging Face's names, order of rows and config."""
+"""A GGUF file as a `Checkpoint`: Hugging Face's names, row order and config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .container import GgufFile, TensorInfo
 from .names import from_gguf, to_halves
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Looked up by row, so it is held as floats whatever the file has.
+# Looked up by row, so it is dequantized whatever its type in the file.
 _EMBEDDING = "model.embed_tokens"
 
 
@@ -25,7 +25,7 @@ class GgufCheckpoint(Checkpoint):
     """A `.gguf` file, ours or llama.cpp's, through the interface of `Checkpoint`.
 
     Linears in blocks appear as `<module>.gguf_blocks`, uint8 `[out, row bytes]`; everything else as
-    floats under its usual name. A `config.json` in the same folder counts for what the file does not say
+    floats under its usual name. A `config.json` in the same folder supplies what the file lacks
     (its model type must be of the file's architecture); without one the config is made from the keys.
 
     Raises:
@@ -81,7 +81,7 @@ class GgufCheckpoint(Checkpoint):
         if name not in self._infos:
             raise BadInput(f"{self.path} has no tensor {name!r}")
         info = self._infos[name]
-        # A copy, so that nobody writes into the file's own pages.
+        # A copy, so that the mapped file's pages are never written.
         data = torch.from_numpy(self._file.data(info.name).copy())
         if info.type in _DTYPES:
             tensor = data.view(_DTYPES[info.type]).view(info.shape)
@@ -95,7 +95,7 @@ class GgufCheckpoint(Checkpoint):
         return tensor
 
     def release(self) -> None:
-        """Let go of the file's pages in memory; tensors are copies."""
+        """Drop the mapped pages from memory; tensors are copies."""
         self._file.release()
 
     def shape(self, name: str) -> tuple[int, ...]:

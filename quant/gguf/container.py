@@ -1,4 +1,4 @@
-"""The GGUF file itself, version 3: a header, typed keys and values, tensor infos, and aligned tensor data.
+"""GGUF container, version 3: header, typed key-value metadata, tensor infos, aligned tensor data.
 
 Layout, all little endian (ggml's `docs/gguf.md`):
 
@@ -30,7 +30,7 @@ VERSION = 3
 ALIGNMENT = 32
 _MAX_DIMS = 4
 
-# Weights in a block and its bytes, by the name of the type; then ggml's numbers for the names.
+# Weights and bytes per block, by type name; then ggml's type numbers.
 TYPE_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **GGUF_BLOCKS}
 TYPE_NUMBERS = {
     "F32": 0,
@@ -166,13 +166,13 @@ class GgufFile:
         return np.frombuffer(self._bytes, np.uint8, count=info.nbytes, offset=info.start)
 
     def release(self) -> None:
-        """Give back the memory of the pages read so far; they are read again when somebody looks."""
+        """Drop the mapped pages read so far (`madvise`); they are read again on access."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._bytes.madvise(mmap.MADV_DONTNEED)
 
 
 class _Cursor:
-    """Reads forward through the bytes of a file; what is missing is a BadInput that names it."""
+    """A sequential reader of a file's bytes; BadInput names what is missing where the file ends early."""
 
     def __init__(self, data: mmap.mmap, path: Path):
         self._data = data
@@ -221,7 +221,7 @@ class TensorToWrite:
     Attributes:
         shape: as torch has it.
         type: name of its ggml type.
-        chunks: gives its bytes, in pieces, when its turn has come.
+        chunks: yields its bytes in chunks, when it is written.
     """
 
     name: str
@@ -231,13 +231,13 @@ class TensorToWrite:
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:
-    """Write a file under a temporary name, one tensor in memory at a time, and rename it into place.
+    """Write a GGUF file atomically, one tensor in memory at a time.
 
     Args:
         metadata: str, bool, int (stored as u32), float (f32), or a list of str, int (i32) or float.
 
     Raises:
-        BadInput: the disk is full. What was there before is untouched.
+        BadInput: the disk is full. An existing file is untouched.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:

@@ -1,4 +1,4 @@
-"""Which block type each weight of a model gets: llama.cpp's rules for its named mixes."""
+"""The block type of each weight: llama.cpp's rules for its mixes (Q4_K_M, ...)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GGUF_TYPES = {
 }
 DEFAULT_GGUF_TYPE = "Q4_K_M"
 
-# What llama.cpp takes where rows are no multiple of 256.
+# llama.cpp's fallback types where rows are no multiple of 256.
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HEAD_TYPES = {"Q8_0": "Q8_0"}  # all others: Q6_K
@@ -36,15 +36,15 @@ def mix(
     """The scheme of each linear of the decoder layers, and of `lm_head` where it is among them.
 
     In the mixes that end in `_M`, `v_proj` and `down_proj` get Q6_K in the first and the last eighth of
-    the layers and in every third between. Where a type does not fit the width, the next larger one of
-    blocks of 32 takes its place.
+    the layers and in every third between. Where a type does not fit the width, the next larger type
+    with blocks of 32 replaces it.
 
     Args:
         type_name: one of `GGUF_TYPES`.
         modules: `(out_features, in_features)` by full name, such as `model.layers.3.mlp.down_proj`.
 
     Returns:
-        By full name; without the modules whose inputs are no multiple of 32, which stay as they are.
+        By full name; without modules whose inputs are no multiple of 32, which stay unquantized.
 
     Raises:
         BadInput: no such type.
@@ -58,7 +58,7 @@ def mix(
 
 
 def mix_notes(type_name: str, modules: Mapping[str, tuple[int, int]], num_layers: int) -> list[str]:
-    """One line for each kind of replacement that `mix` made."""
+    """One line for each kind of fallback that `mix` made."""
     _known(type_name)
     counts: dict[tuple[str, str | None, int], int] = {}
     for name, (_, in_features) in modules.items():
@@ -69,23 +69,23 @@ def mix_notes(type_name: str, modules: Mapping[str, tuple[int, int]], num_layers
             counts[key] = counts.get(key, 0) + 1
     return [
         f"note: {count} linears have {width} inputs, which {wanted} does not fit: "
-        + (f"they become {used}" if used else "they stay as they are")
+        + (f"they become {used}" if used else "they stay unquantized")
         for (wanted, used, width), count in counts.items()
     ]
 
 
 def output_type(type_name: str, in_features: int) -> str | None:
-    """The block type of the output head, and of an embedding that serves as one; None: none fits."""
+    """The block type of the output head, and of a tied embedding; None: none fits."""
     return fitting(_HEAD_TYPES.get(type_name, "Q6_K"), in_features)
 
 
 def embedding_type(type_name: str, in_features: int) -> str | None:
-    """The block type of an embedding beside an output head of its own; None: none fits."""
+    """The block type of an untied embedding; None: none fits."""
     return fitting(_known(type_name), in_features)
 
 
 def fitting(block: str, in_features: int) -> str | None:
-    """`block`, or what takes its place in rows of this width."""
+    """`block`, or its fallback for rows of this width."""
     for candidate in (block, _FALLBACKS.get(block)):
         if candidate and in_features % GGUF_BLOCKS[candidate][0] == 0:
             return candidate
@@ -99,7 +99,7 @@ def _known(type_name: str) -> str:
 
 
 def _wanted(type_name: str, module: str, num_layers: int) -> str:
-    """The block type that the rules give a linear, whatever its width."""
+    """The block type of a linear by the mix's rules, before width fallbacks."""
     if module == "lm_head":
         return _HEAD_TYPES.get(type_name, "Q6_K")
     layer = _LAYER.match(module)

@@ -1,4 +1,4 @@
-"""Names of tensors in GGUF and in Hugging Face checkpoints, and the order of rows in queries and keys."""
+"""Tensor names in GGUF and Hugging Face checkpoints, and the row permutation of q and k for RoPE."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def to_gguf(module: str) -> str | None:
-    """`blk.3.attn_q` for `model.layers.3.self_attn.q_proj`; None for a module that GGUF has no name for."""
+    """`blk.3.attn_q` for `model.layers.3.self_attn.q_proj`; None for a module without a GGUF name."""
     layer = _HF_LAYER.fullmatch(module)
     if layer is None:
         return _TOP.get(module)
@@ -40,7 +40,7 @@ def to_gguf(module: str) -> str | None:
 
 
 def from_gguf(module: str) -> str | None:
-    """Undo `to_gguf`."""
+    """Inverse of `to_gguf`."""
     layer = _GGUF_LAYER.fullmatch(module)
     if layer is None:
         return _TOP_BACK.get(module)
@@ -49,7 +49,7 @@ def from_gguf(module: str) -> str | None:
 
 
 def to_interleaved(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows `[heads * head_dim, ...]` from halves that rotate together to neighbours that do.
+    """Permute rows `[heads * head_dim, ...]` from half-split (NeoX) to interleaved (GPT-J) RoPE.
 
     GGUF's llama architecture rotates channels 2i and 2i + 1 of a head, Hugging Face's i and i + half.
     """
@@ -57,5 +57,5 @@ def to_interleaved(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def to_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undo `to_interleaved`."""
+    """Inverse of `to_interleaved`."""
     return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -11,7 +11,7 @@ from ..model.checkpoint import read_json
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
-# How llama.cpp splits text before merging, by the expression that tokenizer.json splits with.
+# llama.cpp's pre-tokenizer names, by the regular expression in tokenizer.json.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,7 +27,7 @@ def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
     """The `tokenizer.*` keys for the tokenizer of a checkpoint.
 
     Args:
-        folder: where `tokenizer.json` lies.
+        folder: holds `tokenizer.json`.
         vocab_size: rows of the embedding; ids beyond the tokenizer's become unused tokens.
 
     Raises:
@@ -59,7 +59,7 @@ def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
     if byte_level:
         keys["tokenizer.ggml.merges"] = [f"{left} {right}" for left, right in merges]
     else:
-        # llama.cpp merges what has the highest score: the earlier a merge, the higher.
+        # llama.cpp merges the pair of highest score first: the earlier a merge, the higher its score.
         rank: dict[str, int] = {}
         for left, right in merges:
             rank.setdefault(left + right, len(rank))
@@ -73,7 +73,7 @@ def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
 
 
 def _special_keys(folder: Path) -> dict[str, Any]:
-    """Special ids, whether a text begins and ends with them, and the chat template."""
+    """Special token ids, add-BOS and add-EOS flags, and the chat template."""
     from transformers import AutoTokenizer
 
     try:
@@ -111,7 +111,7 @@ def _token_type(token_id: int, text: str | None, added: Any, ends_in_placeholder
 
 
 def _pre_tokenizer(path: Path, content: dict[str, Any]) -> str:
-    """llama.cpp's name for the way text is split before merging."""
+    """llama.cpp's name of the pre-tokenizer."""
     steps = content.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
     kinds = [step.get("type") for step in steps]
@@ -132,7 +132,7 @@ def _pre_tokenizer(path: Path, content: dict[str, Any]) -> str:
 
 
 def _adds_a_space(content: dict[str, Any]) -> bool:
-    """Whether a text gets a space before its first word."""
+    """Whether the tokenizer adds a prefix space."""
     normalizer = content.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer])
     if any(step.get("type") == "Prepend" for step in steps):

@@ -1,1 +1,1 @@
-"""Where codes lie: integer, float, codebook, lookup and block grids, and rounding to them."""
+"""Quantization grids: integer, float, codebook, lookup and block, and rounding to them."""

@@ -1,4 +1,4 @@
-"""Rounding to ggml's blocks, with the errors of K-quants weighed by what calibration saw."""
+"""Rounding to ggml's blocks, with K-quants' errors weighted by the importance matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def round_to_blocks(
     statistics: InputStatistics | None,
     name: str,
 ) -> GgufTensor:
-    """Round `weight` `[out, in]`, which is the linear's `original` or that with scaled columns.
+    """Round `weight` `[out, in]`: the linear's `original`, or `original` with scaled columns.
 
     The importance of a column is the mean square of its input, llama.cpp's importance matrix.
 
@@ -29,7 +29,7 @@ def round_to_blocks(
     if statistics is not None and statistics.num_tokens:
         importance = statistics.gram.diagonal() / statistics.num_tokens
         if weight is not original:
-            # Columns that were multiplied see inputs that were divided.
+            # Columns multiplied by a scale read inputs divided by it.
             before, after = original.square().sum(dim=0), weight.square().sum(dim=0)
             importance = torch.where(after > 0, importance * before / after, importance)
     data = quantize_blocks(weight, scheme.type, importance, name=name)

@@ -1,7 +1,7 @@
-"""Round to the nearest value of a fixed table of 16, bit for bit as bitsandbytes does it.
+"""Round to the nearest value of a fixed codebook of 16 (nf4, fp4), bit-identical to bitsandbytes.
 
 Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023 (arXiv:2305.14314), and
-"8-bit Optimizers via Block-wise Quantization", ICLR 2022 (arXiv:2110.02861) for the magnitudes.
+"8-bit Optimizers via Block-wise Quantization", ICLR 2022 (arXiv:2110.02861) for the quantized absmax.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _PIECE = 2**18
 
 
 def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookTensor:
-    """Quantize a weight `[out, in]` without looking at any data.
+    """Data-free quantization of a weight `[out, in]`.
 
-    Runs of `block_size` weights in row order are divided by their largest magnitude, and each takes the
-    code of the nearest value of the table. A block of zeros gets code 0 and magnitude 0, as in
-    bitsandbytes. (Its fp4 on a CPU compares with a table of four digits, so a weight within 5e-5 of a
-    midpoint may get the neighbour there; here, as on a GPU, the table is that of the reader. The GPU
-    writes small negative weights as -0, here, as on a CPU, they are 0.)
+    Blocks of `block_size` weights in row-major order are divided by their absmax, and each weight takes
+    the code of the nearest table value. A block of zeros gets code 0 and absmax 0, as in bitsandbytes.
+    (Its fp4 on a CPU compares with a table of four digits, so a weight within 5e-5 of a midpoint may get
+    the neighbour there; here, as on a GPU, the table is that of the reader. The GPU writes small negative
+    weights as -0, here, as on a CPU, they are 0.)
     """
     blocks, absmax = _normalized(weight.flatten(), scheme.block_size)
     codes = nearest(blocks, codebook(scheme.kind)).flatten()[: weight.numel()].view(weight.shape)
@@ -44,7 +44,7 @@ def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookT
 
 
 def _normalized(values: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks `[blocks, block_size]` within -1..1, the last one padded, and their largest magnitudes.
+    """Blocks `[blocks, block_size]` within -1..1, the last one padded, and their absmax.
 
     A block of zeros becomes NaN, 0 times an infinite reciprocal.
     """
@@ -59,7 +59,7 @@ def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     first = torch.cat([torch.ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
     ordered, codes = ordered[first], codes[first].to(torch.uint8)  # fp4 has two zeros
     chosen = torch.empty(values.numel(), dtype=torch.uint8)
-    # In pieces, because the indices between take several times the memory of the values.
+    # In chunks, because the intermediate indices take several times the memory of the values.
     for piece, out in zip(values.flatten().split(_PIECE), chosen.split(_PIECE), strict=True):
         above = torch.searchsorted(ordered, piece).clamp_(1, ordered.numel() - 1)
         below = above - 1

@@ -18,15 +18,15 @@ def round_to_fp8(
     input_scale: torch.Tensor | None = None,
     name: str = "weight",
 ) -> Fp8Tensor:
-    """Quantize a weight `[out, in]` without looking at any data.
+    """Data-free quantization (RTN) of a weight `[out, in]`.
 
     `scale = max|w| / 448`, rounded to the dtype in which it is stored before the values are derived from
-    it; a scale that shares only zeros is 1. e4m3fn has no infinity, and a cast from beyond its range
+    it; the scale of all-zero values is 1. e4m3fn has no infinity, and a cast from beyond its range
     gives NaN, so values are clamped first.
 
     Args:
         input_scale: float32 `[1]`, for a scheme with static activations.
-        name: how an error calls this weight.
+        name: the weight's name in error messages.
 
     Raises:
         BadInput: a scale overflows `scale_dtype`.

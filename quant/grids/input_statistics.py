@@ -1,4 +1,4 @@
-"""What calibration tells about the input of a linear, and what a change of the weight costs on it."""
+"""Calibration statistics of a linear's input (Gram matrix, magnitudes), and output errors from them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-_GRAM_ROWS = 512  # of a symmetric matrix computed at a time, the mirrored half left out
-_ERROR_COLUMNS, _ERROR_ROWS = 256, 1024  # keeps what a product needs in the cache
+_GRAM_ROWS = 512  # rows of the symmetric matrix per GEMM, without the mirrored half
+_ERROR_COLUMNS, _ERROR_ROWS = 256, 1024  # keeps a GEMM's operands in the cache
 _REPORTED_ROWS = 512
 
 
 class InputStatistics:
-    """What calibration tells about the input of a linear, gathered token by token.
+    """Calibration statistics of a linear's input, accumulated over tokens.
 
-    The Gram matrix `XᵀX` is enough to know the output error of any change of the weight on all the
-    calibration tokens, so no activations need to be kept.
+    The Gram matrix `XᵀX` (the Hessian of GPTQ, up to a factor) gives the output error of any weight change
+    over all calibration tokens, so activations need not be kept.
 
     Attributes:
         gram: float32 `[in, in]`, the sum of `x xᵀ` over tokens.
         abs_sum: float32 `[in]`, the sum of `|x|`.
         abs_max: float32 `[in]`, the largest `|x|`.
-        num_tokens: how many tokens were seen.
+        num_tokens: number of tokens accumulated.
     """
 
     def __init__(self, in_features: int):
@@ -33,7 +33,7 @@ class InputStatistics:
         self.num_tokens = 0
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Take in `[..., in]` inputs of any float dtype."""
+        """Accumulate `[..., in]` inputs of any float dtype."""
         tokens = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
         with _products_of(inputs.dtype):
             for start in range(0, tokens.shape[1], _GRAM_ROWS):
@@ -65,7 +65,7 @@ class InputStatistics:
     def sampled_errors(self, weight: torch.Tensor, *effective: torch.Tensor) -> list[float]:
         """`relative_error` of each `effective` on up to 512 output channels, evenly spaced.
 
-        On wide layers the exact numbers would cost more than choosing the codes does.
+        On wide layers the exact errors would cost more than the quantization itself.
         """
         rows = slice(None, None, -(-weight.shape[0] // _REPORTED_ROWS))
         energy = float(self.row_errors(weight[rows]).sum())
@@ -75,7 +75,7 @@ class InputStatistics:
 
 @contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """Let float32 matrices whose elements are bfloat16 anyway be multiplied as such and summed in float32."""
+    """bfloat16 GEMMs with float32 accumulation for float32 matrices that hold bfloat16 values."""
     backend: Any = torch.backends.mkldnn
     matmul = backend.matmul
     before = matmul.fp32_precision
@@ -90,7 +90,7 @@ def _products_of(dtype: torch.dtype) -> Iterator[None]:
 def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """`d M dᵀ` of each row `d` of `delta` `[rows, n]`, for a symmetric `matrix` `[n, n]`; float64 `[rows]`.
 
-    Rounding never makes it negative, as it never is for a Gram matrix.
+    Clamped at 0, since a Gram matrix is positive semidefinite.
     """
     errors = torch.zeros(delta.shape[0], dtype=torch.float64)
     for first in range(0, delta.shape[0], _ERROR_ROWS):
@@ -99,7 +99,7 @@ def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
             columns = slice(start, start + _ERROR_COLUMNS)
             stop = start + _ERROR_COLUMNS
             products = part[:, columns] @ matrix[columns, columns]
-            # What lies right of the block counts twice.
+            # Off-diagonal blocks count twice.
             products.addmm_(part[:, stop:], matrix[stop:, columns], alpha=2)
             total += products.mul_(part[:, columns]).sum(dim=1, dtype=torch.float64)
     return errors.clamp_(min=0)

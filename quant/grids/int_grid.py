@@ -1,4 +1,4 @@
-"""Uniform grids of integer codes: where a group's range goes, and rounding to the nearest point."""
+"""Uniform integer grids: scales and zero points of groups, and round-to-nearest (RTN)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..tensors.integer import IntTensor
 
 _SEARCH_STEPS = 80
 _SEARCH_NORM = 2.4
-_SEARCH_VALUES = 2**16  # weights searched at a time: small enough to stay in a core's cache
+_SEARCH_VALUES = 2**16  # weights per chunk of the search: small enough to stay in a core's cache
 
 
 def group_ranges(
     grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero code of each group, such that nothing is clipped.
+    """Min-max scale and zero point of each group, without clipping.
 
     Symmetric: `scale = max|w| / ((2**b - 1) / 2)`, the range rule of compressed-tensors. Asymmetric:
     `scale = (max - min) / (2**b - 1)` with 0 inside the range, `zero = round(-min / scale)`. The scale
-    is rounded to `dtype`, in which it will be stored, before anything is derived from it; otherwise the
-    codes would be the best ones for a grid that nobody ever reads back.
+    is rounded to `dtype`, in which it is stored, before anything is derived from it; otherwise the
+    codes would be optimal for a grid other than the stored one.
 
     Args:
         grouped: float32 `[..., group_size]`.
@@ -36,14 +36,14 @@ def group_ranges(
 def range_grid(
     low: torch.Tensor, high: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The grid of `group_ranges` for groups whose smallest and largest weights are given, float32."""
+    """The grid of `group_ranges`, from the groups' smallest and largest weights, float32."""
     if scheme.symmetric:
         scales = torch.maximum(-low, high) / (scheme.max_code / 2)
     else:
         low, high = low.clamp(max=0), high.clamp(min=0)
         scales = (high - low) / scheme.max_code
     scales = scales.to(dtype)
-    # A group of zeros, or of weights too small for `dtype`, is exactly zero under any finite scale.
+    # An all-zero group, or one too small for `dtype`, is exactly zero under any finite scale.
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     if scheme.symmetric:
         zeros = torch.full_like(low, scheme.middle)
@@ -55,7 +55,7 @@ def range_grid(
 def search_ranges(
     grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero code of each group, its range shrunk to where `sum |w - w'|**2.4` is least.
+    """Scale and zero point of each group, its range clipped to where `sum |w - w'|**2.4` is least.
 
     The search of GPTQ's `mse` option: ranges from the full one down to a fifth of it, in steps of 1/100.
     Arguments and results are those of `group_ranges`.
@@ -90,11 +90,11 @@ def _search(
 def round_to_nearest(
     weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype, *, name: str = "weight"
 ) -> IntTensor:
-    """Quantize a weight `[out, in]` without looking at any data.
+    """Round-to-nearest (RTN) quantization of a weight `[out, in]`; data-free.
 
     Args:
         scale_dtype: the dtype that the format stores scales in.
-        name: how an error calls this weight.
+        name: the weight's name in error messages.
 
     Raises:
         BadInput: the weight holds NaN or infinity, a scale overflows `scale_dtype`, or the group size
@@ -104,7 +104,7 @@ def round_to_nearest(
     num_groups = scheme.num_groups(in_features)
     grouped = weight.to(torch.float32).reshape(out_features, num_groups, -1)
     scales, zeros = group_ranges(grouped, scheme, scale_dtype)
-    if not bool(torch.isfinite(scales).all()):  # as for any group that holds NaN or infinity
+    if not bool(torch.isfinite(scales).all()):  # also the case for groups with NaN or infinity
         if not bool(torch.isfinite(grouped).all()):
             raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
         raise BadInput(f"{name} holds values too large for {scale_dtype} scales")
@@ -120,6 +120,6 @@ def round_to_nearest(
 
 
 def sequential_groups(scheme: IntScheme, in_features: int) -> torch.Tensor:
-    """int32 `[in]`: the group of each input channel where groups lie one after the other."""
+    """int32 `[in]`: the group of each input channel, for consecutive groups."""
     size = in_features // scheme.num_groups(in_features)
     return (torch.arange(in_features) // size).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Round to a table of values for each output channel, with a few weights left out of it."""
+"""Dense-and-sparse rounding: a lookup table per output channel, and sparse float weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from ..base.errors import BadInput
 from ..base.scheme import LookupScheme
 from ..tensors.lookup import LookupTensor
 
-_ROWS = 256  # that many at a time, because indices take twice the memory of the weights
+_ROWS = 256  # rows per chunk, because indices take twice the memory of the weights
 _PIECE = 2**18
 
 
 def round_to_uniform_tables(
     weight: torch.Tensor, scheme: LookupScheme, *, name: str = "weight"
 ) -> LookupTensor:
-    """Quantize a weight `[out, in]` without looking at any data.
+    """Data-free quantization (RTN) of a weight `[out, in]` to uniform tables.
 
-    Each table runs in equal steps from the least to the largest weight of its row; the weights that stay
-    floats are the largest of the whole matrix.
+    Each table is uniform from the least to the largest weight of its row; the sparse weights are the
+    largest of the whole matrix.
 
     Raises:
         BadInput: the weight does not fit into float16 tables.
@@ -28,7 +28,7 @@ def round_to_uniform_tables(
 
 
 def largest_weights(scores: torch.Tensor, fraction: float) -> torch.Tensor:
-    """A mask `[out, in]` of that share of the largest magnitudes; of equal ones, the first."""
+    """A mask `[out, in]` of the `fraction` of largest magnitudes; ties go to the first."""
     count = round(fraction * scores.numel())
     mask = torch.zeros(scores.numel(), dtype=torch.bool)
     if not count:
@@ -52,7 +52,7 @@ def uniform_tables(weight: torch.Tensor, kept: torch.Tensor, scheme: LookupSchem
     """Float32 `[out, 2**bits]`, in equal steps over the range of the weights that are not `kept`."""
     low = weight.masked_fill(kept, torch.inf).amin(dim=1, keepdim=True)
     high = weight.masked_fill(kept, -torch.inf).amax(dim=1, keepdim=True)
-    empty = low > high  # a row of which every weight is kept
+    empty = low > high  # a row whose weights are all sparse
     low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
     return low + (high - low) * torch.linspace(0, 1, 2**scheme.bits)
 
@@ -65,11 +65,11 @@ def assign(
     *,
     name: str = "weight",
 ) -> LookupTensor:
-    """Codes of the nearest values of the tables as they are stored, and the `kept` weights beside them.
+    """Codes of the nearest values of the stored (float16) tables, and the sparse `kept` weights.
 
     Args:
         table: float32 `[out, 2**bits]`, ascending.
-        kept: mask `[out, in]` of the weights of which the codes' error is stored too.
+        kept: mask `[out, in]` of the sparse weights, whose table error is stored too.
 
     Raises:
         BadInput: a table does not fit into float16.

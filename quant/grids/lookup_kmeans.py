@@ -1,7 +1,7 @@
-"""Weighted k-means of the weights of each output channel, all channels at once.
+"""Weighted 1-D k-means per output channel, batched over channels.
 
-In one dimension a cluster is a run of the sorted values, so its sums are differences of running sums,
-and an iteration costs a binary search for each border instead of a pass over the weights.
+In one dimension a cluster is an interval of the sorted values, so its sums are differences of prefix sums,
+and an iteration costs a binary search per boundary instead of a pass over the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ITERATIONS = 50
 
 
 class SortedRows(NamedTuple):
-    """Values in ascending order, and running sums over them with a leading zero, float64.
+    """Sorted values, and their prefix sums with a leading zero, float64.
 
     Attributes:
         values: float32 `[rows, n]`.
@@ -28,11 +28,11 @@ class SortedRows(NamedTuple):
 
 
 def sort_rows(values: torch.Tensor, importance: torch.Tensor) -> SortedRows:
-    """Prepare rows for `fit_tables`.
+    """Sort rows and compute prefix sums for `fit_tables`.
 
     Args:
         values: float32 `[rows, n]`.
-        importance: float32 `[rows, n]`, not negative; a value of importance 0 draws no centre.
+        importance: float32 `[rows, n]`, not negative; a value of importance 0 does not attract a centre.
     """
     ordered, index = values.sort(dim=1)
     masses = importance.gather(1, index).to(torch.float64)
@@ -45,10 +45,9 @@ def sort_rows(values: torch.Tensor, importance: torch.Tensor) -> SortedRows:
 
 
 def fit_tables(rows: SortedRows, start: torch.Tensor) -> torch.Tensor:
-    """Tables of least weighted squared error that Lloyd's iterations reach.
+    """Tables of (locally) least weighted squared error, by Lloyd's iterations.
 
-    They go from two starts, the given one and equal shares of the importance, and each row keeps the
-    better of both.
+    Two initialisations are tried, `start` and quantiles of the importance; each row keeps the better result.
 
     Args:
         start: float32 `[rows, k]`, ascending.
@@ -63,7 +62,7 @@ def fit_tables(rows: SortedRows, start: torch.Tensor) -> torch.Tensor:
 
 
 def _equal_shares(rows: SortedRows, count: int) -> torch.Tensor:
-    """The values at the middles of `count` equal shares of each row's importance."""
+    """Quantile initialisation: values at the middles of `count` equal shares of each row's importance."""
     shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     wanted = rows.mass[:, -1:] * shares
     index = torch.searchsorted(rows.mass[:, 1:].contiguous(), wanted.contiguous())
@@ -71,7 +70,7 @@ def _equal_shares(rows: SortedRows, count: int) -> torch.Tensor:
 
 
 def _clusters(rows: SortedRows, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance and moment `[rows, k]` of what lies nearest to each centre."""
+    """Importance and moment `[rows, k]` of each centre's cluster."""
     middles = ((centres[:, 1:] + centres[:, :-1]) / 2).to(torch.float32)
     borders = torch.searchsorted(rows.values, middles.contiguous())
     first = torch.zeros_like(borders[:, :1])
@@ -84,7 +83,7 @@ def _iterate(rows: SortedRows, centres: torch.Tensor) -> torch.Tensor:
     for _ in range(ITERATIONS):
         mass, moment = _clusters(rows, centres)
         moved = torch.where(mass > 0, moment / mass, centres)
-        # Means of neighbouring runs are in order but for the last bit of the running sums.
+        # Means of adjacent clusters are ordered up to rounding of the prefix sums.
         moved = moved.cummax(dim=1).values
         if torch.equal(moved, centres):
             break
@@ -93,6 +92,6 @@ def _iterate(rows: SortedRows, centres: torch.Tensor) -> torch.Tensor:
 
 
 def _gain(rows: SortedRows, centres: torch.Tensor) -> torch.Tensor:
-    """What the centres save of the weighted sum of squares, `[rows]`; more is better."""
+    """Reduction of the weighted sum of squares by the centres, `[rows]`; more is better."""
     mass, moment = _clusters(rows, centres)
     return (2 * centres * moment - centres.square() * mass).sum(dim=1)

@@ -1,1 +1,1 @@
-"""One decoder layer: quantized, its statistics kept, its outputs propagated."""
+"""Layer-wise quantization: online or cached calibration statistics, and the quantized layer."""

@@ -1,11 +1,11 @@
-"""Calibrate once: the statistics of every layer of the float model in a folder, for any number of runs.
+"""Cached calibration: statistics of every layer of the float model in a folder, shared by many runs.
 
-    statistics.json          whose statistics these are, and that they are whole
+    statistics.json          signature of model and data, completeness
     layer-00003.safetensors  Gram matrices and magnitudes of the inputs of layer 3
-    hidden-00003.safetensors what enters layer 3, while the measuring goes on
+    hidden-00003.safetensors input hidden states of layer 3, while measuring
 
-Every layer is measured behind float layers, so that the statistics depend on no method, width or group
-size. What is lost against `propagation.OnlineCalibration` is that no layer knows of the errors before it.
+Every layer is measured on the outputs of float layers, so the statistics are independent of method, bits and
+group size. Unlike `OnlineCalibration`, no layer compensates for the quantization errors before it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _PARTS = ("gram", "abs_sum", "abs_max")
 
 
 class StatisticsFolder:
-    """A folder of statistics, made or to be made.
+    """A statistics cache folder, complete or to be filled.
 
     Args:
         signature: digest of the model and the calibration data.
 
     Raises:
-        BadInput: the folder holds the statistics of another model or other data, or something else.
+        BadInput: the folder holds the statistics of another model or other data, or other files.
     """
 
     def __init__(self, folder: Path, signature: str):
@@ -61,7 +61,7 @@ class StatisticsFolder:
                     )
                 return
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise BadInput(f"{folder} holds something else than statistics: choose another --stats")
+            raise BadInput(f"{folder} holds other files than statistics: choose another --stats")
 
     @property
     def complete(self) -> bool:
@@ -77,11 +77,11 @@ class StatisticsFolder:
         head: bool,
         kv: bool,
     ) -> None:
-        """Measure all layers that are not measured yet.
+        """Measure all layers that are not in the cache yet.
 
         Args:
             head: whether the input of the output projection is measured too.
-            kv: whether the ranges of keys and values are.
+            kv: whether the ranges of keys and values are measured too.
         """
         make_folder(self.folder, "--stats")
         header = json.dumps({"signature": self._signature}).encode()
@@ -152,11 +152,11 @@ class StatisticsFolder:
         """The statistics of a layer or of the `head`.
 
         Raises:
-            BadInput: they are not in the folder.
+            BadInput: they are missing.
         """
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
-            raise BadInput(f"{path} is missing: remove the folder, and let it be measured again")
+            raise BadInput(f"{path} is missing: remove the folder to measure again")
         tensors = load_file(path)
         splits: list[dict[str, InputStatistics]] = []
         for split in _SPLITS:
@@ -185,7 +185,7 @@ def _groups(family: Family) -> list[tuple[str, ...]]:
 
 
 class CachedCalibration:
-    """A `propagation.Source` that reads a folder of statistics and runs nothing."""
+    """A `Source` that reads cached statistics and runs no layers."""
 
     def __init__(self, folder: StatisticsFolder, stream: LayerStream):
         self._folder = folder
@@ -207,4 +207,4 @@ class CachedCalibration:
         return self._folder.read("head", HEAD_FAMILY)
 
     def save(self, path: Path) -> None:
-        """Nothing: the folder is all that a later run needs."""
+        """No-op: a later run reads the folder."""

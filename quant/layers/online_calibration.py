@@ -1,7 +1,7 @@
-"""Where the statistics of a layer come from while the model is quantized layer by layer.
+"""Online calibration: statistics measured while the model is quantized layer by layer.
 
-`OnlineCalibration` runs each layer in float on what the quantized layers before it produce, so that later layers are
-calibrated on what they will really see, and hands the outputs of the quantized layer on.
+`OnlineCalibration` runs each float layer on the outputs of the quantized layers before it, as in GPTQ, so that
+later layers are calibrated on their real inputs; the quantized layer's outputs go to the next layer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .quantized_layer import LayerStatistics, QuantizedLayer
 
 
 class Source(Protocol):
-    """Statistics for one layer after the other."""
+    """A source of calibration statistics, layer by layer."""
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
-        """What the inputs of layer `index` are like; `tensors` are its weights."""
+        """Input statistics of layer `index`; `tensors` are its weights."""
         ...
 
     def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor] | None:
@@ -34,20 +34,20 @@ class Source(Protocol):
         ...
 
     def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
-        """The layer is quantized: go on to the next. How large its keys and values are, if known."""
+        """Advance past the quantized layer; returns its key and value ranges, if known."""
         ...
 
     def measure_head(self) -> LayerStatistics:
-        """What the output projection reads."""
+        """Input statistics of the output projection."""
         ...
 
     def save(self, path: Path) -> None:
-        """Write what a later run needs in order to go on behind the finished layers, to the bit."""
+        """Write the state that a resumed run needs for bit-identical results."""
         ...
 
 
 class OnlineCalibration:
-    """Statistics from the hidden states behind the quantized layers, computed as they are needed."""
+    """Statistics from the hidden states after the quantized layers, measured on demand."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class OnlineCalibration:
         sequential: bool,
         kv: bool,
     ):
-        """Begin at the embedding, or behind the layers after which `saved` was written.
+        """Start at the embedding, or after the layers finished when `saved` was written.
 
         Args:
-            sequential: whether the method asks for the statistics of each linear itself.
-            kv: whether the ranges of keys and values are wanted.
+            sequential: whether the method requests each linear's statistics itself (true-sequential).
+            kv: whether to measure the ranges of keys and values.
         """
         self._sequential, self._kv = sequential, kv
         self._stream = stream
@@ -114,12 +114,12 @@ class OnlineCalibration:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite; looks at the extremes, which takes no copy of them."""
+    """Whether all values are finite; checks minimum and maximum, which takes no copy."""
     return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
 def head_statistics(stream: LayerStream, hidden: torch.Tensor) -> InputStatistics:
-    """Statistics of what the output projection reads, from `[samples, length, hidden]` states."""
+    """Input statistics of the output projection, from `[samples, length, hidden]` states."""
     record = InputStatistics(hidden.shape[-1])
     batch = max(1, TOKENS_PER_BATCH // max(1, hidden.shape[1]))
     for start in range(0, hidden.shape[0], batch):

@@ -1,4 +1,4 @@
-"""One decoder layer, or the output projection, quantized: from its tensors to what goes on disk."""
+"""Quantization of one decoder layer or the output projection, and its tensors on disk."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WORSE = "worse than plain rounding"
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """What is known about the inputs of a layer.
+    """Calibration statistics of a layer's inputs.
 
     Attributes:
         statistics: of calibration tokens, for each linear and router.
-        held_out: of tokens that no method may use; may be empty.
+        held_out: of held-out tokens, for reports only; may be empty.
         remeasure: see `LayerProblem`.
-        kv_ranges: of keys and values, where they were measured along with the rest.
+        kv_ranges: of keys and values, where they were measured.
     """
 
     statistics: dict[str, InputStatistics]
@@ -45,12 +45,12 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """A layer that was quantized.
+    """A quantized layer.
 
     Attributes:
-        result: of the method, after reverting what was worse than plain rounding.
-        others: the float tensors that stay, as they will be stored, by the name relative to the layer.
-        seconds: what choosing the codes took.
+        result: of the method, after falling back to RTN where it was worse.
+        others: the remaining float tensors in their stored dtype, by the name relative to the layer.
+        seconds: time of quantization.
     """
 
     prefix: str
@@ -61,10 +61,10 @@ class QuantizedLayer:
     def packed(
         self, plan: Plan, weight_format: WeightFormat
     ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """What lies on disk in a format, by full name, and the modules for journal and manifest.
+        """The packed tensors in a format, by full name, and the module records for journal and manifest.
 
         Raises:
-            BadInput: several formats are written, and this one cannot hold a scale of another's dtype.
+            BadInput: several formats are written, and this one's scale dtype cannot hold another's.
         """
         stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
         records = []
@@ -82,7 +82,7 @@ class QuantizedLayer:
 def _with_scales(
     plan: Plan, weight_format: WeightFormat, module: str, tensor: QuantizedTensor
 ) -> QuantizedTensor:
-    """The same weight with its scales in the dtype of a format."""
+    """The weight with its scales cast to the dtype of a format."""
     if not isinstance(tensor, (IntTensor, Fp8Tensor)):
         return tensor
     stored = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
@@ -96,7 +96,7 @@ def _with_scales(
 
 
 def full_name(prefix: str, name: str) -> str:
-    """A name relative to a layer in full; the output projection belongs to none."""
+    """Full name of a layer-relative name; the output projection has no layer."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -110,7 +110,7 @@ def quantize_tensors(
     *,
     revert_worse: bool,
 ) -> QuantizedLayer:
-    """Choose the codes of a layer.
+    """Quantize the linears of a layer.
 
     Args:
         tensors: of the layer in the checkpoint's dtype, by relative name.
@@ -145,7 +145,7 @@ def quantize_tensors(
         result = plan.method.quantize_layer(problem) if linears else LayerResult({}, {}, [])
         if revert_worse:
             result = reverted(problem, result)
-    if not prefix:  # no layer: the module's name is the linear's
+    if not prefix:  # the output projection: the module's name is the linear's
         reports = [replace(report, module=report.module.lstrip(".")) for report in result.reports]
         result = replace(result, reports=reports)
     others = dict(tensors)
@@ -157,10 +157,10 @@ def quantize_tensors(
 
 
 def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:
-    """The result with plain rounding wherever the method did worse.
+    """The result with a fallback to RTN wherever the method did worse.
 
-    Linears whose neighbours or norms carry their scales cannot be taken back one by one: there the
-    whole layer is rounded plainly, if the sum of its errors is worse.
+    Linears whose scales are folded into other linears or norms cannot fall back one by one: there the
+    whole layer falls back to RTN, if the sum of its errors is worse.
     """
     errors = [judged(report) for report in result.reports]
     folded = bool(result.norms or result.routers) or any(

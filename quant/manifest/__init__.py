@@ -1,1 +1,1 @@
-"""What a run leaves besides weights: journal, manifest, record of a conversion."""
+"""Records of a run: resume journal, manifest, conversion record."""

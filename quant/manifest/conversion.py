@@ -1,4 +1,4 @@
-"""What a conversion did, and how the converted checkpoint says so."""
+"""Result of a conversion, and the converted checkpoint's model card."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .manifest import MANIFEST_NAME
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was written.
+    """A converted checkpoint.
 
     Attributes:
-        modules: of every quantized linear, what became of it: `error` 0 and `reason` empty without loss.
-        loads_in: who can read the result.
+        modules: records of all quantized linears: `error` 0 and `reason` empty where lossless.
+        loads_in: the loaders that support the result.
     """
 
     output: Path
@@ -27,7 +27,7 @@ class Conversion:
 
     @property
     def lossless(self) -> bool:
-        """Whether every weight stands for the same numbers as before."""
+        """Whether every dequantized weight is unchanged."""
         return not any(module["reason"] for module in self.modules.values())
 
 
@@ -36,9 +36,9 @@ def conversion_card(result: Conversion, manifest: dict[str, Any]) -> bytes:
     origin = manifest["converted_from"]
     worst = max(manifest["modules"], key=lambda module: module["error"])
     changed = (
-        "every weight stands for the same numbers as before"
+        "every dequantized weight is unchanged"
         if result.lossless
-        else f"some weights were rounded anew, `{worst['module']}` the most: by {worst['error']:.2e} "
+        else f"some weights were requantized, `{worst['module']}` the most: by {worst['error']:.2e} "
         "of its square"
     )
     lines = [
@@ -50,7 +50,7 @@ def conversion_card(result: Conversion, manifest: dict[str, Any]) -> bytes:
         f"Loads in: {result.loads_in}.",
         "",
         f"`{MANIFEST_NAME}` holds digests of every part of every quantized linear and of the files that "
-        "they came from; `llmopt verify` holds the files against them.",
+        "they came from; `llmopt verify` checks the files against them.",
         "",
     ]
     return "\n".join(lines).encode()

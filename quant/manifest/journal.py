@@ -1,13 +1,13 @@
-"""The work folder of a quantize run: what is finished, and all that is needed to go on from there.
+"""The work folder of a quantize run: a journal of finished layers, and the state to resume from.
 
 `<output>.partial/` holds
 
     journal.jsonl           one header line, then one line for each finished layer
-    hidden-00003.safetensors  what enters layer 3, to the bit
-    checkpoint/             the output folder as far as it is written
+    hidden-00003.safetensors  input hidden states of layer 3, exact
+    checkpoint/             the output folder so far
 
-A line is appended only after the shard of its layer and the hidden states behind it are on the disk, so
-whatever a kill leaves, the journal never promises what is not there. At the end `checkpoint/` is renamed
+A line is appended only after the layer's shard and output hidden states are fsynced, so the journal never
+lists a layer that a kill lost. At the end `checkpoint/` is renamed
 to `<output>`.
 """
 
@@ -40,7 +40,7 @@ def sha256_of_file(path: Path) -> str:
 
 
 def work_folder(output: Path) -> Path:
-    """Where the unfinished work for `output` lies."""
+    """Path of the work folder for `output`."""
     return output.with_name(output.name + ".partial")
 
 
@@ -50,15 +50,15 @@ class Journal:
     Attributes:
         folder: the work folder.
         signature: digest of everything that the bytes of the result depend on.
-        threads: the thread count of the run that began the work; sums depend on it in the last bit.
-        layers: the records of the finished layers, in order.
+        threads: the thread count of the first run; sums depend on it in the last bit.
+        layers: records of the finished layers, in order.
     """
 
     def __init__(self, folder: Path, signature: str, threads: int):
-        """Begin the work in `folder`, or take up what another run left there.
+        """Start the work in `folder`, or resume an earlier run's.
 
         Raises:
-            BadInput: the folder belongs to other work, is damaged, or another process is at it.
+            BadInput: the folder belongs to other work, is damaged, or another process holds it.
         """
         self.folder = folder
         self.checkpoint = folder / _CHECKPOINT
@@ -86,7 +86,7 @@ class Journal:
         self.layers = records[1:]
 
     def _read(self) -> list[dict[str, Any]]:
-        """The whole lines; half a line that a kill left at the end is cut off."""
+        """The complete lines; a partial last line, left by a kill, is truncated."""
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._file.truncate(len(whole))
@@ -101,7 +101,7 @@ class Journal:
         return records
 
     def append(self, record: dict[str, Any]) -> None:
-        """Make a finished layer count."""
+        """Record a finished layer (write and fsync)."""
         line = _line(record)
         try:
             self._file.write(line)
@@ -109,7 +109,7 @@ class Journal:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise no_space_or(error, self.folder / _JOURNAL) from error
-        # As a resumed run reads it, so that both go on from the same record to the same bytes.
+        # Re-read as a resumed run would, so that both continue from the same record to the same bytes.
         self.layers.append(json.loads(line))
 
     def hidden_path(self, index: int) -> Path:
@@ -117,7 +117,7 @@ class Journal:
         return self.folder / f"hidden-{index:05d}.safetensors"
 
     def close(self) -> None:
-        """Let go of the folder; what is in it stays."""
+        """Release the lock; the folder stays."""
         self._file.close()
 
     def discard(self) -> None:
@@ -134,10 +134,10 @@ class Journal:
 
 
 def remove_work(folder: Path) -> None:
-    """Remove a work folder. The journal goes last: until then the folder explains itself.
+    """Remove a work folder. The journal goes last, so that a partly removed folder is still recognised.
 
     Raises:
-        BadInput: the folder of that name holds something else.
+        BadInput: the folder is not a work folder.
     """
     if not folder.exists():
         return
@@ -154,7 +154,7 @@ def remove_work(folder: Path) -> None:
 
 
 def _require_ours(folder: Path) -> None:
-    """A folder without a journal is ours only if a kill came before the journal was written."""
+    """Raises BadInput unless the folder is a work folder; it may lack a journal after an early kill."""
     if folder.exists() and any(not path.name.startswith(_JOURNAL) for path in folder.iterdir()):
         raise BadInput(
             f"{folder} is in the way and no work folder of llmopt: move it, or use --output"

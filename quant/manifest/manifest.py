@@ -1,4 +1,4 @@
-"""What a finished checkpoint says about itself: the manifest that `verify` proves, and the model card."""
+"""The manifest of a checkpoint, which `verify` checks, and its model card."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens, X from 
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements of a tensor in row order, as they lie on disk."""
+    """The elements of a tensor in row-major order, as on disk."""
     flat = tensor.contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes()
 
 
 def is_worse(error: float, rounded: float) -> bool:
-    """Whether an error is above that of plain rounding by more than the last digits of a sum."""
+    """Whether an error exceeds that of RTN by more than summation noise."""
     return error > rounded * (1 + 1e-6)
 
 
 def judged(report: ModuleReport) -> tuple[float, float]:
-    """The errors that decide, of the method and of plain rounding: on held-out tokens where there are."""
+    """The errors to compare, of the method and of RTN: on held-out tokens where there are any."""
     if report.held_out_error is not None and report.rtn_held_out_error is not None:
         return report.held_out_error, report.rtn_held_out_error
     return report.error, report.rtn_error
 
 
 def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, Any]:
-    """One module for the manifest, with the digests of what was computed, before any packing."""
+    """A module's manifest record, with digests of the tensors before packing."""
     return asdict(report) | {
         "worse_than_rounding": is_worse(*judged(report)),
         "out_features": tensor.out_features,
@@ -54,10 +54,10 @@ def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, An
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a whole checkpoint, drawn from its modules.
+    """Summary figures of a checkpoint, over its modules.
 
     Attributes:
-        num_worse: how many ended worse than plain rounding, on held-out tokens where there are any.
+        num_worse: how many ended worse than RTN, on held-out tokens where there are any.
         error, rtn_error: means of the relative output errors over the quantized linears.
         source_bytes, checkpoint_bytes: all weight files before and after.
         bits_per_weight: of the quantized linears with their scales and zeros.
@@ -100,9 +100,9 @@ def build_manifest(
     files: dict[str, dict[str, Any]],
     summary: Summary,
 ) -> dict[str, Any]:
-    """The manifest of the format of this number.
+    """The manifest of format `number`.
 
-    It holds no time and no path, so that equal runs write equal bytes.
+    It holds no time and no path, so that equal runs write identical bytes.
     """
     samples, length = calibration.token_ids.shape
     return {
@@ -139,7 +139,7 @@ def build_manifest(
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bytes and digest of every file that the manifest vouches for: all but itself and the card."""
+    """Size and SHA-256 of every file except the manifest and the card."""
     return {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
         for path in sorted(folder.iterdir())
@@ -153,7 +153,7 @@ def to_json(value: dict[str, Any]) -> bytes:
 
 
 def _options(request: QuantizeRequest) -> dict[str, Any]:
-    """What was asked for beyond method and scheme, wherever it is not the default."""
+    """Options beyond method and scheme that differ from their defaults."""
     asked = asdict(request.options) | {
         "overrides": list(request.overrides),
         "revert_worse": request.revert_worse,
@@ -168,7 +168,7 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
 
 
 def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
-    """A short README, made from the manifest and nothing else."""
+    """The README model card, from the manifest alone."""
     summary, calibration = manifest["summary"], manifest["calibration"]
     worst = max(manifest["modules"], key=lambda module: module["error"])
     lines = [
@@ -184,14 +184,14 @@ def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
         f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",
         f"| bytes of all weights | {summary['checkpoint_bytes']:,}, from {summary['source_bytes']:,} |",
         f"| mean relative output error | {summary['error']:.3e} "
-        f"(plain rounding: {summary['rtn_error']:.3e}) |",
+        f"(round-to-nearest: {summary['rtn_error']:.3e}) |",
         f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
         f"| calibration | {calibration['samples']} × {calibration['tokens_per_sample']} tokens, "
         f"{calibration['source']} |",
         f"| loads in | {loads_in(loaders(stored(plan), plan.formats[number].name))} |",
         "",
         f"The error is {ERROR_FORMULA}. All figures by module, and digests of the computed codes, are in "
-        f"`{MANIFEST_NAME}`; `llmopt verify` holds the files against them.",
+        f"`{MANIFEST_NAME}`; `llmopt verify` checks the files against them.",
         "",
     ]
     return "\n".join(lines).encode()

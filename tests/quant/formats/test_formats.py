@@ -199,7 +199,7 @@ def test_bitsandbytes_puts_the_first_code_into_the_high_nibble() -> None:
         ("awq", IntScheme(4, 128, True), "no symmetric form"),
         ("awq", IntScheme(4, 128, False, Activations("int8")), "cannot hold"),
         ("gptq", IntScheme(5, 128, True), "2, 3, 4 or 8 bits"),
-        ("gptq", IntScheme(8, -1, True, Activations("int8")), "rounds no activations"),
+        ("gptq", IntScheme(8, -1, True, Activations("int8")), "does not quantize activations"),
         ("compressed-tensors", IntScheme(4, 32, True, permuted=True), "permuted"),
         ("compressed-tensors", IntScheme(4, 32, True, Activations("int8")), "cannot hold"),
         ("fp8", FloatScheme("channel"), "use --format compressed-tensors"),
