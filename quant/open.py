@@ -1,4 +1,4 @@
-"""Any kind of checkpoint by its path."""
+"""Opening a checkpoint of any kind by path."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def quantize_blocks(
 
     Args:
         weight: float `[out, in]`; the block width divides `in`.
-        importance: importance matrix: of each input channel `[in]`, such as its mean square; weights K-quants' errors.
+        importance: importance matrix, `[in]`, such as mean squares of the inputs; weights K-quants' errors.
         name: the weight's name in error messages.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Byte layout of ggml's K-quant super-blocks of 256 weights: Q4_K, Q5_K, Q6_K (structs of `ggml-common.h`)."""
+"""Byte layout of ggml's K-quant super-blocks (256 weights): Q4_K, Q5_K, Q6_K (`ggml-common.h`)."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def quantize_signed(blocks: torch.Tensor, importance: torch.Tensor | None) -> to
 def _fit_affine(
     x: torch.Tensor, weights: torch.Tensor, levels: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step and offset of each sub-block, `[..., runs]`, for `x ≈ step * code - offset`; neither is negative."""
+    """Step and offset per sub-block, `[..., runs]`, for `x ≈ step * code - offset`; neither is negative."""
     low, high = x.aminmax(dim=-1, keepdim=True)
     low = low.clamp(max=0)
     span = high - low
@@ -152,7 +152,7 @@ def _fit_signed(
 def _fit_positive(
     values: torch.Tensor, weights: torch.Tensor, levels: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step for all sub-blocks of a block, `[n]`, and codes `[n, runs]`: `values ≈ step * code`, all ≥ 0."""
+    """One step for a block's sub-blocks, `[n]`, and codes `[n, runs]`: `values ≈ step * code`, all ≥ 0."""
     largest = values.amax(dim=-1, keepdim=True)
     inverse = _reciprocal(largest)
     best_step = torch.zeros_like(largest)

@@ -1,7 +1,7 @@
 """Online calibration: statistics measured while the model is quantized layer by layer.
 
-`OnlineCalibration` runs each float layer on the outputs of the quantized layers before it, as in GPTQ, so that
-later layers are calibrated on their real inputs; the quantized layer's outputs go to the next layer.
+`OnlineCalibration` runs each float layer on the outputs of the quantized layers before it (as in GPTQ), so
+that later layers are calibrated on their real inputs; the quantized layer's outputs go to the next layer.
 """
 
 from __future__ import annotations

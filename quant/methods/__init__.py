@@ -1,1 +1,1 @@
-"""How codes are chosen: one file per method, each turning a weight into a `IntTensor`."""
+"""Quantization methods, one file each: from a layer's weights to quantized tensors."""

@@ -1,14 +1,13 @@
-"""AWQ: scale the input channels that matter, fold the scales away, clip the ranges, then round.
+"""AWQ: search per-channel input scales, fold them into the previous operation, clip, then round.
 
 Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration",
 MLSys 2024 (arXiv:2306.00978).
 
-A channel `j` of a linear's input may be divided by `s_j` where the operation before it is divided by the
-same, and column `j` of the weight multiplied: the float model does not change, but the column now takes
-a larger part of its group's range and so is rounded more finely. `s` is searched on a grid of one
-exponent per pair. Nothing is accepted that makes any linear worse than plain rounding does: the identity
-is a candidate, and both the scales and the clipping are held against it on the calibration data. Only the
-experts of a mixture that read one norm are judged by the sum of their errors.
+Input channel `j` of a linear is divided by `s_j` by folding the division into the previous operation, and
+column `j` of the weight is multiplied: the float model does not change, but the column takes a larger part
+of its group's range and so is rounded more finely. `s` is searched on a grid of one exponent per fold. No
+linear may become worse than RTN: the identity is a candidate, and scales and clipping are both compared
+with it on the calibration data. Only experts that read one norm are judged by their summed error.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from .options import refuse_options
 from .rounding import round_weight
 
 _SAMPLED_ROWS = (
-    512  # output channels on which candidates are compared, shared by the linears of a pair
+    512  # sampled output channels for ranking candidates, shared by the linears of a pair
 )
-_SLACK = 1.02  # by how much a linear may look worse than plain rounding on those
+_SLACK = 1.02  # how much worse than RTN a linear may look on the sample
 
 
 @dataclass(slots=True)
 class _Linear:
-    """A linear on its way: `weight * columns / rows` is what gets rounded.
+    """State of a linear during the search: `weight * columns / rows` is what gets rounded.
 
-    `columns` answers for an input that arrives divided by it, `rows` divides the output for a linear
-    that comes after. The errors are those of each output channel, in the terms of the unscaled layer.
+    `columns` compensates the division of the input, `rows` divides the output for a following linear. The
+    errors are per output channel, in units of the unscaled layer.
     """
 
     columns: torch.Tensor
@@ -56,7 +55,7 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A fold, and those of its targets that are there: linears, and routers that stay floats."""
+    """A fold, and its targets present in the layer: linears, and routers that stay floats."""
 
     fold: Fold
     targets: list[str]
@@ -64,13 +63,13 @@ class _Pair:
 
     @property
     def together(self) -> bool:
-        """Whether the targets are judged by the sum of their errors: those of experts."""
+        """Whether the targets are judged by their summed error (experts)."""
         return bool(self.routers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scales:
-    """A candidate for one pair: input scales of the targets, and the norm that was divided by them."""
+    """A candidate for one pair: input scales of the targets, and the norm divided by them."""
 
     ratio: float
     columns: torch.Tensor
@@ -96,7 +95,7 @@ class Awq:
 
 
 class _Work:
-    """A layer on its way."""
+    """State of a layer during the search."""
 
     def __init__(self, problem: LayerProblem):
         self.problem = problem
@@ -122,11 +121,11 @@ class _Work:
         return LayerResult(weights, self.norms, reports, self.routers)
 
     def _search(self, fold: Fold) -> None:
-        """Take the best scales of the grid for one pair that make no linear worse than plain rounding.
+        """Apply the best scales of one pair's grid that make no linear worse than RTN.
 
-        Experts behind one norm are judged together: each of them has an input of its own and a say in
-        the same scales, and among a hundred there is always one that would do better without. The grid
-        is ranked on some of the output channels; what is taken is judged on all of them.
+        Experts that read one norm are judged together: they share the scales, but each has different
+        tokens, and among a hundred some expert is always better off unscaled. The grid is ranked on a
+        sample of the output channels; the winner is checked on all of them.
         """
         problem = self.problem
         targets = [name for name in fold.targets if name in problem.weights]
@@ -166,7 +165,7 @@ class _Work:
     def _candidates(self, pair: _Pair) -> Iterator[_Scales]:
         problem, fold, targets = self.problem, pair.fold, pair.targets
         for ratio, wanted in scale_candidates(
-            # A router sees every token, an expert only its own.
+            # A router reads every token, an expert only those routed to it.
             problem.statistics[(pair.routers or targets)[0]].mean_abs,
             [problem.weights[target] for target in targets],
             run_length(problem.schemes[targets[0]], problem.weights[targets[0]].shape[1]),
@@ -178,7 +177,7 @@ class _Work:
                 yield _Scales(ratio, wanted, None)
 
     def _promise(self, pair: _Pair, scales: _Scales) -> float:
-        """The error that sampled rows promise over the present one; infinite if a target looks worse."""
+        """Ratio of the sampled rows' error to the present one; infinite if a target looks worse."""
         step_budget = max(1, _SAMPLED_ROWS // len(pair.targets))
         before: list[torch.Tensor] = []
         after: list[torch.Tensor] = []
@@ -195,13 +194,13 @@ class _Work:
         return self._total(pair, after) / present if present else math.inf
 
     def _worse(self, name: str, errors: torch.Tensor) -> bool:
-        """Whether plain rounding does better by a linear."""
+        """Whether RTN has a smaller error on a linear."""
         return not float(errors.sum()) <= float(self.linears[name].plain_errors.sum())
 
     def _errors(
         self, name: str, columns: torch.Tensor, rows: torch.Tensor, sample: slice = slice(None)
     ) -> torch.Tensor:
-        """Squared output error of output channels under the given scales.
+        """Squared output error per output channel under the given scales.
 
         Infinite where the stored dtype cannot hold the scales of the grid.
         """
@@ -215,10 +214,10 @@ class _Work:
         return problem.statistics[name].row_errors(delta)
 
     def _total(self, pair: _Pair, errors: list[torch.Tensor]) -> float:
-        """Errors of the targets, added up: relative ones, but squared ones where they are judged together.
+        """Summed errors of the targets: relative, or squared where they are judged together.
 
-        So an expert counts by what it adds to the layer's output, and one that saw few tokens counts
-        little.
+        Squared errors weight an expert by its contribution to the layer's output, so one with few tokens
+        counts little.
         """
         sums = [float(error.sum()) for error in errors[: len(pair.targets)]]
         if pair.together:
@@ -227,7 +226,7 @@ class _Work:
         return sum(map(relative, sums, energies))
 
     def _finish(self, name: str) -> tuple[QuantizedTensor, ModuleReport]:
-        """Clip and round a linear under its final scales; a row is clipped only where that helps it."""
+        """Clip and round a linear under its final scales; a row is clipped only if that lowers its error."""
         problem, linear = self.problem, self.linears[name]
         columns, rows = linear.columns, linear.rows[:, None]
         scaled = problem.weights[name] * columns / rows

@@ -1,4 +1,4 @@
-"""The clipping half of AWQ: a group's range may shrink where its largest weights are not worth it."""
+"""AWQ weight clipping: search the clipping range of each group for least output error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..grids.int_grid import range_grid
 
 _STEPS = 20
 _MAX_SHRINK = 0.5
-_MIN_ROWS, _VALUES = 256, 2**17  # weights tried at a time: small enough to stay in a core's cache
+_MIN_ROWS, _VALUES = 256, 2**17  # weights per chunk: small enough to stay in a core's cache
 
 
 class Clipped(NamedTuple):
@@ -29,10 +29,10 @@ def clip_groups(
     scheme: IntScheme,
     scale_dtype: torch.dtype,
 ) -> Clipped:
-    """Clamp each group to the magnitude that gives the least output error on the calibration data.
+    """Clamp each group to the magnitude of least output error on the calibration data.
 
-    Ranges from the full one down to half of it are tried in steps of 1/20. Each group is judged alone,
-    as in AWQ; whether the groups of a row do good together is for the caller to see.
+    Ranges from the full one down to half of it are tried in steps of 1/20. Each group is judged
+    alone, as in AWQ; the caller checks the combined effect on a row.
 
     Args:
         weight: float32 `[out, in]`, already scaled.

@@ -1,4 +1,4 @@
-"""The grid of AWQ: from how loud an input channel is and how large its weights, to what it is scaled by."""
+"""AWQ's grid of input scales, from the channels' activation and weight magnitudes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROWS = 256  # small enough to stay in a core's cache
 
 
 def run_length(scheme: Scheme, in_features: int) -> int:
-    """How many weights of a row share a scale."""
+    """Number of weights of a row that share a scale."""
     if isinstance(scheme, IntScheme):
         return in_features // scheme.num_groups(in_features)
     if isinstance(scheme, GgufScheme):
@@ -30,7 +30,7 @@ def scale_candidates(
     Args:
         mean_abs: mean magnitude of each input channel `[in]`.
         weights: the linears that share the input, each `[out, in]`.
-        group_size: how many weights of a row share a scale.
+        group_size: number of weights of a row that share a scale.
 
     Yields:
         The exponent, and positive finite scales `[in]`.
@@ -45,7 +45,7 @@ def scale_candidates(
 
 
 def _mean_share(weights: Sequence[torch.Tensor], group_size: int) -> torch.Tensor:
-    """What share of its group's largest magnitude a weight of each input channel has on average `[in]`."""
+    """Mean ratio of an input channel's weights to their group's largest magnitude, `[in]`."""
     total = torch.zeros(weights[0].shape[1], dtype=torch.float64)
     for weight in weights:
         for rows in weight.split(_ROWS):

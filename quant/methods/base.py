@@ -1,4 +1,4 @@
-"""The problem that a method solves: one decoder layer, with what its linears see on calibration data."""
+"""The `Method` protocol, and its input and output: a layer with calibration statistics, and reports."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..tensors.base import QuantizedTensor
 
 @dataclass(frozen=True, slots=True)
 class MethodOptions:
-    """The knobs of single methods; each method reads its own; see `options.refuse_knobs`.
+    """Hyperparameters of single methods; each method reads only its own; see `options.refuse_knobs`.
 
     Attributes:
-        act_order: GPTQ: columns in the order of their importance, with groups as they lie (`static`),
-            with permuted groups (`dynamic`), or in their own order (`none`).
-        damp: GPTQ: share of the mean diagonal that is added to it.
-        true_sequential: GPTQ: later linears of a layer see what the earlier ones became.
+        act_order: GPTQ: columns by decreasing Hessian diagonal, with sequential groups (`static`) or
+            permuted groups (`dynamic`), or in natural order (`none`).
+        damp: GPTQ: damping, as a fraction of the Hessian's mean diagonal.
+        true_sequential: GPTQ: measure a layer's later linears behind its quantized earlier ones.
         mse: GPTQ: search the range of each group for the least `sum |w - w'|^2.4`.
-        alpha: SmoothQuant: how much of the difficulty moves into the weights.
+        alpha: SmoothQuant: migration strength, from activations into weights.
     """
 
     act_order: Literal["static", "dynamic", "none"] = "static"
@@ -45,20 +45,19 @@ class MethodOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """What was done to one linear, and what it cost.
+    """Quantization report of one linear.
 
     Attributes:
-        error: relative output error on the inputs that calibration showed it, squared norm over squared
-            norm; of a
-            linear with more than 512 output channels, on at least 256 evenly spaced ones, unless the
-            method computed it on all of them anyway.
-        rtn_error: the same for plain rounding to the same scheme.
-        held_out_error, rtn_held_out_error: both on tokens that no method saw; None: none were given.
-        num_tokens: calibration tokens that reached the linear.
+        error: relative output error on the calibration inputs, squared norm over squared norm; for a linear
+            with more than 512 output channels, on at least 256 evenly spaced ones, unless the method
+            computed it on all of them.
+        rtn_error: the same for RTN to the same scheme.
+        held_out_error, rtn_held_out_error: both on held-out tokens; None: there are none.
+        num_tokens: calibration tokens that reached the linear (routed to it, for experts).
         ratio: exponent of the activation magnitude in the chosen input scales; None: inputs unscaled.
-        clipped: share of groups whose range was shrunk before rounding.
-        damp: damping that the Hessian took; None where the method has none.
-        fallback: why the linear was rounded plainly after all; None: it was not.
+        clipped: fraction of groups that were clipped.
+        damp: damping that was applied to the Hessian; None where the method has none.
+        fallback: why the linear fell back to RTN; None: it did not.
     """
 
     module: str
@@ -82,17 +81,17 @@ class LayerProblem:
 
     Attributes:
         prefix: such as `model.layers.3`.
-        schemes: what each linear shall become.
-        scale_dtypes: in which its scales are stored.
-        weights: float32 `[out, in]` of each linear that shall be quantized.
-        statistics: of the input of each of these linears. Where the method is sequential and
-            `remeasure` is there, they are empty at first: the method puts in what it asked for.
+        schemes: target scheme of each linear.
+        scale_dtypes: in which each linear's scales are stored.
+        weights: float32 `[out, in]` of each linear to quantize.
+        statistics: of each of these linears' inputs. With a sequential method and `remeasure`, initially
+            empty: the method fills it stage by stage.
         norms: norm weights in the dtype of the checkpoint.
         with_bias: the linears that have a bias.
         routers: float32 weights that stay floats but read an input that may be scaled.
-        held_out: statistics of inputs that the method must not use, for the report; may be empty.
-        remeasure: runs the layer with some weights replaced by others and gives anew the statistics of
-            the linears that are named; None where only stored statistics are at hand.
+        held_out: statistics of held-out inputs, for the report only; may be empty.
+        remeasure: runs the layer with some weights replaced and returns new statistics of the named
+            linears; None with cached statistics.
     """
 
     prefix: str
@@ -117,7 +116,7 @@ class LayerProblem:
         return self._energies[linear]
 
     def error(self, linear: str, effective: torch.Tensor) -> float:
-        """Relative output error on the calibration data of `effective` used in place of the weight."""
+        """Relative output error on the calibration data of `effective` replacing the weight."""
         errors = self.statistics[linear].row_errors(self.weights[linear] - effective)
         return relative(float(errors.sum()), self.energy(linear))
 
@@ -137,9 +136,9 @@ class LayerProblem:
         """The report of one linear.
 
         Args:
-            effective: what the weight became, in the terms of the unscaled layer.
-            rounded: what plain rounding would have made of it.
-            error, rtn_error: relative errors of the two, where both are known already.
+            effective: the dequantized weight, in units of the unscaled layer.
+            rounded: the weight under RTN.
+            error, rtn_error: relative errors of the two, where already computed.
         """
         both = (effective,) if rounded is effective else (effective, rounded)
         weight = self.weights[linear]
@@ -165,7 +164,7 @@ class LayerProblem:
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """What a method made of a layer.
+    """A quantized layer.
 
     Attributes:
         weights: the quantized linears.
@@ -182,15 +181,15 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True)
 class SchemeOptions:
-    """What was asked of the grid; None leaves it to the method.
+    """Requested scheme options; None leaves the choice to the method.
 
     Attributes:
-        bits, group_size, symmetric: of integer grids; the group size is already one that divides.
+        bits, group_size, symmetric: of integer grids; the group size already divides the width.
         granularity: of fp8 weights: tensor, channel or block.
         activations: `dynamic`, `static` or `none`.
         double_quant: nf4 and fp4: magnitudes in 8 bits.
-        outlier_threshold: int8: inputs beyond it are multiplied in 16 bits (LLM.int8()).
-        sparse_fraction: squeezellm: share of weights that stay floats.
+        outlier_threshold: int8: inputs beyond it are computed in 16 bits (LLM.int8()).
+        sparse_fraction: squeezellm: fraction of weights that stay floats.
         act_order: see `MethodOptions`.
     """
 
@@ -206,15 +205,15 @@ class SchemeOptions:
 
 
 class Method(Protocol):
-    """A way to choose codes.
+    """A quantization method.
 
     Attributes:
         name: as in `--method`.
         default_format: where `--format` is not given and the scheme fits.
-        needs_statistics: whether it looks at calibration data at all.
+        needs_statistics: whether it needs calibration data.
         grouped: whether its scheme has groups of input channels that must divide the width.
-        sequential: whether it quantizes the linears of a layer in the order of execution, each on what
-            those before it became, unless `MethodOptions.true_sequential` is off.
+        sequential: whether it quantizes a layer's linears in execution order, each measured behind the
+            quantized ones before it, unless `MethodOptions.true_sequential` is off.
     """
 
     name: str
@@ -224,15 +223,15 @@ class Method(Protocol):
     sequential: bool
 
     def scheme(self, options: SchemeOptions) -> Scheme:
-        """The scheme that this method makes of what was asked.
+        """The scheme for the requested options.
 
         Raises:
-            BadInput: a width or a choice that the method does not have.
+            BadInput: a bit width or an option that the method does not support.
         """
         ...
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        """Choose the codes of every linear of a layer.
+        """Quantize every linear of a layer.
 
         Raises:
             BadInput: a weight that cannot be quantized, such as one that holds NaN.

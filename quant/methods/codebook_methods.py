@@ -1,4 +1,4 @@
-"""The methods `nf4` and `fp4`: rounding to a fixed table of 16 values, as bitsandbytes does it.
+"""The methods `nf4` and `fp4`: rounding to a fixed codebook of 16 values, as in bitsandbytes.
 
 Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023 (arXiv:2305.14314).
 """
@@ -15,7 +15,7 @@ from .rounding import round_layer
 
 
 class Codebook:
-    """Blocks of 64 weights, each weight the nearest table value times the block's magnitude."""
+    """Blocks of 64 weights, each weight the nearest codebook value times the block's absmax."""
 
     default_format = "bitsandbytes"
     needs_statistics = False

@@ -1,4 +1,4 @@
-"""Moving input scales into the operation before: what methods that smooth have in common."""
+"""Folding input scales into the previous operation (norm or linear); shared by AWQ and SmoothQuant."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .base import LayerProblem
 
 
 def can_fold(fold: Fold, problem: LayerProblem) -> bool:
-    """Whether the pair is there to be scaled.
+    """Whether the fold can be applied.
 
-    A target that stays unquantized would have to be stored rounded again, and so would a bias of the
-    source; neither is worth a worse float weight. A grouped value head feeds several query heads, so its
-    rows do not match the columns of the output projection.
+    Scaling an unquantized target or a source's bias would round its stored floats once more, so such folds
+    are skipped. With GQA a value head feeds several query heads, so its rows do not match the columns of
+    the output projection.
     """
     if any(name not in problem.weights and name not in problem.routers for name in fold.targets):
         return False
@@ -26,7 +26,7 @@ def can_fold(fold: Fold, problem: LayerProblem) -> bool:
 
 
 def row_scales(fold: Fold, num_rows: int, scales: torch.Tensor) -> torch.Tensor:
-    """By what each row `[num_rows]` of a linear source is divided: 1 where it does not feed the targets."""
+    """Divisors of the rows `[num_rows]` of a linear source: 1 where a row does not feed the targets."""
     divisors = torch.ones(num_rows)
     divisors[slice(*fold.rows) if fold.rows else slice(None)] = scales
     return divisors
@@ -35,13 +35,13 @@ def row_scales(fold: Fold, num_rows: int, scales: torch.Tensor) -> torch.Tensor:
 def fold_into_norm(
     norm: torch.Tensor, scales: torch.Tensor, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide what a norm multiplies by, and say which scales were really divided out.
+    """Divide a norm's weight by scales; returns the scales that its stored dtype really applied.
 
-    The result is stored in the norm's own dtype, often bfloat16. Taking the scales from what is stored
-    keeps the fold exact: the linears make good precisely what the norm lost, its rounding included.
+    The result is stored in the norm's own dtype, often bfloat16. Taking the scales from the
+    stored weight keeps the fold exact: the linears compensate the norm's rounding too.
 
     Args:
-        offset: what the norm adds to its weight before it multiplies (`Fold.norm_offset`).
+        offset: added to the norm's weight before multiplying (`Fold.norm_offset`).
 
     Returns:
         The new norm weight `[in]` in its dtype, and the float32 scales `[in]`.

@@ -1,4 +1,4 @@
-"""The method `fp8`: rounding to 8-bit floats (e4m3), for 16-bit or 8-bit inputs.
+"""The method `fp8`: round to e4m3, weight-only (W8A16) or with fp8 activations (W8A8).
 
 Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (arXiv:2209.05433); blocks of 128 × 128 as in
 DeepSeek-V3 (arXiv:2412.19437).
@@ -18,12 +18,12 @@ _CHOICES = ("dynamic", "static", "none")
 class Fp8:
     """e4m3 weights with a scale per output channel, per tensor, or per block.
 
-    Inputs are rounded too unless asked otherwise: each token by its own scale, under block scales each
-    run of 128 channels of a token, or all by one scale that calibration fixed.
+    Activations are quantized too by default: per token, with block scales per group of 128 channels of a
+    token, or per tensor with a static calibrated scale.
     """
 
     name = "fp8"
-    default_format = "fp8"  # for blocks; the other granularities do not fit there
+    default_format = "fp8"  # for blocks; it does not store the other granularities
     needs_statistics = False
     grouped = False
     sequential = False

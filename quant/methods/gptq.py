@@ -1,8 +1,8 @@
-"""GPTQ: round the input channels one after the other, each making good the errors of those before it.
+"""GPTQ: quantize input channels one by one, with error feedback into the remaining ones.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR
-2023 (arXiv:2210.17323). What an error asks of the channels to come is in `gptq_feedback`, the loop in
-`gptq_solve`; here is who is quantized when, on which statistics, and what happens where it cannot be.
+2023 (arXiv:2210.17323). The feedback matrix is in `gptq_feedback`, the column loop in `gptq_solve`;
+here are the order of the linears, their statistics, and the fallback to RTN.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 class Gptq:
     """The method `gptq`.
 
-    Groups lie side by side by default, with grids chosen before any channel is rounded, while the
-    channels are taken loudest first (static act-order): the file needs no group index, and the accuracy
-    is that of the permuted form.
+    By default static act-order: sequential groups whose grids are fixed before any channel is rounded, and
+    channels by decreasing Hessian diagonal; it needs no `g_idx` and is as accurate as permuted groups.
     """
 
     name = "gptq"
@@ -52,7 +51,7 @@ class Gptq:
         )
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        """See `Method.quantize_layer`; later linears are calibrated on what the earlier ones became."""
+        """See `Method.quantize_layer`; with true-sequential, stages are measured behind quantized ones."""
         work = _Work(problem)
         for stage in execution_stages(problem.family, problem.weights):
             if problem.options.true_sequential and problem.remeasure is not None:
@@ -66,13 +65,13 @@ class Gptq:
 
 
 def execution_stages(family: Family, linears: Collection[str]) -> list[list[tuple[str, ...]]]:
-    """Linears that share an input, in the order of execution; those of one stage do not see each other.
+    """Groups of linears that share an input, by stage, in execution order (true-sequential).
 
-    Experts stand beside each other, so the first projections of all are one stage: whether one expert is
-    quantized changes nothing in what another one reads.
+    The first projections of all experts are one stage: quantizing one expert does not change the input of
+    another.
 
     Args:
-        linears: those of the family that are quantized, and any others, which stand alone at the end.
+        linears: the quantized linears of the family, and any others, which form single stages at the end.
     """
     present = [tuple(name for name in group if name in linears) for group in family.shared_inputs]
     known = {name for group in present for name in group}
@@ -84,10 +83,10 @@ def execution_stages(family: Family, linears: Collection[str]) -> list[list[tupl
 
 
 class _Work:
-    """A layer on its way.
+    """State of a layer during quantization.
 
     Attributes:
-        codes, reports: of the linears that are done.
+        codes, reports: of the finished linears.
     """
 
     def __init__(self, problem: LayerProblem):
@@ -96,18 +95,18 @@ class _Work:
         self.reports: dict[str, ModuleReport] = {}
 
     def measure(self, linears: set[str]) -> None:
-        """Learn what these linears see behind those that are done."""
+        """Measure the inputs of these linears behind the finished ones."""
         assert self.problem.remeasure is not None
         done = {name: codes.dequantize() for name, codes in self.codes.items()}
         self.problem.statistics.update(self.problem.remeasure(done, linears))
 
     def quantize(self, linears: tuple[str, ...]) -> None:
-        """Choose the codes of linears that share their input, with one factorisation for all."""
+        """Quantize linears that share their input, with one Cholesky factorisation."""
         statistics = self.problem.statistics[linears[0]]
         factors: dict[bool, Feedback | None] = {}
         for scheme, names in self._alike(linears):
             if not isinstance(scheme, IntScheme):
-                self._round(names, "gptq knows integer grids only")
+                self._round(names, "gptq supports integer grids only")
                 continue
             reason = _unusable(statistics)
             if reason:
@@ -125,7 +124,7 @@ class _Work:
             self._solve(names, scheme, factor, by_importance and not scheme.permuted)
 
     def _alike(self, linears: tuple[str, ...]) -> Iterator[tuple[Scheme, list[str]]]:
-        """Linears of one scheme and scale dtype, which can be rounded together."""
+        """Linears grouped by scheme and scale dtype, which can be solved together."""
         kinds: dict[tuple[Scheme, torch.dtype], list[str]] = {}
         for name in linears:
             kind = self.problem.schemes[name], self.problem.scale_dtypes[name]
@@ -167,7 +166,7 @@ class _Work:
 
 
 def _unusable(statistics: InputStatistics) -> str | None:
-    """Why no Hessian can be made of these statistics; None: one can."""
+    """Why these statistics give no Hessian; None: they do."""
     diagonal = statistics.gram.diagonal()
     if not bool(torch.isfinite(diagonal).all()):
         return "calibration gave it NaN or infinite inputs"

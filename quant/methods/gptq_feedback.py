@@ -1,8 +1,8 @@
-"""What the error of one rounded input channel asks of the channels that are not rounded yet.
+"""GPTQ's error feedback: the matrix that propagates rounding errors to the remaining input channels.
 
 GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers", ICLR 2023, arXiv:2210.17323) reads this off the Cholesky factor of the inverse Hessian.
-The same numbers stand in the factor of the Hessian itself: with `H = R Rᵀ`, `R` upper triangular,
+Transformers", ICLR 2023, arXiv:2210.17323) takes it from the Cholesky factor of the inverse Hessian.
+The factor of the Hessian itself holds the same numbers: with `H = R Rᵀ`, `R` upper triangular,
 and `D = W - W'`, the output error is `|D R|²`, and column `k` of `D R` is
 
     R[k, k] * (w_k - w'_k + sum over j < k of (w_j - w'_j) * R[j, k] / R[k, k])
@@ -24,14 +24,14 @@ _LEAST_RAISED = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Weights of the errors that came before.
+    """The feedback matrix, in rounding order.
 
     Attributes:
         channels: int64 `[in]`, the input channel at each position. The channel that is rounded first
-            stands last: there a Cholesky factorisation leaves it without another copy.
-        matrix: float32 `[in, in]`, unit upper triangular; row `p`, right of the diagonal: how much of
-            the error at each later position is added to position `p` before it is rounded.
-        damp: the damping that it took.
+            is last, so that the Cholesky factor needs no reversed copy.
+        matrix: float32 `[in, in]`, unit upper triangular; row `p`, right of the diagonal:
+            coefficients of the errors at later positions, added to position `p` before it is rounded.
+        damp: the damping that was applied.
     """
 
     channels: torch.Tensor
@@ -40,17 +40,17 @@ class Feedback:
 
 
 def rounding_order(gram: torch.Tensor, *, by_importance: bool) -> torch.Tensor:
-    """Input channels int64 `[in]` in the order of rounding: the loudest first, or as they lie."""
+    """Input channels int64 `[in]` in rounding order: by decreasing diagonal (act-order), or as stored."""
     if by_importance:
         return gram.diagonal().argsort(descending=True, stable=True)
     return torch.arange(gram.shape[0])
 
 
 def feedback(gram: torch.Tensor, order: torch.Tensor, damp: float) -> Feedback | None:
-    """Factor the damped Gram matrix of inputs that are not all zero.
+    """Cholesky factorisation of the damped Gram matrix; the inputs must not be all zero.
 
-    `damp` times the mean of the diagonal is added to it, and twice as much after every failure. A channel
-    that no token used has no say: it is rounded plainly, and its error moves nothing.
+    `damp` times the mean of the diagonal is added to it, and twice as much after every failure. A dead
+    channel (always zero) is rounded to nearest and propagates no error.
 
     Args:
         gram: float32 `[in, in]`.
@@ -70,7 +70,7 @@ def feedback(gram: torch.Tensor, order: torch.Tensor, damp: float) -> Feedback |
         lower, failed = torch.linalg.cholesky_ex(damped)
         scale = lower.diagonal().clone()
         if not int(failed) and bool(torch.isfinite(scale).all()) and bool((scale > 0).all()):
-            # Column-major as it comes, so the transpose lies row by row.
+            # The result is column-major, so its transpose is row-major.
             return Feedback(channels, lower.mT.div_(scale[:, None]), damp)
         damp = max(2 * damp, _LEAST_RAISED)
     return None

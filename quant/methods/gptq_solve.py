@@ -1,9 +1,9 @@
-"""The loop of GPTQ: round one input channel after the other, each corrected for the errors so far.
+"""GPTQ's column loop: round input channels one by one, each corrected by error feedback.
 
-Weights are held transposed, `[in, out]`: a channel is then one run of memory, and every linear that reads
-the same input can stand beside the others. Corrections are gathered when they are needed: for a span of
-channels by one product with all errors before the span, for a few channels by one with those of the span,
-and for a single channel by one with its few neighbours. Nearly all the time goes into the first.
+Weights are held transposed, `[in, out]`: a channel is then contiguous, and all linears with
+the same input are concatenated. Corrections are applied lazily on three levels (GPTQ's lazy batch updates): a
+span of channels by one GEMM with all earlier errors, a leaf of a few channels by one with the span's errors,
+and a single channel by one with the leaf's. Nearly all the time goes into the first.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def solve(
     *,
     static_groups: bool,
 ) -> IntTensor | None:
-    """Codes of a weight `[out, in]` of any linears that share their input; None if an error overflows.
+    """Quantize a weight `[out, in]` of linears that share their input; None if an error overflows.
 
     Args:
-        weight: float32; it is not changed.
-        ranges: chooses scale and zero of groups.
-        static_groups: whether the grids are those of the weight as it is given, its groups as they lie.
-            Otherwise a group is the next `group_size` channels in the order of rounding, and its grid
-            suits what the errors before it made of them.
+        weight: float32; not modified.
+        ranges: computes scale and zero point of groups.
+        static_groups: whether grids are computed upfront from the original weight, with sequential groups.
+            Otherwise a group is the next `group_size` channels in rounding order, and its grid is fitted
+            to the corrected weights.
     """
     return _Solver(weight, feedback, scheme, scale_dtype, ranges, static_groups).run()
 
@@ -58,7 +58,7 @@ class _Solver:
         self.scheme, self.scale_dtype, self.ranges = scheme, scale_dtype, ranges
         self.feedback = feedback
         self.group_size = in_features // scheme.num_groups(in_features)
-        # One group is the same under any order, and nothing precedes it.
+        # A single group is independent of the order.
         self.static = static_groups or self.group_size == in_features
         self.weight = weight.T.contiguous().index_select(0, feedback.channels)
         self.error = torch.empty_like(self.weight)
@@ -82,7 +82,7 @@ class _Solver:
         in_features, out_features = self.weight.shape
         span, leaf = _SPAN, _LEAF
         if not self.static:
-            # A group starts where its corrections are at hand: with a span, or with a leaf.
+            # A group starts where its corrections are available: with a span or a leaf.
             span = self.group_size
             if self.group_size <= _LEAF:
                 span, leaf = _SPAN // self.group_size * self.group_size, self.group_size
@@ -112,17 +112,17 @@ class _Solver:
                 self._round_leaf(leaf_start, leaf_stop, corrected[rows], whole[rows])
             whole.add_(self.zero_points.index_select(0, self.groups[start:stop]))
             self.codes[start:stop] = whole
-        # The extremes tell it without a copy of the errors, and are NaN where one of them is.
+        # Minimum and maximum detect it without a copy, and propagate NaN.
         extremes = torch.stack([*torch.aminmax(self.error), *torch.aminmax(self.scales)])
         if not bool(torch.isfinite(extremes).all()):
             return None
         return self._tensor()
 
     def _fit_group(self, start: int, stop: int, corrected: torch.Tensor) -> None:
-        """Choose the grid of the group at these positions for what its weights have become.
+        """Fit the grid of the group at these positions to its corrected weights.
 
-        `corrected` holds what each channel would be if those before it in the group had no error. That
-        they share the earlier errors among them is one triangular system.
+        `corrected` holds each channel as if the group's earlier channels had no error; the coupling within
+        the group is one triangular system.
         """
         block = self.feedback.matrix[start:stop, start:stop]
         shift = torch.linalg.solve_triangular(
@@ -163,7 +163,7 @@ class _Solver:
             torch.addcmul(weight_rows[row], codes, step, value=-1, out=error_rows[row])
 
     def _tensor(self) -> IntTensor:
-        """The codes with their channels where they were."""
+        """The codes in the original channel order."""
         channels = self.feedback.channels
         position = torch.empty_like(channels)
         position[channels] = torch.arange(len(channels))

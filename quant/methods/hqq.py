@@ -1,17 +1,16 @@
-"""HQQ: fit the grid of each group to its weights by half-quadratic splitting, without any data.
+"""HQQ: data-free fit of each group's scale and zero point by half-quadratic splitting.
 
 Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023
 (https://mobiusml.github.io/hqq_blog/).
 
-The rounding error of a group is measured in an lp norm with p < 1, which forgives the few weights that
-no good grid can reach. Splitting it into a sparse part and the rest gives two steps that have closed
-forms: shrink the present error, which tells what to give up, and fit the grid to what is left.
+The rounding error of a group is measured in an lp norm with p < 1, which is robust to outliers. Half-
+quadratic splitting alternates two closed-form steps: shrink the error (a sparse outlier term), and fit the grid to the
+rest.
 
-Three things differ from the authors' program. The error is measured in steps of the grid, so that the
-strength of the shrinkage means the same for every layer. The scale is fitted along with the zero. And
-the zero ends as an integer code, because that is what the formats here store; each step is judged after
-that rounding, and of all steps the one with the least squared error stays, plain rounding being the
-first of them. No group is worse than plain rounding.
+Three differences from the authors' code: The error is measured in grid steps, so that the shrinkage strength
+is comparable between layers. The scale is fitted along with the zero point. The zero point is rounded to an
+integer, because the formats here store integers; each iterate is judged after that rounding, and the one of
+least squared error is kept. RTN is the first iterate, so no group is worse than RTN.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ITERATIONS = 20
 _NORM = 0.7
 _BETA = 10.0
 _BETA_GROWTH = 1.01
-_ROWS = 256  # that many at a time: the steps below hold about ten copies of them
+_ROWS = 256  # rows per chunk: the steps below hold about ten copies of them
 
 
 class Hqq:
@@ -86,7 +85,7 @@ def fit_grid(
 def _codes(
     grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, scheme: IntScheme
 ) -> torch.Tensor:
-    """Codes (float32) `[out, groups, group_size]` for integer zeros `[out, groups]`."""
+    """Codes (float32) `[out, groups, group_size]` for integer zero points `[out, groups]`."""
     steps = torch.round(grouped / scales.unsqueeze(-1))
     return (steps + zeros.unsqueeze(-1)).clamp_(0, scheme.max_code)
 
@@ -94,7 +93,7 @@ def _codes(
 def _squared_error(
     grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, scheme: IntScheme
 ) -> torch.Tensor:
-    """Of each group, float32 `[out, groups]`."""
+    """Squared error of each group, float32 `[out, groups]`."""
     codes = _codes(grouped, scales, zeros, scheme)
     return ((codes - zeros.unsqueeze(-1)) * scales.unsqueeze(-1) - grouped).square().sum(dim=-1)
 
@@ -102,7 +101,7 @@ def _squared_error(
 def _fit(
     grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, scheme: IntScheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best scales and zeros `[out, groups]` of all steps, in the dtypes in which they came."""
+    """The best scales and zero points `[out, groups]` of all iterates, in their input dtypes."""
     best_scales, best_zeros = scales.to(torch.float32), zeros.to(torch.float32)
     least = _squared_error(grouped, best_scales, best_zeros, scheme)
     scale, zero, beta = best_scales, best_zeros, _BETA
@@ -116,7 +115,7 @@ def _fit(
             zero = (codes - target / step).mean(dim=-1)
         offsets = codes - zero.unsqueeze(-1)
         fitted = (offsets * target).sum(dim=-1) / offsets.square().sum(dim=-1)
-        # A group of one value, or of zeros, has no slope to fit.
+        # A constant group has no slope to fit.
         scale = torch.where(torch.isfinite(fitted) & (fitted > 0), fitted, scale)
         beta *= _BETA_GROWTH
 

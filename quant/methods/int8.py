@@ -1,8 +1,8 @@
-"""The method `int8`: rounding to 8 bits, for 16-bit inputs or as LLM.int8() splits them.
+"""The method `int8`: per-channel int8 weights, weight-only or LLM.int8() mixed decomposition.
 
 Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", NeurIPS 2022
-(arXiv:2208.07339), for the split: inputs below the threshold are multiplied in int8, the channels above
-it in 16 bits.
+(arXiv:2208.07339), for the decomposition: an int8 GEMM below the threshold, a 16-bit GEMM for the
+outlier channels.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .rounding import round_layer
 
 
 class Int8:
-    """int8 weights with one scale per output channel; a threshold makes them those of LLM.int8()."""
+    """int8 weights with one scale per output channel; with a threshold, LLM.int8()."""
 
     name = "int8"
-    default_format = "bitsandbytes"  # for the split; plain int8 does not fit there
+    default_format = "bitsandbytes"  # for LLM.int8(); it does not store plain int8
     needs_statistics = False
     grouped = False
     sequential = False

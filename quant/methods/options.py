@@ -1,4 +1,4 @@
-"""Checks of what was asked of a grid, shared by the methods that have no choice of their own in it."""
+"""Checks of scheme options and hyperparameters, shared by the methods."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import fields
 from ..base.errors import BadInput
 from .base import MethodOptions, SchemeOptions
 
-_KNOBS = {  # of `MethodOptions`: the one method that reads it, and how it is given
+_KNOBS = {  # field of `MethodOptions`: the method that reads it, and its flag
     "damp": ("gptq", "--damp"),
     "mse": ("gptq", "--mse"),
     "true_sequential": ("gptq", "--no-true-sequential"),
     "alpha": ("smoothquant", "--alpha"),
 }
-_COMMAND_LINE = {"sparse_fraction": "sparse"}  # where the option has another name than the field
+_COMMAND_LINE = {"sparse_fraction": "sparse"}  # where the flag's name differs from the field's
 
 
 def choose_bits(method: str, asked: int | None, widths: Sequence[int], default: int) -> int:
-    """The width that was asked for, or the default.
+    """The requested bit width, or the default.
 
     Raises:
-        BadInput: a width that the method does not have.
+        BadInput: a width that the method does not support.
     """
     bits = default if asked is None else asked
     if bits not in widths:
@@ -31,7 +31,7 @@ def choose_bits(method: str, asked: int | None, widths: Sequence[int], default: 
 
 
 def refuse_knobs(method: str, options: MethodOptions) -> None:
-    """Raises BadInput naming a knob of another method that was turned."""
+    """Raises BadInput naming a non-default hyperparameter of another method."""
     usual = MethodOptions()
     for name, (owner, option) in _KNOBS.items():
         if method != owner and getattr(options, name) != getattr(usual, name):
@@ -39,9 +39,9 @@ def refuse_knobs(method: str, options: MethodOptions) -> None:
 
 
 def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:
-    """Raises BadInput naming an option that was given although the method has no use for it.
+    """Raises BadInput naming an option that the method does not use.
 
-    `--symmetric` agrees with every grid that has no zero code; only `--asymmetric` is refused there.
+    `--symmetric` is accepted by grids without zero points; only `--asymmetric` is refused there.
     """
     blank = SchemeOptions()
     for field in fields(options):
@@ -50,7 +50,7 @@ def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:
             continue
         if name == "symmetric":
             if not value:
-                raise BadInput(f"--asymmetric: method {method} has no zero codes")
+                raise BadInput(f"--asymmetric: method {method} has no zero points")
             continue
         option = _COMMAND_LINE.get(name, name).replace("_", "-")
         given = f"--{option}" if value is True else f"--{option} {value}"

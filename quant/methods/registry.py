@@ -1,4 +1,4 @@
-"""The methods there are, by name."""
+"""Registry of quantization methods."""
 
 from __future__ import annotations
 

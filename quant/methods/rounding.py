@@ -1,4 +1,4 @@
-"""Plain rounding to any grid: the last step of every method, and the yardstick of all of them."""
+"""Round-to-nearest (RTN) to any grid: the last step of every method, and the baseline."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .base import LayerProblem, LayerResult
 
 
 def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> QuantizedTensor:
-    """Round `weight` `[out, in]`, which may be a scaled form of the linear's own, to the linear's scheme.
+    """Round `weight` `[out, in]`, possibly with scaled columns, to the linear's scheme.
 
     Raises:
         BadInput: NaN or infinite weights, or scales beyond their dtype.
     """
     scheme, module = problem.schemes[linear], module_name(problem, linear)
     dtype = problem.scale_dtypes[linear]
-    if isinstance(scheme, IntScheme):  # finds what is not finite by itself
+    if isinstance(scheme, IntScheme):  # checks for non-finite values itself
         codes = round_to_nearest(weight, scheme, dtype, name=module)
         return replace(codes, input_scale=input_scale(problem, linear))
     require_finite(weight, module)
@@ -63,18 +63,18 @@ def require_finite(weight: torch.Tensor, module: str) -> None:
 
 
 def module_name(problem: LayerProblem, linear: str) -> str:
-    """The full name of a linear; the output projection belongs to no layer."""
+    """The full name of a linear; the output projection has no prefix."""
     return f"{problem.prefix}.{linear}" if problem.prefix else linear
 
 
 def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
     """The scale of a linear's static activations, float32 `[1]`; None where its scheme has none.
 
-    It covers the largest input that calibration saw; an input that is always zero gets 1. An expert that
-    no token reached takes the largest input of its like in the other experts.
+    It covers the largest calibration input; an input that is always zero gets 1. An expert that no token
+    was routed to takes the largest input of the same projection in the other experts.
 
     Raises:
-        BadInput: no calibration token reached the linear, nor any like it.
+        BadInput: no calibration token reached the linear or the same one of another expert.
     """
     scheme: Scheme = problem.schemes[linear]
     activations = scheme.activations

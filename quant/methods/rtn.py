@@ -1,4 +1,4 @@
-"""The method `rtn`: round to nearest; what every other method is measured against."""
+"""The method `rtn`: round-to-nearest, the baseline of all other methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .rounding import round_layer
 
 
 class RoundToNearest:
-    """Every weight goes to the closest point of its scheme's grid, without a look at any data."""
+    """Data-free: every weight goes to the closest point of its scheme's grid."""
 
     name = "rtn"
     default_format = "compressed-tensors"

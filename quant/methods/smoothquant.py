@@ -1,17 +1,16 @@
-"""SmoothQuant: move the outliers of the inputs into the weights, so that both fit into 8 bits.
+"""SmoothQuant (W8A8): migrate activation outliers into the weights, so that both fit into 8 bits.
 
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
 ICML 2023 (arXiv:2211.10438).
 
-Input channel `j` is divided by `s_j = max|x_j|^a / max|w_j|^(1-a)`, which the norm before does, and
-column `j` of the linears that read it is multiplied. Only norms take part: what lies between the other
-linears has no such outliers. Weights get one scale per output channel, inputs one per token.
+Input channel `j` is divided by `s_j = max|x_j|^a / max|w_j|^(1-a)`, folded into the norm
+before, and column `j` of the linears that read it is multiplied. Only norms are folded into: activations
+between the other linears have no such outliers. Weights are quantized per channel, activations per token.
 
-The weights alone look worse for it as a rule. So the errors that are reported here, and held against
-those of not smoothing at all, have two parts: what the rounded weights change, measured on the
-calibration data, and what the rounded inputs add, as a bound that its statistics give. Where smoothing
-does not lower the sum over the linears behind a norm, that norm stays as it is and the report shows no
-ratio.
+The weight error alone usually grows. So the errors that are reported, and compared with those without
+smoothing, have two parts: the weight quantization error, measured on the calibration data, and the activation
+quantization error, as an upper bound from the statistics. Where smoothing does not lower the sum over the
+linears behind a norm, that norm is left unchanged and the report shows no ratio.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class SmoothQuant:
             targets = [name for name in fold.targets if name in problem.weights]
             try:
                 trial = {name: _round(problem, name, columns, smoothed=True) for name in targets}
-            except BadInput:  # scaled weights beyond the dtype of their scales
+            except BadInput:  # scaled weights overflow the dtype of their scales
                 continue
             if sum(trial[name].errors.seen for name in targets) < sum(
                 plain[n].seen for n in targets
@@ -133,21 +132,21 @@ def _lost(
     columns: torch.Tensor,
     statistics: InputStatistics,
 ) -> float:
-    """Squared output error of rounding a linear's weight and its inputs."""
+    """Squared output error of quantizing a linear's weight and its inputs."""
     scaled = codes.dequantize()
     by_weights = float(statistics.row_errors(weight - scaled / columns).sum())
     return by_weights + float(scaled.square().sum()) * input_noise(statistics, columns)
 
 
 def input_noise(statistics: InputStatistics, columns: torch.Tensor) -> float:
-    """What rounding adds to each input channel in squares, summed over the tokens: an upper bound.
+    """Upper bound of a channel's squared activation quantization error, summed over tokens.
 
-    A step of a token is its largest input over 127.5, and rounding errs by a twelfth of a squared step.
-    The squares of the largest inputs, averaged over tokens, are no more than the largest of all, and no
-    more than the mean squares of all channels together.
+    A token's step is its largest input over 127.5; the mean squared rounding error is step² / 12. The mean
+    over tokens of the squared largest input is at most the square of the overall largest, and at most the
+    channels' summed mean squares.
 
     Args:
-        columns: by what each channel `[in]` is divided before it is rounded.
+        columns: divisor of each channel `[in]` before quantization.
     """
     tokens = max(statistics.num_tokens, 1)
     together = float((statistics.gram.diagonal() / columns.square()).sum()) / tokens

@@ -1,18 +1,17 @@
-"""SqueezeLLM: a table of values for each output channel, and a few weights kept as floats.
+"""SqueezeLLM: sensitivity-weighted k-means tables per output channel, and sparse float weights.
 
 Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", ICML 2024 (arXiv:2306.07629).
 
-The table is a k-means of the channel's weights in which a weight counts by its sensitivity. The paper
-takes the diagonal of the Fisher information from gradients of the loss. Here nothing is differentiated:
-the stand-in is the diagonal of the Gram matrix of the layer's inputs, the second moment of the input
-channel that the weight multiplies. It is the exact curvature of the layer's own output error where input
-channels are uncorrelated, and knows nothing of what later layers do with that output.
+The table is a sensitivity-weighted k-means of the channel's weights. The paper's sensitivity is the diagonal
+of the Fisher information, from gradients of the loss. Here no gradients are used: the proxy is the diagonal
+of the Gram matrix of the layer's inputs, the second moment of the weight's input channel. It is the exact
+curvature of the layer's output error where input channels are uncorrelated, and ignores later layers.
 
 Of the weights that stay floats (0.45 % unless asked otherwise), eight in nine are the largest ones and
-one in nine the most sensitive ones, as the paper divides 0.4 % and 0.05 %. Sensitive is what costs most
-when rounded to the first table: sensitivity times squared rounding error.
+one in nine the most sensitive ones, as the paper divides 0.4 % and 0.05 %. The most
+sensitive have the largest sensitivity times squared rounding error under the first table.
 
-A row of which the output error comes out above that of equal steps keeps the equal steps.
+A row whose output error exceeds that of a uniform table keeps the uniform table.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from .rounding import module_name, require_finite
 
 DEFAULT_SPARSE_FRACTION = 0.0045
 _SENSITIVE_SHARE = 1 / 9
-_FLOOR = 0.01  # of the mean: channels that calibration never saw still count a little
-_PIECE = 2**18  # weights at a time, because the running sums are float64
+_FLOOR = 0.01  # of the mean: never-activated channels still count a little
+_PIECE = 2**18  # weights per chunk, because the prefix sums are float64
 
 
 class SqueezeLlm:
@@ -70,7 +69,7 @@ def fit_lookup(
     """Quantize a weight `[out, in]`.
 
     Returns:
-        The result, and what plain rounding to equal steps would have been.
+        The result, and the baseline with uniform tables.
 
     Raises:
         BadInput: the weight does not fit into float16.
@@ -101,7 +100,7 @@ def fit_lookup(
 
 
 def input_sensitivity(statistics: InputStatistics) -> torch.Tensor:
-    """How much a weight on each input channel counts, float32 `[in]`, positive, 1 on average."""
+    """Sensitivity (weight in the k-means) per input channel, float32 `[in]`, positive, mean 1."""
     diagonal = statistics.gram.diagonal()
     mean = diagonal.mean()
     if not bool(mean > 0):

@@ -1,1 +1,1 @@
-"""Checkpoints as they come: tensors, architecture, families, experts, meta models."""
+"""Unquantized checkpoints: tensors, architecture, layer families, experts, meta-device model."""

@@ -1,4 +1,4 @@
-"""What can be quantized in a checkpoint: its decoder layers, each with its linears."""
+"""The decoder layers of a checkpoint, and the linears of each that can be quantized."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Architecture:
 
     Attributes:
         model_type: as in `config.json`.
-        prefix: what the names of all layers' tensors start with, such as `model.layers`.
+        prefix: common prefix of the layers' tensor names, such as `model.layers`.
         layers: the family of each layer.
-        notes: what the user should know, one line each.
+        notes: for the user, one line each.
     """
 
     model_type: str
@@ -38,12 +38,12 @@ class Architecture:
 def architecture_of(checkpoint: Checkpoint) -> Architecture:
     """The layers of a plain checkpoint.
 
-    Model types without a smoothing map are looked at through transformers: every linear of a decoder
-    layer is one to quantize, except routers.
+    Model types without a smoothing map are inspected through transformers: every linear of a decoder
+    layer is quantized, except routers.
 
     Raises:
-        BadInput: no causal language model that can be taken layer by layer, or weights that lie
-            transposed (`Conv1D`), as no format here has them.
+        BadInput: no causal language model that can be run layer by layer, or transposed weights
+            (`Conv1D`), which no format here supports.
     """
     config = checkpoint.config
     model_type = str(config.get("model_type"))
@@ -84,7 +84,7 @@ def _names_by_layer(checkpoint: Checkpoint, num_layers: int) -> list[set[str]]:
 
 
 def _discovered(checkpoint: Checkpoint, model_type: str) -> Architecture:
-    """The layers of a model type without a map: the linears that transformers' modules hold."""
+    """The layers of a model type without a smoothing map: the linears in transformers' modules."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

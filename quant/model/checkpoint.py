@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its config and its tensors, checked before anything is built on them."""
+"""A safetensors checkpoint on disk: config and tensors, with all shard headers checked on opening."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAPPED_SHARDS = 2  # mapped at a time: pages that were read count as memory until a shard is let go
+MAPPED_SHARDS = 2  # mapped at a time: pages that were read count as resident until a shard is unmapped
 GGUF_SUFFIX = ".gguf"
 
 
@@ -36,8 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
 class Checkpoint:
     """A folder with `config.json` and safetensors shards, single or indexed.
 
-    Opening it reads every shard's header, so that a missing or cut-off file is found now, with its
-    name, and not after minutes of work.
+    Opening reads every shard's header, so that a missing or truncated file is reported by name at once.
 
     Raises:
         BadInput: no config, no weights, a shard that is missing, cut off, or lacks an indexed tensor.
@@ -75,7 +74,7 @@ class Checkpoint:
             return list(handle.keys())
 
     def _checked(self, shard: str) -> str:
-        """The path of a shard whose header is whole; safetensors' own message names no file."""
+        """The path of a shard with a valid header; safetensors' own message names no file."""
         from safetensors import SafetensorError, safe_open
 
         path = self.folder / shard
@@ -100,7 +99,7 @@ class Checkpoint:
         return self._handles[shard]
 
     def read_ahead(self) -> None:
-        """Ask the system to bring the shards into memory while other work goes on."""
+        """Prefetch the shards into the page cache (`posix_fadvise`)."""
         if not hasattr(os, "posix_fadvise"):
             return
         for shard in sorted(set(self.shard_of.values())):
@@ -151,7 +150,7 @@ class Checkpoint:
 
 
 def gguf_file_of(path: Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one in a folder without safetensors; else None.
+    """The GGUF file of a path: itself, or the only one in a folder without safetensors; else None.
 
     Raises:
         BadInput: a folder with several of them.

@@ -1,7 +1,7 @@
-"""Experts as single linears, so that each can be measured and replaced on its own.
+"""Split MoE experts: fused 3-D expert parameters as separate linears, to be measured and replaced.
 
 transformers keeps the experts of a layer in two 3-D parameters; checkpoints mostly store one matrix for
-each projection of each expert. Calibration needs what the checkpoint has: every expert sees its own tokens.
+each projection of each expert. Calibration needs the latter: each expert's input is its routed tokens.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-# How gate, up and down are called on disk.
+# Names of gate, up and down on disk.
 LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 _Gate = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Expert(nn.Module):
-    """One gated MLP; `combine` is how the fused module makes one tensor of gate and up."""
+    """One gated MLP; `combine` concatenates gate and up as the fused module expects."""
 
     def __init__(self, hidden: int, width: int, leaves: tuple[str, str, str], combine: _Gate):
         super().__init__()
@@ -36,11 +36,11 @@ class _Expert(nn.Module):
 
 
 class SplitExperts(nn.ModuleList):
-    """Takes the place of a fused experts module: the same arguments, the same result.
+    """Drop-in replacement of a fused experts module.
 
     Args:
         fused: transformers' module; only its activation is kept.
-        leaves: how gate, up and down are called in an expert.
+        leaves: names of gate, up and down in an expert.
     """
 
     def __init__(self, fused: Any, leaves: tuple[str, str, str]):

@@ -1,11 +1,11 @@
-"""The decoder layers that quantization knows: their linears, and where a scale may be folded.
+"""Smoothing maps of decoder layers: their linears, and where input scales can be folded.
 
-A scale may move from a linear's input into the operation before it only where that operation is linear
-in each channel: the weight of an RMSNorm, the rows of a projection, the `up` half of a gated MLP. What
-reads that input must be scaled along: all the linears, and the router of a mixture of experts too, or
-tokens would go to other experts. The pairs are those of AutoAWQ and llm-compressor, with their routers.
+A scale can be folded from a linear's input into the previous operation only where that is linear in each
+channel: the weight of an RMSNorm, the rows of a projection, the `up` half of a gated MLP. Every consumer of
+the input must be scaled too: all linears, and the router of a mixture of experts, or the routing would change.
+The pairs are those of AutoAWQ and llm-compressor, plus routers.
 
-Names are those on disk, which for Mixtral are not those of transformers' modules.
+Names are those on disk, which for Mixtral differ from transformers' modules.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..base.errors import BadInput
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """One place where scales may be folded: `source` is divided, the inputs of `targets` multiplied.
+    """A foldable pair: `source` is divided by the scales, the columns of `targets` are multiplied.
 
     Attributes:
         source: a norm, or a linear whose rows feed the targets channel by channel.
-        targets: everything that reads this input: linears, and routers.
+        targets: all consumers of this input: linears, and routers.
         rows: the rows `[start, stop)` of a fused source that feed the targets; None: all of them.
         norm_offset: what is added to the norm's weight before it multiplies; 1 in Gemma.
     """
@@ -36,14 +36,14 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One shape of decoder layer; all names are relative to the layer.
+    """A kind of decoder layer; all names are relative to the layer.
 
     Attributes:
-        shared_inputs: the linears, grouped by the tensor that they read, in the order of execution.
+        shared_inputs: the linears, grouped by their input tensor, in execution order.
         folds: pairs in the order in which they are searched.
-        unclipped: linears whose clipping harms attention scores more than it helps the rounding.
-        routers: modules with a float weight `[experts, in]` that read an input which may be scaled.
-        mapped: whether it is known where scales may be folded; if not, `folds` says nothing.
+        unclipped: linears that AWQ must not clip, because it harms attention scores.
+        routers: modules with a float weight `[experts, in]` whose input may be scaled.
+        mapped: whether a smoothing map is known; if not, `folds` is meaningless.
     """
 
     shared_inputs: tuple[tuple[str, ...], ...]
@@ -66,7 +66,7 @@ _INPUT_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
 
 
 def _joined(*parts: Family) -> Family:
-    """Attention and MLP as one layer."""
+    """Concatenate the families of attention and MLP."""
     return Family(
         shared_inputs=sum((part.shared_inputs for part in parts), ()),
         folds=sum((part.folds for part in parts), ()),
@@ -76,7 +76,7 @@ def _joined(*parts: Family) -> Family:
 
 
 def _attention(norm: str | None = _INPUT_NORM, norm_offset: float = 0.0) -> Family:
-    """Separate projections; `norm` None where its scales must stay."""
+    """Separate projections; `norm` None where it cannot be folded into."""
     scaled = (Fold(norm, (_QUERY, _KEY, _VALUE), norm_offset=norm_offset),) if norm else ()
     return Family(
         shared_inputs=((_QUERY, _KEY, _VALUE), (_OUTPUT,)),
@@ -96,7 +96,7 @@ def _mlp(norm: str = _MLP_NORM, norm_offset: float = 0.0) -> Family:
 
 
 def _experts(block: str, router: str, leaves: tuple[str, str, str], names: Names) -> Family:
-    """A mixture of gated MLPs behind one norm; experts fused on disk stay as they are.
+    """A mixture of gated MLPs behind one norm; experts fused on disk are not quantized.
 
     Args:
         leaves: how gate, up and down are called in an expert.
@@ -112,7 +112,7 @@ def _experts(block: str, router: str, leaves: tuple[str, str, str], names: Names
     shared = f"{block}.shared_experts"
     if any(name.startswith(shared + ".") for name in names):
         triples.append(tuple(f"{shared}.{leaf}_proj" for leaf in ("gate", "up", "down")))
-    if not members:  # the norm feeds weights that cannot be scaled along
+    if not members:  # the norm feeds weights that cannot be scaled
         return Family((), (), frozenset(), ())
     readers = tuple(name for gate, up, _ in triples for name in (gate, up))
     return Family(
@@ -138,7 +138,7 @@ def _gemma2(_: Config, __: Names) -> Family:
 
 
 def _gemma3(_: Config, __: Names) -> Family:
-    """Without the fold into the queries' norm: it made Gemma 3 worse (llm-compressor #2522)."""
+    """Without the fold into the q norm, which degraded Gemma 3 (llm-compressor #2522)."""
     return _joined(_attention(None), _mlp("pre_feedforward_layernorm", norm_offset=1.0))
 
 
@@ -179,7 +179,7 @@ def _dense_or_experts(names: Names) -> Family:
 
 
 def _deepseek(_: Config, names: Names) -> Family:
-    """Latent attention: two norms more, each before the projection that widens what it normed."""
+    """Multi-head latent attention (MLA): two more norms, each before an up-projection."""
     query, query_down, query_up = (f"self_attn.q{part}_proj" for part in ("", "_a", "_b"))
     latent, widened = "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj"
     compressed = f"{query_down}.weight" in names
@@ -199,7 +199,7 @@ def _deepseek(_: Config, names: Names) -> Family:
 
 
 def _gpt_oss(_: Config, __: Names) -> Family:
-    """Attention alone: the experts are 3-D tensors, for which no format here has a place."""
+    """Attention only: the experts are 3-D tensors, which no format here stores."""
     return _attention()
 
 

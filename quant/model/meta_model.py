@@ -1,4 +1,4 @@
-"""transformers' model of a checkpoint without weights: its decoder layers can be filled one at a time."""
+"""Meta-device transformers model of a checkpoint, whose decoder layers are loaded one at a time."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _FINAL_NORMS = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm")
 
 
 class MetaModel:
-    """A causal language model on the meta device, and where its tensors lie on disk.
+    """A causal language model on the meta device, with the mapping to tensor names on disk.
 
-    Fused experts that the checkpoint stores one by one are split, so that each tensor on disk has a module.
+    Fused experts that the checkpoint stores separately are split, so that each tensor has a module.
 
     Attributes:
-        decoder: the model without its output projection.
+        decoder: the base model, without the output projection.
         layers: its decoder layers.
-        disk_prefix: what the names of all layers' tensors start with, such as `model.layers`.
+        disk_prefix: common prefix of the layers' tensor names, such as `model.layers`.
 
     Raises:
-        BadInput: transformers does not accept the config, or finds no layers of it in the checkpoint.
+        BadInput: transformers rejects the config, or the checkpoint holds none of its layers.
     """
 
     def __init__(self, checkpoint: Checkpoint):
@@ -39,7 +39,7 @@ class MetaModel:
             self._base_prefix: str = model.base_model_prefix
             self._prefix, self.layers = _decoder_layers(self.decoder)
             self.module_names = _module_names(checkpoint, model)
-        except Exception as error:  # a wrong config fails wherever transformers meets it first
+        except Exception as error:  # a wrong config fails in many places in transformers
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise BadInput(f"{checkpoint.folder}/config.json is not usable: {reason}") from error
         self.config: Any = self.decoder.config
@@ -51,7 +51,7 @@ class MetaModel:
             raise BadInput(f"{checkpoint.folder} holds no tensors of decoder layer 0")
         self.disk_prefix = inside[0][: inside[0].index(".0.")]
         self._by_layer = self._sorted_into_layers()
-        self._empty: dict[int, dict[str, Any]] = {}  # of layers with weights: the tensors they had
+        self._empty: dict[int, dict[str, Any]] = {}  # meta tensors of the loaded layers
         for index, layer in enumerate(self.layers):
             _split(layer, set(self._by_layer[index].values()))
 
@@ -72,7 +72,7 @@ class MetaModel:
         return self._by_layer[index]
 
     def fill(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Give a layer its weights in float32; `empty` takes them away again.
+        """Load a layer's weights in float32; `empty` frees them.
 
         Args:
             tensors: by their relative names on disk.
@@ -102,17 +102,17 @@ class MetaModel:
 
     def empty(self, index: int) -> None:
         """Free the weights of a layer."""
-        # Those that were there before: new ones would come to lie between the layer's own, and what lies
-        # between them keeps the heap from shrinking when those go.
+        # Restore the original meta tensors: new ones would fragment the heap between the layer's weights and
+        # keep it from shrinking.
         if index in self._empty:
             self.layers[index].load_state_dict(self._empty.pop(index), assign=True)
 
     @contextmanager
     def non_layer_weights(self, token_ids: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The weights of everything around the layers while the model is run on `token_ids`.
+        """Load the weights outside the layers while the model is run on `token_ids`.
 
-        Of the embedding only the rows of these tokens are there, in float32, so that a large vocabulary
-        needs no memory; the model must be given the ids that this yields.
+        The embedding holds only the rows of these tokens, in float32, so that a large vocabulary needs no
+        memory; the model must be run on the remapped ids that this yields.
 
         Raises:
             BadInput: some weights are missing, or have other shapes.
@@ -150,10 +150,10 @@ class MetaModel:
             self.decoder.load_state_dict(meta, strict=False, assign=True)
 
     def final_norm(self) -> nn.Module:
-        """The norm behind the last layer, with its weights.
+        """The final norm, with its weights.
 
         Raises:
-            BadInput: there is none under a name that is known.
+            BadInput: no final norm under a known name.
         """
         parent, _, _ = self._prefix.removeprefix(f"{self._base_prefix}.").rpartition(".")
         home = self.decoder.get_submodule(parent)
@@ -172,7 +172,7 @@ class MetaModel:
 
 
 def _meta_model(checkpoint: Checkpoint) -> Any:
-    """The model without weights; buffers that no checkpoint holds, such as rotary tables, are real."""
+    """The meta-device model; buffers that no checkpoint holds, such as RoPE frequencies, are real."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(checkpoint.folder)
@@ -212,7 +212,7 @@ def _decoder_layers(decoder: Any) -> tuple[str, nn.ModuleList]:
 
 
 def _module_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
-    """The module's tensor for each tensor on disk, by transformers' own renamings."""
+    """Module tensor name for each tensor on disk, by transformers' key renaming."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -229,7 +229,7 @@ def _module_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
 
 
 def _split(layer: nn.Module, names: set[str]) -> None:
-    """Split the experts of a layer whose tensors lie on disk one by one."""
+    """Split the fused experts of a layer that are stored separately on disk."""
     for path, fused in list(fused_experts(layer)):
         for leaves in LEAVES:
             if f"{path}.0.{leaves[0]}.weight" in names:

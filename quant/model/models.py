@@ -1,4 +1,4 @@
-"""From what the user calls a model to a folder on this machine."""
+"""Resolving a model argument (folder, bundled name, hub id) to a local path; loading tokenizers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def bundled_models() -> list[str]:
 
 
 def resolve_model(name: str | None) -> Path:
-    """Where a model lies: a directory, a `.gguf` file, the name of a bundled model, or a hub id.
+    """The local path of a model: a directory, a `.gguf` file, the name of a bundled model, or a hub id.
 
     Only a hub id (`owner/name` that is no directory here) touches the network, and not even that
     under `HF_HUB_OFFLINE=1`, where the local hub cache must hold it.
 
     Raises:
-        BadInput: nothing of that name is here, or the hub could not give it.
+        BadInput: no such model here, or the download failed.
     """
     name = name or DEFAULT_MODEL
     path = Path(name).expanduser()
@@ -50,10 +50,10 @@ def resolve_model(name: str | None) -> Path:
 
 
 def tokenizer_arguments(model: Path) -> dict[str, Any]:
-    """What to call `AutoTokenizer.from_pretrained` with for a model that `resolve_model` found.
+    """Arguments of `AutoTokenizer.from_pretrained` for a model from `resolve_model`.
 
     Raises:
-        BadInput: a GGUF file without a tokenizer beside it, where the package that reads its own is missing.
+        BadInput: a GGUF file without a tokenizer.json beside it, and the `gguf` package is missing.
     """
     file = gguf_file_of(model)
     folder = model if file is None else file.parent
@@ -69,7 +69,7 @@ def tokenizer_arguments(model: Path) -> dict[str, Any]:
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The tokenizer of a model that `resolve_model` found.
+    """The tokenizer of a model from `resolve_model`.
 
     Raises:
         BadInput: it does not load.
@@ -79,10 +79,10 @@ def load_tokenizer(model: Path) -> Any:
     arguments = tokenizer_arguments(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**arguments)
-    except Exception as error:  # transformers raises whatever the broken file led to
+    except Exception as error:  # transformers raises many types for a broken file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{model}: the tokenizer does not load: {reason}") from error
-    # Whoever encodes says how long is too long; the tokenizer's warning would only add noise.
+    # Callers check lengths; silence the tokenizer's warning.
     tokenizer.model_max_length = int(1e30)
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
@@ -100,7 +100,7 @@ def _from_hub(hub_id: str) -> Path:
                 local_files_only=offline,
             )
         )
-    except Exception as error:  # the hub raises a dozen types; the person needs one line
+    except Exception as error:  # the hub raises a dozen types; the user needs one line
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
         raise BadInput(

@@ -1,1 +1,1 @@
-"""The streaming pipeline: estimate, preflight, session, run, publish."""
+"""The layer-by-layer pipeline: estimate, preflight, session, run, publish."""

@@ -1,4 +1,4 @@
-"""Peak memory and arithmetic of a run, as stated functions of the sizes of a layer."""
+"""Estimates of a run's peak memory and operations, from the sizes of its layers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from ..request.selection import HEAD, Shapes, matrix_shape
 from ..stream.layer_stream import TOKENS_PER_BATCH
 
 _FLOAT = 4
-# Code and buffers of libraries that the first layer brings in; measured, the same for any model.
+# Code and buffers of libraries loaded by the first layer; measured, independent of the model.
 _LIBRARY_BYTES = 32 * 2**20
-# Float copies of the largest linear that a method has at its worst moment, beside the weights themselves,
-# and bytes of codes that it keeps for every weight. GPTQ counts linears with one input as one.
+# Float copies of the largest linear at a method's peak, besides the weights, and bytes of codes kept per
+# weight. GPTQ counts linears that share an input as one.
 _COPIES = {"gptq": 3.25, "awq": 11.0, "smoothquant": 5.5, "hqq": 5.0, "squeezellm": 5.0, "nf4": 5.0}
 _CODES = {"awq": 2, "smoothquant": 2}
 _FEW_COPIES = 4.25
-_HOLES = 1.5  # of a heap, while activations come and go in it; measured
+_HOLES = 1.5  # heap fragmentation factor of activations; measured
 _STAGES = 4  # of a decoder layer under true-sequential: attention in and out, MLP in and out
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Resident bytes beyond the process as it starts, at one moment of the work on a layer: their sum.
+    """Resident bytes beyond the start of the process, at one moment of a layer's quantization.
 
     Attributes:
-        libraries: what the first use of torch's operations brings in.
+        libraries: code and buffers loaded by the first use of torch's operations.
         hidden: hidden states of all calibration tokens, float32.
         layer: the layer as it is stored (mapped pages), and its float32 copy.
-        grams: Gram matrices of inputs, of held-out tokens and those of calibration tokens so far.
-        codes: of the linears so far, one byte a weight.
+        grams: Gram matrices Gram matrices of held-out inputs, and of calibration inputs so far.
+        codes: of the linears so far, one byte per weight.
         work: the method's copies of weights and, with GPTQ, of Gram matrices.
-        activations: of one batch inside the layer, while it runs; they are given back afterwards.
+        activations: of one batch inside the layer, while it runs; freed afterwards.
     """
 
     libraries: int
@@ -56,12 +56,12 @@ class MemoryEstimate:
 def estimate_memory(
     plan: Plan, hidden_size: int, tokens: int, *, held_out: bool, sequential: bool
 ) -> MemoryEstimate:
-    """Peak memory of a run: the worst moment of any layer.
+    """Peak memory of a run: the maximum over layers and moments.
 
     Args:
-        tokens: of calibration and held-out samples together.
-        held_out: whether there are such.
-        sequential: whether statistics are measured stage by stage, behind what is quantized already.
+        tokens: of calibration and held-out samples.
+        held_out: whether there are held-out samples.
+        sequential: whether statistics are measured stage by stage behind quantized linears (true-sequential).
     """
     hidden = tokens * hidden_size * _FLOAT
     batch = min(tokens, TOKENS_PER_BATCH)
@@ -92,11 +92,11 @@ class _Layer:
     """Sizes of one layer.
 
     Attributes:
-        bytes: of all its tensors as they are stored, and of the float32 copies that they need.
-        family: how its linears belong together, by relative name.
+        bytes: of all its tensors as stored, and of their float32 copies.
+        family: its linears by shared input, by relative name.
         shapes: of all of them.
         chosen: those that are quantized.
-        widest: values of a token between its linears at most.
+        widest: widest activation of a token inside the layer, in values.
         routers: bytes of the Gram matrices of their inputs.
     """
 
@@ -108,11 +108,11 @@ class _Layer:
     routers: int = 0
 
     def square(self, linear: str) -> int:
-        """Bytes of the Gram matrix of its input."""
+        """Bytes of the Gram matrix of a linear's input."""
         return self.shapes[linear][1] ** 2 * _FLOAT
 
     def weights(self, linears: Iterable[str]) -> int:
-        """How many weights these have together."""
+        """Total number of weights of these linears."""
         return sum(self.shapes[name][0] * self.shapes[name][1] for name in linears)
 
     @property
@@ -143,7 +143,7 @@ def _decoder_layer(plan: Plan, index: int) -> _Layer:
 
 
 def _head(plan: Plan) -> _Layer:
-    """The output projection, which is a layer of one linear."""
+    """The output projection, as a layer of one linear."""
     rows, width = plan.modules[HEAD]
     stored = entry_bytes((plan.checkpoint.dtype_name(f"{HEAD}.weight"), (rows, width)))
     return _Layer(
@@ -151,16 +151,16 @@ def _head(plan: Plan) -> _Layer:
         family=HEAD_FAMILY,
         shapes={HEAD: (rows, width)},
         chosen=(HEAD,),
-        widest=width,  # it reads statistics of the final norm's outputs and is not run
+        widest=width,  # it is not run: its statistics are those of the final norm's outputs
     )
 
 
 _Moment = tuple[int, int, float, bool]
-"""Bytes of grams, codes and work, and whether the layer is running."""
+"""Bytes of grams, codes and work, and whether the layer's forward is running."""
 
 
 def _moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
-    """The moments that may be the worst, where everything is measured before anything is quantized."""
+    """Candidate peaks, where everything is measured before quantizing."""
     grams = layer.grams * (1 + held_out)
     yield grams, 0, 0, True
     codes = _CODES.get(method, 1) * layer.weights(layer.chosen)
@@ -173,21 +173,21 @@ def _moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
 
 
 def _sequential_moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
-    """The same for GPTQ that measures each stage behind the finished ones."""
+    """Candidate peaks of GPTQ that measures each stage behind the quantized ones."""
     grams = layer.grams * held_out
     yield grams, 0, 0, True
     done = 0
     for stage in execution_stages(layer.family, layer.chosen):
         grams += sum(layer.square(group[0]) for group in stage)
-        yield grams, done, done * _FLOAT, True  # it runs with finished weights in place of its own
+        yield grams, done, done * _FLOAT, True  # the layer runs with dequantized weights in place of its floats
         done += sum(layer.weights(group) for group in stage)
         yield grams, done, max(_solving(layer, group) for group in stage), False
 
 
 def _solving(layer: _Layer, group: tuple[str, ...]) -> float:
-    """What GPTQ has beside the weights of linears with one input: the factor of their Hessian, and copies."""
+    """GPTQ's working bytes for linears that share an input: the Hessian's factor, and copies."""
     square, weights = layer.square(group[0]), layer.weights(group) * _FLOAT
-    copies = _COPIES["gptq"] + (len(group) > 1)  # side by side in one matrix
+    copies = _COPIES["gptq"] + (len(group) > 1)  # concatenated in one matrix
     return max(2 * square, square + copies * weights)
 
 
@@ -206,7 +206,7 @@ def _distinct_layers(plan: Plan) -> list[int]:
 
 
 def estimate_operations(plan: Plan, tokens: int) -> float:
-    """Multiplications and additions of the whole run, at the rate of large matrix products."""
+    """Multiplications and additions of the whole run, at the rate of large GEMMs."""
     passes = 2.0 + (_STAGES - 1) * (plan.method.name == "gptq" and plan.options.true_sequential)
     total = 0.0
     for out_features, in_features in plan.modules.values():
@@ -218,4 +218,4 @@ def estimate_operations(plan: Plan, tokens: int) -> float:
             total += 2 * out_features * square + 2 * square * in_features
         if plan.method.name == "awq":
             total += 30 * out_features * square
-    return 2 * total  # what is done besides, and shapes that products like less
+    return 2 * total  # everything else, and less efficient GEMM shapes

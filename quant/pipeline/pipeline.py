@@ -1,7 +1,7 @@
-"""Quantize a checkpoint, one decoder layer in memory at a time, so that a kill costs one layer at most.
+"""Layer-by-layer quantization of a checkpoint: one decoder layer in memory, resumable after each.
 
-For each layer: learn what its linears read, choose codes, and write the finished layer to its own shard
-and into the journal; see `propagation` for what the next layer then sees.
+For each layer: measure its inputs, quantize, write its shard, and append to the journal; see
+`online_calibration` for the inputs of the next layer.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class QuantizeResult:
     """A finished checkpoint.
 
     Attributes:
-        output: its folder; with several formats, the folder of one folder for each.
+        output: its folder; with several formats, the parent of one folder each.
         manifest: the content of its manifest (of the first format).
-        loads_in: who can read it.
+        loads_in: the loaders that support it.
         notes: choices that were made for the user.
-        resumed_layers: how many layers an earlier run had finished.
-        layer_seconds: what choosing the codes took, for each layer.
-        preflight: what was predicted.
-        peak_bytes: the most memory that the run had, beyond the process as it began.
+        resumed_layers: number of layers that an earlier run had finished.
+        layer_seconds: quantization time of each layer.
+        preflight: the prediction.
+        peak_bytes: peak memory of the run, beyond the start of the process.
     """
 
     output: Path
@@ -64,11 +64,11 @@ class QuantizeResult:
 
 
 def quantize(request: QuantizeRequest, progress: Progress | None = None) -> QuantizeResult:
-    """Do what `request` asks, going on where an interrupted run of the same request stopped.
+    """Quantize a checkpoint, resuming an interrupted run of the same request.
 
     Raises:
-        BadInput: the request cannot be done as asked, or the disk is full. Layers that were finished
-            stay in the work folder; without any, nothing stays.
+        BadInput: the request cannot be done as asked, or the disk is full. Finished layers
+            stay in the work folder; without any, it is removed.
     """
     progress = progress or Silent()
     output = request.output
@@ -140,7 +140,7 @@ def _check_space(session: Session, journal: Journal) -> None:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Sums depend on the thread count in their last bit, so a resumed run takes that of the first."""
+    """Sums depend on the thread count in the last bit, so a resumed run uses that of the first run."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -150,7 +150,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _require_same_work(session: Session) -> None:
-    """An output beside a work folder: fine where a kill came between the last rename and the tidying up."""
+    """Raises BadInput for an existing output, unless a kill came between the final rename and the cleanup."""
     output = session.request.output
     path = shard_folder(output, session.plan, 0) / MANIFEST_NAME
     if not path.is_file() or read_json(path).get("signature") != session.signature:
@@ -182,7 +182,7 @@ def _quantize_layers(
             source.save(journal.hidden_path(index + 1))
         journal.append(record)
         journal.hidden_path(index).unlink(missing_ok=True)
-        del work  # what it has of the checkpoint would keep the layer's pages
+        del work  # its references would keep the layer's pages mapped
         plan.checkpoint.release()
         give_back()
         progress.status(f"error {_mean_error(journal):.2e}, {memory.bytes / 2**20:.0f} MiB")
@@ -191,7 +191,7 @@ def _quantize_layers(
 
 
 def _source(session: Session, saved: Path | None, progress: Progress) -> Source:
-    """Statistics from the folder, measured now if it lacks them, or computed layer by layer."""
+    """Cached statistics, measured now where they are missing, or online calibration."""
     folder, calibration, plan = session.statistics, session.calibration, session.plan
     kv = plan.kv_cache is not None
     if folder is None:

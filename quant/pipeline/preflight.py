@@ -1,4 +1,4 @@
-"""What a run will write, how long it will take and how much memory, before any work is done."""
+"""Dry run: predicted output sizes, time and memory of a quantization."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ModuleKind:
     """All modules of one name and scheme, such as every `down_proj`.
 
     Attributes:
-        scheme: None: they stay as they are.
-        bytes: that will be written for them, in the first format.
+        scheme: None: not quantized.
+        bytes: of their tensors in the first format.
     """
 
     name: str
@@ -37,21 +37,21 @@ class ModuleKind:
 
     @property
     def bits_per_weight(self) -> float:
-        """With scales and all else that belongs to the weights."""
+        """Including scales and zero points."""
         return self.bytes * 8 / self.weights
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The answer of `--dry-run`.
+    """The result of `--dry-run`.
 
     Attributes:
-        kinds: what becomes of every linear.
+        kinds: the target scheme of every linear.
         tensor_bytes: of all tensors to be written, by format.
-        source_bytes: of all tensors as they are now.
-        memory: what will be resident beyond the process as it starts.
-        seconds: from a measured rate of matrix products; a guide, no promise.
-        loaders: who can load the result.
+        source_bytes: of all source tensors.
+        memory: predicted resident memory beyond the start of the process.
+        seconds: estimate from a measured GEMM rate.
+        loaders: which loaders support the result.
     """
 
     kinds: tuple[ModuleKind, ...]
@@ -69,7 +69,7 @@ class Preflight:
 
     @property
     def loads_in(self) -> str:
-        """Who can load the first format, with what it needs."""
+        """The loaders of the first format, with their requirements."""
         first = self.loaders[0].format
         return loads_in(loader for loader in self.loaders if loader.format == first)
 
@@ -81,11 +81,11 @@ class Preflight:
         }
 
     def line(self) -> str:
-        """The short form."""
+        """One-line summary."""
         chosen = [kind for kind in self.kinds if kind.scheme]
         size = next(iter(self.tensor_bytes.values()))
         return (
-            f"{sum(kind.count for kind in chosen)} linears at {self.bits_per_weight:.2f} bits a weight, "
+            f"{sum(kind.count for kind in chosen)} linears at {self.bits_per_weight:.2f} bits per weight, "
             f"{size / 2**20:.1f} MiB of tensors to write from {self.source_bytes / 2**20:.1f}; about "
             f"{self.seconds:.0f} s and {self.memory.bytes / 2**20:.0f} MiB of memory beyond the start; "
             f"loads in {self.loads_in}"
@@ -125,7 +125,7 @@ def preflight(session: Session) -> Preflight:
 
 
 def unquantized_bytes(plan: Plan) -> int:
-    """Bytes of every tensor that is copied as it is."""
+    """Bytes of every tensor that is copied unchanged."""
     checkpoint = plan.checkpoint
     return sum(
         entry_bytes((checkpoint.dtype_name(name), checkpoint.shape(name)))
@@ -136,7 +136,7 @@ def unquantized_bytes(plan: Plan) -> int:
 
 
 def module_sizes(plan: Plan, weight_format: WeightFormat) -> dict[str, int]:
-    """Bytes of the tensors of every module, by packing weights of zeros of the same shape."""
+    """Packed bytes of every module, by packing zero weights of the same shape."""
     known: dict[tuple[Scheme, tuple[int, int], torch.dtype], int] = {}
     sizes = {}
     for module, shape in plan.modules.items():
@@ -151,7 +151,7 @@ def module_sizes(plan: Plan, weight_format: WeightFormat) -> dict[str, int]:
 
 
 def _kinds(plan: Plan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
-    """Modules by the last part of their name and their scheme."""
+    """Modules grouped by the last part of their name and their scheme."""
     groups: dict[tuple[str, str | None], list[tuple[int, int]]] = defaultdict(list)
     for module, (out_features, in_features) in plan.modules.items():
         key = module.rpartition(".")[2], plan.schemes[module].label
@@ -175,9 +175,9 @@ def _kinds(plan: Plan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
 
 
 def _operations_per_second() -> float:
-    """Rate of float32 matrix products on this machine, threads as they are now."""
+    """Measured float32 GEMM rate of this machine, with the current thread count."""
     square = torch.ones(512, 512)
-    torch.mm(square, square)  # the first product sets things up
+    torch.mm(square, square)  # warm-up
     began, rounds = time.perf_counter(), 8
     for _ in range(rounds):
         torch.mm(square, square)

@@ -1,4 +1,4 @@
-"""From a request to a session: plan it, read the calibration data, sign what the result depends on."""
+"""Preparing a session: plan, calibration data, and a signature of all inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AUTO, AUTO_METHOD = "auto", "gptq"
 
 def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Session:
     """Check a request and read its calibration data. Nothing is written, except by method `auto`, which
-    has to measure the model in order to know what it will do.
+    measures the model's sensitivity.
 
     Raises:
         BadInput: the request cannot be done as asked.
@@ -100,7 +100,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
 
 
 def statistics_path(request: QuantizeRequest) -> Path | None:
-    """Where statistics are kept: where it was asked, or beside the output while `auto` is at work."""
+    """The statistics folder: `request.stats`, or beside the output for method `auto`."""
     if request.stats is None and request.method == AUTO:
         return request.output.with_name(request.output.name + ".statistics")
     return request.stats
@@ -111,7 +111,7 @@ def _kv(request: QuantizeRequest) -> bool:
 
 
 def _planned(request: QuantizeRequest) -> QuantizeRequest:
-    """The request itself; for `auto` the one whose modules and groups it will vary.
+    """The request itself; for `auto`, the base request whose bits and groups are varied.
 
     Raises:
         BadInput: a target without `auto`, `auto` without one, or options that it decides itself.

@@ -1,4 +1,4 @@
-"""The files of a finished checkpoint that belong to no single layer."""
+"""Final files of a checkpoint: config, index, non-layer tensors, manifest, model card."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _COPIED_PATTERNS = ("LICENSE*", "NOTICE*")
 
 
 def shard_folder(checkpoint: Path, plan: Plan, number: int) -> Path:
-    """The folder of the format of this number: one of its own where there are several."""
+    """The folder of format `number`: a subfolder where there are several formats."""
     return checkpoint / plan.formats[number].name if len(plan.formats) > 1 else checkpoint
 
 
 def layer_folder(journal: Journal, plan: Plan, number: int) -> Path:
-    """Where the layer shards of a format go: a GGUF file is made of them at the end, and has none."""
+    """The folder of a format's layer shards; for GGUF a temporary one, merged into one file at the end."""
     if plan.formats[number].name == "gguf":
         return journal.folder / "layers-gguf"
     return shard_folder(journal.checkpoint, plan, number)
@@ -62,9 +62,9 @@ def write_final_files(
     request: QuantizeRequest,
     source_hashes: dict[str, str],
 ) -> None:
-    """Everything but the layer shards, into the checkpoint folder of the work folder.
+    """Write everything but the layer shards into the work folder's checkpoint.
 
-    Writing it twice gives the same bytes, so a kill in here costs nothing.
+    Idempotent: a second run after a kill writes the same bytes.
 
     Raises:
         BadInput: a finished shard was changed since, or the disk is full.
@@ -84,7 +84,7 @@ def _write_format(
     weight_format = plan.formats[number]
     folder = shard_folder(journal.checkpoint, plan, number)
     layers = layer_folder(journal, plan, number)
-    for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):  # of a kill in the middle of a write
+    for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):  # of a write that was killed
         leftover.unlink()
     shards = [record["shards"][weight_format.name] for record in journal.layers]
     for written in shards:
@@ -140,7 +140,7 @@ def _write_format(
 
 
 def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None:
-    """The tensors that belong to no layer, and where each tensor lies."""
+    """Write the non-layer tensors and the weight map."""
     weight_map, total_bytes = _write_other_tensors(folder, plan)
     for written in shards:
         weight_map |= dict.fromkeys(written["tensors"], written["shard"])
@@ -153,14 +153,14 @@ def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None
 
 
 def quantization_config(plan: Plan, weight_format: WeightFormat) -> dict[str, Any]:
-    """What `config.json` says about the quantized linears, and the cache if scales for it are stored."""
+    """`quantization_config` of `config.json`, with the KV cache if its scales are stored."""
     if plan.kv_cache is not None and isinstance(weight_format, CompressedTensorsFormat):
         return weight_format.config(plan.schemes, plan.unquantized, kv_cache=plan.kv_cache)
     return weight_format.config(plan.schemes, plan.unquantized)
 
 
 def other_tensors(plan: Plan) -> dict[str, Entry]:
-    """What lies beside the quantized layers: embeddings, final norm, and the head where it stays."""
+    """The non-layer tensors: embeddings, final norm, and the head unless quantized."""
     layers = range(plan.num_layers)
     prefixes = tuple(f"{plan.architecture.layer_prefix(index)}." for index in layers)
     if plan.lm_head:
@@ -174,7 +174,7 @@ def other_tensors(plan: Plan) -> dict[str, Entry]:
 
 
 class _OneByOne:
-    """Tensors of a checkpoint, none of which stays mapped after the next is asked for."""
+    """Lazy tensors of a checkpoint, each unmapped when the next is read."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint = checkpoint
@@ -185,7 +185,7 @@ class _OneByOne:
 
 
 def _write_other_tensors(folder: Path, plan: Plan) -> tuple[dict[str, str], int]:
-    """Write what is left as it is; its part of the weight map, and its bytes."""
+    """Write the unquantized tensors; returns their weight map and bytes."""
     layout = other_tensors(plan)
     write_tensors(folder / OTHER_SHARD, _OneByOne(plan.checkpoint), layout)
     plan.checkpoint.release()

@@ -1,9 +1,8 @@
-"""Mixed precision from measured sensitivity: which linears get more bits under a budget of bytes.
+"""Mixed precision: bits per linear from measured sensitivity, under a byte budget.
 
-Linears that servers load as one matrix (q/k/v, gate/up) are one choice. For each choice and each
-candidate (a width and a group size) the output error on the calibration data is measured, relative to
-the energy of the output; the bytes are then spent where a byte takes away most error. No gradients are
-needed: the Gram matrices say what every rounding costs.
+Linears that servers fuse into one matrix (q/k/v, gate/up) are one choice. For each choice and candidate
+(bits and group size) the relative output error on the calibration data is measured; bytes are then spent
+greedily where they reduce most error per byte. No gradients are needed: the Gram matrices give the errors.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from ..methods.rounding import round_weight
 from ..plan.plan import Plan, check_plan
 from .preflight import module_sizes, unquantized_bytes
 
-# Servers have kernels for 4 and 8 bits; fewer are tried only where the target asks for them.
+# Servers have kernels for 4 and 8 bits; fewer bits are tried only if the target requires them.
 SERVED_BITS, ALL_BITS = (4, 8), (2, 3, 4, 8)
 GROUP_SIZES = (128, 64, 32)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Linears that get one scheme, and what each candidate costs them.
+    """Linears that share one scheme, with bytes and error of each candidate.
 
     Attributes:
-        bytes, errors: of each candidate, in the order of growing size; the relative errors of the
-            members' outputs are added.
+        bytes, errors: of each candidate, by increasing size; errors are the sums of the members'
+            relative output errors.
     """
 
     modules: tuple[str, ...]
@@ -51,10 +50,10 @@ def measure_choices(
     folder: StatisticsFolder,
     progress: Progress,
 ) -> list[Choice]:
-    """Round every linear to every candidate and measure the error of the output.
+    """Round every linear to every candidate and measure the output error.
 
     Args:
-        schemes, sizes: of every module under each candidate, and the bytes that it then takes.
+        schemes, sizes: of every module under each candidate, and its bytes.
     """
     progress.start("measuring sensitivity", plan.num_layers + plan.lm_head, "layers")
     choices = []
@@ -87,7 +86,7 @@ def _errors(
     linears: tuple[str, ...],
     measured: LayerStatistics,
 ) -> tuple[float, ...]:
-    """Relative output errors of linears with one input, added, for each candidate."""
+    """Summed relative output errors of linears that share an input, per candidate."""
     lost = [0.0] * len(schemes)
     for linear in linears:
         module = prefix + linear
@@ -110,10 +109,10 @@ def _errors(
 
 
 def spend(choices: Sequence[Choice], budget: int) -> list[int]:
-    """The candidate of each choice, such that all together take at most `budget` bytes.
+    """Greedy knapsack: one candidate per choice, within `budget` bytes in total.
 
-    Every choice begins at its smallest candidate. Then the step that takes away most error for a byte
-    is made, of the steps along the convex hull of each choice, until none fits.
+    Every choice starts at its smallest candidate. Then steps along the choices' convex hulls are taken in
+    order of error reduction per byte, until none fits.
 
     Raises:
         BadInput: even the smallest candidates are too large.
@@ -146,7 +145,7 @@ def spend(choices: Sequence[Choice], budget: int) -> list[int]:
 
 
 def _best_step(choice: Choice, now: int, last: int | None = None) -> tuple[float, int]:
-    """Minus the error taken away per byte, and the candidate, of the best step from `now`; `now` if none."""
+    """Negative error reduction per byte, and the candidate, of the best step from `now`; `now` if none."""
     stop = len(choice.bytes) if last is None else last + 1
     steps = [
         (-(choice.errors[now] - choice.errors[to]) / (choice.bytes[to] - choice.bytes[now]), to)
@@ -159,7 +158,7 @@ def _best_step(choice: Choice, now: int, last: int | None = None) -> tuple[float
 def _candidates(
     plan: Plan, widths: Sequence[int]
 ) -> list[tuple[dict[str, Scheme], dict[str, int]]]:
-    """Schemes of all modules and the bytes that they take, the smallest first."""
+    """Schemes and bytes of all modules under each candidate, the smallest first."""
     divided = [
         size
         for size in GROUP_SIZES
@@ -189,7 +188,7 @@ def mixed_plan(
     folder: StatisticsFolder,
     progress: Progress,
 ) -> Plan:
-    """The plan with the widths and group sizes that spend the target best.
+    """The plan with the bits and group sizes of least error under the target.
 
     Raises:
         BadInput: the target is too small, or a format cannot mix widths.
@@ -216,7 +215,7 @@ def mixed_plan(
     counts = Counter(scheme.label for scheme in schemes.values())
     shares = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
     note = (
-        f"note: {spent * 8 / weights:.3f} bits a weight of at most {budget * 8 / weights:.3f}: "
+        f"note: {spent * 8 / weights:.3f} bits per weight of at most {budget * 8 / weights:.3f}: "
         f"{shares}"
     )
     return replace(mixed, notes=(*plan.notes, note))

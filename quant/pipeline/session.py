@@ -1,4 +1,4 @@
-"""A request with everything read that its work needs: the plan, the calibration data, the signature."""
+"""A session: a prepared request with plan, calibration data and signature."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..stream.layer_stream import LayerStream
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A request that is ready to be carried out.
+    """A prepared quantization request.
 
     Attributes:
-        signature: digest of all that the bytes of the result depend on.
-        statistics: where the statistics of the float model lie or will lie; None: measured on the way.
+        signature: digest of everything that the result's bytes depend on.
+        statistics: folder of cached statistics of the float model; None: online calibration.
         notes: choices made for the user, one line each.
     """
 

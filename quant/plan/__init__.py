@@ -1,1 +1,1 @@
-"""Everything that can be known to go wrong before any work is done, and who can load the result."""
+"""Planning: validation of a request before any work, and loader compatibility of the result."""

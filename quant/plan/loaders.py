@@ -1,6 +1,6 @@
-"""Who can load a checkpoint, and which of their rules a "no" breaks.
+"""Loader compatibility: which engines load a checkpoint, and which kernel rule it violates.
 
-The rules of vLLM are those of its kernels for GPUs, as the source of 0.32 states them: Marlin takes
+The rules of vLLM are those of its GPU kernels, from the source of 0.32: Marlin takes
 symmetric 4 and 8 bits (or 4 bits with zero codes), groups of 32, 64, 128 or whole rows, and after the split
 over ranks outputs in multiples of 64 and inputs in multiples of 128 and of the group; `gptq` is read with
 symmetric 4 and 8 bits and without dynamic act-order. A "yes" says whether such a checkpoint was loaded
@@ -17,7 +17,7 @@ from ..base.scheme import CodebookScheme, FloatScheme, IntScheme, Scheme
 from ..request.selection import Shapes
 from .plan import Plan
 
-# What llmopt's own engine runs; other model types are written for others to load.
+# Model types that llmopt's engine runs; others are written for other loaders.
 ENGINE_TYPES = frozenset(
     {
         "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3",
@@ -27,7 +27,7 @@ ENGINE_TYPES = frozenset(
 # Split over ranks along the inputs; all other linears along the outputs.
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense", "fc2")
 _MARLIN_GROUPS = (-1, 32, 64, 128)
-# What servers hold as one matrix, by the last part of the names.
+# Linears that servers fuse into one matrix, by the last part of their names.
 _FUSED = {
     name: group[0]
     for group in (
@@ -43,7 +43,7 @@ _NOT_TRIED, _ON_A_CPU = "not tried", "tried on a CPU"
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """One line of the table: who, of which format, whether, and why not or what it needs."""
+    """One row of the table: loader, format, whether it loads, and the reason or requirement."""
 
     name: str
     format: str
@@ -53,11 +53,11 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """What loaders look at: the model's type, and every quantized linear.
+    """What compatibility depends on: the model type, and every quantized linear.
 
     Attributes:
         shapes: `(out_features, in_features)` by full name, in the order of the layers.
-        plain: the linears that stay floats.
+        plain: the unquantized linears.
     """
 
     model_type: str
@@ -66,7 +66,7 @@ class CheckpointContents:
     plain: Sequence[str]
 
     def matrices(self) -> list[list[str]]:
-        """The linears that servers load as one matrix, of all that are quantized at least in part."""
+        """The fused matrices of servers that are at least partly quantized."""
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for name in (*self.shapes, *self.plain):
             parent, _, leaf = name.rpartition(".")
@@ -75,17 +75,17 @@ class CheckpointContents:
 
 
 def stored(plan: Plan) -> CheckpointContents:
-    """What a plan will write."""
+    """The contents that a plan will write."""
     return CheckpointContents(
         plan.architecture.model_type, plan.modules, plan.schemes, plan.ignored
     )
 
 
 def loaders(stored: CheckpointContents, format_name: str, tensor_parallel: int = 1) -> list[Loader]:
-    """Every loader of a format.
+    """Compatibility of every loader of a format.
 
     Args:
-        tensor_parallel: ranks that vLLM would split the model over.
+        tensor_parallel: tensor-parallel ranks of vLLM.
     """
     ranks = "" if tensor_parallel == 1 else f", {tensor_parallel} ranks"
     return [
@@ -102,7 +102,7 @@ def loaders(stored: CheckpointContents, format_name: str, tensor_parallel: int =
 
 
 def loads_in(found: Iterable[Loader]) -> str:
-    """Those that load it, each with what it needs."""
+    """The loaders that support it, each with its requirements."""
     readers = [
         f"{one.name} ({one.reason})" if one.reason else one.name for one in found if one.loads
     ]
@@ -157,7 +157,7 @@ def _vllm(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool, str]
 
 
 def _tried(name: str, scheme: Scheme) -> bool:
-    """Whether vLLM for CPU loaded such a checkpoint (`tools/owners.py`); its GPU kernels never were run."""
+    """Whether vLLM for CPU loaded such a checkpoint (`tools/owners.py`); GPU kernels were never run."""
     if isinstance(scheme, FloatScheme):
         return name == "compressed-tensors" and scheme.granularity == "channel"
     if not isinstance(scheme, IntScheme):
@@ -184,7 +184,7 @@ def _parts(stored: CheckpointContents, ranks: int) -> Iterator[tuple[str, Scheme
 
 
 def _kernel(name: str, scheme: Scheme, out_features: int, in_features: int) -> tuple[bool, str]:
-    """The kernel that takes such a weight, or the rule that none of them meets."""
+    """The kernel that supports such a weight, or the violated rule."""
     if isinstance(scheme, FloatScheme):
         if scheme.granularity == "block" and (out_features % 128 or in_features % 128):
             return False, "fp8 blocks need multiples of 128 on both sides"
@@ -194,7 +194,7 @@ def _kernel(name: str, scheme: Scheme, out_features: int, in_features: int) -> t
         return False, f"no kernel for {kind} in the format {name}"
     if scheme.activations is not None:
         if not scheme.symmetric:
-            return False, "with rounded inputs it multiplies symmetric int8 weights only"
+            return False, "with quantized activations it supports symmetric int8 weights only"
         return _cutlass(out_features, in_features)
     if name == "gptq" and (scheme.bits not in (4, 8) or not scheme.symmetric or scheme.permuted):
         return False, "of this format it reads symmetric 4 and 8 bits, without dynamic act-order"
@@ -210,16 +210,16 @@ def _kernel(name: str, scheme: Scheme, out_features: int, in_features: int) -> t
 
 def _cutlass(out_features: int, in_features: int) -> tuple[bool, str]:
     if out_features % 16 or in_features % 16:
-        return False, "8-bit matrix products need multiples of 16 on both sides"
+        return False, "8-bit GEMMs need multiples of 16 on both sides"
     return True, "CUTLASS W8A8"
 
 
 def _marlin_rule(scheme: IntScheme, out_features: int, in_features: int) -> str | None:
-    """The first of Marlin's rules that a weight breaks."""
+    """The first of Marlin's rules that a weight violates."""
     if scheme.bits not in (4, 8):
         return f"Marlin has no {scheme.bits}-bit weights"
     if not scheme.symmetric and scheme.bits != 4:
-        return "Marlin takes zero codes with 4 bits only"
+        return "Marlin supports zero points with 4 bits only"
     if scheme.group_size not in _MARLIN_GROUPS:
         return f"Marlin has no groups of {scheme.group_size}"
     if out_features % 64:

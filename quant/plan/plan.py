@@ -1,4 +1,4 @@
-"""Everything that can be known to go wrong before any work is done."""
+"""The quantization plan: a request checked against the checkpoint's headers, before any work."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from ..stream.layer_stream import compute_dtype
 __all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
 
 DEFAULT_SEQ_LEN = 256
-# Methods that move scales between operations need to know where they may.
+# Methods that fold scales need a smoothing map.
 _SMOOTHING = ("awq", "smoothquant")
-# Methods that end in a rounding to whatever grid, ggml's blocks included.
+# Methods that end in RTN to any grid, ggml's blocks included.
 _BLOCK_METHODS = ("rtn", "awq")
 _Entry = TypeVar("_Entry")
 
@@ -54,13 +54,13 @@ class Plan:
         architecture: its decoder layers.
         formats: every format to write.
         modules: `(out_features, in_features)` of every linear to quantize, by full name.
-        schemes: what each of them becomes.
-        ignored: linears that stay as they are because they were asked to.
-        options: the knobs of the method.
+        schemes: target scheme of each of them.
+        ignored: linears excluded by `--ignore`.
+        options: hyperparameters of the method.
         seq_len: tokens in a calibration sample.
-        compute: dtype of the matrix products of the calibration passes.
-        gguf_type: how a GGUF file calls the mix; empty where none is written.
-        kv_cache: the kind of cache that scales are stored for.
+        compute: dtype of the GEMMs of the calibration passes.
+        gguf_type: name of the mix in a GGUF file; empty where none is written.
+        kv_cache: dtype of the KV cache that scales are stored for.
         notes: choices made for the user, one line each.
     """
 
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def unquantized(self) -> list[str]:
-        """The linears that stay floats, as the configs of formats list them."""
+        """The unquantized linears, as format configs list them."""
         return [*([] if self.lm_head or HEAD in self.ignored else [HEAD]), *self.ignored]
 
     @property
@@ -100,12 +100,12 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """The schemes in use, the commonest first."""
+        """The schemes in use, most common first."""
         labels = [scheme.label for scheme in self.schemes.values()]
         return ", ".join(sorted(set(labels), key=lambda label: (-labels.count(label), label)))
 
     def scale_dtype(self, module: str) -> torch.dtype:
-        """The dtype that the scales of a module are chosen in: one that every format holds exactly."""
+        """The dtype of a module's scales: one that every target format stores exactly."""
         stored = TORCH_DTYPES[self.checkpoint.dtype_name(f"{module}.weight")]
         wanted = [one.scale_dtype(stored, self.schemes[module]) for one in self.formats]
         return min(wanted, key=lambda dtype: -torch.finfo(dtype).eps)
@@ -137,7 +137,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
     """Check a request against the headers of the checkpoint.
 
     Raises:
-        BadInput: anything that would make the work fail later; the message names the module, file or
+        BadInput: anything that would fail later; the message names the module, file or
             option.
     """
     method = known(METHODS, request.method, "method")
@@ -148,7 +148,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
     if blocks_asked(request, formats):
         return _blocks_plan(request, method, formats)
     base = _base_options(request, formats)
-    # Widths are checked before the group size is chosen: what cannot be packed at all comes first.
+    # Widths are checked before the group size is chosen: unpackable modules are reported first.
     probe = method.scheme(replace(base, group_size=PER_CHANNEL) if method.grouped else base)
     for weight_format in formats:
         weight_format.check_scheme(probe)
@@ -180,7 +180,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
 
 
 def blocks_asked(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> bool:
-    """Whether ggml's own block types are wanted, and not an integer grid that happens to fit them."""
+    """Whether ggml's block types are requested, and not an integer grid that converts to them."""
     alone = [weight_format.name for weight_format in formats] == ["gguf"]
     return (
         alone
@@ -225,7 +225,7 @@ def _blocks_plan(
 def _selected(
     request: QuantizeRequest,
 ) -> tuple[Checkpoint, Architecture, Shapes, tuple[str, ...]]:
-    """The source, its layers, the linears to quantize, and those that were asked to stay."""
+    """The source, its layers, the linears to quantize, and the ignored ones."""
     checkpoint = Checkpoint(request.model)
     if checkpoint.quantization_config is not None:
         raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
@@ -241,7 +241,7 @@ def _selected(
 
 
 def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -> str:
-    """What a GGUF file of integer weights calls itself."""
+    """The GGUF type name for integer weights."""
     if all(weight_format.name != "gguf" for weight_format in formats):
         return ""
     return max((block_type_of(scheme) or "" for scheme in schemes.values()), default="")
@@ -254,7 +254,7 @@ def check_plan(plan: Plan) -> None:
             raise BadInput(f"--kv-cache {plan.kv_cache}: choose {' or '.join(LARGEST)}")
         if any(weight_format.name != "compressed-tensors" for weight_format in plan.formats):
             raise BadInput(
-                "--kv-cache: only --format compressed-tensors has a place for its scales"
+                "--kv-cache: only --format compressed-tensors can store its scales"
             )
     for weight_format in plan.formats:
         weight_format.config(plan.schemes, plan.unquantized)
@@ -269,7 +269,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def plan_notes(plan: Plan) -> list[str]:
-    """What a person should know about a plan that can be carried out."""
+    """Notes and warnings about a valid plan."""
     notes = list(plan.architecture.notes)
     asymmetric = any(isinstance(s, IntScheme) and not s.symmetric for s in plan.schemes.values())
     if asymmetric and any(f.name == "compressed-tensors" for f in plan.formats):
@@ -287,14 +287,14 @@ def plan_notes(plan: Plan) -> list[str]:
 
 
 def known(table: Mapping[str, _Entry], name: str, kind: str) -> _Entry:
-    """An entry of a registry, or BadInput listing what there is."""
+    """An entry of a registry, or BadInput listing the valid names."""
     if name not in table:
         raise BadInput(f"unknown {kind} {name!r}: choose one of {', '.join(sorted(table))}")
     return table[name]
 
 
 def _formats(request: QuantizeRequest, method: Method) -> tuple[WeightFormat, ...]:
-    """The formats that were asked for; else the one of the method, if it can hold the scheme."""
+    """The requested formats; else the method's default, if it can store the scheme."""
     if request.format is not None:
         names = [name.strip() for name in request.format.split(",")]
         if len(set(names)) != len(names):
@@ -312,7 +312,7 @@ def _formats(request: QuantizeRequest, method: Method) -> tuple[WeightFormat, ..
 
 
 def _base_options(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> SchemeOptions:
-    """The options of all modules, symmetric as the formats prefer where nothing was asked."""
+    """The scheme options of all modules; `symmetric` defaults to the formats' preference."""
     options = request.scheme_options
     names = {weight_format.name for weight_format in formats}
     if options.symmetric is not None or request.method == "hqq":

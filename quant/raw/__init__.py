@@ -1,5 +1,5 @@
-"""A second reader of quantized checkpoints, written from the formats' descriptions with numpy alone.
+"""Independent reader of quantized checkpoints for `verify`, written with numpy alone.
 
-It shares no code with the writers, nor with the reader that the engine uses: a mistake in either cannot
-hide in both. It is plain rather than fast.
+It is written from the formats' descriptions and shares no code with the writers or the engine's reader, so
+a bug in one is not masked by the other. It favours simplicity over speed.
 """

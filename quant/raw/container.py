@@ -1,4 +1,4 @@
-"""safetensors files, and what every raw reader needs of them."""
+"""Reading safetensors files with numpy, and helpers of the raw readers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NUMPY_OF = {
     "U8": "u1",
 }
 _FLOATS = ("F32", "F16", "BF16")
-_PIECE = 2**24  # bits that are spread out at a time
+_PIECE = 2**24  # bits unpacked per chunk
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies."""
+    """Location of one tensor: file, offset, dtype, shape."""
 
     path: Path
     dtype: str
@@ -48,13 +48,13 @@ Entries = dict[str, Entry]
 
 
 class Raw(NamedTuple):
-    """One module as it was read.
+    """One module as read from disk.
 
     Attributes:
-        parts: what lies in the files with all packing undone, under the names of `QuantizedTensor.parts`.
-        numbers: those of them that are numbers, as float32. `scales` must not be zero, the rest may.
+        parts: the unpacked contents, under the names of `QuantizedTensor.parts`.
+        numbers: its floating-point parts, as float32. `scales` must not be zero, the rest may.
         shape: `(out_features, in_features)`.
-        problems: what is wrong although it could be read.
+        problems: defects of a readable module.
     """
 
     parts: dict[str, Array]
@@ -90,7 +90,7 @@ def read_array(entry: Entry, *dtypes: str) -> Array:
 
 
 def read_numbers(entry: Entry) -> tuple[Array, Floats]:
-    """Floats as they are stored, and as float32; bfloat16 is the upper half of one."""
+    """Floats as stored, and as float32; bfloat16 is the upper half of one."""
     stored = read_array(entry, *_FLOATS)
     if entry.dtype == "BF16":
         return stored, (stored.astype(np.uint32) << 16).view(np.float32)
@@ -98,7 +98,7 @@ def read_numbers(entry: Entry) -> tuple[Array, Floats]:
 
 
 def bit_fields(words: Array, bits: int, count: int) -> Bytes:
-    """The first `count` fields of `bits` bits in each row of 32-bit words, the lowest bits first."""
+    """The first `count` fields of `bits` bits in each row of 32-bit words, LSB first."""
     if words.shape[1] * 32 < count * bits:
         raise ValueError(f"{words.shape[1]} words cannot hold {count} codes of {bits} bits")
     rows = words.shape[0]
@@ -113,5 +113,5 @@ def bit_fields(words: Array, bits: int, count: int) -> Bytes:
 
 
 def rows_first(array: Array) -> Array:
-    """The transpose, copied into row order."""
+    """The transpose, copied into row-major order."""
     return np.ascontiguousarray(array.T)

@@ -1,4 +1,4 @@
-"""Raw readers of 8-bit floats, of bitsandbytes' weights, and of look-up tables."""
+"""Raw readers of fp8, bitsandbytes and lookup-table weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Config = dict[str, Any]
 def read_float8(entries: Entries, module: str, scale_name: str, extra: dict[str, Array]) -> Raw:
     """e4m3 values and their scales: `[1, 1]`, `[out, 1]`, or one for each 128 × 128 block.
 
-    Seven bits of ones under the sign are e4m3fn's only NaN; it has no infinity.
+    e4m3fn's only NaN has all seven bits below the sign set; there is no infinity.
     """
     values = read_array(entries[f"{module}.weight"], "F8_E4M3")
     stored, scales = read_numbers(entries[scale_name])
@@ -35,7 +35,7 @@ def read_float8(entries: Entries, module: str, scale_name: str, extra: dict[str,
 
 
 def read_fp8(entries: Entries, module: str, config: Config) -> Raw:
-    """`quant_method: fp8`, with the scales' name of either school."""
+    """`quant_method: fp8`, with either name of the scales."""
     names = [f"{module}.weight_scale_inv", f"{module}.weight_scale"]
     scale_name = next((name for name in names if name in entries), names[0])
     static = config.get("activation_scheme") == "static"
@@ -45,7 +45,7 @@ def read_fp8(entries: Entries, module: str, config: Config) -> Raw:
 
 
 def read_input_scale(entries: Entries, module: str) -> dict[str, Array]:
-    """The one scale of static activations, float32 `[1]`."""
+    """The per-tensor scale of static activations, float32 `[1]`."""
     names = [module + ending for ending in (".input_scale", ".activation_scale")]
     name = next((name for name in names if name in entries), names[0])
     scale = read_numbers(entries[name])[1]
@@ -55,7 +55,7 @@ def read_input_scale(entries: Entries, module: str) -> dict[str, Array]:
 
 
 def read_bitsandbytes(entries: Entries, module: str, config: Config) -> Raw:
-    """bitsandbytes: 8-bit rows, or two 4-bit codes to a byte with the first in the high half."""
+    """bitsandbytes: int8 rows, or two 4-bit codes per byte with the first in the high nibble."""
     if f"{module}.SCB" in entries:
         codes = read_array(entries[f"{module}.weight"], "I8")
         absmax = read_array(entries[f"{module}.SCB"], "F32")
@@ -83,7 +83,7 @@ def read_bitsandbytes(entries: Entries, module: str, config: Config) -> Raw:
 
 
 def read_squeezellm(entries: Entries, module: str, config: Config) -> Raw:
-    """Our own layout: streams along the rows, a table for each, sparse weights by row."""
+    """llmopt's SqueezeLLM layout: bit streams and tables per row, CSR sparse weights."""
     bits = int(config["bits"])
     out_features, in_features = (
         int(n) for n in read_array(entries[f"{module}.weight_shape"], "I64")

@@ -24,7 +24,7 @@ _FORMATS = {
     11: "q",
     12: "d",
 }
-# Number, weights and bytes of a block, and where in it float16 scales lie.
+# Type number, weights and bytes per block, and offsets of its float16 scales.
 _BLOCKS: dict[int, tuple[str, int, int, tuple[int, ...]]] = {
     2: ("Q4_0", 32, 18, (0,)),
     3: ("Q4_1", 32, 20, (0, 2)),
@@ -49,10 +49,10 @@ _LINEARS = {
 
 
 def read_gguf_headers(path: Path) -> tuple[Entries, dict[str, Any]]:
-    """Linears in blocks as `<module>.gguf_blocks`, and what their reader must know: heads to reorder.
+    """Quantized linears as `<module>.gguf_blocks`, and the head counts for reordering q and k rows.
 
-    llama.cpp's `llama` models rotate neighbouring channels of a head, so rows of q and k lie in another
-    order there; other architectures keep Hugging Face's.
+    llama.cpp's `llama` architecture uses interleaved RoPE, so rows of q and k are permuted there; other
+    architectures keep Hugging Face's order.
     """
     with path.open("rb") as file:
         magic, _, num_tensors, num_keys = struct.unpack("<4sIQQ", file.read(24))
@@ -117,7 +117,7 @@ def _value(file: BinaryIO, kind: int) -> Any:
 
 
 def read_gguf(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-    """Blocks with rows in Hugging Face's order; integer codes too where the block has no more than these."""
+    """Blocks with rows in Hugging Face's order; also integer codes for types with codes and scales only."""
     entry = entries[f"{module}.gguf_blocks"]
     kind, _, size, offsets = _BY_NAME[entry.dtype]
     with entry.path.open("rb") as file:

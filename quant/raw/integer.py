@@ -31,7 +31,7 @@ def _raw(
     extra: dict[str, Array] | None = None,
     problems: tuple[str, ...] = (),
 ) -> Raw:
-    """Put the parts together, with their shapes held against one another."""
+    """Assemble the parts, after checking that their shapes agree."""
     out_features, in_features = codes.shape
     groups = 1 if group_size < 1 else in_features / group_size
     if scales.shape != (out_features, groups) or zeros.shape != scales.shape:
@@ -71,7 +71,7 @@ def read_awq(entries: Entries, module: str, config: Config) -> Raw:
 
 
 def read_gptq(entries: Entries, module: str, config: Config) -> Raw:
-    """GPTQ: streams down the columns. Version 1 stores zero codes less one."""
+    """GPTQ: bit streams along the columns. Version 1 stores zero points minus one."""
     fields = dict(config)
     for key, override in (config.get("dynamic") or {}).items():
         if key[:2] != "-:" and re.match(key[2:] if key[:2] == "+:" else key, module):
@@ -118,13 +118,13 @@ def read_gptq(entries: Entries, module: str, config: Config) -> Raw:
 
 
 def read_pack_quantized(entries: Entries, module: str, weights: Config) -> Raw:
-    """compressed-tensors pack-quantized: streams along the rows, zero codes down the columns."""
+    """compressed-tensors pack-quantized: bit streams along the rows, zero points along the columns."""
     bits = int(weights["num_bits"])
 
     def fields(words: Array, count: int) -> Bytes:
         per_word = 32 // bits
         if words.shape[1] == -(-count // per_word) != -(-count * bits // 32):
-            # Before 0.20 no code began in one word and ended in the next.
+            # Before 0.20 no code straddled two words.
             return np.ascontiguousarray(
                 bit_fields(words.reshape(-1, 1), bits, per_word).reshape(len(words), -1)[:, :count]
             )
@@ -151,7 +151,7 @@ def read_pack_quantized(entries: Entries, module: str, weights: Config) -> Raw:
 def read_int_quantized(
     entries: Entries, module: str, weights: Config, extra: dict[str, Array]
 ) -> Raw:
-    """compressed-tensors int-quantized: int8 as it is. Ours counts from 0, so 128 is the middle."""
+    """compressed-tensors int-quantized: signed int8; ours is unsigned with 128 as zero."""
     codes = read_array(entries[f"{module}.weight"], "I8").view(np.uint8) ^ np.uint8(128)
     stored, scales = read_numbers(entries[f"{module}.weight_scale"])
     group_size = weights.get("group_size") or -1

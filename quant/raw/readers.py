@@ -1,4 +1,4 @@
-"""Which raw reader belongs to which `quant_method`."""
+"""Registry of raw readers by `quant_method`."""
 
 from __future__ import annotations
 

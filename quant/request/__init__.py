@@ -1,1 +1,1 @@
-"""What was asked for, and which linears it selects."""
+"""The quantization request, and the selection of linears."""

@@ -1,4 +1,4 @@
-"""What can be asked of a quantization, before anything is known about the model."""
+"""The quantization request: all options, before the model is read."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from ..methods.base import MethodOptions, SchemeOptions
 
 @dataclass(frozen=True, slots=True)
 class QuantizeRequest:
-    """What was asked for. None means: choose, and say what was chosen.
+    """All options of a quantization. None means automatic; the choice is reported in a note.
 
     Attributes:
         model: folder of the source checkpoint.
-        output: folder to create; with several formats, the folder of a folder for each.
-        bits: of integer weights; None takes the method's own.
+        output: folder to create; with several formats, the parent of one folder each.
+        bits: of integer weights; None takes the method's default.
         group_size: None takes the largest usual size that divides every quantized width.
         symmetric: None takes what the format prefers.
         granularity, activations, double_quant, outlier_threshold, sparse_fraction: see `SchemeOptions`.
         gguf_type: block type or mix of a GGUF file; None takes `gguf.mix.DEFAULT_GGUF_TYPE`.
-        options: the knobs of single methods.
-        format: one name or several with commas; None takes the format that belongs to the method, if
-            it can hold the scheme.
+        options: hyperparameters of single methods.
+        format: one name or several with commas; None takes the method's default format, if
+            it can store the scheme.
         overrides: such as `down_proj$=bits:8,group_size:64`; of several that match, the last holds.
         calibration: see `calibration.load_calibration`.
         seq_len: tokens in a sample; None is 256 or the model's context, whichever is less.
-        held_out: samples that no method sees, to measure on; None is an eighth of `num_samples`.
+        held_out: held-out samples, for measuring only; None is an eighth of `num_samples`.
         evaluation: a file whose texts must not be among the calibration texts; None: the bundled one.
-        ignore: regular expressions searched in module names; what matches stays as it is.
+        ignore: regular expressions searched in module names; matching linears are not quantized.
         lm_head: whether the output projection is quantized too.
-        revert_worse: whether linears of layers that end worse than plain rounding are rounded plainly.
-        compute: dtype of the products of the calibration passes, see `layer_stream.compute_dtype`.
+        revert_worse: whether linears or layers with a larger error than RTN fall back to RTN.
+        compute: dtype of the GEMMs of the calibration passes, see `layer_stream.compute_dtype`.
         stats: folder of statistics measured once, on the float model; made where it does not exist.
-        target_bpw, target_bytes: what method `auto` may spend: bits per quantized weight, or bytes of all
+        target_bpw, target_bytes: budget of method `auto`: bits per quantized weight, or bytes of all
             tensors.
         kv_cache: `fp8` or `int8`: measure and store scales for an 8-bit KV cache.
-        tensor_parallel: ranks that vLLM would split the model over; for the table of loaders alone.
-        restart: throw away the unfinished work of an earlier run.
-        model_name: how the records call the model; empty: the name of its folder.
+        tensor_parallel: tensor-parallel ranks of vLLM; only for the table of loaders.
+        restart: discard the unfinished work of an earlier run.
+        model_name: the model's name in records; empty: the name of its folder.
     """
 
     model: Path
@@ -81,7 +81,7 @@ class QuantizeRequest:
 
     @property
     def scheme_options(self) -> SchemeOptions:
-        """What was asked of the grid."""
+        """The scheme options of the request."""
         return SchemeOptions(
             bits=self.bits,
             group_size=self.group_size,
@@ -97,13 +97,13 @@ class QuantizeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Other options for the modules whose names a regular expression finds."""
+    """Scheme options for the modules whose names match a regular expression."""
 
     pattern: re.Pattern[str]
     changes: Mapping[str, Any]
 
     def apply(self, options: SchemeOptions) -> SchemeOptions:
-        """The options with the changes made."""
+        """The options with the override applied."""
         return replace(options, **self.changes)
 
 

@@ -1,4 +1,4 @@
-"""Which linears of a checkpoint are quantized, each to which options, and who must agree with whom."""
+"""Selection of the linears to quantize, their options, and fused groups that must share a scheme."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int, int]]
 
 
 def find_linears(checkpoint: Checkpoint, architecture: Architecture) -> Shapes:
-    """Shapes `(out, in)` of all linears of all layers, or BadInput naming what is missing or odd."""
+    """Shapes `(out, in)` of all linears of all layers, or BadInput naming a missing or invalid tensor."""
     for name in checkpoint.names:
         if name.endswith(".weight") and checkpoint.dtype_name(name) not in BYTES_OF:
             raise BadInput(
@@ -33,7 +33,7 @@ def find_linears(checkpoint: Checkpoint, architecture: Architecture) -> Shapes:
             )
     pattern = re.compile(re.escape(architecture.prefix) + r"\.(\d+)\.")
     held = {int(match[1]) for name in checkpoint.names if (match := pattern.match(name))}
-    if not held.issuperset(range(len(architecture.layers))):  # more may be there, for drafting
+    if not held.issuperset(range(len(architecture.layers))):  # there may be more: multi-token-prediction layers
         raise BadInput(
             f"{checkpoint.folder} holds {len(held)} decoder layers, "
             f"but its config says {len(architecture.layers)}"
@@ -48,7 +48,7 @@ def find_linears(checkpoint: Checkpoint, architecture: Architecture) -> Shapes:
 
 
 def find_head(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Shape of the output projection, or BadInput where it is the embedding itself."""
+    """Shape of the output projection, or BadInput where it is tied to the embedding."""
     if f"{HEAD}.weight" not in checkpoint or checkpoint.config.get("tie_word_embeddings", False):
         raise BadInput(
             "--quantize-lm-head: this model's output projection is its embedding table (tied), which "
@@ -58,7 +58,7 @@ def find_head(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def matrix_shape(checkpoint: Checkpoint, module: str) -> tuple[int, int]:
-    """Shape of one linear, or BadInput where it is missing or no float matrix."""
+    """Shape of one linear, or BadInput where it is missing or not a float matrix."""
     name = f"{module}.weight"
     if name not in checkpoint:
         raise BadInput(f"{checkpoint.folder} has no tensor {name!r}")
@@ -71,7 +71,7 @@ def matrix_shape(checkpoint: Checkpoint, module: str) -> tuple[int, int]:
 
 
 def find_ignored(patterns: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
-    """The names that `--ignore` finds; BadInput for a pattern that finds none."""
+    """The names that match `--ignore`; BadInput for a pattern without a match."""
     chosen: set[str] = set()
     for pattern in patterns:
         search = compiled("--ignore", pattern).search
@@ -85,10 +85,10 @@ def find_ignored(patterns: tuple[str, ...], names: list[str]) -> tuple[str, ...]
 def options_by_module(
     shapes: Shapes, base: SchemeOptions, overrides: Iterable[Override], *, grouped: bool
 ) -> tuple[dict[str, SchemeOptions], list[str]]:
-    """The options of every module, its group size chosen, and what to say about the choice.
+    """The options of every module with the group size resolved, and notes about the choice.
 
     Raises:
-        BadInput: an override that finds no module, or widths that no usual group size divides.
+        BadInput: an override without a match, or widths that no usual group size divides.
     """
     options = dict.fromkeys(shapes, base)
     for override in overrides:
@@ -108,7 +108,7 @@ def options_by_module(
 
 
 def _group_size(shapes: Shapes) -> tuple[int, list[str]]:
-    """The group size to use where none was asked for, and what to say about it."""
+    """The default group size, and notes about it."""
     preferred = DEFAULT_GROUP_SIZES[0]
     for size in DEFAULT_GROUP_SIZES:
         if all(in_features % size == 0 for _, in_features in shapes.values()):
@@ -128,7 +128,7 @@ def _group_size(shapes: Shapes) -> tuple[int, list[str]]:
 
 
 def fused_groups(architecture: Architecture) -> Iterable[tuple[str, ...]]:
-    """Full names of the linears that servers load as one matrix: q/k/v, and gate/up."""
+    """Full names of the linears that servers fuse into one matrix: q/k/v, and gate/up."""
     for index, family in enumerate(architecture.layers):
         for group in family.shared_inputs:
             if len(group) > 1:

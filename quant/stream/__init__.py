@@ -1,1 +1,1 @@
-"""A decoder run one layer at a time, and the KV scales that this yields."""
+"""Layer-by-layer execution of a decoder, and KV-cache scales."""

@@ -1,8 +1,8 @@
-"""A decoder run one layer at a time: only the layer in work has weights in memory.
+"""Layer-by-layer execution of a decoder: only the current layer's weights are in memory.
 
-The model is built on the meta device from its config, so the layers are transformers' own; each gets its
-weights from the checkpoint when its turn comes and loses them afterwards. Weights, hidden states and
-statistics are float32; products may be computed in bfloat16, see `compute_dtype`.
+transformers' model is built on the meta device from its config; each layer's weights are loaded from the
+checkpoint before it runs and freed afterwards. Weights, hidden states and statistics are float32; GEMMs may
+be computed in bfloat16, see `compute_dtype`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..model.checkpoint import Checkpoint
 from ..model.families import Family
 from ..model.meta_model import MetaModel
 
-TOKENS_PER_BATCH = 1024  # temporaries of more cost page faults, of less the speed of products
-_IGNORED_BUFFER = "rotary_emb.inv_freq"  # old checkpoints carry what every model computes
+TOKENS_PER_BATCH = 1024  # larger: page faults of temporaries; smaller: slower GEMMs
+_IGNORED_BUFFER = "rotary_emb.inv_freq"  # in old checkpoints; every model computes it
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What the model passes to a layer besides the hidden states."""
+    """Arguments of a layer's call besides the hidden states."""
 
     arguments: tuple[Any, ...]
     named: dict[str, Any]
@@ -43,10 +43,10 @@ class LayerStream:
     Args:
         checkpoint: a plain (unquantized) checkpoint.
         architecture: its layers.
-        compute: dtype of the matrix products inside the layers; sums and what lies between are float32.
+        compute: dtype of the GEMMs inside the layers; accumulation and activations are float32.
 
     Raises:
-        BadInput: transformers does not accept the config.
+        BadInput: transformers rejects the config.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ class LayerStream:
         return self.architecture.layers[index]
 
     def prepare(self, token_ids: torch.Tensor) -> None:
-        """Learn what the model passes to each of its layers (mask, rotary angles) for samples of this length.
+        """Record the arguments of each layer (mask, RoPE cos/sin) for samples of this length.
 
         Args:
             token_ids: int64 `[samples, length]`; one sample is enough, since all have one length.
 
         Raises:
-            BadInput: the layers of this model do not form a chain, or look at the tokens themselves.
+            BadInput: the layers do not form a chain, or read the token ids.
         """
         with self._meta_model.non_layer_weights(token_ids[:1]) as sample:
             self._calls = self._recorded(sample)[1]
             mirrored = self._recorded(sample.flip(1))[1]
             twice = self._recorded(sample.repeat(2, 1))[1]
         if not _all(torch.equal, self._calls, mirrored):
-            raise self._no_chain("they are told more of each sample than its hidden states")
-        # Where an argument grows with the samples (ALiBi of some models), samples go one by one.
+            raise self._no_chain("they take more per-sample inputs than the hidden states")
+        # Where an argument depends on the batch size (ALiBi of some models), samples run one by one.
         self._max_rows = None if _all(_broadcasts, self._calls, twice) else 1
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -104,9 +104,9 @@ class LayerStream:
 
     @torch.no_grad()
     def _recorded(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, list[_Call]]:
-        """Run the model without its layers; what enters the first one, and how each is called."""
+        """Run the model with stub layers; returns the first layer's input, and each layer's call."""
         reason = "unknown structure"
-        for as_tuple in (False, True):  # what the layers of a model return
+        for as_tuple in (False, True):  # a layer's return type
             records: list[tuple[torch.Tensor, _Call]] = []
             try:
                 with _recording_layers(self._layers, records, as_tuple):
@@ -128,15 +128,15 @@ class LayerStream:
 
     @torch.no_grad()
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What `lm_head` reads, from the outputs of the last layer.
+        """Apply the final norm to the outputs of the last layer, the input of `lm_head`.
 
         Raises:
-            BadInput: this model type has no norm there.
+            BadInput: this model type has no known final norm.
         """
         return self._meta_model.final_norm()(hidden)
 
     def _rows(self, samples: torch.Tensor) -> int:
-        """How many samples `[samples, length, ...]` go through a layer at once."""
+        """Batch size: samples `[samples, length, ...]` per forward."""
         return self._max_rows or max(1, TOKENS_PER_BATCH // max(1, samples.shape[1]))
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
@@ -149,7 +149,7 @@ class LayerStream:
         }
 
     def load(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Give a layer its weights; `unload` takes them away again.
+        """Load a layer's weights; `unload` frees them.
 
         Raises:
             BadInput: the checkpoint's tensors are not those of this architecture.
@@ -166,8 +166,8 @@ class LayerStream:
         """Outputs `[samples, length, hidden]` of a loaded layer.
 
         Args:
-            out: where to put them; `hidden` itself will do, since no sample looks at another.
-            overrides: in place of what the model passes to its layers, such as `past_key_values`.
+            out: output buffer; may be `hidden` itself, since samples are independent.
+            overrides: arguments that replace the recorded ones, such as `past_key_values`.
         """
         layer, call = self._layers[index], self._calls[index]
         outputs = torch.empty_like(hidden) if out is None else out
@@ -183,13 +183,13 @@ class LayerStream:
     def measure(
         self, index: int, hidden: torch.Tensor, only: Collection[str] | None = None
     ) -> dict[str, InputStatistics]:
-        """Run a loaded layer and gather what each linear and each router sees.
+        """Run a loaded layer and collect input statistics of its linears and routers.
 
-        Those with one input share one record. An expert sees only the tokens that are sent to it: one
-        that gets none has a record of zeros.
+        Those with one input share one record. An expert's record covers the tokens routed to it, and is zero
+        where there are none.
 
         Args:
-            only: names to gather for; None: all. A layer of many experts needs much memory for all.
+            only: names to collect for; None: all. All of a layer with many experts takes much memory.
         """
         family = self.family(index)
         groups = [*family.shared_inputs, *((router,) for router in family.routers)]
@@ -233,7 +233,7 @@ class LayerStream:
         replaced: Mapping[str, torch.Tensor],
         only: Collection[str] | None = None,
     ) -> dict[str, InputStatistics]:
-        """`measure` with some weights `[out, in]` replaced; afterwards the layer is as it was."""
+        """`measure` with some weights `[out, in]` replaced, and restored afterwards."""
         before = self.weights(index, replaced)
         self.substitute(index, replaced)
         try:
@@ -246,7 +246,7 @@ class LayerStream:
         return {name: self._module(index, name).weight.data for name in names}
 
     def substitute(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put other weights into a loaded layer, by the name of the linear, norm or router."""
+        """Replace weights of a loaded layer, by the name of the linear, norm or router."""
         for name, tensor in tensors.items():
             self._module(index, name).weight.data = tensor.to(torch.float32)
 
@@ -257,11 +257,11 @@ class LayerStream:
 
 
 def compute_dtype(asked: str, stored: torch.dtype) -> torch.dtype:
-    """The dtype of matrix products: `auto` takes bfloat16 where the weights are stored in it and the CPU
-    multiplies it faster than float32.
+    """The dtype of GEMMs: `auto` takes bfloat16 where the weights are stored in it and the CPU's bfloat16
+    GEMM is faster than float32.
 
     Raises:
-        BadInput: another word than `auto`, `float32` and `bfloat16`.
+        BadInput: a value other than `auto`, `float32` and `bfloat16`.
     """
     if asked == "auto":
         quick = stored == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
@@ -272,14 +272,14 @@ def compute_dtype(asked: str, stored: torch.dtype) -> torch.dtype:
 
 
 class _EarlyExit(Exception):
-    """What the layer computes from here on nobody asked for."""
+    """Ends a forward pass once all requested inputs are recorded."""
 
 
 def _recording_inputs(
     record: InputStatistics, unseen: set[InputStatistics], compute: torch.dtype
 ) -> Callable[..., None]:
-    """A hook that takes in what a module reads, in the dtype that it multiplies, and ends the pass where
-    no other module waits for its own."""
+    """A forward pre-hook that accumulates a module's input, in its GEMM dtype, and ends the pass once no other
+    module is pending."""
 
     def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
         record.add((inputs[0] if inputs else next(iter(named.values()))).to(compute))
@@ -294,7 +294,7 @@ def _recording_inputs(
 def _recording_layers(
     layers: nn.ModuleList, records: list[tuple[torch.Tensor, _Call]], as_tuple: bool
 ) -> Iterator[None]:
-    """Make every layer pass its input on unchanged and write down how it was called."""
+    """Replace every layer's forward by the identity, recording its call."""
 
     def forward(*arguments: Any, **named: Any) -> Any:
         hidden = arguments[0] if arguments else named.pop("hidden_states")
@@ -311,7 +311,7 @@ def _recording_layers(
 
 
 def _broadcasts(once: torch.Tensor, twice: torch.Tensor) -> bool:
-    """Whether what was passed for one sample serves for several at once."""
+    """Whether an argument for one sample broadcasts to several."""
     return once.dim() == twice.dim() and all(
         before in (1, after) for before, after in zip(once.shape, twice.shape, strict=True)
     )

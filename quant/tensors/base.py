@@ -1,4 +1,4 @@
-"""What every quantized weight can do, whatever its grid."""
+"""`QuantizedTensor`: the interface of all quantized weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class QuantizedTensor(ABC):
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight `[out, in]` that the codes stand for, computed in float32."""
+        """The dequantized weight `[out, in]`, computed in float32."""
 
     @abstractmethod
     def rows(self, rows: slice) -> Self:
@@ -38,14 +38,14 @@ class QuantizedTensor(ABC):
         return self.shape[1]
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Everything that was computed, by name: what a reader must give back to the bit."""
+        """All component tensors by name; a reader must restore them bit-identically."""
         named: Any = self
         values = {field.name: getattr(named, field.name) for field in fields(named)}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts as they lie in memory."""
+        """Bytes of all parts in memory."""
         return sum(part.nbytes for part in self.parts().values())
 
     def to(self, device: torch.device | str) -> Self:

@@ -1,4 +1,4 @@
-"""Quantized weights of zeros: what a format makes of them has the size of what it makes of real ones."""
+"""Zero-filled quantized weights, to measure a format's packed size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""4-bit codes into one fixed table: those of bitsandbytes (Dettmers et al., QLoRA, 2023), and MXFP4's."""
+"""4-bit codebook weights: bitsandbytes' nf4 and fp4 (Dettmers et al., QLoRA, 2023), and MXFP4."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ NESTED_BLOCK = 256
 
 
 def codebook(kind: str) -> torch.Tensor:
-    """The 16 values, float32 `[16]`, by code."""
+    """The codebook's 16 values, float32 `[16]`, by code."""
     return torch.tensor(_TABLES[kind], dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class CodebookTensor(QuantizedTensor):
-    """`w = table[code] * magnitude`, a magnitude for every `block_size` weights in row order.
+    """`w = table[code] * absmax`, one absmax per `block_size` weights in row-major order.
 
     Attributes:
         codes: uint8 `[out, in]`, 0..15.
-        absmax: magnitudes `[blocks]`: float32, or with double quantization uint8 codes into `nested_map`.
+        absmax: `[blocks]`: float32, or with double quantization uint8 codes into `nested_map`.
         scheme: table, block size, single or double.
         nested_absmax: float32 `[ceil(blocks / 256)]`, double quantization only.
         nested_map: float32 `[256]`, double quantization only.
-        nested_offset: float32 `[1]`, the mean that was taken from the magnitudes, double only.
+        nested_offset: float32 `[1]`, the mean subtracted from the absmax values, double quantization only.
     """
 
     codes: torch.Tensor
@@ -72,7 +72,7 @@ class CodebookTensor(QuantizedTensor):
         return self.codes.shape[0], self.codes.shape[1]
 
     def magnitudes(self) -> torch.Tensor:
-        """The magnitudes as float32 `[blocks]`."""
+        """The absmax values, dequantized to float32 `[blocks]`."""
         if self.nested_absmax is None:
             return self.absmax
         assert self.nested_map is not None and self.nested_offset is not None

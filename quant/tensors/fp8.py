@@ -1,4 +1,4 @@
-"""8-bit floating-point weights."""
+"""fp8 (e4m3) weights with per-tensor, per-channel or block scales."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Fp8Tensor(QuantizedTensor):
 
     Attributes:
         values: float8_e4m3fn `[out, in]`.
-        scales: `[1, 1]`, `[out, 1]` or one for each 128 × 128 block; float32, or the model's dtype where
-            a format stores them so.
-        scheme: which of the three.
+        scales: `[1, 1]`, `[out, 1]` or one for each 128 × 128 block; float32, or the model's dtype,
+            depending on the format.
+        scheme: the granularity.
         input_scale: float32 `[1]`, where the scheme has static activations.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A weight in ggml's blocks, byte for byte as a GGUF file holds it."""
+"""Weights in ggml's quantization blocks, with the bytes of a GGUF file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GgufTensor(QuantizedTensor):
         return self.data.shape[0], self.data.shape[1] // block_bytes * width
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight `[out, in]`, the same floats as ggml's own dequantization."""
+        """The dequantized weight `[out, in]`, bit-identical to ggml's dequantization."""
         return dequantize_blocks(self.data, self.scheme.type).to(dtype)
 
     def rows(self, rows: slice) -> GgufTensor:

@@ -1,4 +1,4 @@
-"""Integer codes on a uniform grid: what most methods make and most formats store."""
+"""Integer weights on a uniform grid (GPTQ, AWQ, RTN, ...)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class IntTensor(QuantizedTensor):
         return self.scales.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight `[out, in]` that the codes stand for, computed in float32."""
+        """The dequantized weight `[out, in]`, computed in float32."""
         scales, zeros = self.scales.to(torch.float32), self.zeros.to(torch.float32)
         if self.group_index is not None:
             index = self.group_index.long()
@@ -74,10 +74,10 @@ class IntTensor(QuantizedTensor):
 
     @staticmethod
     def concat(tensors: Sequence[IntTensor]) -> IntTensor:
-        """Stack linears that share their input along `out`, as a fused projection wants them.
+        """Concatenate linears that share their input along `out`, for a fused projection.
 
         Raises:
-            ValueError: the schemes differ, or each has channels or a scale of its own for the input.
+            ValueError: the schemes differ, or there are group indices or input scales.
         """
         first = tensors[0]
         if len({tensor.scheme for tensor in tensors}) != 1:

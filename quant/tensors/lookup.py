@@ -1,4 +1,4 @@
-"""A table of values for every output channel, and a few weights beside it."""
+"""Dense-and-sparse weights (SqueezeLLM): a lookup table per output channel, and CSR outliers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ..base.scheme import LookupScheme
 from .base import QuantizedTensor
 
-_ROWS = 256  # that many at a time, because 64-bit indices take twice the memory of the weights
+_ROWS = 256  # rows per chunk, because 64-bit indices take twice the memory of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class LookupTensor(QuantizedTensor):
         codes: uint8 `[out, in]`.
         table: float16 `[out, 2**bits]`, ascending.
         scheme: width and share of sparse weights.
-        sparse_rows: int32 `[out + 1]`, where each row's sparse weights begin (CSR).
+        sparse_rows: int32 `[out + 1]`, CSR row pointers of the sparse weights.
         sparse_columns: int32 `[nonzeros]`.
-        sparse_values: float16 `[nonzeros]`, what the table leaves missing of the weight.
+        sparse_values: float16 `[nonzeros]`, the difference of the weight from its table value.
     """
 
     codes: torch.Tensor

@@ -1,4 +1,4 @@
-"""int8 rows for LLM.int8(), as bitsandbytes stores them."""
+"""Row-wise int8 weights of LLM.int8(), as bitsandbytes stores them."""
 
 from __future__ import annotations
 
