@@ -1,1 +1,1 @@
-"""The command line: one file per command. Arguments, tables, exit codes; no logic."""
+"""The command line: one module per command. Arguments, tables, exit codes; no logic."""

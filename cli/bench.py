@@ -1,4 +1,4 @@
-"""`llmopt bench`: speed, quality and memory of a model under a load, as a run folder."""
+"""`llmopt bench`: benchmark a model's speed, quality and memory under load, into a run folder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bench(
     name, wanted = model.name, verdict.wanted()
     said = values_of(data, arrivals, load, target, metrics, quality, record)
     given = {**said, **engine.keywords(), **_parsed(target, metrics, record), "model": name}
-    # What nobody asked for stays unset: some data sets bring a default of their own.
+    # Options that were not given stay unset: some data sets have their own defaults.
     given = {key: value for key, value in given.items() if value is not None}
     options = checked(BenchOptions, given, "option")
     if sweep.is_asked_for:
@@ -71,7 +71,7 @@ def bench(
 
 
 def _parsed(target: TargetOptions, metrics: MetricOptions, record: RecordOptions) -> dict[str, Any]:
-    """What is written in words and kept as something else."""
+    """Options parsed from their command-line strings."""
     return {
         "goodput": tuple(metrics.goodput or ()),
         "metadata": _pairs(record.metadata or (), "--metadata"),
@@ -97,7 +97,7 @@ def _judge(judged: Judged, wanted: VerdictWanted, folder: Path, as_json: bool) -
 
 
 def _report(judged: Judged, options: BenchOptions, result: ResultOptions) -> Path:
-    """Write the run, and its base where it was measured beside it; print the run."""
+    """Write the run, and its baseline if it was measured too; print the run."""
     from ..bench.files.run_folder import stamped
     from ..bench.session.run_files import write_run
     from .output.bench_tables import show_run
@@ -126,7 +126,7 @@ def _report(judged: Judged, options: BenchOptions, result: ResultOptions) -> Pat
 
 
 def _print_client_errors(target: TargetOptions, *, as_json: bool) -> None:
-    """The load client against a server of known latency, at each number of streams."""
+    """Client certification: the load client's error against a server of known latency, per concurrency."""
     from ..bench.client.certify import check_client
     from ..bench.report.client_report import check_table
     from .output.console import TerminalProgress, emit_json, result_console

@@ -1,4 +1,4 @@
-"""`llmopt bench` under several loads: carried out, written and answered."""
+"""`llmopt bench` with a load sweep or an SLO search."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def run_sweep(
     wanted: VerdictWanted | None,
     result: ResultOptions,
 ) -> None:
-    """Carry out a sweep or a search, write its folder and print its table and its answer.
+    """Run a sweep or an SLO search, write its folder, print its table and verdict.
 
     Raises:
-        BadInput: two of them at once, or a verdict beside.
+        BadInput: more than one of them, or combined with a comparison.
     """
     from ..bench.report.sweep_page import write_sweep
     from ..quant.base.errors import BadInput
     from .output.console import emit_json, people, result_console
 
     if wanted is not None:
-        raise BadInput("a sweep or a search compares nothing: leave --baseline and --against away")
+        raise BadInput("a sweep or a search compares nothing: omit --baseline and --against")
     record = _measured(options, sweep)
     folder = result.folder(f"{record['name']}-{'slo' if sweep.slo else 'sweep'}")
     write_sweep(record, folder)
@@ -76,11 +76,11 @@ def _show(record: dict[str, Any], out: Console) -> None:
 
     from ..bench.report.sweep_page import points_table, sweep_verdict
 
-    found = points_table(record)
+    points = points_table(record)
     table = Table(box=box.SIMPLE, padding=0)
-    for heading in found.header:
+    for heading in points.header:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in found.rows:
+    for row in points.rows:
         table.add_row(*row)
     out.print(table)
     verdict = sweep_verdict(record)

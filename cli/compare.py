@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @with_groups
 def compare(
-    base: Annotated[Path, typer.Argument(help="A run folder or result.json: what it was before.")],
-    new: Annotated[Path, typer.Argument(help="A run folder or result.json: what it is now.")],
+    base: Annotated[Path, typer.Argument(help="Base: a run folder or result.json.")],
+    new: Annotated[Path, typer.Argument(help="New: a run folder or result.json.")],
     limits: LimitOptions,
     files: VerdictFileOptions,
 ) -> None:
-    """Judge a run against another: exit 0 pass, 1 regression, 3 no verdict."""
+    """Compare two runs: exit 0 pass, 1 regression, 3 no verdict."""
     from ..bench.gate.compare import RunData, parse_share
     from ..bench.gate.compare import compare as judge
     from ..bench.gate.gate import parse_gate
@@ -44,7 +44,7 @@ def compare(
 def _write_files(
     before: RunData, after: RunData, comparison: Comparison, files: VerdictFileOptions
 ) -> None:
-    """The files of a verdict that were asked for."""
+    """Write the requested verdict files."""
     from ..bench.files.run_folder import write_atomically
     from ..bench.gate.outputs import write_benchmark_json, write_junit
 

@@ -1,4 +1,4 @@
-"""`llmopt convert`: a quantized checkpoint in another format."""
+"""`llmopt convert`: convert a quantized checkpoint to another format."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ def convert(
     ] = None,
     allow_loss: Annotated[
         bool,
-        typer.Option("--allow-loss", help="Round anew what the format cannot hold as it is."),
+        typer.Option(
+            "--allow-loss", help="Requantize weights that the format cannot represent exactly."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a quantized checkpoint in another format, with the same numbers wherever the grids allow it."""
+    """Convert a quantized checkpoint to another format, losslessly where the grids allow it."""
     from dataclasses import asdict
 
     from ..quant.convert.convert import convert as run
@@ -52,7 +54,7 @@ def convert(
     kept = len(result.modules) - len(changed)
     console.print(
         f"{result.output}: {result.source_format} → {result.target_format}, {result.scheme}; "
-        f"{kept} of {len(result.modules)} linears hold the same numbers",
+        f"{kept} of {len(result.modules)} linears are unchanged",
         soft_wrap=True,
     )
     console.print(f"loads in: {result.loads_in}", soft_wrap=True)

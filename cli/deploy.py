@@ -1,4 +1,4 @@
-"""`llmopt deploy`: from a plan to the files that put a server on a cluster, or on one machine."""
+"""`llmopt deploy`: Kubernetes manifests and a compose file from a plan."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 @with_groups
 def deploy(
-    model: Annotated[str, typer.Argument(help="What the pods load: a hub id, or a path there.")],
+    model: Annotated[
+        str, typer.Argument(help="Model in the pods: a hub id, or a path in the container.")
+    ],
     planned: DeployedPlanOptions,
     cluster: ClusterOptions,
     output: DeployOutputOptions,
 ) -> None:
-    """Write Kubernetes manifests and a compose file for a server that a plan is made for."""
+    """Write Kubernetes manifests and a compose file for serving a model as planned."""
     from ..engine.deploy.deploy_files import deploy_files
     from ..engine.deploy.deployment import deployment_for
     from ..quant.base.atomic_io import write_atomically

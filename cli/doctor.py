@@ -1,4 +1,4 @@
-"""`llmopt doctor`: what this machine has, and which kernel serves each operation on it."""
+"""`llmopt doctor`: hardware, versions, kernel selection and kernel self-test of this machine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ def doctor(
         bool | None,
         typer.Option(
             "--self-test/--no-self-test",
-            help="Hold each kernel against its reference and measure the roofs. Default: with CUDA.",
+            help="Check each kernel against its reference and measure roofline ceilings. Default: "
+            "with CUDA.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Show what this machine has, which kernel serves each operation on it, and whether the kernels are
-    right.
+    """Show this machine's hardware and the kernel selected for each operation, and check that the kernels
+    are correct.
 
-    That is versions, processor, memory, CUDA devices, and with the self-test each kernel's error. Ends with 1
+    Prints versions, processor, memory, CUDA devices, and with the self-test each kernel's error. Exit code 1
     where a kernel is wrong.
     """
     from ..bench.machine.health import check_health

@@ -1,4 +1,4 @@
-"""`llmopt bench freeze`: a workload as a file, to be run again anywhere, token for token."""
+"""`llmopt bench freeze`: freeze a workload into a file, to be replayed anywhere, token for token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .options.workload import ArrivalOptions, DataOptions
 
 
 class FittedOptions(words_of(EngineConfig, ArrivalOptions.PANEL, ("max_model_len", "seed"))):
-    """Options of the engine that the workload is made for."""
+    """Engine options that the workload depends on."""
 
 
 @with_groups
@@ -26,7 +26,7 @@ def freeze(
     fitted: FittedOptions,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="The file to write; one JSON object a line."),
+        typer.Option("--output", "-o", help="The file to write; JSON lines."),
         Hidden("--out"),
     ] = Path("workload.jsonl"),
     as_json: Json = False,

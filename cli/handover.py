@@ -1,4 +1,4 @@
-"""`llmopt serve-local --engine vllm`: from the options that were given to vLLM's own server."""
+"""`llmopt serve-local --engine vllm`: translate the options and exec `vllm serve`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_THE_HANDOVER = ("model", "model_option", "engine", "print_command", "debug")
 
 
 def asked(context: typer.Context) -> dict[str, Any]:
-    """The options that the user named, on the command line or in the environment."""
+    """Options set explicitly, on the command line or in the environment."""
     named = ("COMMANDLINE", "ENVIRONMENT")
     return {
         shown_name(name): value
@@ -23,7 +23,7 @@ def asked(context: typer.Context) -> dict[str, Any]:
 
 
 def refuse_handover_options(given: Mapping[str, Any]) -> None:
-    """Raises `BadInput` where our engine is asked for what only another has."""
+    """Raises `BadInput` for vLLM-only options with llmopt's engine."""
     from ..quant.base.errors import BadInput
 
     for name in ("pipeline_parallel_size", "ray", "print_command"):
@@ -32,10 +32,10 @@ def refuse_handover_options(given: Mapping[str, Any]) -> None:
 
 
 def hand_over(name: str, given: Mapping[str, Any]) -> None:
-    """Become vLLM's server for the model `name`, or only print its command.
+    """Replace this process by `vllm serve` for the model `name`, or only print the command.
 
     Raises:
-        BadInput: an option that vLLM has nothing for, or no vLLM here.
+        BadInput: an option without a vLLM counterpart, or vLLM is not installed.
     """
     import os
     import shlex

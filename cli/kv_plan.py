@@ -1,4 +1,4 @@
-"""`llmopt kv-plan`: will it fit, on what, how many at once, how fast, at what price."""
+"""`llmopt kv-plan`: memory, concurrency, speed and cost of serving a model, from its config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry point: the commands, and the one place where an error becomes a line and an exit code."""
+"""The entry point: command dispatch, and mapping of exceptions to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from importlib import import_module
 import typer
 
 COMMANDS = {
-    "quantize": "Quantize a model's weights; an interrupted run goes on where it stopped.",
+    "quantize": "Quantize a model's weights; an interrupted run is resumed.",
     "verify": "Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was "
     "computed.",
-    "convert": "Write a quantized checkpoint in another format, with the same numbers wherever the grids "
-    "allow it.",
+    "convert": "Convert a quantized checkpoint to another format, losslessly where the grids allow it.",
     "bench": "Measure a model: latency, throughput, quality and memory, in a folder under runs/.",
     "freeze": "Write a workload with its token ids, lengths, arrival times and hash.",
-    "compare": "Judge a run against another: exit 0 pass, 1 regression, 3 no verdict.",
+    "compare": "Compare two runs: exit 0 pass, 1 regression, 3 no verdict.",
     "serve-local": "Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C.",
     "kv-plan": "Plan memory, speed and price of serving a model, from its config alone. No GPU and no "
     "network.",
-    "deploy": "Write Kubernetes manifests and a compose file for a server that a plan is made for.",
-    "report": "Join runs into one page: speed, quality and size beside each other, and the Pareto front.",
-    "run": "Carry out a recipe: bench, quantize, verify, bench again, compare, report.",
-    "doctor": "Show what this machine has, which kernel serves each operation on it, and whether the "
-    "kernels are right.",
+    "deploy": "Write Kubernetes manifests and a compose file for serving a model as planned.",
+    "report": "Combine runs into one page: speed, quality and size side by side, and the Pareto front.",
+    "run": "Run a recipe: bench, quantize, verify, bench again, compare, report.",
+    "doctor": "Show this machine's hardware and the kernel selected for each operation, and check that the "
+    "kernels are correct.",
 }
-"""What the commands do. Each is the function of its name, in the module of its name."""
+"""Help summaries of the commands. Each command is a function in the module of the same name."""
 
 
 def application(*names: str) -> typer.Typer:
-    """The command line with these commands, by default with all."""
+    """The Typer app with the given commands, by default all."""
     app = _empty()
     for name in names or COMMANDS:
         word = name.replace("-", "_")
@@ -43,7 +42,7 @@ def application(*names: str) -> typer.Typer:
 
 
 def summaries() -> typer.Typer:
-    """The command line as its help screen shows it, with no command imported."""
+    """The Typer app for the top-level help screen, without importing the commands."""
     app = _empty()
     for name, summary in COMMANDS.items():
         app.command(name, help=summary)(lambda: None)
@@ -57,7 +56,7 @@ def _empty() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    # With a callback one command is still a command by its name.
+    # With a callback, Typer keeps the command name even if there is only one command.
     app.callback(
         help="Quantize a language model, prove the checkpoint, serve it and benchmark it, on one machine.",
         epilog="Exit codes: 0 done or pass, 1 regression or failed verification, 2 bad input, "
@@ -67,7 +66,7 @@ def _empty() -> typer.Typer:
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Say that Ctrl-C was heard; typer alone would end without a word."""
+    """Report an interrupt by Ctrl-C; Typer alone exits silently."""
 
     @wraps(command)
     def call(*arguments: object, **options: object) -> None:
@@ -100,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
-    """Run `call`; turn what it raises into a line on stderr and an exit code."""
+    """Run `call`; map exceptions to a line on stderr and an exit code."""
     from ..quant.base.errors import BadInput, Failure
 
     try:
@@ -119,7 +118,7 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 3
     except BrokenPipeError:
-        # Whoever read our output has gone; there is nobody left to tell.
+        # The reader of our stdout has exited.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -137,10 +136,10 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
 
 
 def _usage_complaint(error: Exception) -> str | None:
-    """What is wrong with the command line, if that is what `error` says.
+    """The message of a command-line usage error, else None.
 
-    typer carries a copy of click of its own, whose exceptions have no public name; what they all have
-    is `format_message` and the context of the command.
+    Typer vendors click, whose exceptions have no public name there; they are recognised by
+    `format_message` and the context of the command.
     """
     format_message = getattr(error, "format_message", None)
     if format_message is None:

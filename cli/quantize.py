@@ -1,4 +1,4 @@
-"""`llmopt quantize`: a model in, a quantized checkpoint and its error report out."""
+"""`llmopt quantize`: quantize a model and report the errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quantize(
     data: CalibrationOptions,
     run: QuantizeRunOptions,
 ) -> None:
-    """Quantize a model's weights; an interrupted run goes on where it stopped."""
+    """Quantize a model's weights; an interrupted run is resumed."""
     from ..engine.base.units import parse_bytes
     from ..quant.methods.base import MethodOptions
     from ..quant.model.models import resolve_model
@@ -72,7 +72,7 @@ def quantize(
 
 
 def _default_output(label: str, method: str, bits: int | None, kind: str | None) -> str:
-    """The name of the folder: what was quantized, how, and to how many bits."""
+    """Default folder name: model, method and bits."""
     from ..quant.methods.base import SchemeOptions
     from ..quant.methods.registry import METHODS
 
@@ -116,7 +116,7 @@ def _run(request: QuantizeRequest, as_json: bool) -> None:
         where = work_folder(request.output)
         if where.exists():
             people.print(
-                f"interrupted: the finished layers are in {where}; the same command goes on from there",
+                f"interrupted: the finished layers are in {where}; the same command resumes from there",
                 soft_wrap=True,
             )
         else:

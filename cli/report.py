@@ -1,4 +1,4 @@
-"""`llmopt report`: several runs on one page."""
+"""`llmopt report`: combine several runs into one page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def report(
         Path | None, typer.Option(help="Write the tables as Markdown to this file too.")
     ] = None,
 ) -> None:
-    """Join runs into one page: speed, quality and size beside each other, and the Pareto front."""
+    """Combine runs into one page: speed, quality and size side by side, and the Pareto front."""
     from ..bench.files.run_folder import write_atomically
     from ..bench.page.page import to_html, to_markdown
     from ..bench.record.run_data import RunData

@@ -1,4 +1,4 @@
-"""`llmopt run`: a whole workflow from a YAML recipe, ending in one report."""
+"""`llmopt run`: run a YAML recipe end to end, with one report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on with the recipe in this run folder, from the first open stage."),
+        typer.Option(help="Resume the recipe in this run folder, from the first unfinished stage."),
     ] = None,
     folder: FolderOptions,
     dry_run: Annotated[
@@ -40,12 +40,12 @@ def run(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Carry out a recipe: bench, quantize, verify, bench again, compare, report."""
+    """Run a recipe: bench, quantize, verify, bench again, compare, report."""
     from ..quant.base.errors import BadInput
 
     folder.check()
     if resume is not None and folder.output is not None:
-        raise BadInput("--output names the folder of a new run: leave it away with --resume")
+        raise BadInput("--output names the folder of a new run: omit it with --resume")
     stages, steps = _wanted(recipe, resume)
     if dry_run:
         _show_steps(steps, as_json)
@@ -61,7 +61,7 @@ def run(
     except KeyboardInterrupt:
         progress.finish()
         people.print(
-            f"interrupted: go on with `llmopt run --resume {stages.folder}`",
+            f"interrupted: resume with `llmopt run --resume {stages.folder}`",
             markup=False,
             soft_wrap=True,
         )
@@ -90,7 +90,7 @@ def _show_steps(recipe: Recipe, as_json: bool) -> None:
 
 
 def _wanted(recipe: str | None, resume: Path | None) -> tuple[Stages | None, Recipe]:
-    """(the journal to go on with, the recipe)."""
+    """(the stage journal to resume, the recipe)."""
     from ..bench.recipes.recipe import read_recipe
     from ..bench.recipes.stages import Stages
     from ..quant.base.errors import BadInput
@@ -100,12 +100,12 @@ def _wanted(recipe: str | None, resume: Path | None) -> tuple[Stages | None, Rec
     if resume is not None and recipe is None:
         stages = Stages.resume(resume)
         return stages, stages.recipe
-    raise BadInput("give a recipe to begin, or --resume FOLDER to go on with one")
+    raise BadInput("give a recipe to run, or --resume FOLDER to resume one")
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What a finished recipe has to say on a terminal."""
+    """Terminal output of a finished recipe."""
 
     record: Mapping[str, Any]
     table: Table
@@ -119,7 +119,7 @@ def _carry_out(stages: Stages, progress: Progress) -> _Done:
     from ..bench.workflow.workflow import run_recipe
 
     run = run_recipe(stages, progress)
-    # The report has all columns; a terminal of 80 has room for these.
+    # The report has all columns; 80 columns fit only these.
     shown = [number for number, heading in enumerate(HEADER) if heading != "TTFT"]
     rows = [[row[number] for number in shown] for row in verdict_rows(run)]
     verdict = recipe_verdict(run)

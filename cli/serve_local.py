@@ -1,4 +1,4 @@
-"""`llmopt serve-local`: the engine behind an OpenAI-compatible HTTP server on this machine."""
+"""`llmopt serve-local`: OpenAI-compatible HTTP server of the engine on this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def serve_local(
 def _serve(
     config: EngineConfig, name: str, options: ServerOptions, serving: ServingOptions
 ) -> None:
-    """Everything that may be wrong with the options is found before the model loads."""
+    """Validate all options before the model loads, then serve."""
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
     from ..engine.server.text.tool_calls import tool_format
     from ..quant.base.errors import BadInput
@@ -90,7 +90,7 @@ def _serve(
 
 def _context(engine: Engine) -> str:
     if (stream := engine.config.stream) is not None:
-        return f"streams without end: the first {stream.sinks} and the last {stream.length} tokens stay"
+        return f"attention sinks: first {stream.sinks}, sliding window: last {stream.length} tokens"
     return f"context {engine.max_model_len} tokens"
 
 

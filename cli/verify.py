@@ -1,4 +1,4 @@
-"""`llmopt verify`: prove that a quantized checkpoint holds what was computed."""
+"""`llmopt verify`: check a quantized checkpoint against its manifest."""
 
 from __future__ import annotations
 

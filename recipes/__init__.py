@@ -1,4 +1,4 @@
-"""What ships with the package: workflows, the bundled models, texts and workload."""
+"""Bundled recipes, models, texts and workloads."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Option groups: frozen dataclasses whose fields are Typer options, and what builds commands of them."""
+"""Option groups: frozen dataclasses whose fields are Typer options, and how they become commands."""

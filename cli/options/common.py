@@ -1,4 +1,4 @@
-"""Options that many commands have, so that they read the same everywhere."""
+"""Options shared by many commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result alone, as J
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """The model that a command is about."""
+    """The model argument."""
 
     model: Annotated[
         str | None,
@@ -24,14 +24,14 @@ class ModelOptions:
 
     @property
     def name(self) -> str | None:
-        """The one that was given.
+        """The given model.
 
         Raises:
-            BadInput: two different ones were.
+            BadInput: two different models were given.
         """
         from ...quant.base.errors import BadInput
 
-        one, other = self.model, self.model_option
-        if one is not None and other is not None and one != other:
-            raise BadInput(f"two models were given, {one!r} and {other!r}: give one")
-        return one or other
+        model, option = self.model, self.model_option
+        if model is not None and option is not None and model != option:
+            raise BadInput(f"two models were given, {model!r} and {option!r}: give one")
+        return model or option

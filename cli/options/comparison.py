@@ -40,7 +40,7 @@ class LimitOptions:
     ] = None
 
     def quality_gate(self) -> QualityGate:
-        """Raises `BadInput` for a share that is none."""
+        """Raises `BadInput` for an invalid share."""
         from ...bench.gate.compare import QualityGate, parse_share
 
         return QualityGate(

@@ -1,4 +1,4 @@
-"""A config's options as an option group: each a word of the command line, explained as the config does."""
+"""Option groups generated from a config dataclass: one Typer option per field, with its help text."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def words_of(config: type, panel: str, only: Collection[str] = ()) -> Any:
 
 
 def keywords_of(config: type, words: Any) -> dict[str, Any]:
-    """The config's keywords in what a command line said; what it did not say is left out.
+    """The config's keyword arguments from parsed options; options that were not given are omitted.
 
     Raises:
-        BadInput: a word that is not understood.
+        BadInput: an invalid value.
     """
-    found: dict[str, Any] = {}
-    for name, one in options_of(config).items():
-        if one.config is not None:
-            found[name] = one.config.asked(**keywords_of(one.config, words))
-        elif (word := getattr(words, word_name(name, one))) is not None:
-            found[name] = one.value(word)
-    return found
+    keywords: dict[str, Any] = {}
+    for name, option in options_of(config).items():
+        if option.config is not None:
+            keywords[name] = option.config.asked(**keywords_of(option.config, words))
+        elif (word := getattr(words, word_name(name, option))) is not None:
+            keywords[name] = option.value(word)
+    return keywords
 
 
 def word_name(field: str, one: Option) -> str:
-    """The name of a field's word: that of its flag."""
+    """The parameter name of a field's option: that of its flag."""
     return (one.flag or field).lstrip("-").replace("-", "_")
 
 
@@ -57,7 +57,7 @@ def _words(config: type, panel: str, only: Collection[str] = ()) -> Iterator[tup
 
 
 def _kind_and_default(field: Field[Any], hint: Any, one: Option) -> tuple[Any, Any]:
-    """Of the word: the field's own, or an optional word where that is of another type."""
+    """Type and default of the option: the field's, or optional where the option's type differs."""
     if one.word is not None:
         return one.word | None, None
     return (hint | None, None) if field.default is MISSING else (hint, field.default)

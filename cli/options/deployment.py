@@ -1,4 +1,4 @@
-"""`llmopt deploy`: what is planned for, and the cluster it goes to."""
+"""`llmopt deploy`: the plan's inputs, and the target cluster."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .groups import Hidden
 
 @dataclass(frozen=True, slots=True)
 class DeployedPlanOptions:
-    """What a replica serves, and on what."""
+    """Workload and hardware of a replica."""
 
     PANEL: ClassVar = "What is served"
 
     like: Annotated[
         str | None,
-        typer.Option(help="The model to plan for, as `kv-plan` knows it. Default: the same."),
+        typer.Option(help="The model to plan for, a name as in `kv-plan`. Default: the same."),
     ] = None
     weights: Annotated[str | None, typer.Option(help="bf16, fp8, int4 ... Default: as stored.")] = (
         None
     )
     context: Annotated[
-        str | None, typer.Option("--ctx", help="Tokens of each sequence. Default: the most.")
+        str | None, typer.Option("--ctx", help="Tokens per sequence. Default: the model's context.")
     ] = None
     sequences: Annotated[
-        int, typer.Option("--concurrency", help="Sequences at once on a replica.")
+        int, typer.Option("--concurrency", help="Concurrent sequences per replica.")
     ] = 16
     kv_dtype: Annotated[str | None, typer.Option(help="bf16, fp8 ... Default: bf16.")] = None
     gpu: Annotated[str, typer.Option(help="A GPU of kv-plan's table, or cpu.")] = "H100 SXM"
     tp: Annotated[
         int | None,
-        typer.Option(help="GPUs that share each layer. Default: as few as hold it."),
+        typer.Option(help="Tensor-parallel size. Default: the fewest GPUs that hold the model."),
         Hidden("--tensor-parallel-size"),
     ] = None
     engine: Annotated[str, typer.Option(help="vllm or llmopt.")] = "vllm"
@@ -46,19 +46,23 @@ class ClusterOptions:
 
     PANEL: ClassVar = "Cluster"
 
-    image: Annotated[str | None, typer.Option(help="Container image. Default: vLLM's own.")] = None
-    name: Annotated[str | None, typer.Option(help="Of the service. Default: the model's.")] = None
-    namespace: Annotated[str, typer.Option(help="Of Kubernetes.")] = "default"
+    image: Annotated[str | None, typer.Option(help="Container image. Default: vLLM's image.")] = (
+        None
+    )
+    name: Annotated[str | None, typer.Option(help="Service name. Default: the model's.")] = None
+    namespace: Annotated[str, typer.Option(help="Kubernetes namespace.")] = "default"
     key_secret: Annotated[
         str | None,
-        typer.Option("--api-key-secret", help="A secret whose entry api-key clients must show."),
+        typer.Option(
+            "--api-key-secret", help="Kubernetes secret whose entry api-key clients must send."
+        ),
     ] = None
-    replicas: Annotated[int, typer.Option(help="At least.")] = 1
-    max_replicas: Annotated[int, typer.Option(help="At most.")] = 4
+    replicas: Annotated[int, typer.Option(help="Minimum replicas.")] = 1
+    max_replicas: Annotated[int, typer.Option(help="Maximum replicas.")] = 4
     queue_target: Annotated[
-        int, typer.Option(help="Waiting requests of a replica beyond which one more comes.")
+        int, typer.Option(help="Waiting requests per replica that trigger scale-up.")
     ] = 4
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a machine.")] = 8
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8
 
 
 @dataclass(frozen=True, slots=True)

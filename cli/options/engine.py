@@ -11,12 +11,12 @@ PANEL = "Engine"
 
 
 class EngineOptions(words_of(EngineConfig, PANEL)):
-    """Every option of `EngineConfig`, as words."""
+    """Every option of `EngineConfig`, as command-line options."""
 
     def keywords(self) -> dict[str, Any]:
-        """Keywords for `EngineConfig`, but for the model.
+        """Keyword arguments for `EngineConfig`, without the model.
 
         Raises:
-            BadInput: a word that is not understood.
+            BadInput: an invalid value.
         """
         return keywords_of(EngineConfig, self)

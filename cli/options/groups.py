@@ -1,14 +1,14 @@
-"""Option groups: a dataclass of Typer options becomes options of a command, which is given the built object.
+"""Option groups: a dataclass of Typer options is expanded into a command's options and built for the call.
 
     @dataclass(frozen=True, slots=True)
     class LoadOptions:
         PANEL: ClassVar = "Load"
-        max_concurrency: Annotated[int | None, typer.Option(help="Most requests in flight.")] = None
+        max_concurrency: Annotated[int | None, typer.Option(help="Requests in flight.")] = None
 
     @with_groups
     def bench(load: LoadOptions, as_json: Json = False) -> None: ...
 
-`PANEL` is the heading on the help screen of options that name none.
+`PANEL` is the default help-screen heading of the group's options.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HIDDEN = "__hidden"
 
 
 class Hidden:
-    """Beside a `typer.Option` in `Annotated`: spellings that are taken too but stand on no help screen."""
+    """Marker beside a `typer.Option` in `Annotated`: aliases that are accepted but hidden from help."""
 
     def __init__(self, *flags: str) -> None:
         self.flags = flags
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for Typer: parameters annotated with a dataclass are spread into one option a field."""
+    """Decorate a command for Typer: dataclass parameters are expanded into one option per field."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {}
     shown: list[Parameter] = []
@@ -46,13 +46,13 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
         else:
             shown.append(_parameter(parameter.name, hint, parameter.default))
     known = {parameter.name: parameter for parameter in shown}
-    every = [*shown, *(one for parameter in shown for one in _hidden_parameters(parameter))]
+    every = [*shown, *(alias for parameter in shown for alias in _hidden_parameters(parameter))]
 
     @wraps(command)
     def call(**given: Any) -> None:
         given = _by_shown_name(given, known)
         built = {
-            name: group(**{one.name: given.pop(one.name) for one in fields(group)})
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
         command(**built, **given)
@@ -63,20 +63,20 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def values_of(*groups: Any) -> dict[str, Any]:
-    """{field: value} of built groups together."""
-    return {one.name: getattr(group, one.name) for group in groups for one in fields(group)}
+    """{field: value} of several built groups."""
+    return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
 
 
 def shown_name(parameter: str) -> str:
-    """The parameter that a hidden spelling, or that parameter itself, stands for."""
+    """The visible parameter of a hidden alias, or the parameter itself."""
     return parameter.partition(_HIDDEN)[0]
 
 
 def _parameters(group: Any) -> Iterator[Parameter]:
     hints = get_type_hints(group, include_extras=True)
-    for one in fields(group):
-        default = Parameter.empty if one.default is MISSING else one.default
-        yield _parameter(one.name, hints[one.name], default, getattr(group, "PANEL", None))
+    for field in fields(group):
+        default = Parameter.empty if field.default is MISSING else field.default
+        yield _parameter(field.name, hints[field.name], default, getattr(group, "PANEL", None))
 
 
 def _parameter(name: str, hint: Any, default: Any, panel: str | None = None) -> Parameter:
@@ -94,7 +94,7 @@ def _in_panel(note: Any, panel: str | None) -> Any:
 
 
 def _hidden_parameters(parameter: Parameter) -> Iterator[Parameter]:
-    """An option of its own for the hidden spellings of one, so that no help screen lists them."""
+    """A separate hidden option for the aliases of an option."""
     if get_origin(parameter.annotation) is not Annotated:
         return
     kind, *notes = get_args(parameter.annotation)
@@ -110,7 +110,7 @@ def _hidden_parameters(parameter: Parameter) -> Iterator[Parameter]:
 
 
 def _by_shown_name(given: dict[str, Any], known: dict[str, Parameter]) -> dict[str, Any]:
-    """`given`, with what came by a hidden spelling in the place of the option that it stands for."""
+    """`given`, with values of hidden aliases moved to their visible options."""
     found = {name: value for name, value in given.items() if name in known}
     for name, value in given.items():
         if name in known or value is None:

@@ -1,4 +1,4 @@
-"""How `llmopt bench` drives a model: users, passes, sampling."""
+"""Load options of `llmopt bench`: concurrency, runs, sampling."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The load beside the arrivals."""
+    """Load options besides the arrivals."""
 
     PANEL: ClassVar = "Load"
 
     max_concurrency: Annotated[
         int | None,
-        typer.Option(help="Most requests in flight. Default: 8; no limit with --request-rate."),
+        typer.Option(help="Maximum requests in flight. Default: 8; no limit with --request-rate."),
     ] = None
     num_runs: Annotated[
         int | None,
@@ -24,7 +24,7 @@ class LoadOptions:
     ] = None
     num_warmups: Annotated[
         int | None,
-        typer.Option(help="Requests before the clock starts. Default: the concurrency."),
+        typer.Option(help="Warm-up requests. Default: the concurrency."),
     ] = None
     ignore_eos: Annotated[
         bool,
@@ -37,10 +37,10 @@ class LoadOptions:
     slowdown: Annotated[
         float,
         typer.Option(
-            help="Make every step last this many times as long, to prove that a comparison notices. "
+            help="Slow every step down by this factor, to prove that a comparison detects it. "
             "The result records it."
         ),
     ] = 1.0
     slowdown_where: Annotated[
-        str, typer.Option(help="What --slowdown stretches: step or sampler.")
+        str, typer.Option(help="Part that --slowdown slows down: step or sampler.")
     ] = "step"

@@ -1,4 +1,4 @@
-"""Options of `llmopt kv-plan`, most by the names of the planner's `PlanRequest`."""
+"""Options of `llmopt kv-plan`, mostly named as in the planner's `PlanRequest`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .groups import Hidden
 
 @dataclass(frozen=True, slots=True)
 class PlannedModelOptions:
-    """The model, and how its weights are stored."""
+    """The model, and its weight dtype or quantization."""
 
     PANEL: ClassVar = "Model"
 
@@ -34,7 +34,7 @@ class PlannedModelOptions:
     ] = None
     symmetric: Annotated[
         bool | None,
-        typer.Option("--symmetric/--asymmetric", help="int4, int8: no zero points."),
+        typer.Option("--symmetric/--asymmetric", help="int4, int8: without zero points."),
     ] = None
     file_format: Annotated[
         str | None, typer.Option("--format", help="int4, int8: awq or compressed-tensors.")
@@ -43,22 +43,22 @@ class PlannedModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServedOptions:
-    """What is served."""
+    """The workload."""
 
     PANEL: ClassVar = "What is served"
 
     context: Annotated[
         str | None,
         typer.Option(
-            "--ctx", help="Tokens of each sequence: 4096, 128k, 1M. Without it: the model's most."
+            "--ctx", help="Tokens per sequence: 4096, 128k, 1M. Default: the model's context."
         ),
     ] = None
     sequences: Annotated[
-        int, typer.Option("--concurrency", "--batch", help="Sequences at once.")
+        int, typer.Option("--concurrency", "--batch", help="Concurrent sequences.")
     ] = 1
     output_tokens: Annotated[
         int | None,
-        typer.Option(help="Of the context, tokens of the answer. Default: a quarter."),
+        typer.Option(help="Output tokens, as part of the context. Default: a quarter."),
     ] = None
     kv_dtype: Annotated[
         str | None,
@@ -71,25 +71,25 @@ class ServedOptions:
 
 @dataclass(frozen=True, slots=True)
 class HardwareOptions:
-    """The devices, and how the model lies on them."""
+    """The devices, and the parallelism."""
 
     PANEL: ClassVar = "Hardware"
 
     gpu: Annotated[
         list[str] | None,
         typer.Option(
-            help="A GPU of the table; repeatable; `all` ranks every one; `cpu` is this machine."
+            help="A GPU of the table; repeatable; `all` ranks all of them; `cpu` is this machine."
         ),
     ] = None
     gpu_memory: Annotated[str | None, typer.Option(help="A GPU by its memory alone: 80GiB.")] = None
     tp: Annotated[
         int | None,
-        typer.Option(help="GPUs that share each layer. Without it: as few as hold it."),
+        typer.Option(help="Tensor-parallel size. Default: the fewest GPUs that hold the model."),
         Hidden("--tensor-parallel-size"),
     ] = None
     pp: Annotated[
         int | None,
-        typer.Option(help="Pipeline stages."),
+        typer.Option(help="Pipeline-parallel size."),
         Hidden("--pipeline-parallel-size"),
     ] = None
     engine: Annotated[
@@ -114,7 +114,7 @@ class PlannedEngineOptions(words_of(EngineConfig, "Engine", only=_PLANNED)):
     """Options of the engine that change a plan."""
 
     def asked(self) -> dict[str, Any]:
-        """By the names of `PlanRequest`."""
+        """Keyword arguments for `PlanRequest`."""
         return {
             "block_size": self.block_size,
             "kv_cache_memory": self.kv_cache_memory_bytes,
@@ -133,33 +133,32 @@ class MoneyOptions:
     measured: Annotated[
         Path | None,
         typer.Option(
-            help="A run of `llmopt bench`: its measured roofs and efficiencies, not a data sheet's."
+            help="A run of `llmopt bench`: use its measured ceilings, not a data sheet's."
         ),
     ] = None
     draft_tokens: Annotated[
-        int | None, typer.Option(help="Speculative decoding: draft tokens in a step.")
+        int | None, typer.Option(help="Speculative decoding: draft tokens per step.")
     ] = None
     acceptance: Annotated[
-        float, typer.Option(help="Speculative decoding: share of draft tokens accepted.")
+        float, typer.Option(help="Speculative decoding: acceptance rate of draft tokens.")
     ] = 0.7
     draft_cost: Annotated[
-        float, typer.Option(help="Speculative decoding: a draft model's step, in steps.")
+        float,
+        typer.Option(help="Speculative decoding: cost of a draft-model step, in target steps."),
     ] = 0.1
-    gpu_hour_price: Annotated[float | None, typer.Option(help="Dollars for a GPU and an hour.")] = (
-        None
-    )
+    gpu_hour_price: Annotated[float | None, typer.Option(help="Dollars per GPU hour.")] = None
     api_price_in: Annotated[
         float | None, typer.Option(help="An API's dollars per million input tokens.")
     ] = None
     api_price_out: Annotated[
         float | None, typer.Option(help="An API's dollars per million output tokens.")
     ] = None
-    duty_cycle: Annotated[float, typer.Option(help="Share of the day with work.")] = 1.0
+    duty_cycle: Annotated[float, typer.Option(help="Fraction of the day under load.")] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOutputOptions:
-    """What is printed and written."""
+    """Output options."""
 
     PANEL: ClassVar = "Output"
 

@@ -1,4 +1,4 @@
-"""Who may ask `llmopt serve-local` for how much, and how the server ends."""
+"""Authentication, limits and shutdown of `llmopt serve-local`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProtectionOptions:
-    """Keys, origins, sizes, times and queues."""
+    """API keys, CORS origins, size and time limits, queues."""
 
     PANEL: ClassVar = "Protection"
 
@@ -21,46 +21,38 @@ class ProtectionOptions:
         list[str] | None,
         typer.Option(
             envvar="LLMOPT_API_KEY",
-            help="Ask clients for this key; repeatable. Default: ask for none.",
+            help="Required API key; repeatable. Default: none.",
         ),
     ] = None
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A web origin whose pages may call the server, * for all; repeatable. Default: none."
-        ),
+        typer.Option(help="Allowed CORS origin, * for all; repeatable. Default: none."),
     ] = None
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A name by which clients may call a server of the loopback, beside localhost; repeatable."
-        ),
+        typer.Option(help="Allowed Host name of a loopback server, besides localhost; repeatable."),
     ] = None
-    max_body: Annotated[str, typer.Option(help="Size of a request's body.")] = "16MiB"
-    max_header: Annotated[str, typer.Option(help="Size of a request's address and headers.")] = (
-        "32KiB"
-    )
-    body_timeout: Annotated[float, typer.Option(help="Seconds in which a request must arrive.")] = (
-        30.0
-    )
+    max_body: Annotated[str, typer.Option(help="Maximum request body size.")] = "16MiB"
+    max_header: Annotated[
+        str, typer.Option(help="Maximum size of a request's URL and headers.")
+    ] = "32KiB"
+    body_timeout: Annotated[
+        float, typer.Option(help="Timeout for receiving a request, in seconds.")
+    ] = 30.0
     max_concurrency_per_key: Annotated[
         int | None,
         typer.Option(
-            help="Requests of one key at once. Default: no limit. Without keys all clients share one."
+            help="Concurrent requests per API key. Default: no limit. Without keys, clients share it."
         ),
     ] = None
-    max_queue_per_key: Annotated[
-        int, typer.Option(help="Requests of one key that wait for their turn.")
-    ] = 0
-    max_waiting: Annotated[int, typer.Option(help="Sequences that wait in the engine's queue.")] = (
-        4096
-    )
-    request_timeout: Annotated[float, typer.Option(help="Seconds that an answer may take.")] = (
-        3600.0
-    )
+    max_queue_per_key: Annotated[int, typer.Option(help="Queued requests per API key.")] = 0
+    max_waiting: Annotated[
+        int, typer.Option(help="Maximum waiting sequences in the engine's queue.")
+    ] = 4096
+    request_timeout: Annotated[float, typer.Option(help="Request timeout in seconds.")] = 3600.0
     drain_seconds: Annotated[
         float,
-        typer.Option(help="How long requests in flight may go on after Ctrl-C or SIGTERM."),
+        typer.Option(help="Seconds to drain requests in flight after Ctrl-C or SIGTERM."),
     ] = 5.0
     log_prompts: Annotated[
         bool,
@@ -68,10 +60,10 @@ class ProtectionOptions:
     ] = False
 
     def server_options(self, *, is_loopback: bool) -> ServerOptions:
-        """What the server is told.
+        """The server's options.
 
         Raises:
-            BadInput: a size that is none, or a number out of its limits.
+            BadInput: an invalid size, or a number out of range.
         """
         from ...engine.base.units import parse_bytes
         from ...engine.server.protocol.server_options import ServerOptions

@@ -13,20 +13,20 @@ from .common import Json
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """What is made: by which method, in which format, where."""
+    """Method, format and output of the checkpoint."""
 
     method: Annotated[
         str,
         typer.Option(
-            help="How codes are chosen: awq, gptq, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
-            "nf4, fp4; or auto: gptq with the bits of each linear chosen under a target."
+            help="Quantization method: awq, gptq, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
+            "nf4, fp4; or auto: gptq with mixed precision under a target."
         ),
     ] = "awq"
     format: Annotated[
         str | None,
         typer.Option(
             help="awq, gptq, compressed-tensors, bitsandbytes, fp8, squeezellm or gguf; several "
-            "with commas. Default: the method's own if it holds the scheme, else compressed-tensors.",
+            "with commas. Default: the method's own if it supports the scheme, else compressed-tensors.",
         ),
     ] = None
     output: Annotated[
@@ -37,13 +37,11 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True)
 class GridOptions:
-    """The grid that weights and activations are rounded to."""
+    """Quantization grid of weights and activations."""
 
     PANEL: ClassVar = "Grid"
 
-    bits: Annotated[
-        int | None, typer.Option(help="Bits of a weight. Default: the method's own.")
-    ] = None
+    bits: Annotated[int | None, typer.Option(help="Bits per weight. Default: the method's.")] = None
     group_size: Annotated[
         int | None,
         typer.Option(
@@ -55,25 +53,25 @@ class GridOptions:
         bool | None,
         typer.Option(
             "--symmetric/--asymmetric",
-            help="Zero in the middle, or wherever fits. Default: as the format prefers.",
+            help="Without or with zero points. Default: as the format prefers.",
         ),
     ] = None
     granularity: Annotated[
         str | None, typer.Option(help="fp8: scales per tensor, channel or block.")
     ] = None
     activations: Annotated[
-        str | None, typer.Option(help="8-bit inputs: dynamic, static or none.")
+        str | None, typer.Option(help="Activation quantization to 8 bits: dynamic, static or none.")
     ] = None
     double_quant: Annotated[
-        bool, typer.Option("--double-quant", help="nf4, fp4: magnitudes in 8 bits.")
+        bool, typer.Option("--double-quant", help="nf4, fp4: quantize the absmax values to 8 bits.")
     ] = False
     outlier_threshold: Annotated[
         float | None,
-        typer.Option(help="int8: inputs beyond it are multiplied in 16 bits (LLM.int8())."),
+        typer.Option(help="int8: inputs beyond it are computed in 16 bits (LLM.int8())."),
     ] = None
     sparse_fraction: Annotated[
         float | None,
-        typer.Option("--sparse", help="squeezellm: share of weights kept as floats."),
+        typer.Option("--sparse", help="squeezellm: fraction of weights kept as floats."),
     ] = None
     gguf_type: Annotated[
         str | None, typer.Option(help="Block type or mix, such as Q4_K_M or Q8_0.")
@@ -82,7 +80,7 @@ class GridOptions:
 
 @dataclass(frozen=True, slots=True)
 class LinearOptions:
-    """Linears with another grid, and those that keep their weights."""
+    """Per-linear overrides, and exclusions."""
 
     PANEL: ClassVar = "Grid"
 
@@ -90,15 +88,13 @@ class LinearOptions:
         list[str] | None,
         typer.Option(
             "--override",
-            help="Other options for the linears that a regular expression finds, such as "
+            help="Options for the linears that match a regular expression, such as "
             "'down_proj$=bits:8,group_size:64'. Repeatable.",
         ),
     ] = None
     ignore: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Regular expression: linears that it finds stay as they are. Repeatable."
-        ),
+        typer.Option(help="Regular expression: matching linears are not quantized. Repeatable."),
     ] = None
     lm_head: Annotated[
         bool, typer.Option("--quantize-lm-head", help="Quantize the output projection too.")
@@ -107,58 +103,59 @@ class LinearOptions:
 
 @dataclass(frozen=True, slots=True)
 class SolverOptions:
-    """How the method chooses codes."""
+    """Hyperparameters of the method."""
 
     PANEL: ClassVar = "Method"
 
     act_order: Annotated[
         Literal["static", "dynamic", "none"],
-        typer.Option(help="gptq: the order in which channels are rounded."),
+        typer.Option(help="gptq: activation order, the order in which channels are quantized."),
     ] = "static"
     damp: Annotated[float, typer.Option(help="gptq: damping of the Hessian.")] = 0.01
-    mse: Annotated[bool, typer.Option("--mse", help="gptq: search the range of each group.")] = (
-        False
-    )
+    mse: Annotated[
+        bool, typer.Option("--mse", help="gptq: search the clipping range of each group.")
+    ] = False
     true_sequential: Annotated[
         bool,
         typer.Option(
             "--true-sequential/--no-true-sequential",
-            help="gptq: later linears of a layer see what the earlier ones became.",
+            help="gptq: measure later linears of a layer behind the quantized earlier ones.",
         ),
     ] = True
     alpha: Annotated[
         float,
-        typer.Option(help="smoothquant: how much of the difficulty moves into the weights."),
+        typer.Option(help="smoothquant: migration strength, from activations to weights."),
     ] = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """Targets of `auto`, scales of the KV cache, and what to do with linears that came out worse."""
+    """Targets of `auto`, KV-cache scales, and fallback to RTN."""
 
     PANEL: ClassVar = "Method"
 
     target_bpw: Annotated[
-        float | None, typer.Option(help="auto: at most so many bits per quantized weight.")
+        float | None, typer.Option(help="auto: maximum bits per quantized weight.")
     ] = None
     target_size: Annotated[
-        str | None, typer.Option(help="auto: all tensors at most so large: 3.5GiB.")
+        str | None, typer.Option(help="auto: maximum size of all tensors: 3.5GiB.")
     ] = None
     kv_cache: Annotated[
         str | None,
-        typer.Option(help="Measure and store scales for a KV cache of fp8 or int8."),
+        typer.Option(help="Calibrate and store scales for an fp8 or int8 KV cache."),
     ] = None
     revert_worse: Annotated[
         bool,
         typer.Option(
-            "--revert-worse", help="Round plainly what the method made worse than plain rounding."
+            "--revert-worse",
+            help="Fall back to round-to-nearest where the method is worse than it.",
         ),
     ] = False
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
-    """What the method sees of the model's inputs."""
+    """Calibration data options."""
 
     PANEL: ClassVar = "Calibration data"
 
@@ -173,7 +170,7 @@ class CalibrationOptions:
     ] = None
     held_out: Annotated[
         int | None,
-        typer.Option(help="Further samples, to measure on alone. Default: an eighth."),
+        typer.Option(help="Held-out samples, for measuring only. Default: an eighth."),
     ] = None
     evaluation: Annotated[
         str | None,
@@ -193,7 +190,7 @@ class CalibrationOptions:
     stats: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of statistics of the float model: measured into it once, read from it by "
+            help="Folder of cached statistics of the float model: measured once, reused by "
             "later runs with other bits, groups or methods."
         ),
     ] = None
@@ -201,7 +198,7 @@ class CalibrationOptions:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeRunOptions:
-    """What the run does beside, or in place of, writing a checkpoint."""
+    """Dry run, restart and output options."""
 
     PANEL: ClassVar = "Run"
 
@@ -209,17 +206,19 @@ class QuantizeRunOptions:
         bool,
         typer.Option(
             "--dry-run",
-            help="Only say what would be written, with what time and memory, and who loads it.",
+            help="Only predict sizes, time, memory and compatible loaders; write nothing.",
         ),
     ] = False
     tensor_parallel: Annotated[
         int,
         typer.Option(
-            "--tensor-parallel-size", min=1, help="Ranks of vLLM, for the table of loaders."
+            "--tensor-parallel-size",
+            min=1,
+            help="vLLM tensor-parallel size, for the table of loaders.",
         ),
     ] = 1
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Throw away the unfinished work of an earlier run."),
+        typer.Option("--restart", help="Discard the unfinished work of an earlier run."),
     ] = False
     as_json: Json = False

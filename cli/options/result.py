@@ -1,4 +1,4 @@
-"""Where a measurement is written."""
+"""Output folders of a measurement."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class FolderOptions:
         typer.Option(
             "--output",
             "-o",
-            help="The run folder to make. Default: one in --result-dir, named by time and run.",
+            help="The run folder to create. Default: one in --result-dir, named by time and run.",
         ),
     ] = None
-    result_dir: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs")
+    result_dir: Annotated[Path, typer.Option(help="Parent of run folders.")] = Path("runs")
 
     def check(self) -> None:
-        """Before hours of measuring: raises `BadInput` for an output that is there already."""
+        """Raises `BadInput` before measuring if the output exists."""
         from ...quant.base.errors import BadInput
 
         if self.output is not None and self.output.exists():
             raise BadInput(f"--output {self.output} exists: name another folder, or remove it")
 
     def folder(self, name: str) -> Path:
-        """Where the run of that name goes."""
+        """The folder of the run of that name."""
         from ...bench.files.run_folder import stamped
 
         return self.output or stamped(self.result_dir, name)
@@ -41,7 +41,7 @@ class FolderOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResultOptions(FolderOptions):
-    """The run folder of `llmopt bench`, what else is in it, and what is printed."""
+    """The run folder of `llmopt bench`, optional files, and printed output."""
 
     PANEL: ClassVar = "Output"
 

@@ -1,4 +1,4 @@
-"""What `llmopt bench` reports: latencies, quality, and the words of its record."""
+"""Metrics of `llmopt bench`: latency, quality, and metadata of the result."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class QualityOptions:
     PANEL: ClassVar = "Quality"
 
     quality: Annotated[
-        bool, typer.Option("--quality/--no-quality", help="Score perplexity too.")
+        bool, typer.Option("--quality/--no-quality", help="Measure perplexity too.")
     ] = True
-    quality_tokens: Annotated[int, typer.Option(help="Most tokens to score.")] = 4096
+    quality_tokens: Annotated[int, typer.Option(help="Maximum tokens to score.")] = 4096
     quality_text: Annotated[
         Path | None, typer.Option(help="Text to score. Default: bundled stories.")
     ] = None
@@ -49,26 +49,24 @@ class QualityOptions:
             "Needs llmopt\\[eval]."
         ),
     ] = None
-    tasks_limit: Annotated[int | None, typer.Option(help="Most samples of each task.")] = None
+    tasks_limit: Annotated[int | None, typer.Option(help="Maximum samples per task.")] = None
 
 
 @dataclass(frozen=True, slots=True)
 class RecordOptions:
-    """What the result says beside the measurement."""
+    """Metadata of the result."""
 
     PANEL: ClassVar = "Output"
 
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="A plan of `kv-plan --output`: put what it predicted beside what was measured."
+            help="A plan of `kv-plan --output`: compare its predictions with the measurement."
         ),
     ] = None
     gpu_hour_price: Annotated[
         float | None,
-        typer.Option(
-            help="Dollars for an hour of this machine: gives the cost of a million tokens."
-        ),
+        typer.Option(help="Dollars per hour of this machine: adds the cost per million tokens."),
     ] = None
     label: Annotated[str | None, typer.Option(help="A label in the result.")] = None
     name: Annotated[

@@ -25,18 +25,16 @@ class TargetOptions:
     ] = None
     serve_args: Annotated[
         str | None,
-        typer.Option(
-            help='More words for the command line of that server, such as "--max-num-seqs 16".'
-        ),
+        typer.Option(help='Additional arguments for that server, such as "--max-num-seqs 16".'),
     ] = None
     serve_program: Annotated[
         Path | None,
         typer.Option(
-            help="The program to start. Default: the server's own name beside this Python or on the PATH."
+            help="The executable to start. Default: the server's, beside this Python or on the PATH."
         ),
     ] = None
     serve_timeout: Annotated[
-        float, typer.Option(help="Seconds that the server may take to load the model.")
+        float, typer.Option(help="Start-up timeout of the server in seconds.")
     ] = 600.0
     base_url: Annotated[
         str | None,
@@ -84,35 +82,35 @@ class TargetOptions:
     client_workers: Annotated[
         int | None,
         typer.Option(
-            help="Processes that send. Default: one for 64 streams, at most half of the cores."
+            help="Load-client processes. Default: one per 64 streams, at most half of the cores."
         ),
     ] = None
     check_client: Annotated[
         bool | None,
         typer.Option(
             "--check-client/--no-check-client",
-            help="Before a run, measure the client's own error against a server of known latency "
+            help="Before a run, certify the client: measure its error against a server of known latency "
             "(default). Without --base-url: print that error at 1, 16, 64 and 256 streams, and end.",
         ),
     ] = None
     client_burden_ms: Annotated[
         float,
         typer.Option(
-            help="Starve the client by this many ms of busy waiting, again and again, to prove that such a "
+            help="Starve the client by repeated busy waits of this many ms, to prove that such a "
             "run is not certified. The result records it."
         ),
     ] = 0.0
 
     @property
     def asks_for_the_client_alone(self) -> bool:
-        """Whether the client's own error is all that is wanted."""
+        """Whether only the client certification was requested."""
         return bool(self.check_client) and self.base_url is None and self.serve is None
 
     def added_fields(self) -> dict[str, object]:
         """The object in `--extra-body`.
 
         Raises:
-            BadInput: no JSON object.
+            BadInput: not a JSON object.
         """
         from ...quant.base.errors import BadInput
 

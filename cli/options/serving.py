@@ -1,4 +1,4 @@
-"""`llmopt serve-local`: which engine serves, where, and under which names and templates."""
+"""`llmopt serve-local`: engine, address, served names and chat template."""
 
 from __future__ import annotations
 
@@ -11,24 +11,18 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class HandoverOptions:
-    """Another engine in place of ours."""
+    """Options for serving with vLLM instead of llmopt's engine."""
 
     PANEL: ClassVar = "Another engine"
 
     engine: Annotated[
         str,
-        typer.Option(
-            help="llmopt, or vllm: its server is started in place of this one, with these options."
-        ),
+        typer.Option(help="llmopt, or vllm: exec vLLM's server with these options."),
     ] = "llmopt"
-    pipeline_parallel_size: Annotated[
-        int, typer.Option(help="vllm: groups of layers, each on GPUs of its own.")
-    ] = 1
-    ray: Annotated[bool, typer.Option("--ray", help="vllm: over the nodes of a Ray cluster.")] = (
-        False
-    )
+    pipeline_parallel_size: Annotated[int, typer.Option(help="vllm: pipeline-parallel size.")] = 1
+    ray: Annotated[bool, typer.Option("--ray", help="vllm: distribute over a Ray cluster.")] = False
     print_command: Annotated[
-        bool, typer.Option("--print-command", help="vllm: print its command and end.")
+        bool, typer.Option("--print-command", help="vllm: print its command and exit.")
     ] = False
 
 
@@ -38,20 +32,20 @@ class ServingOptions:
 
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
     ] = 8000
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name for clients. Default: the model's.")
+        str | None, typer.Option(help="Served model name. Default: the model's.")
     ] = None
     chat_template: Annotated[
         str | None,
-        typer.Option(help="File with a chat template, in Jinja. Default: the model's own."),
+        typer.Option(help="File with a Jinja chat template. Default: the model's."),
     ] = None
     tool_call_parser: Annotated[
         str | None,
         typer.Option(
-            help="How the model writes tool calls: hermes, llama3_json or mistral. Default: as its "
-            "chat template does."
+            help="Tool-call parser: hermes, llama3_json or mistral. Default: detected from the "
+            "chat template."
         ),
     ] = None
     as_json: Annotated[
@@ -60,7 +54,7 @@ class ServingOptions:
     ] = False
 
     def template(self) -> str | None:
-        """The chat template that is asked for.
+        """The chat template from --chat-template.
 
         Raises:
             BadInput: its file cannot be read.
@@ -76,6 +70,6 @@ class ServingOptions:
             raise BadInput(f"--chat-template {self.chat_template}: {reason}") from error
 
     def served_name(self, model: str) -> str:
-        """What clients call `model`, a folder or a name."""
+        """The served name of `model`, a folder or a name."""
         path = Path(model).expanduser()
         return self.served_model_name or (path.resolve().name if path.is_dir() else model)

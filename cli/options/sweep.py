@@ -1,4 +1,4 @@
-"""`llmopt bench` under several loads."""
+"""Options of load sweeps and SLO searches of `llmopt bench`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """A sweep over loads, or a search for the highest one that keeps limits."""
+    """A load sweep, or a search for the highest load within an SLO."""
 
     PANEL: ClassVar = "Sweep"
 
     sweep_concurrency: Annotated[
         str | None,
-        typer.Option(help="Measure at each of these numbers of users, such as 1,2,4,8, or auto."),
+        typer.Option(help="Measure at each of these concurrencies, such as 1,2,4,8, or auto."),
     ] = None
     sweep_rate: Annotated[
         str | None,
         typer.Option(
-            help="Measure at each of these rates, or auto: from half the rate of one user alone."
+            help="Measure at each of these request rates, or auto: from half the rate of a single user."
         ),
     ] = None
     slo: Annotated[
         str | None,
         typer.Option(
-            help='Find the highest load that keeps limits in ms, such as "ttft:200 tpot:50".'
+            help='Find the highest load within these limits in ms, such as "ttft:200 tpot:50".'
         ),
     ] = None
     slo_by: Annotated[str, typer.Option(help="rate or concurrency.")] = "rate"
-    slo_share: Annotated[float, typer.Option(help="Share of the requests that must be within.")] = (
-        0.95
-    )
+    slo_share: Annotated[
+        float, typer.Option(help="Fraction of requests that must meet the limits.")
+    ] = 0.95
 
     @property
     def is_asked_for(self) -> bool:
@@ -45,10 +45,10 @@ class SweepOptions:
         )
 
     def kind(self) -> Kind:
-        """What is varied.
+        """The swept variable.
 
         Raises:
-            BadInput: two sweeps at once, or limits that are none.
+            BadInput: two sweeps at once, or invalid limits.
         """
         from ...bench.metrics.metrics import parse_goodput
         from ...quant.base.errors import BadInput

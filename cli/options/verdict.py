@@ -1,4 +1,4 @@
-"""`llmopt bench` beside another run."""
+"""Comparison options of `llmopt bench`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class VerdictOptions:
-    """What the run is judged against, by which limits, and where the verdict goes."""
+    """Baseline, limits and outputs of the comparison."""
 
     PANEL: ClassVar = "Verdict"
 
     baseline: Annotated[
         Path | None,
         typer.Option(
-            help="A run folder or result.json: judge this run against it; the exit code is the verdict's."
+            help="A run folder or result.json to compare this run with; the exit code is the verdict's."
         ),
     ] = None
     against: Annotated[
         str | None,
         typer.Option(
-            help="A model, or beside --base-url and --serve the URL of a server, to measure beside this "
-            "one, pass by pass in turns: judge this one against it; the exit code is the verdict's. A "
-            "server is sent the same key and headers."
+            help="A model, or with --base-url and --serve the URL of a server, to compare with in paired "
+            "(interleaved) runs; the exit code is the verdict's. A server is sent the same key and "
+            "headers."
         ),
     ] = None
     gate: Annotated[
@@ -47,10 +47,10 @@ class VerdictOptions:
     ] = None
 
     def wanted(self) -> VerdictWanted | None:
-        """The verdict that is asked for, with everything read that it needs.
+        """The requested comparison, with its inputs read.
 
         Raises:
-            BadInput: two bases, limits or a file without one, or something that cannot be read.
+            BadInput: two baselines, limits or a file without one, or an unreadable input.
         """
         from ...bench.session.gate_run import VerdictWanted
 

@@ -1,4 +1,4 @@
-"""What is sent and when: options of the commands that make a workload."""
+"""Workload options: data set and arrivals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """The data set, and how requests are made of it."""
+    """The data set, and how requests are built from it."""
 
     PANEL: ClassVar = "Data"
 
@@ -32,7 +32,7 @@ class DataOptions:
     ] = None
     num_prompts: Annotated[
         int | None,
-        typer.Option(help="Requests in a pass. Default: 48, or all of a frozen workload."),
+        typer.Option(help="Requests per run. Default: 48, or all of a frozen workload."),
     ] = None
     output_len: Annotated[
         int | None,
@@ -41,7 +41,7 @@ class DataOptions:
             "--sharegpt-output-len",
             "--custom-output-len",
             "--hf-output-len",
-            help="Tokens to generate. Default: as the data set says.",
+            help="Output tokens. Default: the data set's.",
         ),
     ] = None
     random_input_len: Annotated[
@@ -50,13 +50,15 @@ class DataOptions:
     random_output_len: Annotated[
         int | None, typer.Option(help="Output tokens of random. Default: 128.")
     ] = None
-    random_prefix_len: Annotated[int, typer.Option(help="Common first tokens of random.")] = 0
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by ± this share.")] = 0.0
+    random_prefix_len: Annotated[int, typer.Option(help="Shared prefix tokens of random.")] = 0
+    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by ± this fraction.")] = (
+        0.0
+    )
     prefix_repetition_prefix_len: Annotated[
         int | None, typer.Option(help="Tokens of each prefix. Default: 256.")
     ] = None
     prefix_repetition_suffix_len: Annotated[
-        int | None, typer.Option(help="Tokens behind the prefix. Default: 256.")
+        int | None, typer.Option(help="Tokens after the prefix. Default: 256.")
     ] = None
     prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Different prefixes.")] = 10
     prefix_repetition_output_len: Annotated[
@@ -69,18 +71,16 @@ class DataOptions:
         int | None, typer.Option(help="Output tokens of sonnet. Default: 150.")
     ] = None
     sonnet_prefix_len: Annotated[
-        int | None, typer.Option(help="Common first tokens of sonnet. Default: 200.")
+        int | None, typer.Option(help="Shared prefix tokens of sonnet. Default: 200.")
     ] = None
     hf_subset: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None
     hf_split: Annotated[str, typer.Option(help="Split of a hub data set.")] = "train"
     trace_start: Annotated[float, typer.Option(help="Seconds into the trace to begin at.")] = 0.0
-    trace_speed: Annotated[
-        float, typer.Option(help="Replay this many times as fast as it was recorded.")
-    ] = 1.0
+    trace_speed: Annotated[float, typer.Option(help="Replay speed-up factor.")] = 1.0
     trace_lengths: Annotated[
         str | None,
         typer.Option(
-            help="clip or scale requests that the context cannot hold. Default: clip; scale for mooncake."
+            help="clip or scale requests that exceed the context. Default: clip; scale for mooncake."
         ),
     ] = None
     disable_shuffle: Annotated[
@@ -100,17 +100,18 @@ class ArrivalOptions:
 
     request_rate: Annotated[
         float | None,
-        typer.Option(help="Requests a second, or inf for all at once. Default: closed loop."),
+        typer.Option(help="Requests per second, or inf for all at once. Default: closed loop."),
     ] = None
     burstiness: Annotated[
-        float, typer.Option(help="Shape of the gamma gaps: 1 is Poisson, inf is constant.")
+        float,
+        typer.Option(help="Shape of the gamma inter-arrival times: 1 is Poisson, inf constant."),
     ] = 1.0
     ramp_up_strategy: Annotated[
-        str | None, typer.Option(help="linear or exponential: the rate climbs.")
+        str | None, typer.Option(help="Ramp-up of the rate: linear or exponential.")
     ] = None
     ramp_up_start_rps: Annotated[
-        float | None, typer.Option(help="Requests a second at the start of the ramp.")
+        float | None, typer.Option(help="Requests per second at the start of the ramp.")
     ] = None
-    ramp_up_end_rps: Annotated[float | None, typer.Option(help="Requests a second at its end.")] = (
-        None
-    )
+    ramp_up_end_rps: Annotated[
+        float | None, typer.Option(help="Requests per second at its end.")
+    ] = None

@@ -1,1 +1,1 @@
-"""What commands print: the two consoles, progress, and results as tables."""
+"""Terminal output: consoles, progress, and result tables."""

@@ -1,4 +1,4 @@
-"""The result of `llmopt bench` on a terminal."""
+"""Terminal output of `llmopt bench`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
-    """The table of metrics, a summary, and the plan beside the measurement where there is one."""
+    """Print the metrics table, a summary, and the comparison with a plan if there is one."""
     from ...bench.report.console_table import console_table
     from .console import people
 

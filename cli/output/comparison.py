@@ -1,4 +1,4 @@
-"""The verdict of a comparison on a terminal."""
+"""Terminal output of a comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def print_comparison(comparison: Comparison, out: Console) -> None:
-    """The verdict with everything behind it."""
+    """Print the comparison table and the verdict."""
     from rich import box
     from rich.table import Table
 
@@ -19,7 +19,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     from ...bench.report.comparison_tables import check_rows, memory_rows, quality_rows
 
     title = f"{comparison.new} against {comparison.base}"
-    # The page has the intervals too; a terminal of 80 columns has room for these.
+    # The page has the intervals too; 80 columns fit only these.
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
     for heading in ("", "base", "new", "change", "± 90 %", "limit", "verdict"):
         table.add_column(heading, justify="left" if not heading else "right")

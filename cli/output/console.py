@@ -1,4 +1,4 @@
-"""Where words go: results on stdout, everything for people on stderr when `--json` is given."""
+"""Consoles and progress: results on stdout; with `--json`, human-readable output on stderr."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def emit_json(result: Any) -> None:
 
 
 def result_console(as_json: bool) -> Console:
-    """Where the human form of a result goes: stdout, unless stdout belongs to the JSON."""
+    """The console for human-readable results: stdout, or stderr with `--json`."""
     return people if as_json else stdout
 
 

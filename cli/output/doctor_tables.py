@@ -1,4 +1,4 @@
-"""The findings of `llmopt doctor` as tables."""
+"""Tables of `llmopt doctor`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...engine.base.units import format_gib
 
 
 def show_findings(findings: dict[str, Any], console: Console) -> None:
-    """Versions, processor, memory and devices, the kernels, and their self-test where there was one."""
+    """Print versions, hardware, selected kernels, and the self-test if it ran."""
     console.print(_machine(findings))
     console.print()
     for section in findings["kernels"]:
@@ -35,7 +35,7 @@ def _machine(findings: Mapping[str, Any]) -> Table:
         "instructions", f"{cpu['capability']} ({', '.join(cpu['features']) or 'no extras'})"
     )
     native = findings["native"]
-    extra = " with bfloat16 products" if native["bfloat16_products"] else ""
+    extra = " with bfloat16 GEMMs" if native["bfloat16_products"] else ""
     facts.add_row(
         "C kernels",
         f"{native['path']}{extra}, threads of {native['threads']}, in {native['cache']}"
@@ -64,7 +64,7 @@ def _kernels(section: Mapping[str, Any]) -> Table:
     )
     table.add_column("operation")
     table.add_column("chosen")
-    table.add_column("why not the others")
+    table.add_column("others, and why not")
     for choice in section["operations"]:
         refused = [
             f"{other['name']}: {other['refused']}"

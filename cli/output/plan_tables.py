@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 WIDE = 110
 BAR_CELLS = 24
-# What a bar is made of: a sign, a colour, and what it means.
+# Segments of the memory bar: character, colour, meaning.
 BAR = (
     ("█", "blue", "weights"),
     ("▓", "magenta", "working memory"),
     ("▒", "green", "KV in use"),
-    ("░", "cyan", "KV room"),
-    ("·", "dim", "kept free"),
+    ("░", "cyan", "free KV"),
+    ("·", "dim", "reserved"),
 )
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """The whole plan for people."""
+    """Print the whole plan."""
     console.print(_facts(plan))
     console.print(_devices(plan, wide=console.width >= WIDE))
     console.print(_memory(plan))
@@ -42,7 +42,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def show_engines(answer: dict[str, Any], console: Console) -> None:
-    """What each engine keeps for the same workload."""
+    """Print the KV cache of each engine for the same workload."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("engine", no_wrap=True)
     table.add_column("KV cache", justify="right", no_wrap=True)
@@ -102,7 +102,7 @@ def _facts(plan: Plan) -> Table:
     )
     least = shape.kv_bytes(work.context, element)
     if least < 0.95 * one:
-        row("", f"{format_gib(least)} if only what a window sees were kept")
+        row("", f"{format_gib(least)} if only the attention window were kept")
     if work.sequences > 1:
         row(f"KV of {work.sequences} sequences", format_gib(work.sequences * one))
     row("weights + KV", format_gib(plan.weight_bytes + work.sequences * one))
@@ -140,10 +140,17 @@ def _kv_line(shape: ModelShape, element: Fraction) -> str:
 
 
 def _devices(plan: Plan, wide: bool) -> Table:
-    """One line a device; a wide terminal also gets throughput, bounds and the binding constraint."""
+    """One row per device; a wide terminal also shows throughput, bounds and the binding constraint."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("GPU", no_wrap=True)
-    for name in ("memory\nGiB", "GPUs", "weights\nGiB", "KV room\nGiB", "seqs", "longest\ntokens"):
+    for name in (
+        "memory\nGiB",
+        "GPUs",
+        "weights\nGiB",
+        "KV budget\nGiB",
+        "seqs",
+        "longest\ntokens",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("TTFT\ns", "TPOT\nms"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -186,7 +193,7 @@ def _gpus(device: DevicePlan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    """A bar a device, and the next change that would bring sequences."""
+    """A memory bar per device, and the next change that would allow more sequences."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("memory of a GPU", no_wrap=True)
     table.add_column("limited by", no_wrap=True)
@@ -256,10 +263,10 @@ def _costs(plan: Plan) -> list[str]:
 def _notes(plan: Plan) -> list[str]:
     first, share = plan.devices[0], plan.efficiency
     reserve = first.reserve
-    notes = ["KV room: as given, or the share of free memory that the engine takes on a CPU."]
+    notes = ["KV budget: as given, or the share of free memory that the engine takes on a CPU."]
     if reserve.kv_cache_bytes is None:
         notes = [
-            f"KV room: {reserve.utilization:.0%} of what a process sees, less weights, activation peak "
+            f"KV budget: {reserve.utilization:.0%} of what a process sees, less weights, activation peak "
             f"(on {first.gpu}: steps of {reserve.chunk_tokens:,} tokens, {reserve.max_num_seqs:,} "
             "sequences) and the runtime's own; per GPU."
         ]

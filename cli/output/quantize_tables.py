@@ -1,4 +1,4 @@
-"""Preflight and result of `llmopt quantize` as tables."""
+"""Tables of `llmopt quantize`: dry run and result."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MIB = 2**20
 
 
 def show_preflight(answer: Preflight, console: Console) -> None:
-    """What will be written, with what memory, and who can load it."""
-    modules = Table(box=box.SIMPLE_HEAD, title="what becomes of the linears")
-    for column in ("module", "count", "becomes", "MiB", "bits / weight"):
+    """Print predicted sizes, memory, time and compatible loaders."""
+    modules = Table(box=box.SIMPLE_HEAD, title="quantization of the linears")
+    for column in ("module", "count", "scheme", "MiB", "bits / weight"):
         modules.add_column(column, justify="left" if column in ("module", "becomes") else "right")
     for kind in answer.kinds:
         modules.add_row(
             kind.name,
             str(kind.count),
-            kind.scheme or "stays as it is",
+            kind.scheme or "not quantized",
             f"{kind.bytes / MIB:.2f}",
             f"{kind.bits_per_weight:.3f}",
         )
@@ -56,7 +56,7 @@ def show_preflight(answer: Preflight, console: Console) -> None:
 
 
 def show_result(result: QuantizeResult, seconds: float, console: Console) -> None:
-    """One row a layer, then the figures of the whole."""
+    """Print one row per layer, then the totals."""
     manifest, summary = result.manifest, result.manifest["summary"]
     title = f"{manifest['model']}: {manifest['method']}, {manifest['scheme']}, {manifest['format']}"
     table = Table(title=title)
@@ -69,7 +69,7 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
     before, after = summary["source_bytes"], summary["checkpoint_bytes"]
     ratio = summary["error"] / summary["rtn_error"] if summary["rtn_error"] else 1.0
     lines = [
-        f"mean relative output error {summary['error']:.3e}, {ratio:.3f} × that of plain rounding",
+        f"mean relative output error {summary['error']:.3e}, {ratio:.3f} × that of round-to-nearest",
         *_remarks(manifest["modules"]),
         f"weights {after / MIB:.2f} MiB, from {before / MIB:.2f} MiB "
         f"({before / after:.2f} × smaller); {summary['bits_per_weight']:.2f} bits per quantized weight",
@@ -114,18 +114,20 @@ def _mean(modules: list[dict[str, Any]], name: str) -> float | None:
 
 
 def _remarks(modules: list[dict[str, Any]]) -> list[str]:
-    """What went otherwise than asked, and linears that ended worse than plain rounding."""
+    """Fallbacks to RTN, and linears that are worse than RTN."""
     lines = []
     fallbacks: dict[str, list[str]] = {}
     for module in modules:
         if module["fallback"]:
             fallbacks.setdefault(module["fallback"], []).append(module["module"])
     for reason, names in fallbacks.items():
-        lines.append(f"rounded plainly: {len(names)} linears such as {names[0]} ({reason})")
+        lines.append(
+            f"fell back to round-to-nearest: {len(names)} linears such as {names[0]} ({reason})"
+        )
     worse = [module["module"] for module in modules if module["worse_than_rounding"]]
     if worse:
         lines.append(
-            f"warning: worse than plain rounding: {len(worse)} linears such as {worse[0]}; "
-            "--revert-worse takes them back"
+            f"warning: worse than round-to-nearest: {len(worse)} linears such as {worse[0]}; "
+            "--revert-worse makes them fall back"
         )
     return lines

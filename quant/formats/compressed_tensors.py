@@ -77,7 +77,7 @@ class CompressedTensorsFormat:
     def config(
         self, schemes: Mapping[str, Scheme], ignore: Sequence[str], *, kv_cache: str | None = None
     ) -> dict[str, Any]:
-"""See `WeightFormat.config`.
+        """See `WeightFormat.config`.
 
         Args:
             kv_cache: `fp8` or `int8` where `k_scale` and `v_scale` are stored beside the attention layers.

@@ -21,7 +21,9 @@ def round_to_rows(
     """
     halves = weight.to(torch.float16).to(torch.float32)
     if not bool(torch.isfinite(halves).all()):
-        raise BadInput(f"{name} holds values too large for float16, in which int8 rows are computed")
+        raise BadInput(
+            f"{name} holds values too large for float16, in which int8 rows are computed"
+        )
     absmax = halves.abs().amax(dim=1)
     factors = torch.where(absmax > 0, 127.0 / absmax, 0.0)
     codes = torch.round(halves * factors.unsqueeze(1)).to(torch.int8)

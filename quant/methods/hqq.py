@@ -4,8 +4,8 @@ Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models",
 (https://mobiusml.github.io/hqq_blog/).
 
 The rounding error of a group is measured in an lp norm with p < 1, which is robust to outliers. Half-
-quadratic splitting alternates two closed-form steps: shrink the error (a sparse outlier term), and fit the grid to the
-rest.
+quadratic splitting alternates two closed-form steps: shrink the error (a sparse outlier term), and fit the
+grid to the rest.
 
 Three differences from the authors' code: The error is measured in grid steps, so that the shrinkage strength
 is comparable between layers. The scale is fitted along with the zero point. The zero point is rounded to an

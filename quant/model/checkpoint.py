@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAPPED_SHARDS = 2  # mapped at a time: pages that were read count as resident until a shard is unmapped
+MAPPED_SHARDS = 2  # mapped at a time: pages that were read stay resident until a shard is unmapped
 GGUF_SUFFIX = ".gguf"
 
 

@@ -2,7 +2,7 @@
 
 A scale can be folded from a linear's input into the previous operation only where that is linear in each
 channel: the weight of an RMSNorm, the rows of a projection, the `up` half of a gated MLP. Every consumer of
-the input must be scaled too: all linears, and the router of a mixture of experts, or the routing would change.
+the input must be scaled too: all linears, and the router of a mixture of experts, or routing would change.
 The pairs are those of AutoAWQ and llm-compressor, plus routers.
 
 Names are those on disk, which for Mixtral differ from transformers' modules.

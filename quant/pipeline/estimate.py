@@ -179,7 +179,7 @@ def _sequential_moments(layer: _Layer, method: str, held_out: bool) -> Iterator[
     done = 0
     for stage in execution_stages(layer.family, layer.chosen):
         grams += sum(layer.square(group[0]) for group in stage)
-        yield grams, done, done * _FLOAT, True  # the layer runs with dequantized weights in place of its floats
+        yield grams, done, done * _FLOAT, True  # the layer runs with dequantized weights
         done += sum(layer.weights(group) for group in stage)
         yield grams, done, max(_solving(layer, group) for group in stage), False
 

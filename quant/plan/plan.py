@@ -253,9 +253,7 @@ def check_plan(plan: Plan) -> None:
         if plan.kv_cache not in LARGEST:
             raise BadInput(f"--kv-cache {plan.kv_cache}: choose {' or '.join(LARGEST)}")
         if any(weight_format.name != "compressed-tensors" for weight_format in plan.formats):
-            raise BadInput(
-                "--kv-cache: only --format compressed-tensors can store its scales"
-            )
+            raise BadInput("--kv-cache: only --format compressed-tensors can store its scales")
     for weight_format in plan.formats:
         weight_format.config(plan.schemes, plan.unquantized)
         if weight_format.name == "gguf":

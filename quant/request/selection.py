@@ -33,7 +33,7 @@ def find_linears(checkpoint: Checkpoint, architecture: Architecture) -> Shapes:
             )
     pattern = re.compile(re.escape(architecture.prefix) + r"\.(\d+)\.")
     held = {int(match[1]) for name in checkpoint.names if (match := pattern.match(name))}
-    if not held.issuperset(range(len(architecture.layers))):  # there may be more: multi-token-prediction layers
+    if not held.issuperset(range(len(architecture.layers))):  # may have more: MTP layers
         raise BadInput(
             f"{checkpoint.folder} holds {len(held)} decoder layers, "
             f"but its config says {len(architecture.layers)}"

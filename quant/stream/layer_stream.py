@@ -278,8 +278,8 @@ class _EarlyExit(Exception):
 def _recording_inputs(
     record: InputStatistics, unseen: set[InputStatistics], compute: torch.dtype
 ) -> Callable[..., None]:
-    """A forward pre-hook that accumulates a module's input, in its GEMM dtype, and ends the pass once no other
-    module is pending."""
+    """A forward pre-hook that accumulates a module's input, in its GEMM dtype, and ends the pass once no
+    other module is pending."""
 
     def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
         record.add((inputs[0] if inputs else next(iter(named.values()))).to(compute))
