@@ -36,9 +36,7 @@ from .read import checkpoint_format, quantized_modules, read_quantized, tensor_n
 from .requantize import Requantized, requantize
 
 SHARD_BYTES = 2**30
-_UNFINISHED = (
-    ".converting"  # not the suffix of an unfinished `quantize`, whose work folder must stay
-)
+_UNFINISHED = ".converting"  # unlike the suffix of an unfinished `quantize`, which must stay
 _KV_SCALES = (".k_scale", ".v_scale")
 # Tokenizer, generation config, licence: files to copy beside the weights.
 _COMPANIONS = (

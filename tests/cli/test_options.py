@@ -255,7 +255,7 @@ def test_a_run_folder_is_named_or_made(commands, tmp_path) -> None:
         with pytest.raises(BadInput, match="exists: name another folder"):
             commands[command].main(words, command, standalone_mode=False)
     words = ["--resume", str(tmp_path), "-o", str(tmp_path / "new")]
-    with pytest.raises(BadInput, match="leave it away with --resume"):
+    with pytest.raises(BadInput, match="omit it with --resume"):
         commands["run"].main(words, "run", standalone_mode=False)
 
 

@@ -83,7 +83,7 @@ def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert llmopt("--resume", tmp_path) == 2
     assert "journal.json is damaged" in capsys.readouterr().err
     assert llmopt() == 2 and llmopt("quickstart", "--resume", tmp_path) == 2
-    assert "give a recipe to begin" in capsys.readouterr().err
+    assert "give a recipe to run" in capsys.readouterr().err
 
 
 def test_capacity_puts_the_plan_beside_the_knee(

@@ -77,7 +77,7 @@ def test_statistics_of_other_data_are_refused(
         quantize(request(tmp_path, "out", stats=folder / "stats", seed=1))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises(BadInput, match="something else than statistics"):
+    with pytest.raises(BadInput, match="other files than statistics"):
         quantize(request(tmp_path, "out", stats=tmp_path / "mine"))
     with pytest.raises(BadInput, match="without --kv-cache do not have them"):
         quantize(
@@ -124,7 +124,7 @@ def test_mixed_precision_keeps_its_target_and_beats_one_width(
     summary = result.manifest["summary"]
     assert summary["bits_per_weight"] <= uniform["bits_per_weight"]
     assert summary["error"] < uniform["error"]
-    assert any("bits a weight of at most" in note for note in result.notes)
+    assert any("bits per weight of at most" in note for note in result.notes)
     assert not any("vLLM refuses" in note for note in result.notes)
     assert verify(result.output).status == PROVEN
 
