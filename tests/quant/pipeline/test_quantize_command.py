@@ -73,7 +73,7 @@ def test_killed_three_times_it_ends_with_the_same_bytes(
             assert process.returncode == -kill
         else:
             assert process.returncode == 130
-            assert f"in {output}.partial; the same command goes on".encode() in errors
+            assert f"in {output}.partial; the same command resumes".encode() in errors
             assert b"Traceback" not in errors
         assert not output.exists()
     process = start(output)
