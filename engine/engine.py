@@ -6,72 +6,23 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from ..quant.base.errors import BadInput
-from ..quant.model.models import load_tokenizer, resolve_model
-from ..quant.open import open_checkpoint
-from .base.device import choose_device, choose_dtype
-from .base.end_tokens import end_token_ids
 from .base.sampling_params import SamplingParams
-from .cache.kv_cache import (
-    KvCache,
-    choose_num_blocks,
-    choose_num_host_blocks,
-    kv_bytes_per_token,
-    stored_dtype,
-    stored_name,
-)
+from .build import build_engine
+from .cache.kv_cache import stored_name
 from .config.adapters import adapter_salt
 from .config.config import EngineConfig
 from .execution.chunked_forward import forward_in_chunks
-from .execution.memory_profile import (
-    PROFILE_BLOCKS,
-    explaining_out_of_memory,
-    memory_of,
-    profile_kv_cache_budget,
-    profile_run,
-)
-from .execution.model_runner import ModelRunner
-from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
-from .execution.step_loop import InFlightStep, SerialLoop, open_loop
+from .execution.step_loop import InFlightStep, SerialLoop, StepLoop
 from .execution.step_phases import UNTIMED, PhaseTimer, StepHook, StepTimer
 from .execution.step_trace import StepRecorder
-from .planner.memory.cache_size import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    DEFAULT_MAX_NUM_SEQS,
-    KvCacheBudget,
-)
-from .scheduling.block_pool import BlockPool
 from .scheduling.outputs import EngineStats, RequestOutput
-from .scheduling.prefix_cache import PrefixCache
 from .scheduling.request import Request, RequestTimes
-from .scheduling.scheduler import Scheduler
-from .scheduling.scheduler_config import SchedulerConfig
-from .scheduling.swap_space import SwapSpace
-from .speculation.open import draft_length, open_draft, open_proposer
-from .speculation.proposer import Proposer
-from .tensor_parallel.workers import num_threads, open_shards
 from .text.best_of import BestOf
 from .text.output_processor import OutputProcessor
-
-
-@dataclass(frozen=True, slots=True)
-class EngineMemory:
-    """Bytes that the engine holds, and bytes of weights that one step reads.
-
-    `draft_bytes` are of a draft model or heads, with their cache.
-    """
-
-    weight_bytes: int
-    kv_cache_bytes: int
-    weight_bytes_per_step: int
-    kv_bytes_per_token: int
-    draft_bytes: int = 0
 
 
 class Engine:
@@ -85,135 +36,16 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        parts = build_engine(config)
+        loaded = parts.loaded
         self.config = config
-        self.folder: Path = resolve_model(None if config.model is None else str(config.model))
-        self.device = choose_device(config.device)
-        if self.device.type == "cpu":
-            torch.set_num_threads(num_threads(config))
-        checkpoint = open_checkpoint(self.folder)
-        checkpoint.read_ahead()
-        self.dtype = choose_dtype(config.dtype, self.device)
-        self.tokenizer = load_tokenizer(self.folder)
-        self.eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, self.tokenizer)
-        with explaining_out_of_memory("the model", self.device):
-            model, self.max_model_len, self.workers = open_shards(
-                config, checkpoint, self.device, self.dtype
-            )
-        self.vocab_size = model.vocab_size
-        draft = open_draft(
-            config.speculation,
-            self.tokenizer,
-            model,
-            self.max_model_len,
-            self.device,
-            self.dtype,
-        )
-
-        kind = self.device.type
-        max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
-        block_size = config.block_size or DEFAULT_BLOCK_SIZE[kind]
-        limits = SchedulerConfig(
-            max_num_batched_tokens=config.max_num_batched_tokens
-            or max(DEFAULT_MAX_NUM_BATCHED_TOKENS[kind], max_num_seqs),
-            max_num_seqs=max_num_seqs,
-            block_size=block_size,
-            max_model_len=self.max_model_len,
-            prefill_chunk_size=config.prefill_chunk_size,
-            window=model.window,
-            drafting=draft_length(config.speculation, draft, model),
-            policy=config.scheduling_policy,
-        )
-        kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
-
-        kv_layouts = [*model.kv_layouts, *(draft.kv_layouts if draft else ())]
-        on_host = choose_num_host_blocks(config, kv_layouts, block_size, kv_dtype)
-
-        def open_cache(num_blocks: int, on_host: int = 0) -> KvCache:
-            cache = KvCache(
-                model.kv_layouts, num_blocks, block_size, self.device, kv_dtype, on_host
-            )
-            if self.workers is not None:
-                self.workers.attach(model, cache, num_blocks)
-            return cache
-
-        def open_runner(
-            cache: KvCache, proposer: Proposer | None = None, sizes: Sequence[int] = ()
-        ) -> ModelRunner:
-            return ModelRunner(
-                model,
-                cache,
-                self.device,
-                self.dtype,
-                self.eos_token_ids,
-                proposer,
-                graphs=StepGraphs(
-                    model,
-                    cache.layers,
-                    block_size,
-                    limits.max_blocks(self.max_model_len),
-                    sizes,
-                    capture_on(self.device),
-                    self.device,
-                    self.dtype,
-                ),
-                by_rejection=config.speculation is not None
-                and config.speculation.acceptance == "rejection",
-            )
-
-        def profile() -> None:
-            profile_run(open_runner(open_cache(PROFILE_BLOCKS)), limits)
-
-        def budget() -> KvCacheBudget:
-            return profile_kv_cache_budget(
-                memory_of(self.device),
-                config.gpu_memory_utilization,
-                model.bytes_held + (draft.bytes_held if draft else 0),
-                profile,
-                config.tensor_parallel_size,
-            )
-
-        with explaining_out_of_memory("the largest step", self.device):
-            num_blocks = choose_num_blocks(
-                config,
-                kv_layouts,
-                block_size,
-                min(self.max_model_len, limits.max_blocks(self.max_model_len) * block_size),
-                max_num_seqs,
-                kv_dtype,
-                budget,
-            )
-        with explaining_out_of_memory(f"a KV cache of {num_blocks} blocks", self.device):
-            cache = open_cache(num_blocks, on_host)
-            proposer = open_proposer(
-                config.speculation,
-                draft,
-                num_blocks,
-                block_size,
-                self.device,
-                self.dtype,
-                kv_dtype,
-                on_host,
-            )
-        sizes = () if config.enforce_eager else graph_sizes(self.device, max_num_seqs)
-        self.runner = open_runner(cache, proposer, sizes)
-        with explaining_out_of_memory("the graphs of its steps", self.device):
-            self.runner.capture_graphs()
-        parts = [model, *(() if self.workers is None else self.workers.loaded)]
-        self.memory = EngineMemory(
-            weight_bytes=sum(part.bytes_held for part in parts),
-            kv_cache_bytes=cache.num_bytes * len(parts),
-            weight_bytes_per_step=sum(part.bytes_per_step for part in parts),
-            kv_bytes_per_token=kv_bytes_per_token(model.kv_layouts, kv_dtype) * len(parts),
-            draft_bytes=0 if proposer is None else proposer.bytes_held,
-        )
-        pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(
-            limits,
-            pool,
-            PrefixCache(pool, block_size, enabled=config.enable_prefix_caching),
-            SwapSpace(on_host),
-        )
-        self._loop = open_loop(self.runner, self.device, overlapped=config.async_scheduling)
+        self.folder = loaded.folder
+        self.device, self.dtype = loaded.device, loaded.dtype
+        self.tokenizer, self.eos_token_ids = loaded.tokenizer, loaded.eos_token_ids
+        self.vocab_size, self.max_model_len = loaded.model.vocab_size, loaded.max_model_len
+        self.workers = loaded.workers
+        self.runner, self.scheduler, self.memory = parts.runner, parts.scheduler, parts.memory
+        self._loop: StepLoop = parts.loop
         self._in_flight: InFlightStep | None = None
         self.output_processor = OutputProcessor(self.scheduler, self.tokenizer)
         self.recorder: StepRecorder | None = None

@@ -28,7 +28,7 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
     def opened(runner: ModelRunner, device: torch.device, *, overlapped: bool) -> Any:
         return request.param(runner) if overlapped else SerialLoop(runner)
 
-    monkeypatch.setattr("llmopt.engine.engine.open_loop", opened)
+    monkeypatch.setattr("llmopt.engine.build.open_loop", opened)
     return request.param
 
 

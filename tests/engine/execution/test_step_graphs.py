@@ -63,7 +63,7 @@ def test_rows_up_to_the_next_size_change_nothing(
     expected, near, _ = decoded(enforce_eager=True, **options)
     monkeypatch.setattr(step_graphs, "CPU_SIZES", sizes)
     if capture == "called again":
-        monkeypatch.setattr("llmopt.engine.engine.capture_on", lambda _: step_graphs.EagerGraph)
+        monkeypatch.setattr("llmopt.engine.build.capture_on", lambda _: step_graphs.EagerGraph)
     tokens, scored, used = decoded(**options)
     assert tokens == expected
     # torch's own products sum in another order where there are more rows.

@@ -42,7 +42,7 @@ def opened(**options: Any) -> Engine:
 
 @pytest.mark.parametrize("loop", [SerialLoop, ThreadedLoop, DeviceAsyncLoop])
 def test_the_phases_of_a_step_fit_into_it(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmopt.engine.engine.open_loop", lambda runner, _device, **_: loop(runner))
+    monkeypatch.setattr("llmopt.engine.build.open_loop", lambda runner, _device, **_: loop(runner))
     steps = traced(opened(), phases=True)
     assert len(steps) == 6
     for step in steps:

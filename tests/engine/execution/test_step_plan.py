@@ -44,7 +44,7 @@ LOOPS = {"serial": SerialLoop, "threaded": ThreadedLoop, "device": DeviceAsyncLo
 
 def engine(monkeypatch: pytest.MonkeyPatch, loop: str, options: str) -> Engine:
     monkeypatch.setattr(
-        "llmopt.engine.engine.open_loop", lambda runner, device, *, overlapped: LOOPS[loop](runner)
+        "llmopt.engine.build.open_loop", lambda runner, device, *, overlapped: LOOPS[loop](runner)
     )
     given = {"num_blocks": 64, "block_size": 4, **OPTIONS[options]}
     return Engine(EngineConfig(MODELS / "stories3M", dtype="float32", num_threads=1, **given))

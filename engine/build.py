@@ -1,0 +1,292 @@
+"""Construction of an engine from its config: model, profile run, KV cache, runner, scheduler, step loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..quant.model.models import load_tokenizer, resolve_model
+from ..quant.open import open_checkpoint
+from .base.device import choose_device, choose_dtype
+from .base.end_tokens import end_token_ids
+from .cache.kv_cache import (
+    KvCache,
+    choose_num_blocks,
+    choose_num_host_blocks,
+    kv_bytes_per_token,
+    stored_dtype,
+)
+from .config.config import EngineConfig
+from .execution.memory_profile import (
+    PROFILE_BLOCKS,
+    explaining_out_of_memory,
+    memory_of,
+    profile_kv_cache_budget,
+    profile_run,
+)
+from .execution.model_runner import ModelRunner
+from .execution.step_graphs import StepGraphs, capture_on, graph_sizes
+from .execution.step_loop import StepLoop, open_loop
+from .model.open import CausalModel
+from .model.spec.spec import KvLayout
+from .planner.memory.cache_size import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    KvCacheBudget,
+)
+from .scheduling.block_pool import BlockPool
+from .scheduling.prefix_cache import PrefixCache
+from .scheduling.scheduler import Scheduler
+from .scheduling.scheduler_config import SchedulerConfig
+from .scheduling.swap_space import SwapSpace
+from .speculation.open import Draft, draft_length, open_draft, open_proposer
+from .speculation.proposer import Proposer
+from .tensor_parallel.workers import Workers, num_threads, open_shards
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Memory held by the engine, and weights read per step, in bytes, summed over tensor-parallel shards.
+
+    `draft_bytes` are of the draft model or draft heads, with their KV cache.
+    """
+
+    weight_bytes: int
+    kv_cache_bytes: int
+    weight_bytes_per_step: int
+    kv_bytes_per_token: int
+    draft_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The loaded weights, and what follows from the checkpoint and the device alone.
+
+    Attributes:
+        model: the target model, or the first of its tensor-parallel shards.
+        workers: hold the other shards, if there are any.
+        draft: the weights of the draft-token proposer, if it has any.
+    """
+
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    model: CausalModel
+    max_model_len: int
+    workers: Workers | None
+    draft: Draft | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How the KV cache is stored.
+
+    Attributes:
+        layouts: of the target's layers and the draft's, whose caches have the same blocks.
+        num_host_blocks: of the swap space.
+    """
+
+    layouts: Sequence[KvLayout]
+    block_size: int
+    dtype: torch.dtype
+    num_host_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of an engine, ready to serve."""
+
+    loaded: LoadedModel
+    runner: ModelRunner
+    scheduler: Scheduler
+    loop: StepLoop
+    memory: EngineMemory
+
+
+def build_engine(config: EngineConfig) -> EngineParts:
+    """Load the model, size and allocate the KV cache, and capture the decode steps.
+
+    Raises:
+        BadInput: as `Engine`.
+    """
+    loaded = load_model(config)
+    limits = scheduler_limits(config, loaded)
+    layout = cache_layout(config, loaded, limits.block_size)
+    num_blocks = _num_blocks(config, loaded, limits, layout)
+    with explaining_out_of_memory(f"a KV cache of {num_blocks} blocks", loaded.device):
+        cache = open_cache(loaded, layout, num_blocks, layout.num_host_blocks)
+        proposer = open_proposer(
+            config.speculation,
+            loaded.draft,
+            num_blocks,
+            layout.block_size,
+            loaded.device,
+            loaded.dtype,
+            layout.dtype,
+            layout.num_host_blocks,
+        )
+    sizes = () if config.enforce_eager else graph_sizes(loaded.device, limits.max_num_seqs)
+    runner = open_runner(config, loaded, limits, cache, proposer, sizes)
+    with explaining_out_of_memory("the graphs of its steps", loaded.device):
+        runner.capture_graphs()
+    pool = BlockPool(num_blocks)
+    prefixes = PrefixCache(pool, layout.block_size, enabled=config.enable_prefix_caching)
+    return EngineParts(
+        loaded,
+        runner,
+        Scheduler(limits, pool, prefixes, SwapSpace(layout.num_host_blocks)),
+        open_loop(runner, loaded.device, overlapped=config.async_scheduling),
+        engine_memory(loaded, cache, proposer),
+    )
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load the tokenizer and the weights of the model, its shards and its draft."""
+    folder = resolve_model(None if config.model is None else str(config.model))
+    device = choose_device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(num_threads(config))
+    checkpoint = open_checkpoint(folder)
+    checkpoint.read_ahead()
+    dtype = choose_dtype(config.dtype, device)
+    tokenizer = load_tokenizer(folder)
+    eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, tokenizer)
+    with explaining_out_of_memory("the model", device):
+        model, max_model_len, workers = open_shards(config, checkpoint, device, dtype)
+    draft = open_draft(config.speculation, tokenizer, model, max_model_len, device, dtype)
+    return LoadedModel(
+        folder, device, dtype, tokenizer, eos_token_ids, model, max_model_len, workers, draft
+    )
+
+
+def scheduler_limits(config: EngineConfig, loaded: LoadedModel) -> SchedulerConfig:
+    """The scheduler's limits; what the config leaves open depends on the device."""
+    kind = loaded.device.type
+    max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
+    return SchedulerConfig(
+        max_num_batched_tokens=config.max_num_batched_tokens
+        or max(DEFAULT_MAX_NUM_BATCHED_TOKENS[kind], max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        block_size=config.block_size or DEFAULT_BLOCK_SIZE[kind],
+        max_model_len=loaded.max_model_len,
+        prefill_chunk_size=config.prefill_chunk_size,
+        window=loaded.model.window,
+        drafting=draft_length(config.speculation, loaded.draft, loaded.model),
+        policy=config.scheduling_policy,
+    )
+
+
+def cache_layout(config: EngineConfig, loaded: LoadedModel, block_size: int) -> CacheLayout:
+    """How keys and values are stored, and the number of blocks of the swap space."""
+    dtype = stored_dtype(config.kv_cache_dtype, loaded.dtype)
+    layouts = [*loaded.model.kv_layouts, *(loaded.draft.kv_layouts if loaded.draft else ())]
+    num_host_blocks = choose_num_host_blocks(config, layouts, block_size, dtype)
+    return CacheLayout(layouts, block_size, dtype, num_host_blocks)
+
+
+def open_cache(
+    loaded: LoadedModel, layout: CacheLayout, num_blocks: int, num_host_blocks: int = 0
+) -> KvCache:
+    """Allocate the target's KV cache, in the workers as well."""
+    cache = KvCache(
+        loaded.model.kv_layouts,
+        num_blocks,
+        layout.block_size,
+        loaded.device,
+        layout.dtype,
+        num_host_blocks,
+    )
+    if loaded.workers is not None:
+        loaded.workers.attach(loaded.model, cache, num_blocks)
+    return cache
+
+
+def open_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    limits: SchedulerConfig,
+    cache: KvCache,
+    proposer: Proposer | None = None,
+    sizes: Sequence[int] = (),
+) -> ModelRunner:
+    """The model runner on a KV cache; `sizes` are the batch sizes of decode steps to capture."""
+    graphs = StepGraphs(
+        loaded.model,
+        cache.layers,
+        limits.block_size,
+        limits.max_blocks(loaded.max_model_len),
+        sizes,
+        capture_on(loaded.device),
+        loaded.device,
+        loaded.dtype,
+    )
+    return ModelRunner(
+        loaded.model,
+        cache,
+        loaded.device,
+        loaded.dtype,
+        loaded.eos_token_ids,
+        proposer,
+        graphs=graphs,
+        by_rejection=config.speculation is not None
+        and config.speculation.acceptance == "rejection",
+    )
+
+
+def engine_memory(
+    loaded: LoadedModel, cache: KvCache, proposer: Proposer | None = None
+) -> EngineMemory:
+    """Memory of all shards; each has a cache of the same size."""
+    shards = [loaded.model, *(() if loaded.workers is None else loaded.workers.loaded)]
+    per_token = kv_bytes_per_token(loaded.model.kv_layouts, cache.dtype)
+    return EngineMemory(
+        weight_bytes=sum(shard.bytes_held for shard in shards),
+        kv_cache_bytes=cache.num_bytes * len(shards),
+        weight_bytes_per_step=sum(shard.bytes_per_step for shard in shards),
+        kv_bytes_per_token=per_token * len(shards),
+        draft_bytes=0 if proposer is None else proposer.bytes_held,
+    )
+
+
+def _num_blocks(
+    config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, layout: CacheLayout
+) -> int:
+    """Blocks of the KV cache, the null block included; unless the config fixes them, by a profile run."""
+    longest = limits.max_blocks(loaded.max_model_len) * layout.block_size
+    with explaining_out_of_memory("the largest step", loaded.device):
+        return choose_num_blocks(
+            config,
+            layout.layouts,
+            layout.block_size,
+            min(loaded.max_model_len, longest),
+            limits.max_num_seqs,
+            layout.dtype,
+            partial(_kv_cache_budget, config, loaded, limits, layout),
+        )
+
+
+def _kv_cache_budget(
+    config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, layout: CacheLayout
+) -> KvCacheBudget:
+    return profile_kv_cache_budget(
+        memory_of(loaded.device),
+        config.gpu_memory_utilization,
+        loaded.model.bytes_held + (loaded.draft.bytes_held if loaded.draft else 0),
+        partial(_profile, config, loaded, limits, layout),
+        config.tensor_parallel_size,
+    )
+
+
+def _profile(
+    config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, layout: CacheLayout
+) -> None:
+    cache = open_cache(loaded, layout, PROFILE_BLOCKS)
+    profile_run(open_runner(config, loaded, limits, cache), limits)
