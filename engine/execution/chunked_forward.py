@@ -1,4 +1,4 @@
-"""What the model makes of given tokens, outside the schedule: for perplexity, embeddings and tests."""
+"""Chunked forward passes outside the scheduler: for perplexity, embeddings and tests."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def forward_in_chunks(
     token_ids: Sequence[int],
     lora: str | None = None,
 ) -> torch.Tensor:
-    """What `compute` makes of all tokens, [tokens, ...]: chunk by chunk, over blocks of the pool.
+    """Results of `compute` for all tokens, [tokens, ...], in chunks, over blocks allocated from the pool.
 
     Args:
-        compute: of (place of the first token, tokens, block ids, adapter), a row for each token.
+        compute: (position of the first token, tokens, block ids, adapter) -> a row per token.
 
     Raises:
         BadInput: more tokens than fit in the context or in the free blocks.
@@ -35,15 +35,15 @@ def forward_in_chunks(
         )
     table: list[int] = []
     evicted = range(0)
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     try:
         for begin in range(0, count, config.chunk):
             tokens = token_ids[begin : begin + config.chunk]
             end = begin + len(tokens)
             table += pool.allocate(config.num_blocks(end) - len(table))
-            found.append(compute(begin, tokens, table, lora))
-            pool.free(evict_blocks(table, evicted, places := config.evicted(end)))
-            evicted = places
+            results.append(compute(begin, tokens, table, lora))
+            pool.free(evict_blocks(table, evicted, now := config.evicted(end)))
+            evicted = now
     finally:
         pool.free([*table[: evicted.start], *table[evicted.stop :]])
-    return torch.cat(found)
+    return torch.cat(results)

@@ -1,4 +1,4 @@
-"""How much of a device's memory is left for the KV cache, once the largest step has been tried."""
+"""Memory profiling: the KV-cache budget that a profile run of the largest step leaves on a device."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ..scheduling.token_view import TokenView
 from .model_runner import ModelRunner
 
 PROFILE_BLOCKS = 2
-"""Of the cache that the step is tried with: the null block, and one that every sequence writes."""
+"""KV blocks of the profile run: the null block, and one that every sequence writes."""
 
 
 class DeviceMemory(Protocol):
-    """What a device says of its memory, in bytes."""
+    """Memory statistics of a device, in bytes."""
 
     def free_and_total(self) -> tuple[int, int]:
-        """What nobody holds now, and what there is."""
+        """Free and total memory, of all processes."""
         ...
 
     def peak_of(self, work: Callable[[], object]) -> int:
-        """What `work` holds at most, besides what was held before."""
+        """Peak memory of `work`, beyond what was allocated before."""
         ...
 
 
@@ -45,7 +45,7 @@ class CudaMemory:
         return torch.cuda.mem_get_info(self._device)
 
     def peak_of(self, work: Callable[[], object]) -> int:
-        """With what the allocator holds and does not use: it is not there for the cache either."""
+        """Reserved memory, what the allocator caches included: it is not free for the KV cache either."""
         self._give_back()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_reserved(self._device)
@@ -62,7 +62,7 @@ class CudaMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """None for a CPU, whose memory is not this process's own."""
+    """None for a CPU, whose memory other processes share."""
     return CudaMemory(device) if device.type == "cuda" else None
 
 
@@ -73,10 +73,10 @@ def profile_kv_cache_budget(
     profile_step: Callable[[], object],
     num_processes: int,
 ) -> KvCacheBudget:
-    """The room for the cache of one of `num_processes` that share a machine, or have a device each.
+    """The KV-cache budget of one of `num_processes`, which share a host, or have a device each.
 
     Raises:
-        BadInput: a utilization for a device that is no GPU.
+        BadInput: a utilization for a device other than a GPU.
     """
     if memory is None:
         if utilization is not None:
@@ -87,14 +87,14 @@ def profile_kv_cache_budget(
     activations = memory.peak_of(profile_step)
     free, total = memory.free_and_total()
     share = DEFAULT_UTILIZATION if utilization is None else utilization
-    others = max(0, total - free - weight_bytes)
-    return KvCacheBudget.on_cuda(total, share, weight_bytes, activations, others)
+    other_processes = max(0, total - free - weight_bytes)
+    return KvCacheBudget.on_cuda(total, share, weight_bytes, activations, other_processes)
 
 
 def profile_run(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """A step of as many tokens and sequences as the limits allow; every sequence draws a token.
+    """Run the largest step: `max_num_batched_tokens` and `max_num_seqs`, a sampled token per sequence.
 
-    All of them write the one block of a cache of `PROFILE_BLOCKS`: their numbers mean nothing.
+    All sequences write the same block of a cache of `PROFILE_BLOCKS`: the values are meaningless.
     """
     share, rest = divmod(limits.max_num_batched_tokens, limits.max_num_seqs)
     longest = min(limits.chunk, limits.max_model_len)
@@ -119,7 +119,7 @@ def profile_run(runner: ModelRunner, limits: SchedulerConfig) -> None:
 
 @contextmanager
 def explaining_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
-    """Turns running out of a device's memory into a line with the numbers.
+    """Converts an out-of-memory error into a message with the sizes.
 
     Raises:
         BadInput: `what` does not fit.

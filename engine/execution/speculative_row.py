@@ -1,4 +1,4 @@
-"""A row with draft tokens, from the tokens to compute to those that are accepted."""
+"""Speculative rows: a scheduled row with its draft tokens and those accepted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..speculation.proposer import DraftTokens
 
 @dataclass(slots=True)
 class SpeculativeRow:
-    """A row with draft tokens behind it.
+    """A row followed by its draft tokens.
 
     Attributes:
-        first: where the first draft token lies in the step.
-        accepted: the draft tokens that are accepted, by their numbers, from the first place on.
+        first: index of the first draft token in the step.
+        accepted: indices of the accepted draft tokens, from the root of the tree.
     """
 
     row: ScheduledRow
@@ -32,26 +32,26 @@ class SpeculativeRow:
 
     @property
     def path(self) -> list[int]:
-        """The tokens that are accepted."""
+        """The accepted token ids."""
         return [self.draft.token_ids[index] for index in self.accepted]
 
     def accept(self, token_id: int) -> bool:
-        """Go on to the draft token that is the one drawn last; False where there is none."""
-        at = self.accepted[-1] if self.accepted else -1
-        child_index = self.draft.tree.child(at, token_id, self.draft.token_ids)
+        """Accept the child in the tree that is the sampled `token_id`; False if there is none."""
+        parent = self.accepted[-1] if self.accepted else -1
+        child_index = self.draft.tree.child(parent, token_id, self.draft.token_ids)
         if child_index is not None:
             self.accepted.append(child_index)
         return child_index is not None
 
     def moved_slots(self, block_size: int) -> list[tuple[int, int]]:
-        """Slots of the cache from and to which accepted tokens of a tree must go."""
+        """KV slots to compact: (source, target) of the accepted tokens of a tree."""
         end, blocks = self.row.end, self.row.block_ids
         places = [(end + index, to) for to, index in enumerate(self.accepted, end)]
         slots = [[blocks[p // block_size] * block_size + p % block_size for p in q] for q in places]
         return [(source, target) for source, target in slots if source != target]
 
     def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows of `hidden` [tokens, hidden] of its tokens and those accepted."""
+        """The rows of `hidden` [tokens, hidden] of its tokens and the accepted draft tokens."""
         begin = self.first - self.row.num_tokens
         if self.accepted == list(range(len(self.accepted))):
             return hidden[begin : self.first + len(self.accepted)]

@@ -1,9 +1,8 @@
-"""Decode steps that are repeated instead of computed anew: a CUDA graph on a GPU, a recording on a CPU.
+"""Graph capture and replay of decode steps: CUDA graphs on a GPU, a recorded call list on a CPU.
 
-A step in which every sequence brings one token is the same operations each time, on other values. So it is
-captured once for each number of rows, on tensors that stay where they are, and later steps put their values
-there. A step whose number of rows was not captured takes the next larger one, with rows that write to the
-null block and that nobody reads.
+A step with one token per sequence is the same operations each time, on other values. So it is captured once
+for each batch size, on static input tensors, to which later steps copy their values. A step whose batch size
+was not captured is padded to the next larger one, with rows that write to the null block.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ from ..model.open import CausalModel
 from ..scheduling.block_pool import NULL_BLOCK
 
 CPU_SIZES = tuple(range(1, 33))
-"""Rows for which steps are recorded on a CPU: beyond, what Python takes is a small part of a step."""
+"""Batch sizes captured on a CPU: beyond, Python's overhead is a small part of a step."""
 CUDA_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
-"""Rows for which steps are captured on a GPU: a step computes at most a few rows for nobody."""
+"""Batch sizes captured on a GPU, close enough that few rows are padding."""
 
 
 class Graph(Protocol):
     """A captured call."""
 
     def replay(self) -> torch.Tensor:
-        """The result, which the next repetition overwrites."""
+        """The result, which the next replay overwrites."""
         ...
 
 
 Capture = Callable[[Callable[[], torch.Tensor]], Graph]
-"""Makes a graph of a call, which it may run."""
+"""Captures a call as a graph; it may run the call."""
 
 
 class Forward(NamedTuple):
     """A forward pass whose inputs are in place.
 
     Attributes:
-        run: what the model's `forward` gives; a result from a graph lasts until the next step.
-        is_replay: whether a captured graph computes it.
+        run: the model's `forward`; the result of a graph is valid until the next step.
+        is_replay: whether it replays a captured graph.
     """
 
     run: Callable[[], torch.Tensor]
@@ -54,14 +53,14 @@ class Forward(NamedTuple):
 
 
 class StepGraphs:
-    """Runs the steps of a model, those of one token a sequence from what was captured.
+    """Forward passes of a model: decode steps of one token per sequence replayed from graphs, others eager.
 
     Args:
-        model: whose steps.
-        caches: of its layers.
-        block_size: tokens of a block of theirs.
-        most_blocks: of a sequence.
-        sizes: numbers of rows that may be captured, rising; none: every step is computed as it comes.
+        model: the model.
+        caches: the KV caches of its layers.
+        block_size: tokens per KV block.
+        max_blocks: blocks of a sequence.
+        sizes: batch sizes to capture, ascending; none: every step is eager.
     """
 
     def __init__(
@@ -92,20 +91,20 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
-        """Capture every size now, the largest first: the others find room in what it took."""
+        """Capture every size now, the largest first, whose memory the others reuse."""
         try:
             for size in reversed(self._sizes):
                 self._graph(size, 0, aux_hidden_state_layers)
         except NotCapturable:
-            # Some linear looks at its input, as those with outliers do: then no step is like another.
+            # Some linear has data-dependent control flow, as those with outliers (LLM.int8) do.
             self._sizes = ()
-        # What was computed on the way may mean nothing; what pads a table is read, if only to count for 0.
+        # Capturing may have written NaN to the null block; padded table entries are read, with weight 0.
         for cache in self._caches:
             for part in cache.parts:
                 part[NULL_BLOCK].zero_()
 
     def prepare(self, inputs: StepInputs) -> Forward:
-        """Choose a graph and put a step's values where it reads them, or leave the step eager."""
+        """Choose a graph and fill its static inputs with a step's values, or leave the step eager."""
         group = inputs.batch.decode
         eager = Forward(partial(self._model.forward, inputs, self._caches), is_replay=False)
         if inputs.batch.spans or group is None or inputs.adapters:
@@ -122,12 +121,12 @@ class StepGraphs:
     def _graph(
         self, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
     ) -> Graph:
-        """Capture the step that lies in the tensors that stay."""
+        """Capture a step on the static inputs."""
         inputs: StepInputs
 
         def call() -> torch.Tensor:
-            # Anew each time, for a kernel lays out what lies there when it is asked first; and kept, because
-            # what was captured may point at it.
+            # New for each call, because a kernel computes the batch's layout on first use; and kept alive,
+            # because the graph may point to it.
             nonlocal inputs
             inputs = self._inputs(size, sink_length, aux_hidden_state_layers)
             return self._model.forward(inputs, self._caches)
@@ -136,7 +135,7 @@ class StepGraphs:
         return graph
 
     def _fill(self, inputs: StepInputs, group: DecodeGroup, rows: int, size: int) -> None:
-        """The values of a step; the rows behind it see one token of the null block."""
+        """Copy the values of a step; the padding rows see one token, of the null block."""
         self._token_ids[:rows] = inputs.token_ids
         self._positions[:rows] = inputs.positions
         self._slots[:rows] = inputs.slots
@@ -155,7 +154,7 @@ class StepGraphs:
     def _inputs(
         self, size: int, sink_length: int, aux_hidden_state_layers: tuple[int, ...]
     ) -> StepInputs:
-        """The step of `size` rows that lies in the tensors that stay."""
+        """A step of `size` rows on the static inputs."""
         group = DecodeGroup(
             self._rows[:size],
             self._tables[:size].view(-1),
@@ -169,7 +168,7 @@ class StepGraphs:
 
 
 class EagerGraph:
-    """Not captured: the call is made anew, on the tensors of a graph."""
+    """No capture: calls the function on every replay."""
 
     def __init__(self, call: Callable[[], torch.Tensor]) -> None:
         self._call = call
@@ -179,17 +178,17 @@ class EagerGraph:
 
 
 def graph_sizes(device: torch.device, max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows that are worth a graph on a device, for steps of up to `max_rows`."""
+    """Batch sizes to capture on a device, for steps of up to `max_rows`."""
     sizes = CPU_SIZES if device.type == "cpu" else CUDA_SIZES
     return sizes[: bisect_left(sizes, max_rows) + 1]
 
 
 def capture_on(device: torch.device) -> Capture:
-    """How a call becomes a graph on a device; the graphs share their memory."""
+    """The capture function of a device; its graphs share a memory pool."""
     if device.type == "cuda":
         memory = torch.cuda.graph_pool_handle()
         return lambda call: CudaGraph(call, memory)
     if refuses_triton("cpu") is not None:
         pool = GraphMemoryPool()
         return lambda call: CpuGraph(call, pool)
-    return EagerGraph  # Triton's interpreter launches nothing that could be recorded
+    return EagerGraph  # Triton's interpreter launches no kernels to capture

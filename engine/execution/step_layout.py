@@ -1,4 +1,4 @@
-"""Where the rows of a step lie among its tokens."""
+"""Layout of a step's batch: the offsets of each row's tokens, draft tokens and logits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .step_result import StepResult
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where the tokens of each row lie in a step, one row behind the other.
+    """Offsets of the rows in the flattened tokens of a step.
 
     Attributes:
         begins: of each row's first token.
-        runs: the tokens of each row, and its draft tokens.
+        runs: the tokens of each row, with its draft tokens.
         speculative: the rows that have draft tokens, by sequence.
     """
 
@@ -31,7 +31,7 @@ class StepLayout:
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRow], drafts: Mapping[str, DraftTokens]) -> StepLayout:
-        """Rows, those that are in `drafts` with draft tokens behind them."""
+        """The layout of `rows`, those of `drafts` followed by their draft tokens."""
         begins: list[int] = []
         runs: list[Run] = []
         speculative: dict[str, SpeculativeRow] = {}
@@ -40,8 +40,8 @@ class StepLayout:
             run = Run(row.start, row.token_ids, row.block_ids)
             draft = drafts.get(row.sequence_id)
             if draft is not None:
-                one = SpeculativeRow(row, draft, begin + row.num_tokens)
-                speculative[row.sequence_id], run = one, one.run
+                verified = SpeculativeRow(row, draft, begin + row.num_tokens)
+                speculative[row.sequence_id], run = verified, verified.run
             begins.append(begin)
             runs.append(run)
             begin += len(run.token_ids)
@@ -49,12 +49,12 @@ class StepLayout:
 
     @property
     def drawing(self) -> list[ScheduledRow]:
-        """The rows of which something is drawn."""
+        """The rows that sample."""
         return [row for row in self.rows if row.num_samples]
 
     @property
     def placeholders(self) -> dict[str, int]:
-        """Where the tokens lie that are still being drawn, by sequence."""
+        """Indices of output placeholders, by sequence."""
         placed = zip(self.rows, self.begins, strict=True)
         return {
             row.sequence_id: begin + row.num_tokens - 1
@@ -64,24 +64,24 @@ class StepLayout:
 
     @property
     def ends(self) -> list[int]:
-        """The tokens behind which something is drawn, once for each draw, and behind each draft token."""
+        """Indices of the tokens whose logits are needed: once per sample, and once per draft token."""
         ends: list[int] = []
         for row, begin in zip(self.rows, self.begins, strict=True):
             last = begin + row.num_tokens - 1
             ends += [last] * row.num_samples
-            if (one := self.speculative.get(row.sequence_id)) is not None:
-                ends += range(one.first, one.first + len(one.draft.token_ids))
+            if (verified := self.speculative.get(row.sequence_id)) is not None:
+                ends += range(verified.first, verified.first + len(verified.draft.token_ids))
         return ends
 
     def target_states(self, hidden: torch.Tensor, result: StepResult) -> list[TargetStates]:
-        """What the step found out about its rows; it gave `hidden` [tokens, hidden] and drew `result`."""
-        found: list[TargetStates] = []
+        """Target hidden states and next token ids of the rows, of `hidden` [tokens, hidden] and `result`."""
+        states: list[TargetStates] = []
         for row, begin in zip(self.rows, self.begins, strict=True):
             drawn = result.tokens.get(row.sequence_id) or [row.tokens[row.end]]
-            behind = row.tokens[row.start + 1 : row.end]
-            if (one := self.speculative.get(row.sequence_id)) is not None:
-                found.append(TargetStates(row, one.states(hidden), [*behind, *drawn]))
+            following = row.tokens[row.start + 1 : row.end]
+            if (verified := self.speculative.get(row.sequence_id)) is not None:
+                states.append(TargetStates(row, verified.states(hidden), [*following, *drawn]))
             else:
-                own = hidden[begin : begin + row.num_tokens]
-                found.append(TargetStates(row, own, [*behind, drawn[0]]))
-        return found
+                row_hidden = hidden[begin : begin + row.num_tokens]
+                states.append(TargetStates(row, row_hidden, [*following, drawn[0]]))
+        return states

@@ -1,4 +1,4 @@
-"""Step loops: a step is computed when its result is asked for, or while the next one is scheduled."""
+"""Step loops: synchronous, and with async scheduling on a CPU thread or on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .step_result import DrawnTokens, StepResult
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """What a step drew, and when the runner began with it and ended, on the clock of `time.perf_counter`."""
+    """The result of a step, and when the runner started and ended it, on the clock of `time.perf_counter`."""
 
     result: StepResult
     started: float
@@ -28,14 +28,14 @@ class ComputedStep:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that is scheduled and not settled.
+    """A step that is scheduled, and whose outputs are not processed yet.
 
     Attributes:
-        plan: what it computes.
+        plan: of the scheduler.
         start, scheduled: when its scheduling began and ended, on the clock of `time.perf_counter`.
-        kv_blocks_used: blocks that sequences hold while it runs.
+        kv_blocks_used: KV blocks in use while it runs.
         timer: of its phases.
-        wait: computes it, or waits for who does. In a serial loop to be asked once.
+        wait: computes it, or waits for its result. To be called once in a serial loop.
     """
 
     plan: StepPlan
@@ -47,34 +47,34 @@ class InFlightStep:
 
 
 class StepLoop(Protocol):
-    """Runs plans in the order in which they come.
+    """Runs plans in the order in which they are launched.
 
-    A plan may have output placeholders for what the one before it draws: the loop hands those tokens on.
+    A plan may have output placeholders for tokens that the previous one samples: the loop fills them in.
     """
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether a plan may come before its predecessor's tokens are known."""
+        """Whether a plan may be launched before its predecessor's tokens are known (async scheduling)."""
         ...
 
     def launch(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> Callable[[], ComputedStep]:
-        """Take a plan on; returns how to get its outcome."""
+        """Launch a plan; returns a function that waits for its result."""
         ...
 
     def close(self) -> None:
-        """Let what is in flight run out."""
+        """Wait for in-flight steps to end."""
         ...
 
 
 def open_loop(runner: ModelRunner, device: torch.device, *, overlapped: bool) -> StepLoop:
-    """The loop of an engine that computes on `device`."""
+    """The step loop for `device`; `overlapped` is async scheduling."""
     if not overlapped:
         return SerialLoop(runner)
     return DeviceAsyncLoop(runner) if device.type == "cuda" else ThreadedLoop(runner)
 
 
 class SerialLoop:
-    """A step is computed when somebody waits for it; the next one is scheduled with its tokens."""
+    """Synchronous: a step is computed when its result is waited for."""
 
     is_overlapped = False
 
@@ -85,15 +85,15 @@ class SerialLoop:
         return partial(_compute, self._runner, plan, timer)
 
     def close(self) -> None:
-        """Nothing is in flight."""
+        """No step is in flight."""
 
 
 class ThreadedLoop:
-    """Async scheduling on the CPU: a thread computes a step at once.
+    """Async scheduling on the CPU: a thread computes the steps.
 
-    Meanwhile its successor is scheduled and its predecessor's tokens become text. The thread puts the tokens
-    of one step in the place of the next plan's placeholders; it sees plans and results, and nothing else of
-    the engine.
+    While it does, the next step is scheduled and the tokens of the previous one are detokenized. The thread
+    puts the tokens of one step in place of the next plan's placeholders; it reads plans and writes results,
+    and has no access to the rest of the engine.
     """
 
     is_overlapped = True
@@ -113,11 +113,10 @@ class ThreadedLoop:
 
 
 class DeviceAsyncLoop:
-    """Async scheduling on a GPU: a step is given to the device at once, which computes it behind its
-    predecessor.
+    """Async scheduling on a GPU: the kernels of a step are launched at once, in stream order.
 
-    The tokens that it needs of that one stay on the device, so that the device goes on while the host waits
-    for tokens, makes text of them, and schedules. A step that looks at such a token on the host waits.
+    The tokens that it needs of its predecessor stay on the device, so that the device computes while the host
+    waits for tokens, detokenizes, and schedules. A step that needs such a token on the host waits.
     """
 
     is_overlapped = True
@@ -131,11 +130,11 @@ class DeviceAsyncLoop:
         return self._last.wait
 
     def close(self) -> None:
-        """What is in flight is the device's."""
+        """In-flight steps are in the device's stream; there is no thread to end."""
 
 
 class _OnDevice:
-    """A step that is on the device from the beginning. What goes wrong is told to who waits."""
+    """A step that is launched on creation. An error is raised by `wait`."""
 
     def __init__(
         self, runner: ModelRunner, plan: StepPlan, timer: StepTimer, before: _OnDevice | None
@@ -178,7 +177,7 @@ class _OnDevice:
         return self._outcome
 
     def _start(self) -> float:
-        """When the device could begin with it."""
+        """When the device could start it."""
         if self._previous is None or not isinstance(self._previous._outcome, ComputedStep):
             return self._started
         return max(self._started, self._previous._outcome.ended)
@@ -190,7 +189,7 @@ def _compute(
     timer: StepTimer,
     before: Future[ComputedStep] | None = None,
 ) -> ComputedStep:
-    """Run a step whose placeholders are for what the one `before` draws, which is done by now."""
+    """Run a step whose placeholders are for the tokens of the one `before`, which has ended by now."""
     started = time.perf_counter()
     if before is not None:
         plan = plan.resolved(before.result().result.tokens)

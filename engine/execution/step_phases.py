@@ -1,4 +1,4 @@
-"""Phase timers: how long each phase of a step takes, measured by the engine where somebody asks for it."""
+"""Phase timers: how long each phase of a step takes, measured if a recorder or a hook is set."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Literal, Protocol
 import torch
 
 Phase = Literal[
-    "schedule",  # deciding what the step computes, and taking its blocks
+    "schedule",  # planning the step, and allocating its blocks
     "prepare_inputs",  # copying blocks; token ids, positions, slot mapping and block tables
     "draft",  # proposing draft tokens, and keeping the KV of the accepted ones
     "forward",  # the model's layers and LM head: eager, or replayed from a graph
-    "sample",  # drawing tokens from the logits
-    "fetch_tokens",  # getting them to the host
-    "update",  # booking them on their requests
+    "sample",  # sampling tokens from the logits
+    "fetch_tokens",  # copying them to the host
+    "update",  # appending them to their requests
     "detokenize",  # tokens to text, and the outputs
 ]
-"""A part of a step. The phases of a step follow one another; between them is what belongs to none."""
+"""A phase of a step. Phases do not overlap; some time between them belongs to none."""
 
 StepHook = Callable[[Phase | Literal["step"], float], None]
-"""Told of each phase, and of each call of `Engine.step`, at its end; what it does lengthens the phase."""
+"""Called with the seconds of each phase, and of each `Engine.step`, at its end; its own time counts too."""
 
 
 class StepTimer(Protocol):
@@ -31,16 +31,16 @@ class StepTimer(Protocol):
 
     @property
     def seconds(self) -> Mapping[Phase, float]:
-        """Of each phase so far; a phase may come several times."""
+        """Seconds per phase so far, summed over repeated phases."""
         ...
 
     def __call__(self, phase: Phase) -> AbstractContextManager[object]: ...
 
 
 class PhaseTimer:
-    """Reads the clock at both ends of a phase, and tells `hook` of it.
+    """Measures phases in wall-clock time, and calls `hook` at the end of each.
 
-    On a GPU, where one is given, it first waits for what the device has been asked for.
+    With a `gpu` it synchronizes the device at both ends of a phase.
     """
 
     __slots__ = ("_begun", "_gpu", "_hook", "_phase", "seconds")
@@ -75,7 +75,7 @@ class PhaseTimer:
 
 
 class _Untimed:
-    """Looks at no clock: what a step costs that nobody asks about."""
+    """No measurement, at no cost."""
 
     seconds: Mapping[Phase, float] = MappingProxyType({})
 

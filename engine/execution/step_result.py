@@ -1,4 +1,4 @@
-"""What comes of a step: tokens on the device at once, and on the host once it is done."""
+"""Results of a step: sampled tokens on the device at once, and on the host once it is done."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..scheduling.outputs import TokenLogprobs
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step drew, by sequence.
+    """Sampled tokens of a step, by sequence.
 
     Attributes:
-        tokens: as many as the row asked for, or the accepted draft tokens and one behind them.
-        logprobs: beside them, where the request asks for logprobs.
-        prompt_logprobs: (position, logprobs) of prompt tokens that this step could score.
-        num_draft_tokens: that were verified.
-        draft_depths: how far those reached.
-        replayed: whether a captured graph computed the forward pass.
+        tokens: `num_samples` of the row, or the accepted draft tokens and the bonus token.
+        logprobs: one entry per token; None where the request asks for no logprobs.
+        prompt_logprobs: (position, logprobs) of prompt tokens that this step scored.
+        num_draft_tokens: verified draft tokens.
+        draft_depths: their speculative positions.
+        replayed: whether the forward pass replayed a captured graph.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -34,18 +34,18 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """Tokens that a step draws, on the device, where the next step reads them before the host knows them.
+    """Sampled tokens on the device, which the next step reads before the host knows them.
 
     Attributes:
         token_ids: int64 [tokens].
-        places: where the first one of each sequence lies among them.
+        places: index of the first one of each sequence.
     """
 
     token_ids: torch.Tensor
     places: Mapping[str, int]
 
     def fill_placeholders(self, token_ids: torch.Tensor, placeholders: Mapping[str, int]) -> None:
-        """Put them in the place that each sequence's output placeholder has in `token_ids` [tokens]."""
+        """Write them to `token_ids` [tokens] at the index of each sequence's output placeholder."""
         sources = [self.places[name] for name in placeholders]
         to, source = packed([list(placeholders.values()), sources], token_ids.device)
         token_ids.index_copy_(0, to, self.token_ids.index_select(0, source))
@@ -53,11 +53,11 @@ class DrawnTokens:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the device has been given.
+    """A step whose kernels are launched.
 
     Attributes:
-        wait: its result, once the tokens are on the host.
-        drawn: the tokens on the device; None: there are none, or the host knows them.
+        wait: waits until the tokens are on the host; returns the result.
+        drawn: the sampled tokens on the device; None: there are none, or the host knows them.
     """
 
     wait: Callable[[], StepResult]

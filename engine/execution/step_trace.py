@@ -1,4 +1,4 @@
-"""Step traces: what each step of the engine did and how long its phases took, kept while somebody asks."""
+"""Step traces: tokens, KV blocks and seconds of each step, kept by a recorder."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .step_phases import Phase
 class StepTrace:
     """One step. `start` is on the clock of `time.perf_counter`.
 
-    In a serial loop its parts follow each other; in an overlapped one they lie beside those of its
-    neighbours.
+    In a serial loop its parts follow each other; with async scheduling they overlap those of the steps before
+    and after it.
 
     Attributes:
-        schedule_seconds: deciding what to compute, and taking the blocks.
+        schedule_seconds: planning it, and allocating its blocks.
         execute_seconds: the model and the sampler.
-        update_seconds: booking the tokens, and turning them into text.
-        step_seconds: from the start of its scheduling until its outputs were there.
-        prefill_tokens: positions computed of prompts, and of answers after a preemption.
-        decode_tokens: positions computed to draw the next tokens of answers, guesses included.
+        update_seconds: appending the tokens to their requests, and detokenizing.
+        step_seconds: from the start of its scheduling until its outputs are complete.
+        prefill_tokens: positions computed of prompts, and recomputed after a preemption.
+        decode_tokens: positions computed to sample the next output token, draft tokens included.
         num_rows: sequences in the step.
-        num_preemptions: sequences that had to give their blocks to others.
-        kv_blocks_used: blocks that the sequences held during the step.
-        kv_slots_unfilled: slots in the blocks of the step's sequences that hold no token after it.
-        replayed: whether a captured graph computed the forward pass; otherwise it was eager.
-        phases: seconds of each phase; empty where the recorder does not ask for them.
+        num_preemptions: sequences preempted for it.
+        kv_blocks_used: KV blocks in use during the step.
+        kv_slots_unfilled: slots in the blocks of the step's sequences without a token after it.
+        replayed: whether the forward pass replayed a captured graph; otherwise it was eager.
+        phases: seconds of each phase; empty without `phases` in the recorder.
     """
 
     start: float
@@ -49,15 +49,14 @@ class StepTrace:
 
     @property
     def decode_only(self) -> bool:
-        """Whether it computed no position of a prompt."""
+        """Whether it has no prefill tokens."""
         return not self.prefill_tokens
 
 
 class StepRecorder:
-    """Keeps a trace of the steps of the engine that it is given to: `engine.recorder = StepRecorder(...)`.
+    """Keeps a trace of each step of an engine: `engine.recorder = StepRecorder(...)`.
 
-    With `phases` the engine also measures each phase; on a GPU it then waits for the device at both ends of
-    each.
+    With `phases` the engine also measures each phase; on a GPU it then synchronizes at both ends of each.
     """
 
     def __init__(self, scheduler: Scheduler, *, phases: bool = False) -> None:
@@ -67,7 +66,7 @@ class StepRecorder:
         self.steps: list[StepTrace] = []
 
     def note(self, step: InFlightStep, computed: ComputedStep, update_seconds: float) -> None:
-        """Add the step that ends now."""
+        """Append a step that ends now."""
         plan = step.plan
         size, total = self._scheduler.config.block_size, self._scheduler.num_preemptions
         decode = sum(

@@ -1,1 +1,1 @@
-"""Scheduling policy in plain Python, no torch: requests, scheduler, block pool, prefix cache, step plan."""
+"""Continuous-batching scheduler in plain Python, no torch: requests, block pool, prefix cache, step plan."""

@@ -1,4 +1,4 @@
-"""The blocks of the KV cache: who holds them, and in which order they are given out again."""
+"""Block pool of the paged KV cache: reference counts, and a free list in LRU order of eviction."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 NULL_BLOCK = 0
-"""A block that belongs to nobody. Padding reads and writes it, so padding needs no branch."""
+"""The null block, which no sequence owns. Padding reads and writes it, so that padding needs no branch."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One fixed-size piece of the KV cache, and its place in the free list while nobody holds it."""
+    """A KV-cache block, and its links in the free list while its reference count is 0."""
 
     block_id: int
     ref_count: int = 0
@@ -22,9 +22,9 @@ class Block:
 
 
 class FreeList:
-    """A doubly linked list through the blocks themselves: O(1) at both ends and in the middle.
+    """Doubly linked free list through the blocks themselves: O(1) at both ends and in the middle.
 
-    The middle matters: a prefix hit takes a block out from wherever it waits.
+    The middle matters: a prefix-cache hit removes a block from anywhere in the list.
     """
 
     def __init__(self) -> None:
@@ -68,10 +68,10 @@ class FreeList:
 
 
 class BlockPool:
-    """`num_blocks` blocks with reference counts. Block 0 is the null block and is never given out.
+    """`num_blocks` blocks with reference counts. Block 0 is the null block and is never allocated.
 
-    A freed block keeps its content until it is given out again, so that the prefix cache can revive it.
-    Blocks without cached content are reused first; cached ones leave in the order of their last use.
+    A freed block keeps its content until it is allocated again, so that the prefix cache can revive it.
+    Blocks without cached content are reused first; cached ones are evicted in LRU order.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -82,7 +82,7 @@ class BlockPool:
         for block in self._blocks[1:]:
             self._free.push_back(block)
         self.on_reuse: Callable[[int], None] = lambda block_id: None
-        """Called with the id of a cached block just before its content is given up."""
+        """Called with the id of a cached block just before it is evicted."""
 
     @property
     def num_usable(self) -> int:
@@ -94,26 +94,26 @@ class BlockPool:
         return len(self._free)
 
     def kept_block_ids(self) -> list[int]:
-        """Free blocks whose content is still known, the next to be given up first."""
+        """Free blocks whose content is still cached, in the order of eviction."""
         return [block.block_id for block in self._free if block.is_cached]
 
     def ref_count(self, block_id: int) -> int:
         return self._blocks[block_id].ref_count
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks with no content, each held once. The caller has checked `num_free`."""
-        taken = []
+        """Allocate `count` blocks with reference count 1. The caller has checked `num_free`."""
+        allocated = []
         for _ in range(count):
             block = self._free.pop_front()
             if block.is_cached:
                 self.on_reuse(block.block_id)
                 block.is_cached = False
             block.ref_count = 1
-            taken.append(block.block_id)
-        return taken
+            allocated.append(block.block_id)
+        return allocated
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Hold blocks once more, reviving those that wait in the free list."""
+        """Increment reference counts, taking blocks that are free out of the free list."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0:
@@ -121,9 +121,9 @@ class BlockPool:
             block.ref_count += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Let go of a sequence's blocks, given in sequence order.
+        """Decrement the reference counts of a sequence's blocks, given in sequence order.
 
-        The tail goes first: it is the least likely to be a prefix of something else.
+        The tail is freed first, so that it is evicted first: it is the least likely to be a shared prefix.
         """
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
@@ -136,11 +136,11 @@ class BlockPool:
                     self._free.push_front(block)
 
     def set_cached(self, block_id: int, is_cached: bool) -> None:
-        """Mark whether the content of a block is known to the prefix cache."""
+        """Mark whether a block is in the prefix cache."""
         self._blocks[block_id].is_cached = is_cached
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert that every block is held exactly as often as `tables` say, or is free, never both."""
+        """Assert that every reference count is the number of `tables` with the block, and 0 if it is free."""
         held = Counter(block_id for table in tables for block_id in table)
         free = [block.block_id for block in self._free]
         assert len(free) == len(self._free) == len(set(free)), "the free list is tangled"

@@ -1,4 +1,4 @@
-"""What the engine hands out: pieces while it runs, whole results at the end."""
+"""Outputs of the engine: `RequestOutput` deltas per step, whole `GenerationResult`s, `EngineStats`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .request import RequestTimes
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probability of one token, its rank (1 is the likeliest), and the likeliest others.
+    """Natural-log probability of a token, its rank (1 is the likeliest), and the top-k tokens.
 
     They come from the model's own distribution, before penalties, bias and temperature.
     """
@@ -22,12 +22,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step added to one completion of a request.
+    """The delta that one step adds to one completion of a request.
 
     Attributes:
-        new_text: text that became complete; shorter than the tokens' text while a character or a
+        new_text: text that can be emitted; shorter than the tokens' text while a character or a
             possible stop string is unfinished.
-        logprobs: one entry per new token, where they were asked for.
+        logprobs: one entry per new token, if the request asks for them.
         prompt_logprobs: with the first output only; None for the first token, which nothing predicts.
         finish_reason: "stop", "length" or "abort" with the last output, else None.
         stop_reason: the token id or string that stopped it; None for an end-of-sequence token.
@@ -60,7 +60,7 @@ class Completion:
     stop_reason: int | str | None = None
 
     def extend(self, output: RequestOutput) -> None:
-        """Add what a step brought."""
+        """Append the delta of a step."""
         self.text += output.new_text
         self.token_ids.extend(output.new_token_ids)
         if output.logprobs is not None:
@@ -71,7 +71,7 @@ class Completion:
 
 @dataclass(slots=True)
 class GenerationResult:
-    """A prompt and its finished completions; the properties speak of the first one."""
+    """A prompt and its finished completions; the properties are those of the first completion."""
 
     request_id: str
     prompt: str | None
@@ -101,13 +101,13 @@ class EngineStats:
     """Counters since the engine started, and gauges of this moment.
 
     Attributes:
-        num_swaps: preemptions after which the host keeps what was computed.
-        num_drafts, num_guesses, num_accepted_guesses: times that a sequence had guesses to check, all
-            guesses, and those that stood.
-        kv_dtype, kv_bytes: how the cache stores keys and values, and what all of it takes.
-        kv_tokens_total: tokens that it holds at most.
-        kv_slots_used, kv_slots_unfilled: places for tokens in the blocks in use, a shared block once, and
-            those of them in which no token's keys and values lie yet.
+        num_swaps: preemptions by swapping out, not recomputation.
+        num_drafts, num_draft_tokens, num_accepted_tokens: drafts (one per sequence and step), their draft
+            tokens, and the accepted ones.
+        kv_dtype, kv_bytes: data type and size of the KV cache.
+        kv_tokens_total: its capacity in tokens.
+        kv_slots_used, kv_slots_unfilled: slots in the blocks in use, a shared block counted once, and those
+            of them that hold no token's keys and values yet.
     """
 
     num_steps: int = 0

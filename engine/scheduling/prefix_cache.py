@@ -1,4 +1,4 @@
-"""Which blocks already hold the keys and values of a prompt's beginning."""
+"""Automatic prefix caching: full KV blocks by the hash chain of their tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class CachedBlock:
 
 
 def hash_block(parent_hash: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
-    """The name of a full block: a cryptographic hash of its tokens, its past, and the salt.
+    """The hash of a full block: of its tokens, the hash of its predecessor, and the salt (BLAKE2b, 128 bits).
 
-    The salt keeps apart what must not be shared: adapters, tenants.
+    The salt separates what must not be shared: adapters, tenants.
     """
     digest = blake2b(parent_hash, digest_size=16, key=salt[:64])
     digest.update(b"".join(token.to_bytes(4, "little") for token in token_ids))
@@ -33,8 +33,8 @@ class PrefixCache:
     """An index from the hash chain of a sequence's full blocks to blocks of the pool.
 
     Only blocks whose tokens have been computed enter, and a hit compares the tokens themselves, so a
-    hash collision costs a miss and never a wrong answer. When the same content was computed twice, the
-    second block stays outside: tables of running sequences never change.
+    hash collision costs a miss and never a wrong result. Where the same content was computed twice, the
+    second block is not inserted: block tables of running sequences never change.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True) -> None:
@@ -43,7 +43,7 @@ class PrefixCache:
         self._enabled = enabled
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._hash_of: dict[int, bytes] = {}
-        pool.on_reuse = self._forget
+        pool.on_reuse = self._evict
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -51,10 +51,10 @@ class PrefixCache:
         return len(self._by_hash)
 
     def match(self, request: Request) -> list[int]:
-        """Blocks that hold the beginning of `request`; changes nothing.
+        """Cached blocks of the longest matching prefix of `request`; has no side effects.
 
-        At least one token is always left to compute, because a step must have a row to sample from.
-        Prompt logprobs need every row, so such a request never hits.
+        At least one token is left to compute, because a step needs logits to sample from. Prompt logprobs
+        need the logits of every token, so such a request never hits.
         """
         hits: list[int] = []
         if not self._enabled or request.params.prompt_logprobs is not None:
@@ -72,13 +72,13 @@ class PrefixCache:
         return hits
 
     def count(self, request: Request, num_hit_blocks: int) -> None:
-        """Record a query, once a request is admitted with `num_hit_blocks` hits."""
+        """Count a query and its hits, when a request is admitted."""
         if self._enabled:
             self.num_queried_tokens += request.num_tokens
             self.num_hit_tokens += num_hit_blocks * self._block_size
 
     def insert(self, request: Request, start: int, end: int) -> None:
-        """Offer the blocks of `request` that its tokens from `start` to `end` filled to later steps."""
+        """Insert the blocks of `request` that its tokens from `start` to `end` filled."""
         if not self._enabled:
             return
         self._extend_chain(request, end)
@@ -92,7 +92,7 @@ class PrefixCache:
             self._pool.set_cached(block_id, True)
 
     def reset(self) -> None:
-        """Forget everything; running sequences keep their blocks."""
+        """Drop all entries and counters; running sequences keep their blocks."""
         for block_id in self._hash_of:
             self._pool.set_cached(block_id, False)
         self._by_hash.clear()
@@ -106,14 +106,14 @@ class PrefixCache:
             assert self._hash_of[cached.block_id] == name
             assert len(cached.token_ids) == self._block_size
 
-    def _forget(self, block_id: int) -> None:
+    def _evict(self, block_id: int) -> None:
         del self._by_hash[self._hash_of.pop(block_id)]
 
     def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
         return tuple(request.token_ids[index * self._block_size : (index + 1) * self._block_size])
 
     def _extend_chain(self, request: Request, num_tokens: int) -> None:
-        """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
+        """Hash the full blocks of the first `num_tokens` tokens that are not hashed yet."""
         chain = request.block_hashes
         for index in range(len(chain), num_tokens // self._block_size):
             parent = chain[-1] if chain else b""

@@ -1,4 +1,4 @@
-"""A sequence on its way through the engine, and everything that the policy knows of it."""
+"""Requests: the scheduler's state of each sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rank = tuple[int, int]
 
 
 class RequestStatus(Enum):
-    """Where a sequence is. Preemption sends it back to WAITING."""
+    """State of a sequence. A preempted one is WAITING again."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -22,7 +22,7 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Monotonic seconds of the events of a sequence; None until they happened."""
+    """Times of a sequence's events, monotonic seconds; None until they happened."""
 
     arrival: float
     first_scheduled: float | None = None
@@ -32,26 +32,26 @@ class RequestTimes:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence: a prompt and what has been generated after it.
+    """One sequence: a prompt and the tokens generated after it.
 
-    Only the scheduler writes it, the hashes of its blocks by way of its prefix cache.
+    Written by the scheduler alone (the block hashes by its prefix cache).
 
-    There is no phase. `token_ids` is what is known, `num_computed_tokens` tokens have their keys and values
-    in the blocks of `block_ids`, once the in-flight steps are done, and each step computes some of the
-    difference. When it is gone, the step samples the next token.
+    There is no prefill or decode phase. `token_ids` are the known tokens, the keys and values of
+    `num_computed_tokens` of them are in the blocks `block_ids` once the in-flight steps are done, and each
+    step computes some of the difference. The step that computes the last known token samples the next one.
 
-    In-flight steps see `token_ids` through views: it is appended to, and otherwise replaced.
+    In-flight steps read `token_ids` through views: it is only appended to, or replaced by another list.
 
-    The blocks in the places `evicted` of `block_ids` have gone back to the pool: no token will see them
-    again.
+    The blocks at the indices `evicted` of `block_ids` are freed: they are behind the sliding window of every
+    later token.
 
-    Behind `token_ids` come `num_output_placeholders` tokens that in-flight steps draw. They count as tokens,
-    so that the next step can be scheduled, and become known when those steps are settled.
+    `num_output_placeholders` counts tokens, after `token_ids`, that in-flight steps will sample. They count
+    as tokens, so that the next step can be scheduled, and become known when those steps are processed.
 
     A request for n > 1 completions is one sequence until its prompt is computed; then
     `num_completions - 1` sequences fork from it.
 
-    A smaller `rank` is served first and preempted last; the scheduler gives it.
+    A smaller `rank` is served first and preempted last; the scheduler assigns it.
     """
 
     sequence_id: str
@@ -92,26 +92,26 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Known ones."""
+        """Known output tokens; placeholders do not count."""
         return self.num_known_tokens - self.num_prompt_tokens
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last token that it may have is known or being drawn."""
+        """Whether `max_tokens` is reached, placeholders included."""
         return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
 
     @property
     def held_block_ids(self) -> list[int]:
-        """The blocks that are still this sequence's."""
+        """The blocks of this sequence that are not evicted."""
         return [*self.block_ids[: self.evicted.start], *self.block_ids[self.evicted.stop :]]
 
     def view(self) -> TokenView:
-        """Its tokens as a step that is scheduled now may see them; at most one is still being drawn."""
+        """Its tokens for a step that is scheduled now, with at most one output placeholder."""
         last = OUTPUT_PLACEHOLDER if self.num_output_placeholders else None
         return TokenView(self.token_ids, last=last)
 
     def fork(self, index: int) -> Request:
-        """Completion `index` of the same request, with the tokens so far and no blocks of its own."""
+        """Completion `index` of the same request, with the tokens so far and no blocks."""
         return Request(
             sequence_id=f"{self.request_id}/{index}",
             request_id=self.request_id,
@@ -121,7 +121,7 @@ class Request:
             max_tokens=self.max_tokens,
             params=self.params,
             seed=self.seed + index,
-            # Just behind its parent's: it was asked for when that was.
+            # Directly after its parent: they arrived together.
             order=self.order + index,
             times=RequestTimes(self.times.arrival, self.times.first_scheduled),
             priority=self.priority,
@@ -134,7 +134,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token that a step gave to a sequence, and whether it was the last."""
+    """A token that a step appended to a sequence, with its row in the plan and its sample of that row."""
 
     request: Request
     token_id: int

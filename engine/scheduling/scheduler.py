@@ -1,4 +1,4 @@
-"""Who computes how many tokens in the next step."""
+"""The scheduler: continuous batching with chunked prefill, prefix caching and preemption."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .window import evict_blocks
 
 
 class Scheduler:
-    """Phase-free continuous batching with preemption.
+    """Continuous batching without separate prefill and decode phases.
 
-    A sequence has `num_tokens` and `num_computed_tokens`; a step gives it some of the difference.
-    Chunked prefill, prefix hits, decode and the recomputation after a preemption are this one rule.
+    A sequence has `num_tokens` and `num_computed_tokens`; a step computes some of the difference.
+    Chunked prefill, prefix hits, decode and recomputation after a preemption are this one rule.
 
-    * Running sequences come first, each with at least one token; waiting ones share what is left, in
-      the order of their ranks, and the head of the queue is never overtaken.
-    * A waiting sequence is admitted only if blocks for all its known tokens are free now, and it takes
-      them all, so that it is not preempted half-way through its prompt by its own next chunk. Where
-      blocks behind a window go back, it takes as many as it will ever hold.
-    * When a running sequence cannot grow, the last in rank is preempted: it frees its blocks, keeps its
-      tokens and its place in the queue, and is computed again later, but for what the swap space keeps.
-    * What could never fit, not even alone, is refused by `add`.
+    * Running sequences come first, each with at least one token; waiting ones share the rest of the budget,
+      in the order of their ranks, and the head of the queue is never overtaken.
+    * A waiting sequence is admitted only if blocks for all its known tokens are free, and it takes all of
+      them, so that it is not preempted half-way through its prompt by its own next chunk. Where blocks
+      behind a window are freed, it takes as many as it will ever hold.
+    * When a running sequence cannot grow, the last in rank is preempted: its blocks are freed, it keeps its
+      tokens and its place in the queue, and is recomputed later, or swapped in from the swap space.
+    * `add` refuses a request that could never fit, not even alone.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
 
         Raises:
             BadInput: it is longer than the model's context, or than the whole KV cache, or it has a
-                priority that the policy does not look at.
+                priority, which the policy ignores.
         """
         request.rank = rank_of(request, self.config.policy)
         longest = request.num_prompt_tokens + request.max_tokens
@@ -102,7 +102,7 @@ class Scheduler:
         return request
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """Decide the next step and take the blocks that it writes."""
+        """Plan the next step and allocate the blocks that it writes."""
         budget = self.config.max_num_batched_tokens
         scheduled: dict[str, tuple[Request, int]] = {}
         drafts: dict[str, int] = {}
@@ -112,7 +112,7 @@ class Scheduler:
         for request in active:
             num_after -= 1
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted for the sake of one before it
+                continue  # preempted for one of a smaller rank
             num_new = self._chunk(request, budget - num_after)
             while not self._grow(request, num_new):
                 victim = max(self.running, key=lambda candidate: candidate.rank)
@@ -142,7 +142,7 @@ class Scheduler:
             for sequence_id, (request, num_new) in scheduled.items()
         )
         if not rows:
-            # Nobody carries such a plan out: whoever was preempted for it is computed again.
+            # An empty plan is not executed: the sequences preempted for it are recomputed.
             for _, request in self._waiting:
                 self.swap.discard_uncopied(request)
         within = tuple((source, destination) for destination, source in self._copies.items())
@@ -157,16 +157,16 @@ class Scheduler:
         now: float = 0.0,
         draft_depths: Mapping[str, int] | None = None,
     ) -> list[Token]:
-        """Take the tokens that a step drew, `num_samples` for each row that asked for some.
+        """Process the sampled tokens of a step, `num_samples` for each row that samples.
 
-        A row that asked for one may bring a run of them: accepted draft tokens, and the one behind them.
-        `draft_depths` says how far ahead the drafts of rows reached.
-        Sequences that ended meanwhile are passed over. Returns the tokens in row order; a sequence whose
-        token was its last is finished and has let go of its blocks.
+        A row of one sample may have several tokens: the accepted draft tokens and the bonus token.
+        `draft_depths` are the speculative positions of the rows' drafts.
+        Sequences that ended since are skipped. Returns the tokens in row order; a sequence whose
+        token was its last is finished, its blocks freed.
 
-        Plans are settled in the order in which they were scheduled. One more may have been scheduled
-        meanwhile, unless this one `blocks_next_step`: steps run in order, so a block that is let go of here
-        is not written by its next holder before the in-flight step has read it.
+        Plans are processed in the order in which they were scheduled. One more may have been scheduled
+        since, unless this one `blocks_next_step`: steps run in order, so a block that is freed here is not
+        written by its next owner before the in-flight step has read it.
         """
         tokens: list[Token] = []
         for index, row in enumerate(plan.rows):
@@ -191,7 +191,7 @@ class Scheduler:
         return tokens
 
     def request_of(self, row: ScheduledRow) -> Request | None:
-        """The sequence of a row, unless it ended since; another one may have its name by now."""
+        """The sequence of a row, unless it ended since; another one may have its id by now."""
         request = self._requests.get(row.sequence_id)
         return request if request is not None and request.token_ids is row.tokens.booked else None
 
@@ -214,9 +214,9 @@ class Scheduler:
         return tokens
 
     def reset_in_flight(self) -> None:
-        """Forget the in-flight steps, because one was lost: sequences keep what is known and wait again."""
+        """Drop the in-flight steps, because one failed: sequences keep their known tokens and wait again."""
         for request in self._requests.values():
-            # Another list: who knows the sequence by it may have seen a token that is now drawn again.
+            # A new list: a view of the old one may have been resolved with a token that is now sampled again.
             request.token_ids = request.token_ids.copy()
             request.num_output_placeholders = 0
         for _, request in self._waiting:
@@ -226,14 +226,14 @@ class Scheduler:
         self._copies.clear()
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence for a reason that the scheduler cannot see."""
+        """End a sequence for a reason outside the scheduler."""
         if request.status is not RequestStatus.FINISHED:
             self._finish(request, reason, stop_reason)
 
     def stop_at(self, request: Request, num_tokens: int, stop_string: str) -> None:
         """End a sequence where its text meets a stop string: after `num_tokens` tokens.
 
-        A token limit that the same token reached yields to it.
+        It takes precedence over a token limit that the same token reached.
         """
         self.finish(request, "stop")
         request.finish_reason, request.stop_reason = "stop", stop_string
@@ -265,7 +265,7 @@ class Scheduler:
         return max(1, min(request.num_tokens - request.num_computed_tokens, budget, limit))
 
     def _grow(self, request: Request, num_new: int) -> bool:
-        """Give `request` the blocks for `num_new` more tokens, if they are free."""
+        """Allocate the blocks for `num_new` more tokens of `request`, if enough are free."""
         needed = self.config.num_blocks(request.num_computed_tokens + num_new) - len(
             request.block_ids
         )
@@ -276,19 +276,19 @@ class Scheduler:
         return True
 
     def _num_draft_tokens(self, request: Request, num_new: int, budget: int) -> int:
-        """Draft tokens behind the last known one that there are slots for; nobody is preempted for one.
+        """Number of draft tokens to reserve slots for; no sequence is preempted for them.
 
         The last token of a sequence is never computed, so the last draft token is for the one before it.
         """
         known = request.num_computed_tokens + num_new == request.num_tokens
-        answering = request.num_tokens > request.num_prompt_tokens
+        decoding = request.num_tokens > request.num_prompt_tokens
         drafting = self.config.drafting
-        if drafting is None or not known or not answering:
+        if drafting is None or not known or not decoding:
             return 0
         end = request.num_computed_tokens + num_new
         left = request.max_tokens - (request.num_tokens - request.num_prompt_tokens) - 1
-        places = min(left, drafting.best(request.acceptance.rate))
-        count = max(0, min(budget, places * drafting.width))
+        positions = min(left, drafting.best(request.acceptance.rate))
+        count = max(0, min(budget, positions * drafting.width))
         needed = self.config.num_blocks(end + count) - len(request.block_ids)
         if needed > self.pool.num_free - len(self.running):
             count = min(count, len(request.block_ids) * self.config.block_size - end)
@@ -329,7 +329,7 @@ class Scheduler:
         return True
 
     def _row(self, request: Request, num_new: int, num_draft_tokens: int) -> ScheduledRow:
-        """The row of a sequence, which from now on counts as computed."""
+        """The row of a sequence, whose tokens count as computed from now on."""
         start = request.num_computed_tokens
         end = start + num_new
         row = ScheduledRow(
@@ -346,7 +346,7 @@ class Scheduler:
             num_draft_tokens=num_draft_tokens,
         )
         request.num_computed_tokens = end
-        if row.draws_one:
+        if row.samples_one:
             request.num_output_placeholders += 1
         return row
 
@@ -361,7 +361,7 @@ class Scheduler:
         self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        """Take a running sequence's blocks; it keeps its tokens and its rank, and waits again."""
+        """Free a running sequence's blocks and queue it again; it keeps its tokens and its rank."""
         self._release(request)
         self.running.remove(request)
         request.num_computed_tokens = 0
@@ -383,8 +383,8 @@ class Scheduler:
     def _fork(self, parent: Request, count: int) -> list[Request]:
         """Split `count` sequences off one whose prompt has just been computed.
 
-        They share its full blocks and copy the partial one, which both go on writing. Where there is no
-        room for a copy, the child waits and computes its prompt again, most of it a prefix hit.
+        They share its full blocks and copy the partial one, to which parent and child append. Where no block
+        is free for a copy, the child waits and recomputes its prompt, most of it a prefix hit.
         """
         parent.num_completions = 1
         return [
@@ -430,17 +430,17 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
 
     def _release(self, request: Request) -> None:
-        """The one place where a sequence lets go of its blocks.
+        """Free a sequence's blocks; all of them are freed here.
 
-        A copy that is still to come may lead into one of them. It does no harm: copies happen before the
-        step writes, and whoever holds the block next writes each slot before reading it.
+        A pending copy may write to one of them. It does no harm: copies come before the step writes, and the
+        next owner of the block writes each slot before reading it.
         """
         self.pool.free(request.held_block_ids)
         request.block_ids = []
         request.evicted = range(0)
 
     def _evict_behind_window(self, request: Request) -> None:
-        """Return the blocks that no token to come will see; the null block stands in their place."""
+        """Free the blocks behind the window; the null block takes their place in the table."""
         evicted = self.config.evicted(request.num_computed_tokens)
         self.pool.free(evict_blocks(request.block_ids, request.evicted, evicted))
         request.evicted = evicted

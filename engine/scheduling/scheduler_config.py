@@ -1,4 +1,4 @@
-"""The limits of a step, and the blocks that a sequence takes under them."""
+"""Scheduler limits: tokens and sequences per step, and the KV blocks of a sequence under them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .window import Window
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of a step.
+    """Limits of the scheduler.
 
     Attributes:
-        max_num_batched_tokens: tokens in one step.
-        max_num_seqs: sequences in one step.
-        block_size: tokens in a KV block.
-        max_model_len: tokens in a sequence.
-        prefill_chunk_size: tokens of one sequence in one step; None leaves it to the budget.
-        watermark: share of the blocks that admission leaves free, so that the sequences which run can
-            grow a while before one of them must be preempted.
-        window: how far the farthest-looking layer sees; None: some layer sees all. Blocks behind it go
-            back to the pool.
-        drafting: how many draft tokens a sequence gets slots for; None: nobody proposes any.
-        policy: name of the order in which sequences are served.
+        max_num_batched_tokens: tokens per step.
+        max_num_seqs: sequences per step.
+        block_size: tokens per KV block.
+        max_model_len: tokens per sequence.
+        prefill_chunk_size: tokens of one sequence per step; None: as many as the token budget allows.
+        watermark: fraction of the blocks that admission leaves free, so that running sequences can grow for
+            a while before one of them is preempted.
+        window: the largest attention window of any layer; None: some layer has full attention. Blocks behind
+            it are freed.
+        drafting: the rule for the number of draft tokens of a sequence; None: no speculative decoding.
+        policy: name of the scheduling policy.
     """
 
     max_num_batched_tokens: int
@@ -50,29 +50,29 @@ class SchedulerConfig:
 
     @property
     def chunk(self) -> int:
-        """Known tokens of one sequence in one step, at most."""
-        given = self.prefill_chunk_size or self.max_num_batched_tokens
-        return min(given, self.max_num_batched_tokens)
+        """Maximum number of known tokens of one sequence per step."""
+        chunk = self.prefill_chunk_size or self.max_num_batched_tokens
+        return min(chunk, self.max_num_batched_tokens)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence holds at once, at most, until `num_tokens` of it are computed."""
+        """Maximum number of blocks that a sequence holds at once, until `num_tokens` of it are computed."""
         whole = self.num_blocks(num_tokens)
         if self.window is None:
             return whole
         return min(whole, self.window.max_blocks(self.chunk, self.block_size))
 
     def admitted_tokens(self, num_computed: int, num_tokens: int) -> int:
-        """How far into its `num_tokens` a sequence has blocks when it starts with `num_computed`."""
+        """Tokens, of `num_tokens`, that a sequence admitted with `num_computed` gets blocks for."""
         if self.window is None:
             return num_tokens
         return min(num_tokens, self.window.reach(num_computed, self.chunk))
 
     def evicted(self, num_computed: int) -> range:
-        """Places of a block table that nobody will see once `num_computed` tokens are computed."""
+        """Indices of a block table that are behind the window once `num_computed` tokens are computed."""
         if self.window is None:
             return range(0)
         return self.window.evicted(num_computed, self.block_size)

@@ -1,7 +1,7 @@
-"""In which order sequences are served: a rank for each, by a policy that is chosen by name.
+"""Scheduling policies: first come first served, priority, shortest prefill. Each assigns a rank.
 
-A smaller rank is admitted first and preempted last. It is given once, when a sequence is added, so that a
-preempted one keeps its place.
+The sequence of the smallest rank is admitted first and preempted last. The rank is assigned once, when a
+sequence is added, so that a preempted one keeps its place in the queue.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from ...quant.base.errors import BadInput
 from .request import Rank, Request
 
 TOKENS_PER_PLACE = 16
-"""Prompt tokens that outweigh one place in the order of arrival, under shortest-prefill."""
+"""Under shortest-prefill, prompt tokens that weigh as much as one place in the order of arrival."""
 
 
 def first_come(request: Request) -> Rank:
-    """In the order of arrival. Nobody starves."""
+    """In the order of arrival, without starvation."""
     return (0, request.order)
 
 
 def by_priority(request: Request) -> Rank:
     """A smaller `priority` first, in the order of arrival among equals.
 
-    Whoever has a large one waits for as long as others come: that is what was asked for.
+    A request of a large value starves while others arrive, as the caller asked for.
     """
     return (request.priority, request.order)
 
@@ -48,7 +48,7 @@ def rank_of(request: Request, policy: str) -> Rank:
     """The rank of a sequence under the policy of that name.
 
     Raises:
-        BadInput: it has a priority that the policy does not look at.
+        BadInput: it has a priority, which the policy ignores.
     """
     if request.priority and policy != "priority":
         raise BadInput(

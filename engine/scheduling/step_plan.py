@@ -1,4 +1,4 @@
-"""The plan of a step: immutable data, which the scheduler decides and the model runner carries out."""
+"""Step plans: immutable data from the scheduler to the model runner (vLLM's `SchedulerOutput`)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .token_view import TokenView
 
 
 class ScheduledRow(NamedTuple):
-    """A run of tokens of one sequence. Every step makes one for every sequence, so it is a tuple.
+    """Scheduled tokens of one sequence. A tuple, because every step makes one per sequence.
 
     Attributes:
-        sequence_id: whose they are.
-        start, end: positions of the first one and behind the last; those before are in the KV cache.
-        tokens: of the sequence, as the scheduler knew them: an output placeholder stands last in it where
-            the step before draws a token.
-        block_ids: the blocks of the sequence from position 0 on, wide enough for these tokens.
-        num_samples: tokens to draw after the last one; 0 where the known tokens are not exhausted.
+        sequence_id: of the sequence.
+        start, end: range of positions to compute, `end` exclusive; those before are in the KV cache.
+        tokens: of the sequence, known when it was scheduled; the last is an output placeholder if the
+            previous step samples it.
+        block_ids: the sequence's block table, from position 0 up to `end` at least.
+        num_samples: tokens to sample after the last one; 0 while known tokens remain to be computed.
         num_prompt_tokens: how many of `tokens` are prompt.
-        params, seed: how to draw.
-        lora: the adapter that computes them, if any.
-        num_draft_tokens: tokens behind `end` for which there are slots, should somebody propose them.
+        params, seed: for sampling.
+        lora: name of the adapter, if any.
+        num_draft_tokens: slots reserved after `end` for draft tokens.
     """
 
     sequence_id: str
@@ -40,12 +40,12 @@ class ScheduledRow(NamedTuple):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The tokens to compute, perhaps an output placeholder last."""
+        """The tokens to compute; the last may be an output placeholder."""
         return self.tokens[self.start : self.end]
 
     @property
     def history(self) -> TokenView:
-        """All tokens before the one that this step draws."""
+        """All tokens before the one that this step samples."""
         return self.tokens.first(self.end)
 
     @property
@@ -54,33 +54,33 @@ class ScheduledRow(NamedTuple):
 
     @property
     def has_placeholder(self) -> bool:
-        """Whether its last token is still being drawn."""
+        """Whether its last token is an output placeholder."""
         return self.tokens.has_placeholder and self.end == len(self.tokens)
 
     @property
-    def draws_one(self) -> bool:
-        """Whether exactly one token comes of it, so that the next step can be scheduled meanwhile."""
+    def samples_one(self) -> bool:
+        """Whether it yields exactly one token, so that the next step can be scheduled asynchronously."""
         return self.num_samples == 1 and not self.num_draft_tokens
 
     def resolved(self, drawn: Mapping[str, Sequence[int]]) -> ScheduledRow:
-        """The row with the token that the step before drew in place of the placeholder."""
+        """The row with the token that the previous step sampled in place of the placeholder."""
         if not self.tokens.has_placeholder:
             return self
         return self._replace(tokens=self.tokens.resolved(drawn[self.sequence_id][0]))
 
 
 Copies = tuple[tuple[int, int], ...]
-"""Whole blocks, (source, destination)."""
+"""Block copies, (source, destination)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """What is copied before a step computes, in this order.
+    """Block copies before a step's forward pass, in this order.
 
     Attributes:
-        within: for sequences that forked.
-        to_host: of sequences that were preempted.
-        from_host: of those that go on.
+        within: on the device, for sequences that forked (copy-on-write).
+        to_host: swapped out, of preempted sequences.
+        from_host: swapped in, of sequences admitted again.
     """
 
     within: Copies = ()
@@ -100,16 +100,16 @@ class StepPlan:
 
     @property
     def blocks_next_step(self) -> bool:
-        """Whether where the next step begins depends on what this one draws."""
-        return any(row.num_samples and not row.draws_one for row in self.rows)
+        """Whether the next step's positions depend on this one's samples: it is not scheduled before."""
+        return any(row.num_samples and not row.samples_one for row in self.rows)
 
     @property
     def has_placeholders(self) -> bool:
-        """Whether it has to be told what the step before draws."""
+        """Whether it needs tokens that the previous step samples."""
         return any(row.tokens.has_placeholder for row in self.rows)
 
     def resolved(self, drawn: Mapping[str, Sequence[int]]) -> StepPlan:
-        """The same plan, with what the step before drew, by sequence, in place of the placeholders."""
+        """The plan with the previous step's tokens, by sequence, in place of the placeholders."""
         return StepPlan(tuple(row.resolved(drawn) for row in self.rows), self.copies)
 
     @property

@@ -1,4 +1,4 @@
-"""When a sequence has said enough."""
+"""Stop conditions: EOS and stop token ids, stop strings."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .request import Request
 
 
 def stop_token_reason(request: Request, token_id: int, eos: frozenset[int]) -> int | None:
-    """The token that ends `request`, if `token_id` does; `token_id` is already part of it.
+    """`token_id` if it ends `request`, to which it has been appended; else None.
 
-    Before `min_tokens` the sampler keeps such tokens out, so they need no second check here.
+    The sampler suppresses such ids before `min_tokens`, so that is not checked again here.
     """
     if token_id in request.params.stop_token_ids:
         return token_id
@@ -20,10 +20,10 @@ def stop_token_reason(request: Request, token_id: int, eos: frozenset[int]) -> i
 
 
 class StopStrings:
-    """Looks for stop strings in text that arrives in pieces.
+    """Incremental search for stop strings in text deltas.
 
-    Text that may turn out to be the beginning of a stop string is held back until that is decided, so a
-    stream never shows a part of it.
+    A suffix that may be the beginning of a stop string is held back until that is decided, so that a stream
+    never emits a part of one.
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool) -> None:
@@ -32,18 +32,18 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Add a piece; returns what may be shown now, and the stop string that was met."""
+        """Add a delta; returns the text to emit, and the stop string that it completes, if any."""
         if not self._stop:
             return text, None
         self._held += text
-        begin, found = min(
+        begin, match = min(
             ((self._held.find(s), s) for s in self._stop if s in self._held),
             default=(-1, None),
         )
-        if found is not None:
-            shown = self._held[: begin + len(found) if self._include else begin]
+        if match is not None:
+            shown = self._held[: begin + len(match) if self._include else begin]
             self._held = ""
-            return shown, found
+            return shown, match
         keep = max(overlap(self._held, s) for s in self._stop)
         shown, self._held = (
             self._held[: len(self._held) - keep],
@@ -52,13 +52,13 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """The text that is held back, at the end of the sequence."""
         shown, self._held = self._held, ""
         return shown
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that begins `marker`, and is not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Blocks on the host that keep what preempted sequences had computed, lest it be computed again."""
+"""Swap space: host blocks for the KV of preempted sequences, in place of recomputation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .step_plan import Copies
 
 @dataclass(frozen=True, slots=True)
 class SwappedSequence:
-    """What the host keeps of a sequence: its first `num_tokens` tokens, less those behind a window.
+    """The swapped-out KV of a sequence: its first `num_tokens` tokens, less those behind a window.
 
-    `blocks` are host blocks by their place in the sequence's block table.
+    `blocks` are host blocks by their index in the sequence's block table.
     """
 
     num_tokens: int
@@ -21,11 +21,11 @@ class SwappedSequence:
 
 
 class SwapSpace:
-    """Who keeps which host block, and what the next step copies.
+    """Allocation of host blocks, and the swap copies of the next step.
 
-    A sequence that is preempted is kept where enough host blocks are free, and computed again where not.
-    When it is admitted again, or ends, its host blocks are free at once: copies out happen before copies
-    in, and sequences are preempted before others are admitted, so that the next holder's copy comes later.
+    A preempted sequence is swapped out if enough host blocks are free, and recomputed otherwise. When it is
+    admitted again, or ends, its host blocks are free at once: copies out come before copies in, and sequences
+    are preempted before others are admitted, so that the copy of the next owner comes later.
     """
 
     def __init__(self, num_blocks: int = 0) -> None:
@@ -41,7 +41,7 @@ class SwapSpace:
         return len(self._free)
 
     def swap_out(self, request: Request, block_size: int) -> None:
-        """Have the next step copy out what a running sequence has computed, if there is room for it."""
+        """Have the next step copy out what a running sequence computed, if enough host blocks are free."""
         used = -(-request.num_computed_tokens // block_size)
         places = [place for place in range(used) if place not in request.evicted]
         if not places or len(places) > len(self._free):
@@ -55,7 +55,7 @@ class SwapSpace:
         return self._swapped.get(request.sequence_id)
 
     def swap_in(self, request: Request, blocks: Mapping[int, int]) -> None:
-        """Have the next step copy into new `blocks`, by their places, what is kept for those places."""
+        """Have the next step copy the host blocks to device `blocks`, by index in the block table."""
         swapped = self._swapped[request.sequence_id]
         self._in |= {
             blocks[place]: host for place, host in swapped.blocks.items() if place in blocks
@@ -63,20 +63,20 @@ class SwapSpace:
         self._release(request)
 
     def forget(self, request: Request) -> None:
-        """Keep nothing of a sequence any more; what is not copied yet need not be."""
+        """Free the host blocks of a sequence, and cancel its copies that are pending."""
         if (swapped := self._swapped.get(request.sequence_id)) is not None:
             for host in swapped.blocks.values():
                 self._out.pop(host, None)
             self._release(request)
 
     def discard_uncopied(self, request: Request) -> None:
-        """The same, where the copy has not begun."""
+        """`forget` a sequence whose copies are pending."""
         swapped = self._swapped.get(request.sequence_id)
         if swapped is not None and self._out.keys() & swapped.blocks.values():
             self.forget(request)
 
     def take_copies(self) -> tuple[Copies, Copies]:
-        """What a step copies before it computes: (device, host) blocks out, then (host, device) blocks in."""
+        """Take the pending copies of a step: (device, host) blocks out, then (host, device) blocks in."""
         out = tuple((device, host) for host, device in self._out.items())
         back = tuple((host, device) for device, host in self._in.items())
         self._out.clear()
@@ -84,7 +84,7 @@ class SwapSpace:
         return out, back
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
-        """Assert that every host block is free or kept for one waiting sequence."""
+        """Assert that every host block is free or belongs to one waiting sequence."""
         held = [host for swapped in self._swapped.values() for host in swapped.blocks.values()]
         assert sorted([*held, *self._free]) == list(range(self.num_blocks))
         assert self._swapped.keys() <= {request.sequence_id for request in waiting}

@@ -1,4 +1,4 @@
-"""Immutable views of a sequence's tokens, with a placeholder for the one that an in-flight step draws."""
+"""Immutable views of a sequence's tokens, with a placeholder for the token that an in-flight step samples."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from itertools import islice
 from typing import overload
 
 OUTPUT_PLACEHOLDER = -1
-"""In the place of a token that the in-flight step before draws."""
+"""Token id that stands for the token which the previous, in-flight step samples."""
 
 
 class TokenView(Sequence[int]):
-    """The first `length` tokens of `booked`, and behind them perhaps `last`, which is not booked yet.
+    """The first `length` tokens of `booked`, followed by `last`, if given, which is not appended to it yet.
 
-    A step needs the history of its sequences, which may be long, and seldom looks at it: a view copies none
-    of it. `booked` is the list of a Request. The scheduler alone writes that list, and only appends to it; a
-    sequence that loses tokens gets another list. So a view shows the same tokens for as long as it lives, to
-    any thread.
+    A step needs the history of its sequences, which may be long, and seldom reads it: a view copies none of
+    it. `booked` is the list of a Request. The scheduler alone writes that list, and only appends to it; a
+    sequence that loses tokens gets another list. So a view is constant, for any thread.
 
     Attributes:
-        booked: the list itself; a sequence is known by it.
+        booked: the list itself; its identity identifies the sequence.
     """
 
     __slots__ = ("_last", "_length", "booked")
@@ -33,7 +32,7 @@ class TokenView(Sequence[int]):
 
     @property
     def has_placeholder(self) -> bool:
-        """Whether the last token is still being drawn."""
+        """Whether the last token is an output placeholder."""
         return self._last == OUTPUT_PLACEHOLDER
 
     def resolved(self, token_id: int) -> TokenView:
@@ -73,5 +72,5 @@ class TokenView(Sequence[int]):
             if last is None or not start <= length < stop:
                 return booked
             return [*booked, last]
-        place = range(len(self))[index]
-        return self.booked[place] if last is None or place < length else last
+        position = range(len(self))[index]
+        return self.booked[position] if last is None or position < length else last

@@ -1,4 +1,4 @@
-"""The shape of draft tokens: which of them follows which."""
+"""Token trees of draft tokens, as parent indices."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Draft tokens that follow the last known token, several of them perhaps in the same place.
+    """A tree of draft tokens rooted at the last known token; several may be at the same depth.
 
     Attributes:
-        parents: of each draft token the one that it follows, which comes before it; -1: the last known token.
+        parents: the parent of each draft token, of a smaller index; -1: the last known token.
     """
 
     parents: tuple[int, ...]
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """Each draft token follows the one before it."""
+        """A tree of width 1."""
         return cls(tuple(range(-1, length - 1)))
 
     @property
@@ -27,27 +27,27 @@ class Tree:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """How far behind the last known token each draft token stands, from 1 on."""
-        found: list[int] = []
+        """Depth of each draft token, from 1."""
+        depths: list[int] = []
         for parent in self.parents:
-            found.append(1 if parent < 0 else found[parent] + 1)
-        return tuple(found)
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
 
     @property
     def depth(self) -> int:
-        """How far the draft tokens reach."""
+        """Number of speculative positions."""
         return max(self.depths, default=0)
 
     def path(self, index: int) -> list[int]:
-        """The draft tokens from the first place down to `index`; none for -1."""
-        found = []
+        """Indices from the root's child to `index`; none for -1."""
+        path = []
         while index >= 0:
-            found.append(index)
+            path.append(index)
             index = self.parents[index]
-        return found[::-1]
+        return path[::-1]
 
     def child(self, index: int, token_id: int, token_ids: Sequence[int]) -> int | None:
-        """The draft token behind `index` that is `token_id`, all of them being `token_ids`."""
+        """The child of `index` that is `token_id`, if any; `token_ids` are those of the tree."""
         for other in range(index + 1, len(self.parents)):
             if self.parents[other] == index and token_ids[other] == token_id:
                 return other

@@ -1,4 +1,4 @@
-"""Which blocks of a sequence no token to come will see, where every layer looks back only so far."""
+"""Eviction of KV blocks behind a sliding window, with attention sinks (StreamingLLM)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .block_pool import NULL_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How far every layer of a model looks: `length` tokens back, the new one included, and to the first
-    `sinks` tokens of the sequence from anywhere.
+    """The visible window of every layer: the last `length` tokens, the new one included, and `sinks` first
+    tokens of the sequence.
 
-        |  sinks  |       nobody looks here       |    length    |
-        0       front                     num_computed    ... the next token
+        |  sinks  |            evicted            |    length    |
+        0                                 num_computed    ... the next token
 
-    Blocks wholly in the middle go back to the pool.
+    Blocks wholly in the middle are freed.
     """
 
     length: int
@@ -24,26 +24,26 @@ class Window:
 
     @property
     def num_visible(self) -> int:
-        """Tokens that a token sees at most."""
+        """Maximum number of tokens that a token attends to."""
         return self.sinks + self.length
 
     def evicted(self, num_computed: int, block_size: int) -> range:
-        """The places in a block table behind which nobody looks once `num_computed` tokens are computed."""
-        front = -(-self.sinks // block_size)
-        return range(front, max(front, (num_computed - self.length + 1) // block_size))
+        """Indices of a block table that no later token attends to, after `num_computed` tokens."""
+        first = -(-self.sinks // block_size)
+        return range(first, max(first, (num_computed - self.length + 1) // block_size))
 
     def reach(self, num_computed: int, chunk: int) -> int:
-        """Tokens for which an admitted sequence takes blocks: until it gives back as many as it takes."""
+        """Tokens that an admitted sequence gets blocks for: from there on it frees as many as it takes."""
         return max(num_computed, self.length - 1) + chunk
 
     def max_blocks(self, chunk: int, block_size: int) -> int:
-        """Blocks that a sequence of any length holds at once, if a step computes `chunk` tokens of it."""
-        front = -(-self.sinks // block_size)
-        return front + (self.length + chunk + 2 * block_size - 3) // block_size
+        """Blocks that a sequence of any length holds at once, with steps of `chunk` of its tokens."""
+        first = -(-self.sinks // block_size)
+        return first + (self.length + chunk + 2 * block_size - 3) // block_size
 
 
 def evicted_places(block_ids: Sequence[int]) -> range:
-    """Where a block table has the null block: one run of it, between the first tokens and the window."""
+    """Indices of a block table with the null block: one run, between the sinks and the window."""
     if NULL_BLOCK not in block_ids:
         return range(0)
     start = low = block_ids.index(NULL_BLOCK)
@@ -55,8 +55,8 @@ def evicted_places(block_ids: Sequence[int]) -> range:
 
 
 def evict_blocks(block_ids: list[int], before: range, now: range) -> list[int]:
-    """Put the null block in the places `now`, of which those of `before` have it; returns what was there."""
+    """Put the null block at the indices `now`, where `before` have it; returns the evicted blocks."""
     first = max(now.start, before.stop)
-    taken = block_ids[first : now.stop]
-    block_ids[first : now.stop] = [NULL_BLOCK] * len(taken)
-    return taken
+    evicted = block_ids[first : now.stop]
+    block_ids[first : now.stop] = [NULL_BLOCK] * len(evicted)
+    return evicted
