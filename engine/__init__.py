@@ -1,7 +1,7 @@
-"""The inference engine: policy (no torch), step plan, execution; its server and its planner.
+"""The inference engine: scheduler (no torch), step plan, execution; API server and capacity planner.
 
-`LLM` and its params are the library's front door. They load on first use, so that the planner
-beside them stays free of torch.
+`LLM` and its params are the public Python API. They load on first use, so that importing the planner does
+not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Beam search: the likeliest continuations instead of a drawn one.
+"""Beam search: the likeliest continuations instead of a sampled one.
 
-A search is policy: it is told the likeliest next tokens of its beams and says which beams to extend. The
-engine computes them as requests for one token each. What a beam shares with its parent, all but the last
-block, comes out of the prefix cache, so that a round costs a few tokens a beam.
+A search is pure policy: from the top-k next tokens of its beams it chooses the beams to extend. The engine
+computes them as requests for one token each. What a beam shares with its parent, all but the last block, is a
+prefix-cache hit, so that a round computes a few tokens per beam.
 
 The rules, of length and of stopping too, are those of transformers' `generate(num_beams=...)`.
 """
@@ -21,16 +21,16 @@ from .text.detokenizer import IncrementalDetokenizer
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How to search. `length_penalty` and `early_stopping` are those of transformers' `generate`.
+    """Parameters of a beam search. `length_penalty` and `early_stopping` are those of transformers' `generate`.
 
     Attributes:
-        beam_width: beams that are extended, and hypotheses that come back.
+        beam_width: beams that are extended, and hypotheses returned.
         max_tokens: of a hypothesis.
         length_penalty: a hypothesis scores sum of log-probabilities / length ** penalty, so that a larger
-            one favours longer answers.
+            one favours longer hypotheses.
         early_stopping: True ends the search when `beam_width` hypotheses are finished, False when no beam
             can beat the worst of them at its present length, "never" when none can at any length.
-        ignore_eos: end-of-sequence tokens end nothing.
+        ignore_eos: end-of-sequence tokens do not finish a hypothesis.
 
     Raises:
         BadInput: a value outside its range.
@@ -85,9 +85,9 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Likeliest tokens of each beam that `advance` needs.
+        """Top-k tokens of each beam that `advance` needs.
 
-        Every beam may end in each of the end tokens; as many must be left that go on.
+        Each beam may end in each of the EOS tokens; `beam_width` unfinished candidates must remain.
         """
         return max(2, 1 + len(self._eos)) * self._params.beam_width
 
@@ -103,12 +103,12 @@ class BeamSearch:
         del extended[self.num_candidates :]
         length = len(extended[0].token_ids)
         is_last = length == params.max_tokens
-        # Only among the best may a beam finish: the others stand by, so that enough go on.
+        # Only the best `beam_width` may finish; the others are there so that enough unfinished ones remain.
         ended = [
             self._finished(beam) for beam in extended[:width] if is_last or self._is_ended(beam)
         ]
         self.hypotheses = sorted(
-            [*self.hypotheses, *ended], key=lambda found: found.score, reverse=True
+            [*self.hypotheses, *ended], key=lambda hypothesis: hypothesis.score, reverse=True
         )[:width]
         self.beams = [] if is_last else [b for b in extended if not self._is_ended(b)][:width]
         if self.beams and len(self.hypotheses) == width and not self._can_improve(length):
@@ -148,25 +148,26 @@ def beam_search(
     params: BeamSearchParams,
     lora: str | None = None,
 ) -> list[BeamSearchResult]:
-    """Search for all prompts together, on an engine that has nothing else to do.
+    """Search for all prompts together, on an engine without other requests.
 
-    `lora` is the name of the adapter that computes them.
+    `lora` is the name of the adapter.
 
     Raises:
-        BadInput: a prompt that can never fit, or a width that needs more tokens than the engine names.
+        BadInput: a prompt that can never fit, or a width that needs more logprobs than the engine returns.
     """
     searches = [BeamSearch(params, engine.eos_token_ids) for _ in prompts]
     _check(engine, prompts, params, BeamSearch(params, engine.eos_token_ids).num_candidates)
     while any(search.beams for search in searches):
-        found = _likeliest(engine, prompts, searches, lora)
+        top_tokens = _likeliest(engine, prompts, searches, lora)
         for index, search in enumerate(searches):
             if search.beams:
-                search.advance([found[f"beam-{index}-{n}"] for n in range(len(search.beams))])
+                names = [f"beam-{index}-{n}" for n in range(len(search.beams))]
+                search.advance([top_tokens[name] for name in names])
     return [
         BeamSearchResult(
             list(prompt),
             search.hypotheses,
-            [_text(engine, prompt, found.token_ids) for found in search.hypotheses],
+            [_text(engine, prompt, hypothesis.token_ids) for hypothesis in search.hypotheses],
         )
         for prompt, search in zip(prompts, searches, strict=True)
     ]
@@ -198,24 +199,25 @@ def _likeliest(
     lora: str | None,
 ) -> Mapping[str, Sequence[tuple[int, float]]]:
     """The likeliest next tokens of every beam of every search, by `beam-{search}-{beam}`."""
-    found: dict[str, Sequence[tuple[int, float]]] = {}
-    asked: list[str] = []
+    top_tokens: dict[str, Sequence[tuple[int, float]]] = {}
+    request_ids: list[str] = []
     try:
         for index, (prompt, search) in enumerate(zip(prompts, searches, strict=True)):
-            one = SamplingParams(
+            params = SamplingParams(
                 max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=search.num_candidates
             )
             for number, beam in enumerate(search.beams):
-                asked.append(f"beam-{index}-{number}")
-                engine.add_request(asked[-1], [*prompt, *beam.token_ids], one, lora=lora)
+                request_ids.append(f"beam-{index}-{number}")
+                token_ids = [*prompt, *beam.token_ids]
+                engine.add_request(request_ids[-1], token_ids, params, lora=lora)
         while engine.has_unfinished():
             for output in engine.step():
                 assert output.logprobs is not None
-                found[output.request_id] = output.logprobs[0].top
+                top_tokens[output.request_id] = output.logprobs[0].top
     finally:
-        for request_id in asked:
+        for request_id in request_ids:
             engine.abort(request_id)
-    return found
+    return top_tokens
 
 
 def _text(engine: Engine, prompt: Sequence[int], token_ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The engine: one loop, `step()`, that the offline API, the server and the benchmark all drive."""
+"""The engine core: `step()` schedules, executes and processes outputs, for `LLM`, server and benchmark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .text.output_processor import OutputProcessor
 class Engine:
     """A model, its KV cache, and the requests that share them. Not thread-safe: one thread drives it.
 
-    `recorder`, where one is set, is told of every step, and `hook` of each phase and step at its end.
+    If set, `recorder` records every step, and `hook` is called at the end of each phase and step.
 
     Raises:
         BadInput: the checkpoint is missing, broken or of a kind that is not supported, or the options
@@ -69,7 +69,7 @@ class Engine:
         """Queue a prompt, as text or as token ids.
 
         `arrival_seconds` is on the clock of `time.perf_counter`, now by default. A smaller `priority`
-        is served first under the policy of that name. `lora` names one of the config's adapters.
+        is served first under the priority policy. `lora` names one of the config's adapters.
 
         Raises:
             BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, an unknown
@@ -114,7 +114,7 @@ class Engine:
         return bool(members)
 
     def close(self) -> None:
-        """End the thread and the processes that share the work, if there are any; this one serves no more."""
+        """End the step loop's thread and the tensor-parallel workers, if any; the engine is unusable then."""
         self._loop.close()
         if self.workers is not None:
             self.workers.close()
@@ -123,11 +123,11 @@ class Engine:
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, compute, sample; returns what came out of it, possibly nothing.
+        """Schedule, execute, process outputs; returns the outputs, possibly none.
 
-        In an overlapped loop that is of the step before, and the new one runs on. It waits for the one
-        before where that decides with what it goes on. After an exception the tokens that are known
-        remain, and the next step computes the sequences anew.
+        With async scheduling they are those of the previous step, while the new one is in flight. If the next
+        step depends on the previous one's samples, it is not scheduled until that is processed. After an
+        exception the known tokens remain, and the next step recomputes the sequences.
         """
         begun, before = time.perf_counter(), self._in_flight
         if before is not None and before.plan.blocks_next_step:
@@ -150,15 +150,15 @@ class Engine:
         return InFlightStep(plan, start, scheduled, kv_blocks_used, timer, wait)
 
     def _step_timer(self) -> StepTimer:
-        """Of the phases of a step, where anybody asks; for a hook alone the device is not waited for."""
-        asked = self.recorder is not None and self.recorder.asks_for_phases
-        if not asked and self.hook is None:
+        """A phase timer if a recorder or a hook needs one; for a hook alone the device is not synchronized."""
+        recorded = self.recorder is not None and self.recorder.asks_for_phases
+        if not recorded and self.hook is None:
             return UNTIMED
         on_gpu = self.device.type == "cuda"
-        return PhaseTimer(self.device if asked and on_gpu else None, self.hook)
+        return PhaseTimer(self.device if recorded and on_gpu else None, self.hook)
 
     def _finish_step(self, step: InFlightStep, begun: float) -> list[RequestOutput]:
-        """Wait for a step and take what it drew, in a call that has `begun`."""
+        """Wait for a step and process its outputs, in an `Engine.step` that started at `begun`."""
         plan, timer = step.plan, step.timer
         try:
             computed = step.wait()
@@ -184,22 +184,22 @@ class Engine:
             outputs = self.output_processor.outputs(plan, result, tokens)
             outputs = self.output_processor.shown(outputs)
         self._num_generated += sum(len(output.new_token_ids) for output in outputs)
-        told = time.perf_counter()
+        ended = time.perf_counter()
         if self.hook is not None:
-            self.hook("step", told - begun)
+            self.hook("step", ended - begun)
         if self.recorder is not None:
-            self.recorder.note(step, computed, told - known)
+            self.recorder.note(step, computed, ended - known)
         return outputs
 
     def _wait_for_thread(self) -> None:
-        """The runner is free afterwards. What went wrong in the in-flight step is told by `step`."""
+        """Wait until the runner is idle; `step` raises the error of the in-flight step, if any."""
         if self._in_flight is not None:
             with suppress(Exception):
                 self._in_flight.wait()
 
     @contextmanager
     def computing_serially(self) -> Iterator[None]:
-        """While the block lasts, an overlapped loop is a serial one; for an engine with nothing to do."""
+        """A context without async scheduling; for an engine without unfinished requests."""
         assert not self.has_unfinished()
         self._wait_for_thread()
         before, self._loop = self._loop, SerialLoop(self.runner)
@@ -210,11 +210,11 @@ class Engine:
             self._loop = before
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds."""
+        """Token ids of a prompt, with the tokenizer's special tokens."""
         return list(self.tokenizer(text).input_ids)
 
     def prompt_logits(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
-        """Scores after each token, float32 [tokens, vocab], through the paged path.
+        """Logits after each token, float32 [tokens, vocab], through paged attention.
 
         Raises:
             BadInput: no tokens, tokens outside the vocabulary, more than fit in the free cache, or an
@@ -223,11 +223,11 @@ class Engine:
         return self._over_tokens(self.runner.score, token_ids, lora)
 
     def hidden_states(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
-        """Final normed states of tokens, [tokens, hidden]. Raises as `prompt_logits`."""
+        """Final normed hidden states, [tokens, hidden]. Raises as `prompt_logits`."""
         return self._over_tokens(self.runner.hidden, token_ids, lora)
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes and their counters, as a benchmark does between runs."""
+        """Drop cached prefixes and their counters, as a benchmark does between runs."""
         self.scheduler.cache.reset()
 
     @property

@@ -1,4 +1,4 @@
-"""The offline front door: prompts in, results out."""
+"""`LLM`: the offline inference API, after vLLM's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model that generates. `options` are the fields of `EngineConfig`, as values or in words ("4GiB").
+    """Offline inference. `options` are the fields of `EngineConfig`, as values or as strings ("4GiB").
 
     >>> llm = LLM("stories3M", dtype="float32")
     >>> llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0].text
@@ -38,19 +38,19 @@ class LLM:
     ) -> list[GenerationResult]:
         """Complete prompts (text or token ids) together; results come in the prompts' order.
 
-        `params` is one for all, or one for each prompt; so is `lora`, the name of an adapter.
+        `params` and `lora`, the name of an adapter, are one for all prompts or a sequence with one per prompt.
 
         Raises:
-            BadInput: a prompt that can never fit or an unknown adapter; none of the prompts is left in
-                the engine then.
+            BadInput: a prompt that can never fit or an unknown adapter; all prompts are
+                aborted then.
         """
         batch = _as_batch(prompts)
         each = _as_params(params, len(batch))
         adapters = _as_adapters(lora, len(batch))
         results: dict[str, GenerationResult] = {}
         try:
-            for prompt, own, adapter in zip(batch, each, adapters, strict=True):
-                result = self._add(prompt, own, adapter)
+            for prompt, prompt_params, adapter in zip(batch, each, adapters, strict=True):
+                result = self._add(prompt, prompt_params, adapter)
                 results[result.request_id] = result
             while self.engine.has_unfinished():
                 for output in self.engine.step():
@@ -66,7 +66,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, lora: str | None = None
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding what each step adds; leaving the loop aborts the request."""
+        """Complete one prompt, yielding the delta of each step; closing the iterator aborts the request."""
         request_id = self._add(prompt, params or SamplingParams(), lora).request_id
         try:
             while self.engine.has_unfinished():
@@ -83,9 +83,9 @@ class LLM:
         *,
         lora: str | None = None,
     ) -> list[BeamSearchResult]:
-        """The likeliest continuations of prompts that the search finds; results in the prompts' order.
+        """Beam search; results come in the prompts' order.
 
-        `lora` is the name of the adapter that computes them.
+        `lora` is the name of the adapter.
 
         Raises:
             BadInput: a prompt that can never fit, or a width that is too large.

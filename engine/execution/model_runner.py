@@ -1,4 +1,4 @@
-"""Carries out a step plan: tensors in, the decoder, logits of the rows that need them, tokens out."""
+"""The model runner: executes step plans, from input tensors over the forward pass to sampled tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .verification import CoupledVerification, RejectionVerification, Verificati
 def _drawn(
     rows: Sequence[ScheduledRow], draw: Draw, result: StepResult, timer: StepTimer
 ) -> StepResult:
-    """Wait for the tokens of rows, and put them into `result`."""
+    """Wait for the sampled tokens of rows, and put them into `result`."""
     with timer("fetch_tokens"):
         tokens, logprobs = draw.result()
     begin = 0
@@ -42,7 +42,7 @@ def _drawn(
 
 
 class ModelRunner:
-    """Owns the model, its KV cache and the sampler."""
+    """Owns the model, its KV cache, the sampler and the proposer of draft tokens."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class ModelRunner:
         self._verification: Verification = rule(self._sampler, eos_token_ids)
 
     def capture_graphs(self) -> None:
-        """Capture the steps that graphs repeat, before the first of them is asked for."""
+        """Capture the graphs of decode steps, before the first step."""
         self._graphs.capture_all(
             () if self._proposer is None else self._proposer.aux_hidden_state_layers
         )
 
     def execute(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> StepResult:
-        """Run one step, which has no output placeholders."""
+        """Run one step without output placeholders."""
         return self.launch(plan, timer=timer).wait()
 
     def reads_placeholders(self, plan: StepPlan) -> bool:
-        """Whether the host looks at tokens for which the plan has output placeholders."""
+        """Whether the host reads tokens for which the plan has output placeholders."""
         drafts = self._proposer is not None
         return any(
             row.tokens.has_placeholder
@@ -90,9 +90,9 @@ class ModelRunner:
     def launch(
         self, plan: StepPlan, drawn: DrawnTokens | None = None, timer: StepTimer = UNTIMED
     ) -> LaunchedStep:
-        """Begin a step. Where the plan has output placeholders, `drawn` has the tokens of the step before.
+        """Launch a step. If the plan has output placeholders, `drawn` are the tokens of the previous step.
 
-        A plan of which it `reads_placeholders` has to be resolved before it comes here.
+        A plan of which it `reads_placeholders` must be resolved first.
         """
         with timer("prepare_inputs"):
             for cache in (self.cache, *(() if self._proposer is None else self._proposer.caches)):
@@ -105,13 +105,13 @@ class ModelRunner:
         if logits is None:
             return LaunchedStep(lambda: result)
         with timer("sample"):
-            return self._begin_draw(layout.drawing, logits, result, timer)
+            return self._begin_sampling(layout.drawing, logits, result, timer)
 
     def _forward(
         self, layout: StepLayout, drawn: DrawnTokens | None, timer: StepTimer
     ) -> tuple[torch.Tensor, torch.Tensor | None, StepResult]:
-        """Hidden states [tokens, hidden], the logits [ends, vocab] behind the layout's `ends` if anything is
-        drawn, and the prompts' logprobs in a result."""
+        """Hidden states [tokens, hidden], logits [ends, vocab] of the layout's `ends` if any row samples, and a
+        result with the prompts' logprobs."""
         with timer("prepare_inputs"):
             forward = self._graphs.prepare(self._inputs(layout, drawn))
             ends = self._ends(layout) if layout.drawing else None
@@ -125,9 +125,9 @@ class ModelRunner:
         return hidden, logits, result
 
     def _speculate(self, plan: StepPlan, proposer: Proposer, timer: StepTimer) -> StepResult:
-        """Run a step with draft tokens, from proposing them to what the proposer hears of it."""
+        """Run a speculative step: propose, forward, verify, compact KV slots, and update the proposer."""
         with timer("draft"):
-            drafts = proposer.propose(plan.rows, self._draw_of)
+            drafts = proposer.propose(plan.rows, self._sampling_row)
         layout = StepLayout.of(plan.rows, drafts)
         hidden, logits, result = self._forward(layout, None, timer)
         if logits is not None:
@@ -151,7 +151,7 @@ class ModelRunner:
         block_ids: Sequence[int],
         lora: str | None = None,
     ) -> torch.Tensor:
-        """Scores after each of `token_ids`, float32 [tokens, vocab]; arguments as of `hidden`."""
+        """Logits after each of `token_ids`, float32 [tokens, vocab]; arguments as of `hidden`."""
         return self.decoder.logits(self.hidden(start, token_ids, block_ids, lora))
 
     @torch.inference_mode()
@@ -162,9 +162,9 @@ class ModelRunner:
         block_ids: Sequence[int],
         lora: str | None = None,
     ) -> torch.Tensor:
-        """Final normed states of `token_ids`, [tokens, hidden], of a sequence from `start` on.
+        """Final normed hidden states of `token_ids`, [tokens, hidden], of a sequence from `start` on.
 
-        `block_ids` are blocks that the caller has taken for this.
+        `block_ids` are blocks that the caller has allocated.
         """
         adapters = rows_by_adapter([(lora, len(token_ids))], self._device)
         inputs = replace(self._inputs_of([Run(start, token_ids, block_ids)]), adapters=adapters)
@@ -189,36 +189,37 @@ class ModelRunner:
         return step_inputs(runs, self.cache.block_size, self._device, self._dtype)
 
     def _ends(self, layout: StepLayout) -> torch.Tensor:
-        """The hidden states behind which something is drawn, int64 [ends]."""
+        """Indices of the hidden states whose logits are needed, int64 [ends]."""
         return packed([layout.ends], self._device)[0]
 
-    def _begin_draw(
+    def _begin_sampling(
         self,
         rows: Sequence[ScheduledRow],
         logits: torch.Tensor,
         result: StepResult,
         timer: StepTimer,
     ) -> LaunchedStep:
-        """Draw from the logits behind each row, without waiting for it."""
-        draws = [own for row in rows for own in sampling_rows(row, self._eos_token_ids)]
-        draw = self._sampler.begin(logits, draws)
+        """Sample from the logits of each row, asynchronously."""
+        sampled = [each for row in rows for each in sampling_rows(row, self._eos_token_ids)]
+        draw = self._sampler.begin(logits, sampled)
         places = accumulate((row.num_samples for row in rows), initial=0)
         names = (row.sequence_id for row in rows)
         drawn = DrawnTokens(draw.tokens, dict(zip(names, places, strict=False)))
         return LaunchedStep(partial(_drawn, rows, draw, result, timer), drawn)
 
-    def _draw_of(self, row: ScheduledRow, draft_ids: Sequence[int]) -> SamplingRow:
+    def _sampling_row(self, row: ScheduledRow, draft_ids: Sequence[int]) -> SamplingRow:
         return sampling_row(row, self._eos_token_ids, draft_ids)
 
     def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor, result: StepResult) -> None:
         for row, begin in zip(layout.rows, layout.begins, strict=True):
-            wanted = row.params.prompt_logprobs
-            if wanted is None:
+            num_logprobs = row.params.prompt_logprobs
+            if num_logprobs is None:
                 continue
             # The row at position p scores the token at p + 1, which must be part of the prompt.
             count = min(row.end, row.num_prompt_tokens - 1) - row.start
             if count > 0:
                 logits = self.decoder.logits(hidden[begin : begin + count])
-                places = range(row.start + 1, row.start + count + 1)
-                scored = logprobs_of(logits, row.tokens[places.start : places.stop], wanted)
-                result.prompt_logprobs[row.sequence_id] = list(zip(places, scored, strict=True))
+                positions = range(row.start + 1, row.start + count + 1)
+                token_ids = row.tokens[positions.start : positions.stop]
+                scored = logprobs_of(logits, token_ids, num_logprobs)
+                result.prompt_logprobs[row.sequence_id] = list(zip(positions, scored, strict=True))

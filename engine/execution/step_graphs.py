@@ -1,4 +1,4 @@
-"""Graph capture and replay of decode steps: CUDA graphs on a GPU, a recorded call list on a CPU.
+"""Graph capture and replay of decode steps: CUDA graphs on a GPU, a CPU graph on a CPU.
 
 A step with one token per sequence is the same operations each time, on other values. So it is captured once
 for each batch size, on static input tensors, to which later steps copy their values. A step whose batch size
@@ -98,7 +98,7 @@ class StepGraphs:
         except NotCapturable:
             # Some linear has data-dependent control flow, as those with outliers (LLM.int8) do.
             self._sizes = ()
-        # Capturing may have written NaN to the null block; padded table entries are read, with weight 0.
+        # Capturing wrote meaningless values to the null block; padding in a table is read, with weight 0.
         for cache in self._caches:
             for part in cache.parts:
                 part[NULL_BLOCK].zero_()

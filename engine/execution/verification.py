@@ -1,4 +1,4 @@
-"""Speculative verification: draws behind the rows of a step, and behind the draft tokens that it accepts."""
+"""Verification of draft tokens: coupled sampling, or rejection sampling (Leviathan et al. 2023)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .step_result import StepResult
 
 
 class Verification(Protocol):
-    """A rule of acceptance."""
+    """An acceptance rule for draft tokens."""
 
     def draw(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
-        """Draw from `logits` [draws, vocab], those behind the layout's `ends`, into `result`.
+        """Sample from `logits` [draws, vocab] of the layout's `ends` into `result`.
 
-        What is accepted is noted in the speculative rows.
+        Accepted draft tokens are recorded in the speculative rows.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CoupledVerification:
-    """Draws every token as it is drawn without drafts: a draft token is accepted where it is that one."""
+    """Samples every token as without speculation; a draft token is accepted if it is the sampled one."""
 
     sampler: Sampler
     eos_token_ids: frozenset[int]
@@ -54,15 +54,15 @@ class CoupledVerification:
             result.tokens[row.sequence_id] = tokens[begin:end]
             result.logprobs[row.sequence_id] = logprobs[begin:end]
             begin = end
-        going = [one for one in layout.speculative.values() if one.accept(_last(one, result))]
-        while going:
-            places = [begins[one.row.sequence_id] + 1 + one.accepted[-1] for one in going]
-            draws = [sampling_row(one.row, self.eos_token_ids, one.path) for one in going]
+        active = [row for row in layout.speculative.values() if row.accept(_last(row, result))]
+        while active:
+            places = [begins[each.row.sequence_id] + 1 + each.accepted[-1] for each in active]
+            draws = [sampling_row(each.row, self.eos_token_ids, each.path) for each in active]
             tokens, logprobs = self._drawn(logits, places, draws)
-            for one, token, scored in zip(going, tokens, logprobs, strict=True):
-                result.tokens[one.row.sequence_id].append(token)
-                result.logprobs[one.row.sequence_id].append(scored)
-            going = [one for one in going if one.accept(_last(one, result))]
+            for verified, token, scored in zip(active, tokens, logprobs, strict=True):
+                result.tokens[verified.row.sequence_id].append(token)
+                result.logprobs[verified.row.sequence_id].append(scored)
+            active = [each for each in active if each.accept(_last(each, result))]
 
     def _drawn(
         self, logits: torch.Tensor, places: Sequence[int], draws: Sequence[SamplingRow]
@@ -82,53 +82,55 @@ class RejectionVerification:
 
     def draw(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
         """See `Verification`."""
-        draws = [own for row in layout.drawing for own in self._draws(row, layout)]
+        draws = [each for row in layout.drawing for each in self._draws(row, layout)]
         target = self.sampler.distributions(logits, draws)
         chains: list[Chain] = []
         begins: list[int] = []
         begin = 0
         for row in layout.drawing:
-            one = layout.speculative.get(row.sequence_id)
-            draft = None if one is None else one.draft
+            verified = layout.speculative.get(row.sequence_id)
+            draft = None if verified is None else verified.draft
             length = 1 if draft is None else len(draft.token_ids) + 1
             for _ in range(row.num_samples):
-                own = draws[begin]
-                chains.append(Chain(target[begin : begin + length], draft, own.seed, own.position))
+                first = draws[begin]
+                distributions = target[begin : begin + length]
+                chains.append(Chain(distributions, draft, first.seed, first.position))
                 begins.append(begin)
                 begin += length
-        answers = accepted_tokens(chains, self.sampler)
-        places = [at + i for at, own in zip(begins, answers, strict=True) for i in range(len(own))]
-        at, ids = packed([places, [token for own in answers for token in own]], logits.device)
+        accepted = accepted_tokens(chains, self.sampler)
+        places = [at + i for at, ids in zip(begins, accepted, strict=True) for i in range(len(ids))]
+        at, ids = packed([places, [token for run in accepted for token in run]], logits.device)
         picked = logits if len(places) == len(logits) else logits.index_select(0, at)
         scored = iter(WantedLogprobs(picked, ids, [draws[place] for place in places]).result())
-        drawn = iter(answers)
+        drawn = iter(accepted)
         for row in layout.drawing:
             tokens = [token for _ in range(row.num_samples) for token in next(drawn)]
             result.tokens[row.sequence_id] = tokens
             result.logprobs[row.sequence_id] = [next(scored) for _ in tokens]
-        for one in layout.speculative.values():
-            one.accepted = list(range(len(result.tokens[one.row.sequence_id]) - 1))
+        for verified in layout.speculative.values():
+            num_accepted = len(result.tokens[verified.row.sequence_id]) - 1
+            verified.accepted = list(range(num_accepted))
 
     def _draws(self, row: ScheduledRow, layout: StepLayout) -> list[SamplingRow]:
-        """For each of the row's samples, and for each token that may come behind its draft tokens."""
-        one = layout.speculative.get(row.sequence_id)
-        if one is None:
+        """Sampling rows of each of the row's samples, or of each position of its draft and the bonus token."""
+        verified = layout.speculative.get(row.sequence_id)
+        if verified is None:
             return sampling_rows(row, self.eos_token_ids)
-        ids = one.draft.token_ids
+        ids = verified.draft.token_ids
         return [sampling_row(row, self.eos_token_ids, ids[:count]) for count in range(len(ids) + 1)]
 
 
 def _begins(layout: StepLayout) -> Mapping[str, int]:
-    """Where the draws of each row begin among the layout's `ends`."""
+    """Offset of each row's samples in the layout's `ends`."""
     begins: dict[str, int] = {}
     begin = 0
     for row in layout.drawing:
         begins[row.sequence_id] = begin
-        one = layout.speculative.get(row.sequence_id)
-        begin += row.num_samples + (0 if one is None else len(one.draft.token_ids))
+        verified = layout.speculative.get(row.sequence_id)
+        begin += row.num_samples + (0 if verified is None else len(verified.draft.token_ids))
     return begins
 
 
-def _last(one: SpeculativeRow, result: StepResult) -> int:
-    """The token of a row that was drawn last."""
-    return result.tokens[one.row.sequence_id][-1]
+def _last(verified: SpeculativeRow, result: StepResult) -> int:
+    """The token of a row that was sampled last."""
+    return result.tokens[verified.row.sequence_id][-1]
