@@ -103,7 +103,7 @@ class BeamSearch:
         del extended[self.num_candidates :]
         length = len(extended[0].token_ids)
         is_last = length == params.max_tokens
-        # Only the best `beam_width` may finish; the others are there so that enough unfinished ones remain.
+        # Only the best `beam_width` may finish; the others are there so that enough unfinished remain.
         ended = [
             self._finished(beam) for beam in extended[:width] if is_last or self._is_ended(beam)
         ]

@@ -150,7 +150,7 @@ class Engine:
         return InFlightStep(plan, start, scheduled, kv_blocks_used, timer, wait)
 
     def _step_timer(self) -> StepTimer:
-        """A phase timer if a recorder or a hook needs one; for a hook alone the device is not synchronized."""
+        """A phase timer if a recorder or a hook needs one; a hook alone does not synchronize the device."""
         recorded = self.recorder is not None and self.recorder.asks_for_phases
         if not recorded and self.hook is None:
             return UNTIMED

@@ -38,7 +38,7 @@ class LLM:
     ) -> list[GenerationResult]:
         """Complete prompts (text or token ids) together; results come in the prompts' order.
 
-        `params` and `lora`, the name of an adapter, are one for all prompts or a sequence with one per prompt.
+        `params` and `lora` (an adapter's name) are for all prompts, or sequences with one per prompt.
 
         Raises:
             BadInput: a prompt that can never fit or an unknown adapter; all prompts are

@@ -1,1 +1,1 @@
-"""What every part of the engine may use: sampling parameters, device, host, units. Imports no other part."""
+"""Shared basics: sampling parameters, device, host, units. Imports no other part of the engine."""

@@ -1,4 +1,4 @@
-"""Where the engine computes, and in what precision, when the user leaves it open."""
+"""Choice of device and dtype, and their defaults on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def choose_device(name: str) -> torch.device:
     """The device of that name; "auto" is CUDA where there is one.
 
     Raises:
-        BadInput: CUDA is asked for where there is none.
+        BadInput: a CUDA device without CUDA.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Which tokens end a sequence."""
+"""EOS token ids of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...quant.model.checkpoint import read_json
 
 
 def end_token_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a sequence: the generation config's, else the model's, and the tokenizer's."""
+    """EOS token ids: of the generation config, else the model config, and of the tokenizer."""
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     listed = generation.get("eos_token_id", config.get("eos_token_id"))

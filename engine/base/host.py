@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, memory, the processor's name. No torch."""
+"""Host resources available to this process: CPU cores, memory, CPU model. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use: its affinity, cut by the control group's quota and by
-    OMP_NUM_THREADS, where the user set that."""
+    """CPU cores that this process may use: its affinity, limited by the cgroup's CPU quota and by
+    OMP_NUM_THREADS, if set."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -20,12 +20,12 @@ def usable_cores() -> int:
             cores = min(cores, max(1, int(quota) // int(period)))
     except (OSError, ValueError):
         pass
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return min(cores, int(asked)) if asked.isdigit() and int(asked) else cores
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return min(cores, int(limit)) if limit.isdigit() and int(limit) else cores
 
 
 def available_memory_bytes() -> int:
-    """Memory that a process can still take without swapping."""
+    """Memory that can be allocated without swapping."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -36,14 +36,14 @@ def available_memory_bytes() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Return to the system what was freed and the C library keeps for later, where it can be asked to."""
+    """Return freed memory from the C allocator to the system (`malloc_trim`), if it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """The CPU model as the system names it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("model name", "Hardware", "cpu model")):

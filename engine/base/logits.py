@@ -1,8 +1,8 @@
-"""What may change the scores of a request before a token is drawn: processors and token masks.
+"""Logits processors and token masks (guided decoding).
 
-Both are functions of the tokens so far and of nothing else. That is what makes them right under every
-schedule: a preempted sequence asks again and gets the same answer, the completions of one request do not
-share a state, and a draft that is rejected leaves nothing to undo.
+Both are pure functions of the tokens so far. That makes them correct under every schedule: a recomputed
+sequence gets the same result, the completions of one request share no state, and a rejected draft leaves
+nothing to roll back.
 """
 
 from __future__ import annotations
@@ -17,28 +17,27 @@ import torch
 from ...quant.base.errors import BadInput
 
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
-"""(tokens so far, prompt first; float32 scores [vocab]) → scores [vocab].
+"""(tokens so far, prompt first; float32 logits [vocab]) → logits [vocab].
 
-The scores may be changed in place. The call must be a function of the two.
+The logits may be changed in place. It must be a pure function of the two.
 """
 
 REMEMBERED_STATES = 256
-"""Sequences whose state an automaton keeps: more than the completions of one request, and few enough that
-their tokens take no memory worth counting."""
+"""Sequences whose automaton state is cached (LRU): more than the completions of one request, and few enough
+that their tokens take little memory."""
 
 
 class TokenMask(Protocol):
-    """Which tokens may come next: the hook of guided decoding."""
+    """Allowed next tokens: the interface of guided decoding."""
 
     def allowed(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor | None:
-        """The tokens that may follow `prompt` and `output`; None: all.
+        """The tokens allowed after `prompt` and `output`; None: all.
 
-        A boolean mask [vocab], or a packed one, int32 [ceil(vocab / 32)], bit i % 32 of word i // 32
-        being set where token i may come (the layout of xgrammar and llguidance). A mask may be shorter
-        than the vocabulary: what lies behind its end may not come. Where it leaves nothing, the sequence
-        can only end.
+        A boolean mask [vocab], or a packed one, int32 [ceil(vocab / 32)], with bit i % 32 of word i // 32
+        set if token i is allowed (the layout of xgrammar and llguidance). A mask may be shorter than the
+        vocabulary: tokens beyond its end are not allowed. If it allows none, the sequence can only end.
 
-        Must be a function of its arguments: it is asked again after a preemption, and about drafts that
+        Must be a pure function of its arguments: it is called again after a preemption, and for drafts that
         may be rejected.
         """
         ...
@@ -48,13 +47,13 @@ State = TypeVar("State")
 
 
 class TokenAutomaton(Protocol[State]):
-    """A grammar as a machine that reads tokens. States are values: they are never changed."""
+    """A grammar as an automaton over tokens. States are immutable."""
 
     @property
     def start(self) -> State: ...
 
     def advance(self, state: State, token_id: int) -> State:
-        """The state behind `token_id`. It may be one that `allowed` has refused."""
+        """The state after `token_id`, which `allowed` may have excluded."""
         ...
 
     def allowed(self, state: State) -> torch.Tensor | None:
@@ -63,10 +62,10 @@ class TokenAutomaton(Protocol[State]):
 
 
 class AutomatonMask(Generic[State]):
-    """A token mask from an automaton that reads the output.
+    """Token mask of an automaton over the output tokens.
 
-    The state of an output is computed from that of the output without its last token where it is
-    remembered, else by reading the whole. So a step reads one token, and rolling back costs nothing.
+    The state of an output is computed from the cached state of the output without its last token, else from
+    the start. So a step reads one token, and a rollback is free.
     """
 
     def __init__(self, automaton: TokenAutomaton[State]) -> None:
@@ -77,7 +76,7 @@ class AutomatonMask(Generic[State]):
         return self._automaton.allowed(self.state_of(output))
 
     def state_of(self, output: Sequence[int]) -> State:
-        """The automaton's state once it has read `output`."""
+        """The automaton's state after `output`."""
         tokens = tuple(output)
         if tokens not in self._states:
             if tokens and tokens[:-1] in self._states:
@@ -94,7 +93,7 @@ class AutomatonMask(Generic[State]):
 
 
 def dense_mask(mask: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """A token mask, packed or not, as booleans [vocab].
+    """A token mask, packed or boolean, as booleans [vocab].
 
     Raises:
         BadInput: it is neither, or longer than the vocabulary.
@@ -111,14 +110,14 @@ def dense_mask(mask: torch.Tensor, vocab_size: int, device: torch.device) -> tor
 
 
 def packed_mask(mask: torch.Tensor, vocab_size: int) -> np.ndarray:
-    """A token mask, packed or not, as int32 [ceil(vocab / 32)] on the host; raises as `dense_mask`."""
+    """A token mask, packed or boolean, as int32 [ceil(vocab / 32)] on the host; raises as `dense_mask`."""
     _check_mask(mask, vocab_size)
     words = np.zeros(-(-vocab_size // 32), dtype="<i4")
-    own = mask.cpu().numpy()
+    values = mask.cpu().numpy()
     if mask.dtype is torch.int32:
-        words[: len(own)] = own
+        words[: len(values)] = values
     else:
-        octets = np.packbits(own, bitorder="little")
+        octets = np.packbits(values, bitorder="little")
         words.view(np.uint8)[: len(octets)] = octets
     return words
 

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, and when it wants to stop."""
+"""Sampling parameters and stop conditions of a request, after vLLM's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .logits import LogitsProcessor, TokenMask
 
 SMALLEST_TEMPERATURE = 1e-5
-"""Below it, scores divided by the temperature leave float32; the likeliest token is taken instead."""
+"""Below it, logits divided by the temperature overflow float32; sampling is greedy instead."""
 
 MAX_LOGPROBS = 100
 MAX_COMPLETIONS = 128
@@ -21,15 +21,15 @@ MAX_COMPLETIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Names and meanings follow vLLM's.
+    """Sampling parameters of one request. Names and meanings follow vLLM's.
 
-    `temperature` 0 is greedy. `top_k` 0 (or -1) and `top_p` 1 and `min_p` 0 are off. Penalties look at
-    output tokens only, but for `repetition_penalty`, which looks at the prompt too. `logprobs` = k asks
-    for the chosen token and the k likeliest; they come from the model's own distribution, before
-    penalties and temperature. `best_of` = b draws b completions and hands out the n of them with the
-    highest sum of log-probabilities, all at the end. `max_tokens` None runs to the model's context
-    length. `token_mask` says which tokens may come, `logits_processors` change scores in their order:
-    see `engine/base/logits.py`.
+    `temperature` 0 is greedy. `top_k` 0 (or -1) and `top_p` 1 and `min_p` 0 are off. Penalties apply to
+    output tokens only, but `repetition_penalty` to the prompt too. `logprobs` = k returns those of the
+    sampled token and the k likeliest; they come from the model's own distribution, before penalties and
+    temperature. `best_of` = b samples b completions and returns the n of them with the highest
+    cumulative logprob, all at the end. `max_tokens` None runs to the model's context length. `token_mask`
+    is the mask of allowed tokens, `logits_processors` change logits in their order: see
+    `engine/base/logits.py`.
 
     Raises:
         BadInput: a value outside its range.
@@ -100,7 +100,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Completions that are drawn."""
+        """Completions that are sampled."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -109,17 +109,17 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether any of top-k, top-p and min-p narrows the choice."""
+        """Whether any of top-k, top-p and min-p is on."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def changes_scores(self) -> bool:
-        """Whether the scores are anything but the model's own before the temperature."""
+        """Whether the logits are changed before the temperature."""
         return bool(self.logit_bias) or self.reads_tokens
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the scores are changed by the tokens before, beyond what the model makes of them."""
+        """Whether the logits are changed as a function of the previous tokens."""
         return bool(self.logits_processors) or self.token_mask is not None or self.penalizes
 
     @property

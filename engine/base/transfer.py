@@ -1,4 +1,4 @@
-"""Copies between the host and the device that the host does not wait for."""
+"""Asynchronous copies between host and device, through pinned memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`values` on the device. On a CPU they share their memory."""
+    """`values` on the device. On a CPU the tensor shares their memory."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
@@ -19,21 +19,21 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 def packed(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
     """Each list as int64 on the device, all in one copy.
 
-    Each begins at a multiple of 16 bytes: a Triton kernel is compiled once for such arguments.
+    Each is aligned to 16 bytes, for which Triton specializes: so a kernel is compiled once.
     """
     values: list[int] = []
     bounds: list[tuple[int, int]] = []
-    for one in lists:
-        bounds.append((len(values), len(values) + len(one)))
-        values.extend(one)
-        if len(one) % 2:
+    for items in lists:
+        bounds.append((len(values), len(values) + len(items)))
+        values.extend(items)
+        if len(items) % 2:
             values.append(0)
     whole = to_device(np.array(values, dtype=np.int64), device)
     return [whole[begin:end] for begin, end in bounds]
 
 
 class HostCopy:
-    """A tensor on its way to the host."""
+    """An asynchronous copy of a tensor to the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._arrived = tensor, None
@@ -44,7 +44,7 @@ class HostCopy:
             self._arrived.record()
 
     def wait(self) -> torch.Tensor:
-        """The tensor on the host."""
+        """Synchronize; returns the tensor on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor

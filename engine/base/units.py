@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parsing and formatting of sizes in bytes and tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parse_size(text: str) -> int:
 
 
 def format_gib(num_bytes: float) -> str:
-    """In GiB (2^30), with as many decimals as mean something."""
+    """In GiB (2^30), or MiB or KiB where it is small."""
     gib = num_bytes / 2**30
     if gib >= 0.1 or num_bytes == 0:
         return f"{gib:,.2f} GiB"

@@ -110,8 +110,8 @@ class ModelRunner:
     def _forward(
         self, layout: StepLayout, drawn: DrawnTokens | None, timer: StepTimer
     ) -> tuple[torch.Tensor, torch.Tensor | None, StepResult]:
-        """Hidden states [tokens, hidden], logits [ends, vocab] of the layout's `ends` if any row samples, and a
-        result with the prompts' logprobs."""
+        """Hidden states [tokens, hidden], logits [ends, vocab] of the layout's `ends` if any row samples, and
+        a result with the prompts' logprobs."""
         with timer("prepare_inputs"):
             forward = self._graphs.prepare(self._inputs(layout, drawn))
             ends = self._ends(layout) if layout.drawing else None

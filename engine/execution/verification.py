@@ -112,7 +112,7 @@ class RejectionVerification:
             verified.accepted = list(range(num_accepted))
 
     def _draws(self, row: ScheduledRow, layout: StepLayout) -> list[SamplingRow]:
-        """Sampling rows of each of the row's samples, or of each position of its draft and the bonus token."""
+        """Sampling rows of the row's samples, or of each position of its draft and the bonus token."""
         verified = layout.speculative.get(row.sequence_id)
         if verified is None:
             return sampling_rows(row, self.eos_token_ids)

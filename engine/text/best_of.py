@@ -1,4 +1,4 @@
-"""Completions that compete: `best_of` are drawn, the `n` likeliest are handed out."""
+"""best_of: of `best_of` sampled completions, the `n` of the highest cumulative logprob are returned."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..scheduling.outputs import RequestOutput
 
 
 class BestOf:
-    """Holds back what a request with `best_of` > `n` brings, until the best of it are known.
+    """Collects the outputs of a request with `best_of` > `n`, until all of its completions are finished.
 
-    The rule is vLLM's: the highest sum of the log-probabilities of all tokens wins, so that length is
-    not made up for. They are the model's own, before penalties and temperature.
+    They are ranked as in vLLM, by cumulative logprob, without length normalization. The logprobs are the
+    model's own, before penalties and temperature.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -23,32 +23,32 @@ class BestOf:
 
     @staticmethod
     def scored(params: SamplingParams) -> SamplingParams:
-        """The same params, with the log-probabilities that the contest is decided by."""
+        """The same params, with the logprobs that completions are ranked by."""
         return params if params.logprobs is not None else replace(params, logprobs=0)
 
     def take(self, output: RequestOutput) -> list[RequestOutput]:
-        """Keep a piece; with the last one, every winner comes back whole, best first, as index 0 to n - 1."""
+        """Add a delta; after the last one, returns the n best completions whole, best first, as index 0 to n - 1."""
         self._outputs.setdefault(output.index, []).append(output)
         self._num_finished += output.finish_reason is not None
         if self._num_finished < self._params.num_sequences:
             return []
         ranked = sorted(self._outputs.values(), key=_cumulative_logprob, reverse=True)
-        return [self._whole(place, found) for place, found in enumerate(ranked[: self._params.n])]
+        return [self._whole(rank, outputs) for rank, outputs in enumerate(ranked[: self._params.n])]
 
-    def _whole(self, place: int, outputs: Sequence[RequestOutput]) -> RequestOutput:
+    def _whole(self, rank: int, outputs: Sequence[RequestOutput]) -> RequestOutput:
         wants_logprobs = self._params.logprobs is not None
         return replace(
             outputs[-1],
-            index=place,
+            index=rank,
             new_token_ids=tuple(token for output in outputs for token in output.new_token_ids),
             new_text="".join(output.new_text for output in outputs),
-            logprobs=tuple(one for output in outputs for one in output.logprobs or ())
+            logprobs=tuple(entry for output in outputs for entry in output.logprobs or ())
             if wants_logprobs
             else None,
             # The prompt was scored once, beside the first completion.
-            prompt_logprobs=self._outputs[0][0].prompt_logprobs if place == 0 else None,
+            prompt_logprobs=self._outputs[0][0].prompt_logprobs if rank == 0 else None,
         )
 
 
 def _cumulative_logprob(outputs: Sequence[RequestOutput]) -> float:
-    return sum(one.logprob for output in outputs for one in output.logprobs or ())
+    return sum(entry.logprob for output in outputs for entry in output.logprobs or ())

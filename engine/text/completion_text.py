@@ -1,4 +1,4 @@
-"""The text side of a completion: what has been decoded, and what is held back."""
+"""Text of a completion: incremental detokenization with stop strings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .detokenizer import Decoder, IncrementalDetokenizer
 
 
 class CompletionText:
-    """Turns the tokens of one completion into text, up to a stop string."""
+    """Detokenizes one completion, up to a stop string."""
 
     def __init__(self, decoder: Decoder, prompt: Sequence[int], params: SamplingParams) -> None:
         self._detokenizer = IncrementalDetokenizer(
@@ -21,7 +21,7 @@ class CompletionText:
         self._num_tokens = 0
 
     def feed(self, token_id: int, *, is_last: bool) -> tuple[str, str | None]:
-        """Text that a token completes, and the stop string that it meets, if it does."""
+        """The text to emit after a token, and the stop string that it completes, if any."""
         self._num_tokens += 1
         delta = self._detokenizer.feed([token_id])
         if self._num_tokens < self._min_tokens:

@@ -1,4 +1,4 @@
-"""From token ids to text, piece by piece, and never half a character."""
+"""Incremental detokenization, which never emits a part of a character."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ REPLACEMENT = "\ufffd"
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that turns ids into text."""
+    """The decoding part of a tokenizer."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 def text_decoder(tokenizer: Any) -> Decoder:
-    """What decodes a few tokens fastest, to what `tokenizer` of transformers would.
+    """The fastest decoder of a few tokens with the result of a transformers `tokenizer`.
 
-    Its own `decode` looks at the type of every id first, which takes longer than decoding them.
+    The tokenizer's own `decode` checks the type of every id first, which takes longer than decoding.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -30,9 +30,9 @@ def text_decoder(tokenizer: Any) -> Decoder:
 class IncrementalDetokenizer:
     """Text of a growing sequence.
 
-    A token's text depends on its neighbours (leading spaces, bytes of one character), so each piece is
+    A token's text depends on its neighbours (leading spaces, bytes of one character), so each delta is
     the difference of two decodings that share a few tokens of context: from `_context` to `_shown`, and
-    from `_context` to the end. While the end is an incomplete character, nothing is shown.
+    from `_context` to the end. While the end is an incomplete character, nothing is emitted.
     """
 
     NUM_CONTEXT_TOKENS = 6
@@ -42,18 +42,18 @@ class IncrementalDetokenizer:
     ) -> None:
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
-        # The end of the prompt is context: it decides whether the first word begins with a space.
+        # The end of the prompt is context: the leading space of the first word depends on it.
         self._token_ids = list(prompt_token_ids[-self.NUM_CONTEXT_TOKENS :])
         self._context = 0
         self._shown = len(self._token_ids)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that is complete now."""
+        """Add tokens; returns the text that they complete."""
         self._token_ids.extend(token_ids)
         return self._advance(complete_only=True)
 
     def flush(self) -> str:
-        """The rest, once no more tokens come; an unfinished character becomes U+FFFD."""
+        """The rest, at the end of the sequence; an incomplete character becomes U+FFFD."""
         return self._advance(complete_only=False)
 
     def _advance(self, *, complete_only: bool) -> str:

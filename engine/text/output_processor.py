@@ -1,4 +1,4 @@
-"""From the tokens of a step to what those who asked are told."""
+"""The output processor: from the tokens of a step to `RequestOutput` deltas (as in vLLM)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .detokenizer import text_decoder
 
 
 class OutputProcessor:
-    """What has been said of each sequence: its text, its prompt's scores, and its request's contest."""
+    """Per-sequence output state: emitted text, prompt logprobs, and the best_of candidates of requests."""
 
     def __init__(self, scheduler: Scheduler, tokenizer: Any) -> None:
         self._scheduler = scheduler
@@ -26,18 +26,18 @@ class OutputProcessor:
         self._best_of: dict[str, BestOf] = {}
 
     def add_best_of(self, request_id: str, best_of: BestOf) -> None:
-        """A request whose completions compete; nothing is said before they have."""
+        """Register a request with best_of; it has no outputs until all candidates are finished."""
         self._best_of[request_id] = best_of
 
     def forget(self, request_id: str, members: list[Request]) -> None:
-        """Drop what was kept of a request and its sequences."""
+        """Drop the state of a request and its sequences."""
         self._best_of.pop(request_id, None)
         for request in members:
             self._texts.pop(request.sequence_id, None)
             self._prompt_logprobs.pop(request.sequence_id, None)
 
     def keep_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
-        """Collect the scores of prompts; a prompt may take several steps."""
+        """Collect prompt logprobs; a prompt may take several steps."""
         for row in plan.rows:
             scored = result.prompt_logprobs.get(row.sequence_id)
             if scored and self._scheduler.request_of(row) is not None:
@@ -46,20 +46,20 @@ class OutputProcessor:
     def outputs(
         self, plan: StepPlan, result: StepResult, tokens: list[Token]
     ) -> list[RequestOutput]:
-        """What the tokens of a step come to, sequence by sequence."""
+        """Deltas of the tokens of a step, one per sequence."""
         runs = [list(run) for _, run in groupby(tokens, key=lambda token: token.request)]
         return [self._output(plan, result, run) for run in runs]
 
     def shown(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Pieces, but of a contest nothing before its end, and then the winners."""
+        """The deltas to emit: of a request with best_of only the best completions, at its end."""
         return [shown for output in outputs for shown in self._shown(output)]
 
     def _output(self, plan: StepPlan, result: StepResult, run: list[Token]) -> RequestOutput:
-        """What the tokens of one sequence, in order, come to; its text may end before them."""
+        """The delta of a sequence's tokens, in order; a stop string may drop the last of them."""
         request = run[0].request
         text, shown_tokens = self._advance_text(request, run)
         scored = result.logprobs[plan.rows[run[0].row].sequence_id]
-        logprobs = [one for token in shown_tokens if (one := scored[token.sample]) is not None]
+        logprobs = [entry for token in shown_tokens if (entry := scored[token.sample]) is not None]
         prompt_logprobs = None
         is_first = request.index == 0 and request.num_output_tokens == len(shown_tokens)
         if is_first and request.params.prompt_logprobs is not None:
@@ -92,7 +92,7 @@ class OutputProcessor:
         return winners
 
     def _advance_text(self, request: Request, run: list[Token]) -> tuple[str, list[Token]]:
-        """Text that tokens complete; ends the request where it meets a stop string, and drops the rest."""
+        """The text to emit and its tokens; a stop string ends the request and drops the rest."""
         text = self._texts.get(request.sequence_id)
         if text is None:
             prompt = request.token_ids[: request.num_prompt_tokens]

@@ -1,4 +1,4 @@
-"""Embeddings: one vector of a text from its hidden states, as a sentence-transformers checkpoint says."""
+"""Pooling of hidden states to embeddings, as a sentence-transformers checkpoint configures it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How `modules.json` and the pooling module's config make a vector.
+    """Pooling mode and normalization, of `modules.json` and the pooling module's config.
 
     Raises:
-        BadInput: a way that is not known here.
+        BadInput: an unsupported mode.
     """
 
     mode: str
@@ -48,10 +48,10 @@ class Pooling:
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """The pooling of a checkpoint; None where it has none, because it is not an embedding model.
+    """The pooling of a checkpoint; None if it is not an embedding model.
 
     Raises:
-        BadInput: it pools in a way, or has a module, that is not known here.
+        BadInput: an unsupported pooling mode or module.
     """
     listing = folder / "modules.json"
     default = folder / "1_Pooling" / "config.json"
@@ -59,7 +59,9 @@ def read_pooling(folder: Path) -> Pooling | None:
         return _pooling(read_json(default), normalize=False) if default.is_file() else None
     try:
         modules: Any = json.loads(listing.read_text(encoding="utf-8"))
-        kinds = {str(one["type"]).rpartition(".")[2]: folder / one["path"] for one in modules}
+        kinds = {
+            str(module["type"]).rpartition(".")[2]: folder / module["path"] for module in modules
+        }
     except (ValueError, TypeError, KeyError) as error:
         raise BadInput(f"{listing} is not a list of modules: {error}") from error
     if strange := kinds.keys() - {"Transformer", "Pooling", "Normalize"}:
@@ -70,7 +72,7 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def _pooling(config: dict[str, Any], *, normalize: bool) -> Pooling:
-    """Newer configs name the mode, older ones have a flag for each."""
+    """Newer configs name the mode, older ones have a flag per mode."""
     flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
     modes = config.get("pooling_mode") or [_FLAGS.get(name, name) for name in flags]
     modes = [modes] if isinstance(modes, str) else modes
