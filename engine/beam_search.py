@@ -21,7 +21,7 @@ from .text.detokenizer import IncrementalDetokenizer
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """Parameters of a beam search. `length_penalty` and `early_stopping` are those of transformers' `generate`.
+    """Beam search parameters. `length_penalty` and `early_stopping` are those of transformers' `generate`.
 
     Attributes:
         beam_width: beams that are extended, and hypotheses returned.

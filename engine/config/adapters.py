@@ -1,4 +1,4 @@
-"""What `adapter_config.json` of a PEFT folder says, and what of it cannot be served."""
+"""LoRA adapter settings: PEFT's `adapter_config.json`, and its unsupported fields."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _KEEPS_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """Rank, scale and targets of an adapter; the patterns are for modules that differ.
+    """Rank, scale and target modules of an adapter; the patterns override them for single modules.
 
     Source: `LoraConfig` of PEFT, and Kalajdzievski, "A Rank Stabilization Scaling Factor for
     Fine-Tuning with LoRA" (arXiv:2312.03732) for `rank_stabilized`.
@@ -63,10 +63,10 @@ class LoraSettings:
 
     @classmethod
     def read(cls, folder: Path) -> LoraSettings:
-        """The settings of a folder.
+        """The settings of an adapter folder.
 
         Raises:
-            BadInput: naming the file and the field that is missing, nonsense, or not supported.
+            BadInput: naming the file and the field that is missing, invalid, or not supported.
         """
         path = folder / CONFIG_NAME
         raw = read_json(path)
@@ -98,7 +98,7 @@ class LoraSettings:
         )
 
     def targets_module(self, module: str) -> bool:
-        """Whether `target_modules` means a module, given without PEFT's own prefix."""
+        """Whether `target_modules` matches a module, named without PEFT's prefix."""
         if self.targets == "all-linear":
             return True
         if isinstance(self.targets, str):
@@ -109,7 +109,7 @@ class LoraSettings:
         return _find(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """The factor on `B·A`."""
+        """The scale of `B·A`."""
         rank, alpha = self.rank_of(module), _find(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
@@ -118,21 +118,21 @@ def parse_adapters(words: Sequence[str]) -> dict[str, Path]:
     """Adapters by name, from words of the form NAME=FOLDER.
 
     Raises:
-        BadInput: another form, or a name that was given twice.
+        BadInput: another form, or a duplicate name.
     """
-    found: dict[str, Path] = {}
+    adapters: dict[str, Path] = {}
     for word in words:
         name, equals, folder = word.partition("=")
         if not (name and equals and folder):
             raise BadInput(f"--lora {word!r}: write NAME=FOLDER")
-        if name in found:
+        if name in adapters:
             raise BadInput(f"--lora {word!r}: the name {name!r} was given twice")
-        found[name] = Path(folder).expanduser()
-    return found
+        adapters[name] = Path(folder).expanduser()
+    return adapters
 
 
 def adapter_salt(adapter: str | None, salt: bytes) -> bytes:
-    """The salt of prefix-cache hashes: keys and values depend on the adapter that made them."""
+    """The salt of prefix-cache hashes: keys and values depend on the adapter."""
     if adapter is None:
         return salt
     return blake2b(salt, key=blake2b(adapter.encode()).digest(), digest_size=32).digest()

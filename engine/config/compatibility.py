@@ -1,7 +1,7 @@
-"""Feature compatibility: the features of the engine, and the pairs of them that are refused.
+"""Feature compatibility: the features of the engine, and the incompatible pairs.
 
-The refusals at start-up and the matrix in docs/compatibility.md are made from these lists, so they cannot
-differ. A feature is of the engine (an option turns it on), of the checkpoint, or of a request.
+The checks at start-up and the matrix in docs/compatibility.md are made from these lists, so they cannot
+differ. A feature is of the engine (an option enables it), of the checkpoint, or of a request.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ...quant.base.errors import BadInput
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something that can be turned on.
+    """A feature that can be enabled.
 
     Attributes:
-        name: as it stands in a sentence.
-        source: the option that turns it on (`EngineConfig.features` says when), or where else it comes from.
+        name: as used in a sentence.
+        source: the option that enables it (`EngineConfig.features` says when), or its other origin.
     """
 
     name: str
@@ -82,7 +82,7 @@ REFUSALS: Mapping[frozenset[str], str] = {
     frozenset({"tensor-parallel", "transformers"}): "only the decoder's own layers are divided",
     frozenset({"quantized", "transformers"}): "transformers' modules take plain weights only",
 }
-"""Why two features do not go together."""
+"""Reasons why two features are incompatible."""
 
 ALTERNATIVES = frozenset(
     {
@@ -93,14 +93,14 @@ ALTERNATIVES = frozenset(
         frozenset({"prompt-logprobs", "beams"}),
     }
 )
-"""Pairs that nobody can ask for, because one place says the one or the other. All others go together."""
+"""Pairs that are alternatives of one option. All other pairs are compatible."""
 
 
 def refuse(features: Collection[str], because: str = "") -> None:
-    """Check features that are on together; `because` says how one of them came about.
+    """Check features that are enabled together; `because` is the origin of one of them.
 
     Raises:
-        BadInput: two of them do not go together.
+        BadInput: two of them are incompatible.
     """
     for pair, reason in REFUSALS.items():
         if pair <= set(features):
@@ -109,7 +109,7 @@ def refuse(features: Collection[str], because: str = "") -> None:
 
 
 def refusal_line(pair: frozenset[str]) -> str:
-    """How the refusal of a pair begins."""
+    """The beginning of the message for an incompatible pair."""
     return (
         " and ".join(FEATURES[key].name for key in FEATURES if key in pair) + " do not go together"
     )

@@ -1,4 +1,4 @@
-"""What the user chose, and what follows from it on this machine."""
+"""`EngineConfig`: the options of an engine, their limits and the features that they enable."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def _device(name: str) -> str | None:
 class EngineConfig:
     """Options of an engine. None means: derive it from the model and the machine.
 
-    `model` is a folder, a bundled model's name, or a hub id. The metadata of every other field is its one
-    definition: from it come the options of the command line, of a benchmark, of recipes and of `LLM`.
+    `model` is a folder, a bundled model's name, or a hub id. The metadata of every other field is its
+    only definition, for the command line, benchmarks, recipes and `LLM`.
 
     Raises:
-        BadInput: a value out of its limits, or options that do not go together.
+        BadInput: a value out of its limits, or incompatible options.
     """
 
     model: str | Path | None = None
@@ -66,7 +66,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = field(
         default=None,
         metadata=option(
-            "Size of the KV cache, in bytes or as in 4GiB. Default: what fits.",
+            "Size of the KV cache, in bytes or as in 4GiB. Default: from the free memory.",
             hidden_flags=("--kv-cache-memory",),
             word=str,
             parse=parse_size,
@@ -109,15 +109,15 @@ class EngineConfig:
     )
     max_num_seqs: int | None = field(
         default=None,
-        metadata=option("Sequences in one step, at most; more wait.", limit=at_least(1)),
+        metadata=option("Maximum number of sequences per step.", limit=at_least(1)),
     )
     max_num_batched_tokens: int | None = field(
-        default=None, metadata=option("Tokens in one step, at most.", limit=at_least(1))
+        default=None, metadata=option("Maximum number of tokens per step.", limit=at_least(1))
     )
     prefill_chunk_size: int | None = field(
         default=None,
         metadata=option(
-            "Chunked prefill: tokens of one sequence in one step, at most. Default: what the step holds.",
+            "Chunked prefill: maximum number of tokens of one sequence per step. Default: that of the step.",
             hidden_flags=("--long-prefill-token-threshold",),
             limit=at_least(1),
         ),
@@ -155,22 +155,22 @@ class EngineConfig:
     window: int | None = field(
         default=None,
         metadata=option(
-            "Sliding-window attention, for streams beyond the model's context in constant memory: a token "
-            "sees the last so many, itself included. --max-model-len then has no default.",
+            "Sliding-window attention, for streams beyond the model's context in constant memory: number of "
+            "tokens that a token attends to, itself included. --max-model-len then has no default.",
             limit=at_least(1),
         ),
     )
     attention_sinks: int = field(
         default=0,
         metadata=option(
-            "With --window: first tokens of a sequence that stay in sight. 4 keep a stream's quality.",
+            "With --window: sink tokens, the first ones, which stay visible. 4 keep a stream's quality.",
             limit=at_least(0),
         ),
     )
     seed: int = field(
         default=0,
         metadata=option(
-            "Random seed of requests that bring none; of a benchmark also that of its prompts, their order "
+            "Random seed of requests without one; of a benchmark also that of its prompts, their order "
             "and the gaps between them."
         ),
     )
@@ -185,14 +185,14 @@ class EngineConfig:
         default=16,
         metadata=option(
             "Bits of the activations that quantized weights are multiplied with on a CPU. 16: as they are; "
-            "8: quantized per token, which is faster from a few tokens a step on.",
+            "8: quantized per token, which is faster from a few tokens per step on.",
             limit=one_of(8, 16),
         ),
     )
     tensor_parallel_size: int = field(
         default=1,
         metadata=option(
-            "Processes that share the work of each layer, each with its share of the cores or a GPU.",
+            "Processes that each layer is sharded over, each with its share of the cores or a GPU.",
             limit=at_least(1),
         ),
     )
@@ -200,7 +200,7 @@ class EngineConfig:
         default_factory=dict,
         metadata=option(
             "NAME=FOLDER of a LoRA adapter in PEFT's form; repeatable. A server offers it as the model NAME, "
-            "a benchmark gives its requests the adapters in turn.",
+            "a benchmark assigns the adapters to its requests round-robin.",
             flag="--lora",
             hidden_flags=("--lora-modules",),
             former_names=("lora",),
@@ -230,13 +230,13 @@ class EngineConfig:
 
     @property
     def stream(self) -> Window | None:
-        """What stays of a stream without end; None: sequences end at the model's context."""
+        """The visible window of StreamingLLM; None: sequences end at the model's context."""
         return None if self.window is None else Window(self.window, self.attention_sinks)
 
     @property
     def features(self) -> frozenset[str]:
-        """The features of `compatibility.FEATURES` that these options turn on."""
-        turned_on = {
+        """The features of `compatibility.FEATURES` that these options enable."""
+        enabled = {
             "chunks": self.prefill_chunk_size is not None,
             "no-prefix-cache": not self.enable_prefix_caching,
             "policy": self.scheduling_policy != "fcfs",
@@ -251,6 +251,6 @@ class EngineConfig:
             "activations-8": self.cpu_activations == 8,
         }
         if self.speculation is not None:
-            turned_on[self.speculation.method] = True
-            turned_on["rejection"] = self.speculation.acceptance == "rejection"
-        return frozenset(name for name, is_on in turned_on.items() if is_on)
+            enabled[self.speculation.method] = True
+            enabled["rejection"] = self.speculation.acceptance == "rejection"
+        return frozenset(name for name, is_enabled in enabled.items() if is_enabled)

@@ -1,7 +1,7 @@
-"""An option of a config, defined once, as metadata of the dataclass field that holds its value.
+"""Config options, each defined once, in the metadata of its dataclass field.
 
-The command line, a benchmark's options, recipes and keyword arguments are all made from these definitions:
-name, default, limits and explanation of an option cannot differ between them.
+The command line, a benchmark's options, recipes and keyword arguments are all generated from these
+definitions: name, default, limits and help of an option cannot differ between them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, get_origin
 from ...quant.base.errors import BadInput
 
 Limit = Callable[[Any], str | None]
-"""What is wrong with a value; None: nothing."""
+"""The error message for a value; None: it is valid."""
 
 _KEY = "option"
 _Details = ParamSpec("_Details")
@@ -22,20 +22,20 @@ _Details = ParamSpec("_Details")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a field is explained, spelled, read and limited.
+    """Help, spelling, parser and limit of a field.
 
     Attributes:
         help: for help screens; the field's documentation.
-        flag: its spelling on a command line; None: `--` and the field's name.
-        hidden_flags: spellings that are taken too but not shown: earlier ones, or vLLM's where ours differs.
+        flag: the command-line option; None: `--` and the field's name.
+        hidden_flags: accepted aliases that help screens omit: earlier ones, or vLLM's where it differs.
             A switch has them in pairs, as in `--overlapped-loop/--serial-loop`.
-        former_names: earlier names of the field, which keywords and recipes may still use.
-        word: type of the value as it stands on a command line, where it is not the field's own.
-        parse: makes the field's value of such a word; a value that is no word is taken as it is.
-        limit: what values there may be, None aside.
-        show_default: what a help screen says of a default that is derived.
-        config: the field holds a config of its own, whose options stand beside these on a command line under
-            `help` as their heading. It has a constructor `asked` for what was asked there, if anything was.
+        former_names: deprecated names of the field in keywords and recipes.
+        word: type of the value on a command line, if it is not the field's.
+        parse: converts a value of type `word` to the field's; other values are passed through.
+        limit: validates values other than None.
+        show_default: how a help screen describes a derived default.
+        config: the field holds a nested config, whose options appear on the command line under the heading
+            `help`. Its constructor `asked` makes it from the options given there, or None.
     """
 
     help: str
@@ -48,11 +48,11 @@ class Option:
     show_default: str | None = None
     config: type[Any] | None = None
 
-    def value(self, given: Any) -> Any:
-        """The field's value, of a word or of a value."""
-        if self.parse is None or not isinstance(given, get_origin(self.word) or self.word):
-            return given
-        return self.parse(given)
+    def value(self, value: Any) -> Any:
+        """The field's value, parsed if it is of type `word`."""
+        if self.parse is None or not isinstance(value, get_origin(self.word) or self.word):
+            return value
+        return self.parse(value)
 
 
 def _as_metadata(
@@ -67,39 +67,39 @@ option = _as_metadata(Option)
 
 @cache
 def options_of(config: type) -> Mapping[str, Option]:
-    """{field: its option}, in the order of the fields; those of a caller alone have none."""
-    return {one.name: one.metadata[_KEY] for one in fields(config) if _KEY in one.metadata}
+    """{field: its option}, in the order of the fields; fields without an option are left out."""
+    return {field.name: field.metadata[_KEY] for field in fields(config) if _KEY in field.metadata}
 
 
 def keywords(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords for a config: `given`, where former names and words are taken too.
+    """Keywords for a config, of `given`, with former names replaced and strings parsed.
 
     Raises:
-        BadInput: a word that is not understood, or one option by two names.
+        BadInput: a string that does not parse, or an option by two names.
     """
     options = options_of(config)
-    present = {former: name for name, one in options.items() for former in one.former_names}
-    found: dict[str, Any] = {}
+    present = {former: name for name, option in options.items() for former in option.former_names}
+    values: dict[str, Any] = {}
     for key, value in given.items():
         name = present.get(key, key)
-        if name in found:
+        if name in values:
             raise BadInput(f"{key} is another name of {name}: give one")
-        found[name] = options[name].value(value) if name in options else value
-    return found
+        values[name] = options[name].value(value) if name in options else value
+    return values
 
 
 def check_limits(config: Any) -> None:
-    """Hold every option of a config against its limit.
+    """Check every option of a config against its limit.
 
     Raises:
-        BadInput: naming the field and what it may be.
+        BadInput: naming the field and its limit.
     """
-    for name, one in options_of(type(config)).items():
+    for name, option in options_of(type(config)).items():
         value = getattr(config, name)
-        if one.limit is None or value is None or (complaint := one.limit(value)) is None:
+        if option.limit is None or value is None or (problem := option.limit(value)) is None:
             continue
         shown = f"{name} {value!r}" if isinstance(value, str) else f"{name} = {value}"
-        raise BadInput(f"{shown}: {complaint}")
+        raise BadInput(f"{shown}: {problem}")
 
 
 def at_least(least: int) -> Limit:

@@ -1,4 +1,4 @@
-"""Options of speculative decoding: who proposes draft tokens, how many, and how they are accepted."""
+"""Options of speculative decoding: proposer, number of draft tokens, acceptance rule."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ...quant.base.errors import BadInput
 from .option import option
 
 METHODS = ("ngram", "draft", "medusa", "eagle")
-GROWING = ("medusa", "eagle")
-"""Methods whose guesses form a tree."""
+TREE_METHODS = ("medusa", "eagle")
+"""Methods that draft token trees."""
 DEFAULT_TREE_WIDTH = 2
 ACCEPTANCES = ("coupled", "rejection")
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Options of speculative decoding; each field's metadata says what it is and how it is spelled.
+    """Options of speculative decoding; each field's metadata is its definition.
 
-    "coupled" acceptance draws each token as it would be drawn without draft tokens, and accepts a draft
-    token that is the same, so that seeded sampling gives the same tokens with and without speculation.
-    "rejection" is the rule of Leviathan et al. (2023), which accepts more of a draft model's tokens and
-    gives the same distribution. Greedy decoding does not tell them apart.
+    "coupled" acceptance samples each token as without speculation, and accepts a draft token that is the
+    same, so that seeded sampling gives the same tokens with and without speculation. "rejection" is the
+    rejection sampling of Leviathan et al. (2023), which accepts more of a draft model's tokens and keeps the
+    distribution. For greedy decoding they are the same.
 
     Raises:
-        BadInput: an unknown name, a number out of range, or a draft model that is missing or idle.
+        BadInput: an unknown name, a number out of range, or a draft model that is missing or unused.
     """
 
     method: str = field(
@@ -49,7 +49,7 @@ class SpeculationConfig:
     num_tokens: int = field(
         default=4,
         metadata=option(
-            "Draft tokens of a sequence in a step, at most; fewer where few are accepted.",
+            "Maximum number of draft tokens per sequence and step; fewer at a low acceptance rate.",
             flag="--num-speculative-tokens",
             hidden_flags=("--spec-tokens",),
         ),
@@ -57,14 +57,14 @@ class SpeculationConfig:
     ngram_min: int = field(
         default=2,
         metadata=option(
-            "ngram: tokens that a match has, at least.",
+            "ngram: minimum length of a match, in tokens.",
             flag="--prompt-lookup-min",
         ),
     )
     ngram_max: int = field(
         default=4,
         metadata=option(
-            "ngram: tokens that a match has, at most; the longest is tried first.",
+            "ngram: maximum length of a match, in tokens; the longest is tried first.",
             flag="--prompt-lookup-max",
         ),
     )
@@ -78,7 +78,7 @@ class SpeculationConfig:
     tree_width: int | None = field(
         default=None,
         metadata=option(
-            "medusa, eagle: draft tokens for each position, on average; they form a tree.",
+            "medusa, eagle: draft tokens per position of the tree, on average.",
             flag="--speculative-tree-width",
             show_default="2",
         ),
@@ -88,7 +88,7 @@ class SpeculationConfig:
     def asked(
         cls, method: str | None = None, draft_model: str | Path | None = None, **others: Any
     ) -> SpeculationConfig | None:
-        """What options beside each other ask for; a draft model alone asks for its use."""
+        """The config of command-line options; a draft model alone selects the method `draft`."""
         if method is None and draft_model is None:
             return None
         return cls(method or "draft", draft_model, **others)
@@ -109,7 +109,7 @@ class SpeculationConfig:
             )
         if self.method == "draft" and self.draft_model is None:
             raise BadInput("speculation by a draft model needs one: give --draft-model")
-        if self.method in GROWING and self.draft_model is None:
+        if self.method in TREE_METHODS and self.draft_model is None:
             raise BadInput(
                 f"{self.method} speculation needs the folder of the heads: give it as --draft-model"
             )
@@ -117,15 +117,15 @@ class SpeculationConfig:
             raise BadInput("a draft model has no use in ngram speculation: leave one out")
         if self.tree_width is not None and not 1 <= self.tree_width <= 16:
             raise BadInput(f"speculative_tree_width = {self.tree_width}: need 1 to 16")
-        if self.width > 1 and self.method not in GROWING:
+        if self.width > 1 and self.method not in TREE_METHODS:
             raise BadInput(
-                f"speculative_tree_width = {self.tree_width}: the guesses of {self.method} are a chain; "
-                f"trees are for {' and '.join(GROWING)}"
+                f"speculative_tree_width = {self.tree_width}: the draft tokens of {self.method} are a chain; "
+                f"trees are for {' and '.join(TREE_METHODS)}"
             )
 
     @property
     def width(self) -> int:
-        """Guesses for each place."""
+        """Draft tokens per position."""
         if self.tree_width is not None:
             return self.tree_width
-        return DEFAULT_TREE_WIDTH if self.method in GROWING else 1
+        return DEFAULT_TREE_WIDTH if self.method in TREE_METHODS else 1

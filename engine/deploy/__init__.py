@@ -1,1 +1,1 @@
-"""Files that put a server on a cluster or one machine: Kubernetes manifests, compose, vLLM's command line."""
+"""Deployment of a server: Kubernetes manifests, Docker compose files, vLLM's command line."""

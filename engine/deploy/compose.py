@@ -1,4 +1,4 @@
-"""A deployment on one machine: a compose file with the server, Prometheus and Grafana."""
+"""Docker compose deployment: the server, Prometheus and Grafana on one machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DASHBOARD = Path(__file__).with_name("grafana.json")
 
 
 def compose(deployment: Deployment) -> Object:
-    """The compose file. All ports are of the loopback alone."""
+    """The compose file. All ports are bound to loopback."""
     server: Object = {
         "image": deployment.image,
         "entrypoint": list(deployment.command),
@@ -86,25 +86,25 @@ def grafana_boards() -> Object:
 
 
 def dashboard(deployment: Deployment) -> Object:
-    """The dashboard for the engine's own names of metrics; panels of what vLLM lacks are left out."""
+    """The Grafana dashboard with the engine's metric names, without panels of metrics that vLLM lacks."""
     text = DASHBOARD.read_text(encoding="utf-8")
     if deployment.choices.engine == "llmopt":
         return json.loads(text)
     text = text.replace("label_values(llmopt_ready", "label_values(llmopt_num_requests_running")
-    found = json.loads(text)
-    found["panels"] = [
+    board = json.loads(text)
+    board["panels"] = [
         panel
-        for panel in found["panels"]
+        for panel in board["panels"]
         if not any(f"llmopt_{name}" in json.dumps(panel) for name in OURS_ALONE)
     ]
-    renamed = re.sub(r"llmopt_(\w+)", lambda m: "vllm:" + _vllm_name(m[1]), json.dumps(found))
+    renamed = re.sub(r"llmopt_(\w+)", lambda m: "vllm:" + _vllm_name(m[1]), json.dumps(board))
     return json.loads(renamed)
 
 
 def _vllm_name(name: str) -> str:
-    for ours, theirs in VLLM_NAMES.items():
-        if name == ours or name.startswith(f"{ours}_"):
-            return theirs + name.removeprefix(ours)
+    for llmopt_name, vllm_name in VLLM_NAMES.items():
+        if name == llmopt_name or name.startswith(f"{llmopt_name}_"):
+            return vllm_name + name.removeprefix(llmopt_name)
     return name
 
 
@@ -113,7 +113,7 @@ def _probe(path: str) -> str:
 
 
 def _metrics_key(deployment: Deployment) -> Object:
-    """Our server shows its metrics to those with a key."""
+    """llmopt's server requires the API key for its metrics."""
     wanted = deployment.choices.key_secret and deployment.choices.engine == "llmopt"
     return {"secrets": ["metrics-key"]} if wanted else {}
 

@@ -13,10 +13,10 @@ from .kubernetes import manifests, prometheus_adapter_values
 
 
 def deploy_files(deployment: Deployment) -> dict[str, str]:
-    """Texts by their path. What lies in `kubernetes/` is for `kubectl apply`, the rest is not."""
+    """Contents by path. Those in `kubernetes/` are for `kubectl apply`."""
     kubernetes = {f"kubernetes/{name}": text for name, text in manifests(deployment).items()}
     return {
-        **{path: _yaml(found) for path, found in kubernetes.items()},
+        **{path: _yaml(manifest) for path, manifest in kubernetes.items()},
         "prometheus-adapter-values.yaml": _yaml(prometheus_adapter_values(deployment)),
         "compose/compose.yaml": _yaml(compose.compose(deployment)),
         "compose/prometheus.yml": _yaml(compose.prometheus(deployment)),
@@ -26,5 +26,5 @@ def deploy_files(deployment: Deployment) -> dict[str, str]:
     }
 
 
-def _yaml(found: dict[str, Any]) -> str:
-    return yaml.safe_dump(found, sort_keys=False, width=100)
+def _yaml(content: dict[str, Any]) -> str:
+    return yaml.safe_dump(content, sort_keys=False, width=100)

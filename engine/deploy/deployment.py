@@ -1,4 +1,4 @@
-"""From a plan to what a cluster has to be told: devices, memory, patience, and the server's command line."""
+"""Deployment parameters of a plan: devices, memory, startup time, and the server's command line."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ PORT = 8000
 VLLM_IMAGE = f"vllm/vllm-openai:v{VLLM_VERSION}"
 DRAIN_SECONDS = 30
 STEP_ASIDE_SECONDS = 5
-"""Between a pod's leaving the service and its signal to stop, so that nobody is sent to a closed door."""
+"""Delay between a pod's removal from the service and SIGTERM, so that no request is routed to it then."""
 BASE_MEMORY_BYTES = 8 * GIB
 MEMORY_BYTES_PER_GPU = 4 * GIB
 BASE_CPUS = 2
 CPUS_PER_GPU = 4
 SHARED_MEMORY_BYTES = 2 * GIB
 LOADING_BYTES_PER_SECOND = 100e6
-"""What a first download of the weights is expected to bring at least."""
+"""Minimum expected rate of the first download of the weights."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the user decides; the plan decides the rest.
+    """User choices; the rest follows from the plan.
 
     Attributes:
-        model: what the pods load, a hub id or a path in the image.
-        key_secret: Kubernetes' secret whose entry `api-key` clients must show; None asks for no key.
-        replicas, max_replicas: at least and at most.
-        queue_target: waiting requests of a replica beyond which more replicas come.
+        model: that the pods load, a hub id or a path in the image.
+        key_secret: Kubernetes secret whose entry `api-key` is the API key; None: no API key.
+        replicas, max_replicas: minimum and maximum number.
+        queue_target: waiting requests per replica above which the autoscaler adds replicas.
     """
 
     model: str
@@ -69,7 +69,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Everything that the manifests say, in bytes, seconds and words."""
+    """Parameters of the manifests, in bytes and seconds, and the command line."""
 
     choices: Choices
     image: str
@@ -85,7 +85,7 @@ class Deployment:
 
     @property
     def key_variable(self) -> str:
-        """The environment variable in which the engine looks for its key."""
+        """The environment variable of the engine's API key."""
         return "VLLM_API_KEY" if self.choices.engine == "vllm" else "LLMOPT_API_KEY"
 
     @property
@@ -94,55 +94,56 @@ class Deployment:
 
 
 def deployment_for(choices: Choices, plan: Plan) -> Deployment:
-    """What serves the plan's workload on its first device.
+    """The deployment of the plan's workload on its first device.
 
     Raises:
         BadInput: the device does not hold it, or more than a node's devices are needed for one replica.
     """
-    found = plan.devices[0]
-    gpus = found.deployment.gpus
-    if not found.fits:
+    device_plan = plan.devices[0]
+    gpus = device_plan.deployment.gpus
+    if not device_plan.fits:
         raise BadInput(
             f"{plan.workload.sequences} sequences of {plan.workload.context} tokens do not fit on "
-            f"{gpus} x {found.gpu}: see llmopt kv-plan"
+            f"{gpus} x {device_plan.gpu}: see llmopt kv-plan"
         )
     if gpus > choices.gpus_per_node:
         raise BadInput(
-            f"a replica needs {gpus} x {found.gpu}, and a node has {choices.gpus_per_node} "
+            f"a replica needs {gpus} x {device_plan.gpu}, and a node has {choices.gpus_per_node} "
             "(--gpus-per-node): serve it with --engine vllm --ray, or quantize it"
         )
-    on_cpu = found.device.kind == "cpu"
+    on_cpu = device_plan.device.kind == "cpu"
     weights = plan.weight_bytes
     return Deployment(
         choices=choices,
         image=choices.image or VLLM_IMAGE,
-        command=_command(choices, plan, found),
+        command=_command(choices, plan, device_plan),
         gpus=0 if on_cpu else gpus,
-        gpu_resource="amd.com/gpu" if found.gpu.startswith("MI") else "nvidia.com/gpu",
+        gpu_resource="amd.com/gpu" if device_plan.gpu.startswith("MI") else "nvidia.com/gpu",
         cpus=BASE_CPUS + CPUS_PER_GPU * gpus,
-        memory_bytes=_memory_bytes(plan, found),
+        memory_bytes=_memory_bytes(plan, device_plan),
         cache_bytes=ceil(1.2 * weights) + 10 * GIB,
         startup_seconds=300 + ceil(weights / LOADING_BYTES_PER_SECOND),
         ready_path="/health" if choices.engine == "vllm" else "/ready",
         why=(
             f"{plan.model.name}, {plan.recipe.name}: {weights / GIB:.1f} GiB of weights on "
-            f"{gpus} x {found.gpu}",
+            f"{gpus} x {device_plan.gpu}",
             f"{plan.workload.sequences} sequences of {plan.workload.context} tokens take "
-            f"{found.kv_bytes / GIB:.1f} GiB of KV cache a device; {found.max_concurrent_sequences} "
+            f"{device_plan.kv_bytes / GIB:.1f} GiB of KV cache a device; "
+            f"{device_plan.max_concurrent_sequences} "
             "would fit",
         ),
     )
 
 
-def _memory_bytes(plan: Plan, found: DevicePlan) -> int:
-    """Of the pod: on GPUs the weights of one rank on their way there, on a CPU everything."""
-    if found.device.kind == "cpu":
-        return BASE_MEMORY_BYTES + plan.weight_bytes + found.kv_bytes
-    per_gpu = MEMORY_BYTES_PER_GPU * found.deployment.gpus
-    return BASE_MEMORY_BYTES + per_gpu + SHARED_MEMORY_BYTES + found.weight_bytes
+def _memory_bytes(plan: Plan, device_plan: DevicePlan) -> int:
+    """Host memory of the pod: on GPUs the weights of one rank while they load, on a CPU everything."""
+    if device_plan.device.kind == "cpu":
+        return BASE_MEMORY_BYTES + plan.weight_bytes + device_plan.kv_bytes
+    per_gpu = MEMORY_BYTES_PER_GPU * device_plan.deployment.gpus
+    return BASE_MEMORY_BYTES + per_gpu + SHARED_MEMORY_BYTES + device_plan.weight_bytes
 
 
-def _command(choices: Choices, plan: Plan, found: DevicePlan) -> Sequence[str]:
+def _command(choices: Choices, plan: Plan, device_plan: DevicePlan) -> Sequence[str]:
     asked: dict[str, object] = {
         "host": "0.0.0.0",
         "port": PORT,
@@ -150,7 +151,7 @@ def _command(choices: Choices, plan: Plan, found: DevicePlan) -> Sequence[str]:
         "max_model_len": plan.workload.context,
         "max_num_seqs": max(plan.workload.sequences, 1),
     }
-    deployment, kv_dtype = found.deployment, plan.workload.kv_dtype
+    deployment, kv_dtype = device_plan.deployment, plan.workload.kv_dtype
     if deployment.tp > 1:
         asked["tensor_parallel_size"] = deployment.tp
     if choices.engine == "vllm":
@@ -159,7 +160,7 @@ def _command(choices: Choices, plan: Plan, found: DevicePlan) -> Sequence[str]:
         return [
             *vllm_command(choices.model, asked),
             *([] if kv_dtype == "bf16" else ["--kv-cache-dtype", kv_dtype]),
-            *("--gpu-memory-utilization", f"{found.reserve.utilization:g}"),
+            *("--gpu-memory-utilization", f"{device_plan.reserve.utilization:g}"),
         ]
     if deployment.pp > 1:
         raise BadInput("--pp: our engine has no pipeline stages; --engine vllm has")
@@ -167,7 +168,7 @@ def _command(choices: Choices, plan: Plan, found: DevicePlan) -> Sequence[str]:
     if kv_dtype not in names:
         raise BadInput(f"--kv-dtype {kv_dtype}: our engine has {', '.join(names)}")
     asked["kv_cache_dtype"] = names[kv_dtype]
-    if found.device.kind == "cuda" and found.reserve.utilization != DEFAULT_UTILIZATION:
-        asked["gpu_memory_utilization"] = found.reserve.utilization
+    if device_plan.device.kind == "cuda" and device_plan.reserve.utilization != DEFAULT_UTILIZATION:
+        asked["gpu_memory_utilization"] = device_plan.reserve.utilization
     options = [(f"--{name.replace('_', '-')}", str(value)) for name, value in asked.items()]
     return ["llmopt", "serve-local", choices.model, *(word for pair in options for word in pair)]

@@ -1,4 +1,4 @@
-"""Kubernetes' objects for a deployment, as plain dictionaries."""
+"""Kubernetes manifests of a deployment, as plain dictionaries."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .deployment import (
 
 Object = dict[str, Any]
 QUEUE_METRIC = "llm_requests_waiting"
-"""The queue's length by the name under which the Prometheus adapter offers it to the autoscaler."""
+"""Name of the custom metric of waiting requests, from the Prometheus adapter to the autoscaler."""
 
 
 def manifests(deployment: Deployment) -> dict[str, Object]:
-    """Each object by the name of its file."""
+    """Manifests by file name."""
     return {
         "deployment.yaml": _deployment(deployment),
         "service.yaml": _service(deployment),
@@ -31,7 +31,7 @@ def manifests(deployment: Deployment) -> dict[str, Object]:
 
 
 def prometheus_adapter_values(deployment: Deployment) -> Object:
-    """Values for the Helm chart of the Prometheus adapter, which brings the queue to the autoscaler."""
+    """Values for the Helm chart of the Prometheus adapter, for the autoscaler's queue metric."""
     name = f"{deployment.metric_prefix}num_requests_waiting"
     rule = {
         "seriesQuery": f'{{__name__="{name}",namespace!="",pod!=""}}',
@@ -69,7 +69,7 @@ def _deployment(deployment: Deployment) -> Object:
         "spec": {
             "replicas": deployment.choices.replicas,
             "selector": {"matchLabels": _selector(deployment)},
-            # Devices are scarce: the old pod makes room for the new one.
+            # Devices are scarce: the old pod is stopped before the new one starts.
             "strategy": {
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},
@@ -121,7 +121,7 @@ def _container(deployment: Deployment) -> Object:
             {"name": "cache", "mountPath": "/cache"},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
-        # Loading has its own patience; after it, a sick engine is replaced within half a minute.
+        # Loading has a long timeout; after it, an unhealthy engine is restarted within half a minute.
         "startupProbe": _probe("/health", 10, ceil(deployment.startup_seconds / 10)),
         "livenessProbe": _probe("/health", 10, 3),
         "readinessProbe": _probe(deployment.ready_path, 5, 2),
@@ -184,7 +184,7 @@ def _autoscaler(deployment: Deployment) -> Object:
                 {"type": "Pods", "pods": {"metric": {"name": QUEUE_METRIC}, "target": target}}
             ],
             "behavior": {
-                # A new replica takes minutes to load: one at a time, and none is given up in a lull.
+                # A new replica takes minutes to load: add one at a time, and scale down slowly.
                 "scaleUp": {
                     "stabilizationWindowSeconds": 30,
                     "policies": [
@@ -198,7 +198,7 @@ def _autoscaler(deployment: Deployment) -> Object:
 
 
 def _service_monitor(deployment: Deployment) -> Object:
-    """Of the Prometheus operator. vLLM shows its metrics without a key, our server does not."""
+    """The Prometheus operator's ServiceMonitor. vLLM serves metrics without an API key, llmopt does not."""
     endpoint: Object = {"port": "http", "path": "/metrics", "interval": "15s"}
     choices = deployment.choices
     if choices.key_secret and choices.engine == "llmopt":

@@ -1,7 +1,7 @@
-"""The command line of vLLM's server that does what ours was asked for.
+"""Translation of `serve-local` options to a `vllm serve` command line.
 
-Checked against vLLM 0.32.0: tests hold every option against that version's list. Tensor and pipeline
-parallelism, and Ray for several nodes, are vLLM's own.
+For vLLM 0.32.0: tests check every option against that version's list. Tensor and pipeline parallelism, and
+Ray for several nodes, are passed to vLLM.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from ..config.adapters import LoraSettings, parse_adapters
 
 VLLM_VERSION = "0.32.0"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM makes room for."""
+"""Values of vLLM's `--max-lora-rank`."""
 KV_CACHE_DTYPES = {
     "auto": "auto",
     "bfloat16": "bfloat16",
     "fp8": "fp8_per_token_head",
     "int8": "int8_per_token_head",
 }
-"""Ours keep a scale for each token and KV head in both 8-bit types."""
+"""llmopt has a scale per token and KV head in both 8-bit types."""
 
 Words = Sequence[str]
 
 
 def vllm_command(model: str, asked: Mapping[str, Any]) -> list[str]:
-    """`vllm serve ...` for `model` and for the options of `serve-local` that were `asked` for, by their
-    names in Python. What our server promises unasked, vLLM is told: loopback, no CORS, a drain. A key goes
-    by `VLLM_API_KEY`, not by a word.
+    """`vllm serve ...` for `model` and the options of `serve-local` in `asked`, by their names in Python.
+
+    Defaults of llmopt's server that differ from vLLM's are passed: loopback, no CORS, a drain. The API key is
+    passed in `VLLM_API_KEY`, not on the command line.
 
     Raises:
-        BadInput: vLLM has nothing that means the same as an option, or as its value.
+        BadInput: vLLM has no equivalent of an option or its value.
     """
     unknown = [name for name in asked if name not in _TRANSLATIONS and name not in _SPECULATION]
     if unknown:
@@ -54,7 +55,7 @@ def vllm_command(model: str, asked: Mapping[str, Any]) -> list[str]:
 
 
 def find_vllm() -> str:
-    """The program beside this Python, or on the PATH.
+    """The `vllm` executable beside this Python, or on the PATH.
 
     Raises:
         BadInput: there is none.
@@ -74,7 +75,7 @@ def _as_is(option: str) -> Callable[[Any], Words]:
 
 
 def _switch(option: str) -> Callable[[Any], Words]:
-    """Both ways: what was said is said to vLLM, whose defaults are others."""
+    """A switch, passed as on or off, because vLLM's default may differ."""
     return lambda value: [f"--{option}" if value else f"--no-{option}"]
 
 
@@ -96,17 +97,17 @@ def _kv_cache_dtype(value: str) -> Words:
 
 def _loras(given: Sequence[str]) -> Words:
     adapters = parse_adapters(given)
-    most = max(LoraSettings.read(folder).rank for folder in adapters.values())
-    rank = next((one for one in LORA_RANKS if one >= most), None)
+    largest = max(LoraSettings.read(folder).rank for folder in adapters.values())
+    rank = next((rank for rank in LORA_RANKS if rank >= largest), None)
     if rank is None:
-        raise BadInput(f"--lora: an adapter has rank {most}, vLLM takes up to {LORA_RANKS[-1]}")
+        raise BadInput(f"--lora: an adapter has rank {largest}, vLLM takes up to {LORA_RANKS[-1]}")
     named = [f"{name}={folder.resolve()}" for name, folder in adapters.items()]
     limits = ["--max-loras", str(len(named)), "--max-lora-rank", str(rank)]
     return ["--enable-lora", *limits, "--lora-modules", *named]
 
 
 def _api_key(keys: Sequence[str]) -> Words:
-    """No word: every user of a machine sees the command lines of its processes."""
+    """Not on the command line, which every user of the machine can read."""
     if len(keys) != 1:
         raise BadInput(
             f"--api-key: vLLM reads one key from its environment, {len(keys)} were given"

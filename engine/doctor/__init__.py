@@ -1,1 +1,1 @@
-"""What `llmopt doctor` prints: the machine, the kernel table, the self-test of every kernel."""
+"""`llmopt doctor`: machine report, kernel table, and self-test of every kernel."""

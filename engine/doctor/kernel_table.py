@@ -1,4 +1,4 @@
-"""The kernel table of a machine, for `llmopt doctor`."""
+"""Kernel table: the kernel chosen for each operation on a device, for `llmopt doctor`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (GgufScheme("Q4_K"), 16),
     (LookupScheme(4), 16),
 )
-"""One of each kind of weight, and the bits of its inputs."""
+"""A scheme of each kind of quantized weight, and the bits of its activations."""
 
 
 def table(device: torch.device, dtype: torch.dtype) -> list[Choice]:
-    """The choices on `device` for a typical decoder in `dtype`, for `llmopt doctor`."""
+    """The kernels chosen on `device` for a typical decoder in `dtype`."""
     choices = [
         PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128)),
         PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128, has_trees=True)),

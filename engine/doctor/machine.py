@@ -1,4 +1,4 @@
-"""What this machine offers the engine: software, processor, memory, CUDA devices, kernels."""
+"""Machine report: software versions, CPU, memory, CUDA devices, kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..kernels.linear.native_linear import has_bf16, native_linear
 from .kernel_table import table
 
 PACKAGES = ("llmopt", "torch", "transformers")
-# What each extension of the instruction set is worth to the kernels.
+# CPU features that the kernels use, and the probes of torch for them.
 FEATURES = {
     "bfloat16 products": "_is_avx512_bf16_supported",
     "8-bit dot products": "_is_vnni_supported",
@@ -24,7 +24,7 @@ FEATURES = {
 
 
 def examine() -> dict[str, Any]:
-    """Everything `llmopt doctor` shows, as plain JSON values; memory in bytes."""
+    """The report of `llmopt doctor`, as plain JSON values; memory in bytes."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *([torch.device("cuda")] if gpus else [])]
     return {
@@ -58,11 +58,11 @@ def examine() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    """The C kernels: the path they are compiled for and with what, or why there are none."""
-    found = native_linear()
+    """The C kernels: the instruction-set path they are compiled for, or why there are none."""
+    build = native_linear()
     return {
-        "path": found.path,
-        "reason": found.reason,
+        "path": build.path,
+        "reason": build.reason,
         "bfloat16_products": has_bf16(),
         "threads": "torch's OpenMP" if openmp_start() else "one",
         "cache": str(cache_folder()),
@@ -95,6 +95,6 @@ def _version(package: str) -> str:
 
 
 def _has(probe: str) -> bool:
-    """Asks torch, whose probes are private and come and go with its releases."""
-    ask = getattr(torch.cpu, probe, None)
-    return bool(ask and ask())
+    """Calls a probe of torch; they are private and differ between its releases."""
+    has = getattr(torch.cpu, probe, None)
+    return bool(has and has())

@@ -1,4 +1,4 @@
-"""Each kernel that serves a device, held against the reference of its table on random inputs."""
+"""Kernel self-test: each kernel that supports a device against its torch reference, on random inputs."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ from .kernel_table import SCHEMES
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 128, 16
 ROW, OUT, VOCAB = 512, 384, 5000
 TOKENS = (1, 20, 100)
-"""A product by vector, tiles, and the way of many tokens."""
+"""Batch sizes for GEMV, a small GEMM, and the prefill path."""
 
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 MAX_ERROR_QUANTIZED = 4e-2
-"""Where inputs or a cache are rounded to 8 bits: what lies between two codes may go either way."""
+"""For activations or a KV cache quantized to 8 bits: a value between two codes may round either way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came of one kernel.
+    """The result of one kernel.
 
     Attributes:
+        situation: the kernel query: device, dtype, shape, scheme.
         kernel: its name in the table.
-        error: |result - reference| / |reference|, over all that it gives; None where it gave nothing.
-        most: what is allowed.
-        reason: why it gave nothing.
+        error: |result - reference| / |reference|, the maximum over its outputs; None if it failed.
+        most: the tolerance.
+        reason: the exception, if it failed.
     """
 
     operation: str
@@ -63,10 +64,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An operation in a situation, and what a candidate's implementation makes of the same inputs."""
+    """An operation, its kernel query, and a function that runs an implementation on fixed inputs."""
 
     operation: Operation[Any, Any]
-    situation: Any
+    query: Any
     compute: Callable[[Any], Sequence[torch.Tensor]]
     most: float
     note: str = ""
@@ -74,22 +75,22 @@ class Check:
 
 @torch.inference_mode()
 def self_test(device: torch.device, dtype: torch.dtype) -> list[Finding]:
-    """Every candidate that serves `device` in `dtype`, against its table's last one, which is torch's."""
+    """Every kernel that supports `device` and `dtype`, against the last of its table, the torch reference."""
     findings = []
     for check in checks(device, dtype):
         *candidates, reference = check.operation.candidates
-        serving = [one for one in candidates if one.refuses(check.situation) is None]
-        if not serving:
+        supported = [kernel for kernel in candidates if kernel.refuses(check.query) is None]
+        if not supported:
             continue
-        for candidate in serving:
+        for candidate in supported:
             error = reason = None
             try:
                 expected = check.compute(reference.run)
                 error = relative_error(check.compute(candidate.run), expected)
             except Exception as problem:
-                # Whatever a broken compiler or driver raises is the finding.
+                # Any exception of a broken compiler or driver is a finding.
                 reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-            situation = f"{check.situation}{check.note}"
+            situation = f"{check.query}{check.note}"
             findings.append(
                 Finding(check.operation.name, situation, candidate.name, error, check.most, reason)
             )
@@ -99,14 +100,14 @@ def self_test(device: torch.device, dtype: torch.dtype) -> list[Finding]:
 def relative_error(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """The largest of the tensors' relative errors."""
     errors = [
-        (one.float() - other.float()).norm() / other.float().norm()
-        for one, other in zip(got, expected, strict=True)
+        (tensor.float() - reference.float()).norm() / reference.float().norm()
+        for tensor, reference in zip(got, expected, strict=True)
     ]
     return float(torch.stack(errors).max())
 
 
 def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
-    """One for each operation of the table, and each kind of cache and weight."""
+    """A check per operation of the table, and per KV-cache dtype and weight scheme."""
     draw = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -115,9 +116,9 @@ def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
     kind, most = device.type, MAX_ERROR[dtype]
     for stored in (dtype, *LARGEST_CODE):
         note = "" if stored is dtype else f", {str(stored).removeprefix('torch.')} cache"
-        own = most if stored is dtype else MAX_ERROR_QUANTIZED
-        yield _attention(random, device, dtype, stored, own, note)
-        yield _rope_and_cache(random, device, dtype, stored, own, note)
+        tolerance = most if stored is dtype else MAX_ERROR_QUANTIZED
+        yield _attention(random, device, dtype, stored, tolerance, note)
+        yield _rope_and_cache(random, device, dtype, stored, tolerance, note)
     rows = RowKernelQuery(kind, dtype, ROW)
     x, added, weight = random(33, ROW), random(33, ROW), random(ROW)
     yield Check(NORM, rows, lambda make: make(weight, 1e-5)(x, added), most)
@@ -138,7 +139,7 @@ Random = Callable[..., torch.Tensor]
 def _cache(
     random: Random, device: torch.device, dtype: torch.dtype, stored: torch.dtype
 ) -> PagedTensor:
-    """Keys or values in 40 blocks."""
+    """A cache of keys or values, of 40 blocks."""
     cache = PagedTensor.zeros(40, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device, stored)
     slots = torch.arange(40 * BLOCK_SIZE, device=device)
     cache.write(random(len(slots), KV_HEADS, HEAD_DIM), slots)
@@ -153,7 +154,7 @@ def _attention(
     most: float,
     note: str,
 ) -> Check:
-    """A prompt's last 40 tokens behind 101 cached ones, and one token each of three other sequences."""
+    """A prefill chunk of 40 tokens after 101 cached ones, and decode tokens of three other sequences."""
     keys, values = (_cache(random, device, dtype, stored) for _ in range(2))
     runs = [Run(101, [0] * 40, range(1, 10)), Run(319, [0], range(10, 30))]
     runs += [Run(0, [0], [30]), Run(70, [0], range(31, 36))]
@@ -164,8 +165,8 @@ def _attention(
         batch = step_inputs(runs, BLOCK_SIZE, device, dtype).batch
         return [attend(queries, keys, values, batch, rule) for rule in rules]
 
-    situation = AttentionKernelQuery(device.type, dtype, HEAD_DIM, HEAD_DIM)
-    return Check(PAGED_ATTENTION, situation, compute, most, note)
+    query = AttentionKernelQuery(device.type, dtype, HEAD_DIM, HEAD_DIM)
+    return Check(PAGED_ATTENTION, query, compute, most, note)
 
 
 def _rope_and_cache(
@@ -176,7 +177,7 @@ def _rope_and_cache(
     most: float,
     note: str,
 ) -> Check:
-    """33 tokens, their heads normed before they turn."""
+    """RoPE and KV-cache write of 33 tokens, with QK-norm."""
     stacked, norms = random(33, HEADS + 2 * KV_HEADS, HEAD_DIM), random(2, HEAD_DIM)
     angle = 3 * random(33, 1, HEAD_DIM // 2)
     cos = torch.cat([angle.cos()] * 2, -1)
@@ -206,27 +207,27 @@ def _linear(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check
 
 
 def _experts(random: Random, kind: str, dtype: torch.dtype, most: float) -> Check:
-    """Tokens that visit two of four experts each."""
+    """Top-2 routing over four experts."""
     combine = GATE.select(RowKernelQuery(kind, dtype, OUT)).run()
 
     def linear(out: int, inputs: int) -> Projection:
         return Projection([random(out, inputs) * inputs**-0.5], None, dtype)
 
     experts = [GatedMlp(linear(2 * OUT, ROW), linear(ROW, OUT), combine) for _ in range(4)]
-    given = []
+    routings = []
     for count in TOKENS:
         chosen = random(count, 4).float().softmax(dim=1).topk(2, dim=1)
-        given.append((random(count, ROW), chosen.values, chosen.indices))
+        routings.append((random(count, ROW), chosen.values, chosen.indices))
 
     def compute(make: Callable[..., ExpertsKernel]) -> list[torch.Tensor]:
         kernel = make(experts, range(4), 4, False)
-        return [kernel(*routing) for routing in given]
+        return [kernel(*routing) for routing in routings]
 
     return Check(EXPERTS, ExpertsKernelQuery(kind, dtype), compute, most)
 
 
 def _sampling(device: torch.device, draw: torch.Generator) -> Check:
-    """Distributions of rows that use every parameter, and the greedy draw."""
+    """Distributions of rows that use every sampling parameter, and greedy sampling."""
     params = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.8, top_k=40),
@@ -234,7 +235,7 @@ def _sampling(device: torch.device, draw: torch.Generator) -> Check:
         SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
     ]
     known = [5, 7, 7, 9]
-    rows = [SamplingRow(own, 3, known, 2, suppressed_ids=frozenset({11})) for own in params]
+    rows = [SamplingRow(each, 3, known, 2, suppressed_ids=frozenset({11})) for each in params]
     logits = (4 * torch.randn(len(rows), VOCAB, generator=draw)).to(device)
 
     def compute(make: Callable[[], SamplingKernel]) -> list[torch.Tensor]:
@@ -242,8 +243,8 @@ def _sampling(device: torch.device, draw: torch.Generator) -> Check:
         drawn = kernel.draw(logits[:1], rows[:1])
         return [*kernel.distributions(logits, rows), drawn]
 
-    situation = SamplingKernelQuery(device.type)
-    return Check(SAMPLING, situation, compute, MAX_ERROR[torch.float32])
+    query = SamplingKernelQuery(device.type)
+    return Check(SAMPLING, query, compute, MAX_ERROR[torch.float32])
 
 
 def _quantized_linear(
@@ -257,7 +258,7 @@ def _quantized_linear(
         kernel = make(weight, dtype)
         return [kernel(x) for x in inputs]
 
-    situation = QuantizedLinearKernelQuery(device.type, dtype, OUT, ROW, scheme, input_bits)
-    rounded = input_bits == 8 or scheme.activations is not None
-    most = MAX_ERROR_QUANTIZED if rounded else MAX_ERROR[dtype]
-    return Check(QUANTIZED_LINEAR, situation, compute, most)
+    query = QuantizedLinearKernelQuery(device.type, dtype, OUT, ROW, scheme, input_bits)
+    is_input_quantized = input_bits == 8 or scheme.activations is not None
+    most = MAX_ERROR_QUANTIZED if is_input_quantized else MAX_ERROR[dtype]
+    return Check(QUANTIZED_LINEAR, query, compute, most)

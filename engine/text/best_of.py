@@ -27,7 +27,7 @@ class BestOf:
         return params if params.logprobs is not None else replace(params, logprobs=0)
 
     def take(self, output: RequestOutput) -> list[RequestOutput]:
-        """Add a delta; after the last one, returns the n best completions whole, best first, as index 0 to n - 1."""
+        """Add a delta; the last one returns the n best completions, best first, as index 0 to n - 1."""
         self._outputs.setdefault(output.index, []).append(output)
         self._num_finished += output.finish_reason is not None
         if self._num_finished < self._params.num_sequences:

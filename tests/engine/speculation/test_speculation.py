@@ -224,7 +224,7 @@ def test_acceptance_follows_what_is_seen() -> None:
         ({"method": "mamba"}, "choose ngram, draft, medusa, eagle"),
         ({"method": "draft"}, "give --draft-model"),
         ({"method": "eagle"}, "needs the folder of the heads"),
-        ({"method": "ngram", "tree_width": 2}, "the guesses of ngram are a chain"),
+        ({"method": "ngram", "tree_width": 2}, "the draft tokens of ngram are a chain"),
         ({"method": "medusa", "draft_model": "x", "tree_width": 17}, "need 1 to 16"),
         ({"method": "ngram", "draft_model": "x"}, "leave one out"),
         ({"method": "ngram", "num_tokens": 0}, "need 1 to 64"),
