@@ -151,7 +151,7 @@ class Engine:
 
     def _step_timer(self) -> StepTimer:
         """A phase timer if a recorder or a hook needs one; a hook alone does not synchronize the device."""
-        recorded = self.recorder is not None and self.recorder.asks_for_phases
+        recorded = self.recorder is not None and self.recorder.records_phases
         if not recorded and self.hook is None:
             return UNTIMED
         on_gpu = self.device.type == "cuda"

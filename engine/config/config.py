@@ -125,7 +125,7 @@ class EngineConfig:
     async_scheduling: bool = field(
         default=False,
         metadata=option(
-            "Schedule a step, and detokenize the one before, while another is in flight.",
+            "Schedule a step, and detokenize the previous one, while another is in flight.",
             hidden_flags=("--overlapped-loop/--serial-loop",),
             former_names=("overlapped_loop",),
         ),
@@ -156,7 +156,7 @@ class EngineConfig:
         default=None,
         metadata=option(
             "Sliding-window attention, for streams beyond the model's context in constant memory: number of "
-            "tokens that a token attends to, itself included. --max-model-len then has no default.",
+            "tokens that each one attends to, itself included. --max-model-len then has no default.",
             limit=at_least(1),
         ),
     )

@@ -44,7 +44,7 @@ def vllm_command(model: str, asked: Mapping[str, Any]) -> list[str]:
     if unknown:
         listed = ", ".join(_option(name) for name in unknown)
         raise BadInput(f"{listed}: vLLM's server has nothing that means the same; leave it out")
-    everything = {**_OUR_DEFAULTS, **asked}
+    everything = {**_LLMOPT_DEFAULTS, **asked}
     words = [
         word
         for name, value in everything.items()
@@ -61,8 +61,8 @@ def find_vllm() -> str:
         BadInput: there is none.
     """
     beside = str(Path(sys.executable).parent)
-    if found := shutil.which("vllm", path=beside) or shutil.which("vllm"):
-        return found
+    if program := shutil.which("vllm", path=beside) or shutil.which("vllm"):
+        return program
     raise BadInput("--engine vllm: there is no program `vllm` here: pip install vllm")
 
 
@@ -95,8 +95,8 @@ def _kv_cache_dtype(value: str) -> Words:
     return ["--kv-cache-dtype", KV_CACHE_DTYPES[value]]
 
 
-def _loras(given: Sequence[str]) -> Words:
-    adapters = parse_adapters(given)
+def _loras(words: Sequence[str]) -> Words:
+    adapters = parse_adapters(words)
     largest = max(LoraSettings.read(folder).rank for folder in adapters.values())
     rank = next((rank for rank in LORA_RANKS if rank >= largest), None)
     if rank is None:
@@ -123,7 +123,7 @@ def _tool_parser(name: str) -> Words:
     return ["--enable-auto-tool-choice", "--tool-call-parser", name]
 
 
-_OUR_DEFAULTS: Mapping[str, Any] = {
+_LLMOPT_DEFAULTS: Mapping[str, Any] = {
     "host": "127.0.0.1",
     "port": 8000,
     "cors_origin": (),

@@ -108,10 +108,10 @@ def relative_error(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 
 def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
     """A check per operation of the table, and per KV-cache dtype and weight scheme."""
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=draw).to(device, dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
 
     kind, most = device.type, MAX_ERROR[dtype]
     for stored in (dtype, *LARGEST_CODE):
@@ -128,7 +128,7 @@ def checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
     )
     yield _linear(random, kind, dtype, most)
     yield _experts(random, kind, dtype, most)
-    yield _sampling(device, draw)
+    yield _sampling(device, generator)
     for scheme, input_bits in SCHEMES:
         yield _quantized_linear(random, device, dtype, scheme, input_bits)
 
@@ -226,7 +226,7 @@ def _experts(random: Random, kind: str, dtype: torch.dtype, most: float) -> Chec
     return Check(EXPERTS, ExpertsKernelQuery(kind, dtype), compute, most)
 
 
-def _sampling(device: torch.device, draw: torch.Generator) -> Check:
+def _sampling(device: torch.device, generator: torch.Generator) -> Check:
     """Distributions of rows that use every sampling parameter, and greedy sampling."""
     params = [
         SamplingParams(temperature=0.0),
@@ -236,12 +236,12 @@ def _sampling(device: torch.device, draw: torch.Generator) -> Check:
     ]
     known = [5, 7, 7, 9]
     rows = [SamplingRow(each, 3, known, 2, suppressed_ids=frozenset({11})) for each in params]
-    logits = (4 * torch.randn(len(rows), VOCAB, generator=draw)).to(device)
+    logits = (4 * torch.randn(len(rows), VOCAB, generator=generator)).to(device)
 
     def compute(make: Callable[[], SamplingKernel]) -> list[torch.Tensor]:
         kernel = make()
-        drawn = kernel.draw(logits[:1], rows[:1])
-        return [*kernel.distributions(logits, rows), drawn]
+        sampled = kernel.draw(logits[:1], rows[:1])
+        return [*kernel.distributions(logits, rows), sampled]
 
     query = SamplingKernelQuery(device.type)
     return Check(SAMPLING, query, compute, MAX_ERROR[torch.float32])

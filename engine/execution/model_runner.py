@@ -23,11 +23,11 @@ from ..speculation.proposer import Proposer
 from .step_graphs import StepGraphs
 from .step_layout import StepLayout
 from .step_phases import UNTIMED, StepTimer
-from .step_result import DrawnTokens, LaunchedStep, StepResult
+from .step_result import LaunchedStep, SampledTokens, StepResult
 from .verification import CoupledVerification, RejectionVerification, Verification
 
 
-def _drawn(
+def _fetch_samples(
     rows: Sequence[ScheduledRow], draw: Draw, result: StepResult, timer: StepTimer
 ) -> StepResult:
     """Wait for the sampled tokens of rows, and put them into `result`."""
@@ -88,9 +88,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(
-        self, plan: StepPlan, drawn: DrawnTokens | None = None, timer: StepTimer = UNTIMED
+        self, plan: StepPlan, sampled: SampledTokens | None = None, timer: StepTimer = UNTIMED
     ) -> LaunchedStep:
-        """Launch a step. If the plan has output placeholders, `drawn` are the tokens of the previous step.
+        """Launch a step. If the plan has output placeholders, `sampled` are the tokens of the previous step.
 
         A plan of which it `reads_placeholders` must be resolved first.
         """
@@ -101,20 +101,20 @@ class ModelRunner:
             result = self._speculate(plan, self._proposer, timer)
             return LaunchedStep(lambda: result)
         layout = StepLayout.of(plan.rows, {})
-        _, logits, result = self._forward(layout, drawn, timer)
+        _, logits, result = self._forward(layout, sampled, timer)
         if logits is None:
             return LaunchedStep(lambda: result)
         with timer("sample"):
-            return self._begin_sampling(layout.drawing, logits, result, timer)
+            return self._begin_sampling(layout.sampled_rows, logits, result, timer)
 
     def _forward(
-        self, layout: StepLayout, drawn: DrawnTokens | None, timer: StepTimer
+        self, layout: StepLayout, sampled: SampledTokens | None, timer: StepTimer
     ) -> tuple[torch.Tensor, torch.Tensor | None, StepResult]:
         """Hidden states [tokens, hidden], logits [ends, vocab] of the layout's `ends` if any row samples, and
         a result with the prompts' logprobs."""
         with timer("prepare_inputs"):
-            forward = self._graphs.prepare(self._inputs(layout, drawn))
-            ends = self._ends(layout) if layout.drawing else None
+            forward = self._graphs.prepare(self._inputs(layout, sampled))
+            ends = self._ends(layout) if layout.sampled_rows else None
         result = StepResult(replayed=forward.is_replay)
         with timer("forward"):
             hidden = forward.run()
@@ -170,10 +170,10 @@ class ModelRunner:
         inputs = replace(self._inputs_of([Run(start, token_ids, block_ids)]), adapters=adapters)
         return self.decoder.forward(inputs, self.cache.layers)
 
-    def _inputs(self, layout: StepLayout, drawn: DrawnTokens | None = None) -> StepInputs:
+    def _inputs(self, layout: StepLayout, sampled: SampledTokens | None = None) -> StepInputs:
         inputs = self._inputs_of(layout.runs)
-        if drawn is not None and (placeholders := layout.placeholders):
-            drawn.fill_placeholders(inputs.token_ids, placeholders)
+        if sampled is not None and (placeholders := layout.placeholders):
+            sampled.fill_placeholders(inputs.token_ids, placeholders)
         lengths = [len(run.token_ids) for run in layout.runs]
         loras = zip((row.lora for row in layout.rows), lengths, strict=True)
         aux_hidden_state_layers = (
@@ -200,12 +200,12 @@ class ModelRunner:
         timer: StepTimer,
     ) -> LaunchedStep:
         """Sample from the logits of each row, asynchronously."""
-        sampled = [each for row in rows for each in sampling_rows(row, self._eos_token_ids)]
-        draw = self._sampler.begin(logits, sampled)
+        sampling = [each for row in rows for each in sampling_rows(row, self._eos_token_ids)]
+        draw = self._sampler.begin(logits, sampling)
         places = accumulate((row.num_samples for row in rows), initial=0)
         names = (row.sequence_id for row in rows)
-        drawn = DrawnTokens(draw.tokens, dict(zip(names, places, strict=False)))
-        return LaunchedStep(partial(_drawn, rows, draw, result, timer), drawn)
+        sampled = SampledTokens(draw.tokens, dict(zip(names, places, strict=False)))
+        return LaunchedStep(partial(_fetch_samples, rows, draw, result, timer), sampled)
 
     def _sampling_row(self, row: ScheduledRow, draft_ids: Sequence[int]) -> SamplingRow:
         return sampling_row(row, self._eos_token_ids, draft_ids)

@@ -48,7 +48,7 @@ class StepLayout:
         return cls(rows, begins, runs, speculative)
 
     @property
-    def drawing(self) -> list[ScheduledRow]:
+    def sampled_rows(self) -> list[ScheduledRow]:
         """The rows that sample."""
         return [row for row in self.rows if row.num_samples]
 
@@ -77,11 +77,11 @@ class StepLayout:
         """Target hidden states and next token ids of the rows, of `hidden` [tokens, hidden] and `result`."""
         states: list[TargetStates] = []
         for row, begin in zip(self.rows, self.begins, strict=True):
-            drawn = result.tokens.get(row.sequence_id) or [row.tokens[row.end]]
+            sampled = result.tokens.get(row.sequence_id) or [row.tokens[row.end]]
             following = row.tokens[row.start + 1 : row.end]
             if (verified := self.speculative.get(row.sequence_id)) is not None:
-                states.append(TargetStates(row, verified.states(hidden), [*following, *drawn]))
+                states.append(TargetStates(row, verified.states(hidden), [*following, *sampled]))
             else:
                 row_hidden = hidden[begin : begin + row.num_tokens]
-                states.append(TargetStates(row, row_hidden, [*following, drawn[0]]))
+                states.append(TargetStates(row, row_hidden, [*following, sampled[0]]))
         return states

@@ -14,7 +14,7 @@ import torch
 from ..scheduling.step_plan import StepPlan
 from .model_runner import ModelRunner
 from .step_phases import UNTIMED, StepTimer
-from .step_result import DrawnTokens, StepResult
+from .step_result import SampledTokens, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +142,26 @@ class _OnDevice:
         self._previous = before
         self._started = time.perf_counter()
         self._outcome: ComputedStep | Exception | None = None
-        self._drawn: DrawnTokens | None = None
-        drawn: DrawnTokens | None = None
+        self._sampled: SampledTokens | None = None
+        sampled: SampledTokens | None = None
         try:
             if plan.has_placeholders:
                 assert before is not None
                 if runner.reads_placeholders(plan):
                     plan = plan.resolved(before.wait().result.tokens)
                 else:
-                    drawn = before.drawn
-            step = runner.launch(plan, drawn, timer)
-            self._finish, self._drawn = step.wait, step.drawn
+                    sampled = before.sampled
+            step = runner.launch(plan, sampled, timer)
+            self._finish, self._sampled = step.wait, step.sampled
         except Exception as error:
             self._outcome = error
 
     @property
-    def drawn(self) -> DrawnTokens | None:
+    def sampled(self) -> SampledTokens | None:
         """Its tokens on the device."""
         if isinstance(self._outcome, Exception):
             raise self._outcome
-        return self._drawn
+        return self._sampled
 
     def wait(self) -> ComputedStep:
         if self._outcome is None:

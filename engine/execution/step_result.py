@@ -33,20 +33,20 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnTokens:
+class SampledTokens:
     """Sampled tokens on the device, which the next step reads before the host knows them.
 
     Attributes:
         token_ids: int64 [tokens].
-        places: index of the first one of each sequence.
+        indices: index of the first one of each sequence.
     """
 
     token_ids: torch.Tensor
-    places: Mapping[str, int]
+    indices: Mapping[str, int]
 
     def fill_placeholders(self, token_ids: torch.Tensor, placeholders: Mapping[str, int]) -> None:
         """Write them to `token_ids` [tokens] at the index of each sequence's output placeholder."""
-        sources = [self.places[name] for name in placeholders]
+        sources = [self.indices[name] for name in placeholders]
         to, source = packed([list(placeholders.values()), sources], token_ids.device)
         token_ids.index_copy_(0, to, self.token_ids.index_select(0, source))
 
@@ -57,8 +57,8 @@ class LaunchedStep:
 
     Attributes:
         wait: waits until the tokens are on the host; returns the result.
-        drawn: the sampled tokens on the device; None: there are none, or the host knows them.
+        sampled: the sampled tokens on the device; None: there are none, or the host knows them.
     """
 
     wait: Callable[[], StepResult]
-    drawn: DrawnTokens | None = None
+    sampled: SampledTokens | None = None

@@ -60,7 +60,7 @@ class StepRecorder:
     """
 
     def __init__(self, scheduler: Scheduler, *, phases: bool = False) -> None:
-        self.asks_for_phases = phases
+        self.records_phases = phases
         self._scheduler = scheduler
         self._num_preemptions = scheduler.num_preemptions
         self.steps: list[StepTrace] = []
@@ -88,7 +88,7 @@ class StepRecorder:
                 kv_blocks_used=step.kv_blocks_used,
                 kv_slots_unfilled=sum(len(row.block_ids) * size - row.end for row in plan.rows),
                 replayed=computed.result.replayed,
-                phases=dict(step.timer.seconds) if self.asks_for_phases else {},
+                phases=dict(step.timer.seconds) if self.records_phases else {},
             )
         )
         self._num_preemptions = total

@@ -24,7 +24,7 @@ class Verification(Protocol):
     """An acceptance rule for draft tokens."""
 
     def draw(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
-        """Sample from `logits` [draws, vocab] of the layout's `ends` into `result`.
+        """Sample from `logits` [ends, vocab] of the layout's `ends` into `result`.
 
         Accepted draft tokens are recorded in the speculative rows.
         """
@@ -41,36 +41,36 @@ class CoupledVerification:
     def draw(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
         """See `Verification`."""
         begins = _begins(layout)
-        places: list[int] = []
-        draws: list[SamplingRow] = []
-        for row in layout.drawing:
+        indices: list[int] = []
+        sampling: list[SamplingRow] = []
+        for row in layout.sampled_rows:
             begin = begins[row.sequence_id]
-            places += range(begin, begin + row.num_samples)
-            draws += sampling_rows(row, self.eos_token_ids)
-        tokens, logprobs = self._drawn(logits, places, draws)
+            indices += range(begin, begin + row.num_samples)
+            sampling += sampling_rows(row, self.eos_token_ids)
+        tokens, logprobs = self._sample(logits, indices, sampling)
         begin = 0
-        for row in layout.drawing:
+        for row in layout.sampled_rows:
             end = begin + row.num_samples
             result.tokens[row.sequence_id] = tokens[begin:end]
             result.logprobs[row.sequence_id] = logprobs[begin:end]
             begin = end
         active = [row for row in layout.speculative.values() if row.accept(_last(row, result))]
         while active:
-            places = [begins[each.row.sequence_id] + 1 + each.accepted[-1] for each in active]
-            draws = [sampling_row(each.row, self.eos_token_ids, each.path) for each in active]
-            tokens, logprobs = self._drawn(logits, places, draws)
+            indices = [begins[each.row.sequence_id] + 1 + each.accepted[-1] for each in active]
+            sampling = [sampling_row(each.row, self.eos_token_ids, each.path) for each in active]
+            tokens, logprobs = self._sample(logits, indices, sampling)
             for verified, token, scored in zip(active, tokens, logprobs, strict=True):
                 result.tokens[verified.row.sequence_id].append(token)
                 result.logprobs[verified.row.sequence_id].append(scored)
             active = [each for each in active if each.accept(_last(each, result))]
 
-    def _drawn(
-        self, logits: torch.Tensor, places: Sequence[int], draws: Sequence[SamplingRow]
+    def _sample(
+        self, logits: torch.Tensor, indices: Sequence[int], sampling: Sequence[SamplingRow]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        if len(places) == len(logits):
-            return self.sampler.draw(logits, draws)
-        (at,) = packed([places], logits.device)
-        return self.sampler.draw(logits.index_select(0, at), draws)
+        if len(indices) == len(logits):
+            return self.sampler.draw(logits, sampling)
+        (at,) = packed([indices], logits.device)
+        return self.sampler.draw(logits.index_select(0, at), sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +82,31 @@ class RejectionVerification:
 
     def draw(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
         """See `Verification`."""
-        draws = [each for row in layout.drawing for each in self._draws(row, layout)]
-        target = self.sampler.distributions(logits, draws)
+        sampling = [each for row in layout.sampled_rows for each in self._draws(row, layout)]
+        target = self.sampler.distributions(logits, sampling)
         chains: list[Chain] = []
         begins: list[int] = []
         begin = 0
-        for row in layout.drawing:
+        for row in layout.sampled_rows:
             verified = layout.speculative.get(row.sequence_id)
             draft = None if verified is None else verified.draft
             length = 1 if draft is None else len(draft.token_ids) + 1
             for _ in range(row.num_samples):
-                first = draws[begin]
+                first = sampling[begin]
                 distributions = target[begin : begin + length]
                 chains.append(Chain(distributions, draft, first.seed, first.position))
                 begins.append(begin)
                 begin += length
         accepted = accepted_tokens(chains, self.sampler)
-        places = [at + i for at, ids in zip(begins, accepted, strict=True) for i in range(len(ids))]
-        at, ids = packed([places, [token for run in accepted for token in run]], logits.device)
-        picked = logits if len(places) == len(logits) else logits.index_select(0, at)
-        scored = iter(WantedLogprobs(picked, ids, [draws[place] for place in places]).result())
-        drawn = iter(accepted)
-        for row in layout.drawing:
-            tokens = [token for _ in range(row.num_samples) for token in next(drawn)]
+        indices = [
+            at + i for at, ids in zip(begins, accepted, strict=True) for i in range(len(ids))
+        ]
+        at, ids = packed([indices, [token for run in accepted for token in run]], logits.device)
+        picked = logits if len(indices) == len(logits) else logits.index_select(0, at)
+        scored = iter(WantedLogprobs(picked, ids, [sampling[index] for index in indices]).result())
+        sampled = iter(accepted)
+        for row in layout.sampled_rows:
+            tokens = [token for _ in range(row.num_samples) for token in next(sampled)]
             result.tokens[row.sequence_id] = tokens
             result.logprobs[row.sequence_id] = [next(scored) for _ in tokens]
         for verified in layout.speculative.values():
@@ -124,7 +126,7 @@ def _begins(layout: StepLayout) -> Mapping[str, int]:
     """Offset of each row's samples in the layout's `ends`."""
     begins: dict[str, int] = {}
     begin = 0
-    for row in layout.drawing:
+    for row in layout.sampled_rows:
         begins[row.sequence_id] = begin
         verified = layout.speculative.get(row.sequence_id)
         begin += row.num_samples + (0 if verified is None else len(verified.draft.token_ids))

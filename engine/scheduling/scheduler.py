@@ -178,14 +178,14 @@ class Scheduler:
                 self._evict_behind_window(request)
             if not row.num_samples:
                 continue
-            drawn = sampled[row.sequence_id]
+            token_ids = sampled[row.sequence_id]
             if draft_depths and (reached := draft_depths.get(row.sequence_id)):
-                request.acceptance.record(reached, len(drawn) - 1)
+                request.acceptance.record(reached, len(token_ids) - 1)
             if row.num_samples == 1:
-                tokens += self._append_accepted(request, index, drawn, eos, now)
+                tokens += self._append_accepted(request, index, token_ids, eos, now)
                 continue
-            family = [request, *self._fork(request, len(drawn) - 1)]
-            for sample, (member, token_id) in enumerate(zip(family, drawn, strict=True)):
+            family = [request, *self._fork(request, len(token_ids) - 1)]
+            for sample, (member, token_id) in enumerate(zip(family, token_ids, strict=True)):
                 tokens.append(Token(member, token_id, index, sample))
                 self._append(member, token_id, eos, now)
         return tokens
@@ -196,11 +196,11 @@ class Scheduler:
         return request if request is not None and request.token_ids is row.tokens.booked else None
 
     def _append_accepted(
-        self, request: Request, row: int, drawn: Sequence[int], eos: frozenset[int], now: float
+        self, request: Request, row: int, token_ids: Sequence[int], eos: frozenset[int], now: float
     ) -> list[Token]:
         """Append tokens of which all but the last are accepted drafts, up to one that ends the sequence."""
         tokens: list[Token] = []
-        for sample, token_id in enumerate(drawn):
+        for sample, token_id in enumerate(token_ids):
             if sample:
                 # The draft token before this one is accepted: its keys and values are in the cache.
                 before, end = request.num_computed_tokens, request.num_tokens

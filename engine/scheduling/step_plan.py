@@ -62,11 +62,11 @@ class ScheduledRow(NamedTuple):
         """Whether it yields exactly one token, so that the next step can be scheduled asynchronously."""
         return self.num_samples == 1 and not self.num_draft_tokens
 
-    def resolved(self, drawn: Mapping[str, Sequence[int]]) -> ScheduledRow:
+    def resolved(self, sampled: Mapping[str, Sequence[int]]) -> ScheduledRow:
         """The row with the token that the previous step sampled in place of the placeholder."""
         if not self.tokens.has_placeholder:
             return self
-        return self._replace(tokens=self.tokens.resolved(drawn[self.sequence_id][0]))
+        return self._replace(tokens=self.tokens.resolved(sampled[self.sequence_id][0]))
 
 
 Copies = tuple[tuple[int, int], ...]
@@ -108,9 +108,9 @@ class StepPlan:
         """Whether it needs tokens that the previous step samples."""
         return any(row.tokens.has_placeholder for row in self.rows)
 
-    def resolved(self, drawn: Mapping[str, Sequence[int]]) -> StepPlan:
+    def resolved(self, sampled: Mapping[str, Sequence[int]]) -> StepPlan:
         """The plan with the previous step's tokens, by sequence, in place of the placeholders."""
-        return StepPlan(tuple(row.resolved(drawn) for row in self.rows), self.copies)
+        return StepPlan(tuple(row.resolved(sampled) for row in self.rows), self.copies)
 
     @property
     def num_tokens_of(self) -> dict[str, int]:
