@@ -26,7 +26,7 @@ from llmopt.engine.deploy.vllm_command import VLLM_VERSION
 from llmopt.quant.base.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
-VLLM = (ROOT / f"tests/engine/server/vllm-{VLLM_VERSION}-options.txt").read_text().split()
+VLLM = (ROOT / f"tests/engine/deploy/vllm-{VLLM_VERSION}-options.txt").read_text().split()
 NOT_OPTIONS = {"model": "every command takes it as its argument"}
 OURS_ALONE = {
     "--device": "vLLM is built for one kind of device",
