@@ -1,1 +1,1 @@
-"""The HTTP load client: worker processes that send, read and stamp, and nothing else while they do."""
+"""The HTTP load client: worker processes that send requests and timestamp reads; parsing comes afterwards."""

@@ -1,4 +1,4 @@
-"""From `--base-url` and its siblings to an endpoint, and from a workload's items to encoded requests."""
+"""Endpoint and request encoding: `--base-url` and its options to an endpoint, prompts to request bodies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CARD_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server as it was named.
+    """A server's URL, request path and headers, from the options.
 
     Attributes:
         url: scheme, host, port and prefix, without a `/v1` at its end, a key or a query.
@@ -58,7 +58,7 @@ class Address:
         headers: Mapping[str, str] | None = None,
         verify_tls: bool = True,
     ) -> Address:
-        """Check the parts and put them together.
+        """Validate the options and build the address.
 
         Raises:
             BadInput: no URL of http or https, an unknown backend, or a header that would break the request.
@@ -94,7 +94,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the server is on this machine, as far as its name says."""
+        """Whether the host is a loopback name or address."""
         host = urlsplit(self.url).hostname or ""
         try:
             return ip_address(host).is_loopback
@@ -102,7 +102,7 @@ class Address:
             return host == "localhost"
 
     def endpoint(self, timeout: float) -> Endpoint:
-        """Where the workers connect, with everything of a request but its length and body."""
+        """Host, port, TLS and request head (all headers but Content-Length) for the workers."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         lines = [
@@ -122,7 +122,7 @@ class Address:
         """The first model of the server's `/v1/models`.
 
         Raises:
-            BadInput: nobody answers there, or not with a list of models.
+            BadInput: the server is unreachable, or its response is not a list of models.
         """
         url = f"{self.url}/v1/models"
         names = dict(self.headers)
@@ -132,7 +132,7 @@ class Address:
         context = ssl.create_default_context()
         if not self.verify_tls:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        # No proxy of the environment: a measurement goes where it was sent.
+        # Ignore proxies of the environment: the measurement must reach the server directly.
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
@@ -150,7 +150,7 @@ class Address:
         except OSError as error:
             raise BadInput(f"no server answers at {self.url}: {_reason(error)}") from error
         except Exception as error:
-            # http.client raises a family of its own for what is no HTTP, json another, lookups a third.
+            # Not HTTP (http.client), not JSON, or a missing key: three unrelated exception families.
             raise BadInput(f"{url} gives no list of models: give --model") from error
         return card
 
@@ -161,14 +161,14 @@ def _reason(error: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """How a prompt becomes the body of a request.
+    """Encodes a prompt as a request body.
 
     Attributes:
-        model: its name on the server.
+        model: the model's name on the server.
         backend: `CHAT` sends the prompt as the text of one user message; `COMPLETIONS` as token ids;
-            `TRANSFORMERS` as text, and fixes the length in the way that server knows.
+            `TRANSFORMERS` as text, with the length set through `generation_config`.
         decode: token ids to text.
-        extra: fields to add or replace; one of None is left out.
+        extra: fields to add or replace; a field set to None is left out.
     """
 
     model: str
@@ -180,7 +180,7 @@ class Body:
     extra: tuple[tuple[str, Any], ...] = ()
 
     def encode(self, prompt: Sequence[int], output_len: int) -> bytes:
-        """The JSON text that is sent."""
+        """The request body as JSON bytes."""
         fields: dict[str, Any] = {"model": self.model}
         if self.backend == TRANSFORMERS:
             return self._plain(fields, prompt, output_len)
@@ -194,7 +194,7 @@ class Body:
         if self.temperature > 0:
             fields["seed"] = self.seed
         if self.ignore_eos:
-            # Some servers hold back only one of several end tokens, hence the second.
+            # Some servers suppress only one of several EOS tokens under ignore_eos, hence the second field.
             fields |= {"ignore_eos": True, "min_tokens": output_len}
         fields |= {
             "stream": True,
@@ -203,7 +203,7 @@ class Body:
         return self._written(fields)
 
     def _plain(self, fields: dict[str, Any], prompt: Sequence[int], output_len: int) -> bytes:
-        """For `transformers serve`, which refuses fields that it does not know."""
+        """The body for `transformers serve`, which rejects unknown fields."""
         fields |= {
             "prompt": self.decode(prompt),
             "max_tokens": output_len,

@@ -1,4 +1,4 @@
-"""From the bytes of a response to deliveries of tokens: after the pass, never while it runs."""
+"""Parsing of streamed completions (SSE) into timed token chunks, after the pass has ended."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ PER_EVENT = "re-tokenized"
 
 @dataclass(slots=True)
 class Answer:
-    """What one response said.
+    """One parsed response.
 
     Attributes:
-        times: when each delivery was read, by the clock of the reads.
-        texts: the text of each delivery; empty where a token gave no text yet.
-        tokens: tokens of each delivery where the server counted them chunk by chunk, else empty.
-        total: output tokens by the server's usage at the end, or None.
-        prompt_tokens, cached_tokens: of the prompt, and of these from its cache, as the server counted
-            them, or None.
-        server_times: when the server wrote each delivery and, first, when it had read the request; only
-            from a server that says so (`known_server`).
-        error: why this is no answer; empty if it is one.
+        times: when each chunk was read, by `time.perf_counter()`.
+        texts: the text of each chunk; empty where a token gave no text yet.
+        tokens: tokens of each chunk where the server reports usage per chunk, else empty.
+        total: output tokens by the usage of the last chunk, or None.
+        prompt_tokens, cached_tokens: prompt tokens, and those of them from the prefix cache, by the
+            server's usage, or None.
+        server_times: when the server had read the request, then when it wrote each chunk; only from the
+            known-latency server (`known_server`).
+        error: why the response is invalid; empty if it is valid.
     """
 
     times: list[float] = field(default_factory=list)
@@ -43,15 +43,15 @@ class Answer:
 
 
 def events(chunks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """(time, data) of each server-sent event. An event that spans reads has the time of its last one.
+    """(time, data) of each server-sent event; an event that spans reads has the time of its last read.
 
-    Line ends may be LF, CRLF or CR; comments and other fields are skipped; an event that the end of
-    the stream cut off from its blank line still counts.
+    Line ends may be LF, CRLF or CR; comments and other fields are skipped; a last event
+    without its blank line still counts.
     """
     rest, lines, time = b"", [], 0.0
     for time, data in chunks:
         buffer = rest + data
-        # A CR at the end may be half of a line end: it waits for the next read.
+        # A CR at the end may be half of a CRLF: keep it for the next read.
         held = b"\r" if buffer.endswith(b"\r") else b""
         *whole, rest = _unix(buffer[: len(buffer) - len(held)]).split(b"\n")
         rest += held
@@ -72,11 +72,11 @@ def _unix(data: bytes) -> bytes:
 
 
 def read_stream(chunks: Iterable[tuple[float, bytes]]) -> Answer:
-    """A streamed answer of `/v1/completions` or `/v1/chat/completions`.
+    """Parse a streamed response of `/v1/completions` or `/v1/chat/completions`.
 
-    A chunk with text is a delivery. One without text is one where the server's count says so: by its
-    usage in the chunk, or by a total at the end that the chunks with text do not reach. A chat's first
-    chunk that only names the role never is.
+    A chunk with text carries tokens. A chunk without text does where the server's count says so: by the
+    usage in the chunk, or by a final total that exceeds the chunks with text. A chat's first chunk, which
+    only names the role, never does.
     """
     answer = Answer()
     seen: list[tuple[float, str, int | None]] = []
@@ -116,7 +116,7 @@ def read_stream(chunks: Iterable[tuple[float, bytes]]) -> Answer:
 
 
 def read_document(chunks: Sequence[tuple[float, bytes]]) -> Answer:
-    """An answer that is one JSON document: the server did not stream. All tokens come at its end."""
+    """Parse a response that is not streamed: one JSON document, all tokens timed at its end."""
     body = b"".join(data for _, data in chunks)
     answer = Answer()
     try:
@@ -132,7 +132,7 @@ def read_document(chunks: Sequence[tuple[float, bytes]]) -> Answer:
 
 
 def refusal(status: int, chunks: Sequence[tuple[float, bytes]]) -> str:
-    """What a response with an error status says."""
+    """The error message of a response with an error status."""
     body = b"".join(data for _, data in chunks)
     try:
         said = _message(json.loads(body))
@@ -142,10 +142,10 @@ def refusal(status: int, chunks: Sequence[tuple[float, bytes]]) -> str:
 
 
 def chunk_tokens(answer: Answer, recount: int | None) -> tuple[list[int], str]:
-    """(tokens of each delivery, who counted them).
+    """(tokens of each chunk, source of the counts).
 
-    Without the server's count of each chunk, its total, or else `recount` (the text tokenized again),
-    is spread: one token a delivery, what is left over by the length of the texts.
+    Without per-chunk usage, the server's total, or else `recount` (the text tokenized again), is
+    distributed: one token per chunk, the remainder by text length.
     """
     if answer.tokens:
         return answer.tokens, PER_CHUNK
@@ -174,7 +174,7 @@ def _delivered(choice: dict[str, Any]) -> tuple[str, bool]:
         if "delta" in choice:
             return "", choice.get("finish_reason") is None
         return choice.get("text") or "", False
-    # Reasoning is output too: it has been computed and sent.
+    # Reasoning tokens are output tokens too.
     fields = ("reasoning_content", "reasoning", "content")
     text = "".join(part[name] for name in fields if isinstance(part.get(name), str))
     if part.get("tool_calls"):
@@ -183,7 +183,7 @@ def _delivered(choice: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _usage(event: dict[str, Any], answer: Answer) -> int | None:
-    """Note the usage of an event; its running count of output tokens, or None."""
+    """Record the usage of an event; returns its running count of output tokens, or None."""
     usage = event.get("usage")
     if not isinstance(usage, dict):
         return None
@@ -206,8 +206,8 @@ def _server_times(event: dict[str, Any], answer: Answer) -> None:
 
 
 def _count(seen: Sequence[tuple[float, str, int | None]], answer: Answer) -> None:
-    """Decide which chunks were deliveries, and of how many tokens where that is known."""
-    # A server that counts as it goes has a count in each chunk, of which more than one differ.
+    """Decide which chunks carried tokens, and how many where that is known."""
+    # Continuous usage: every chunk has a count, and the counts are not all equal.
     if seen and all(count is not None for _, _, count in seen):
         before = 0
         for time, text, count in seen:

@@ -1,4 +1,4 @@
-"""The client against a server of known latency: what of a measurement is the client's own doing."""
+"""Client certification: the load client's own error, measured against a server of known latency."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class ClientError:
     """The client's error at a number of streams; milliseconds.
 
     Attributes:
-        server_lateness_ms: how late the server wrote its first events, by its own clock: what the machine
-            could not do, and no error of the client.
-        failed: requests that came to nothing.
+        server_lateness_ms: how late the server wrote its first events, by the server's clock: an overload of
+            the machine, not an error of the client.
+        failed: failed requests.
     """
 
     streams: int
@@ -64,7 +64,7 @@ def measure_client(
     burden: float = 0.0,
     progress: Progress | None = None,
 ) -> ClientError:
-    """Drive the known server with `streams` streams for about two seconds."""
+    """Drive the known-latency server with `streams` concurrent streams for about two seconds."""
     body = json.dumps({"prompt": "x", "max_tokens": TOKENS, "stream": True}).encode()
     requests = [EncodedRequest(f"known-{number}", body) for number in range(streams * ROUNDS)]
     with known_server(TTFT_MS, ITL_MS) as port:
@@ -90,7 +90,7 @@ def check_client(
     burden: float = 0.0,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Any], list[ClientError]]:
-    """The client's error at several numbers of streams: (a record of it all, the errors)."""
+    """The client's error at several numbers of streams: (record, errors)."""
     errors = []
     for count in streams:
         workers = num_workers or default_workers(count)
@@ -110,7 +110,7 @@ def check_client(
 
 
 def client_error(one: FleetPass, streams: int, num_workers: int) -> ClientError:
-    """The errors in a pass over the known server."""
+    """The client's errors in one pass against the known-latency server."""
     done = [exchange for exchange in one.exchanges if not exchange.answer.error]
     first, gaps, late = [], [], []
     for exchange in done:
@@ -150,14 +150,14 @@ def judge(
     loop_lag_ms: float,
     send_lag_ms: float | None,
 ) -> list[str]:
-    """Why the client disturbed a run; empty when the run is certified.
+    """Reasons against certifying a run (client overhead too large); empty when it is certified.
 
     Args:
-        error: of the client before the run; None where it was not measured.
-        metrics: of the run, as `result.distributions` gives them.
-        loop_lag_ms: mean of the run's passes.
-        send_lag_ms: median lateness of sending; None under a concurrency limit, where waiting is the
-            load's own doing.
+        error: the client's error before the run; None where it was not measured.
+        metrics: the run's distributions (`run_statistics.distributions`).
+        loop_lag_ms: mean event-loop lag over the run's passes.
+        send_lag_ms: median lateness of sending; None under a concurrency limit, where waiting is part of
+            the load.
     """
     if metrics["ttft"]["median"] is None:
         return ["no request succeeded, so there is nothing to certify"]

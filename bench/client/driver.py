@@ -1,4 +1,4 @@
-"""HTTP load driver: a workload sent by the worker processes, and what they saw as traces of requests."""
+"""HTTP load driver: sends a workload through the worker processes and returns request traces."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class HttpPass:
     """One pass over a workload.
 
     Attributes:
-        prefix_cache_hit_rate: share of the prompt tokens that came from the server's cache, over the
-            answers that say so; None where none does.
-        worker_seconds: processor time of the workers.
+        prefix_cache_hit_rate: fraction of prompt tokens from the server's prefix cache, over the responses
+            that report it; None where none does.
+        worker_seconds: CPU time of the workers.
     """
 
     load: LoadPass
@@ -39,7 +39,7 @@ class HttpPass:
 
 
 class HttpDriver:
-    """Sends passes to one endpoint, and keeps account of what the client itself did to them.
+    """Sends passes to one endpoint and accumulates client overhead (lags, late connections).
 
     `close` ends the worker processes.
     """
@@ -82,7 +82,7 @@ class HttpDriver:
         )
 
     def warm_up(self, workload: Workload, description: str) -> bool:
-        """Send a pass that is no part of the run; False when it was interrupted."""
+        """Send a warm-up pass, which is not recorded; False when it was interrupted."""
         warmup = self.drive(workload, 0, description)
         self._reset_account()
         return not warmup.load.interrupted
@@ -107,7 +107,7 @@ class HttpDriver:
         )
 
     def client_part(self, metrics: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[str, Any]:
-        """`llmopt.client` of a result: what the client did to the numbers."""
+        """`llmopt.client` of a result: client overhead and certification."""
         lag = {
             "mean": float(np.mean([each["mean"] for each in self._lags])),
             "p99": max(each["p99"] for each in self._lags),
@@ -131,21 +131,21 @@ class HttpDriver:
         }
 
     def _lateness_ms(self, passes: Sequence[LoadPass]) -> float | None:
-        """Median lateness of sending; None under a concurrency limit, where waiting is the load's doing."""
+        """Median lateness of sending; None under a concurrency limit, where waiting is part of the load."""
         if self._options.concurrency is not None:
             return None
         queued = [trace.queued * 1000 for load in passes for trace in load.traces]
         return float(np.median(queued or [0]))
 
     def _reset_account(self) -> None:
-        """Begin the account anew."""
+        """Reset the accumulated client overhead."""
         self._counters: Counter[str] = Counter()
         self._lags: list[dict[str, float]] = []
         self._late_connections = 0
 
     def _request(self, item: WorkloadItem, first_token: int) -> EncodedRequest:
-        # A server's prefix cache cannot be emptied from here. Another first token makes every prompt
-        # of a pass new to it; what the prompts of a pass share among themselves stays shared.
+        # A server's prefix cache cannot be emptied from here. A different first token per pass makes
+        # every prompt miss it, while prefixes shared within the pass stay shared.
         prompt = (first_token, *item.prompt_token_ids[1:])
         body = self._body.encode(prompt, item.output_len)
         return EncodedRequest(item.request_id, body, item.arrival_seconds)
@@ -187,7 +187,7 @@ class HttpDriver:
 
 
 def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:
-    """Share of the prompt tokens that came from the server's cache, over the answers that say so."""
+    """Fraction of prompt tokens from the server's prefix cache, over the responses that report it."""
     answers = [e.answer for e in exchanges if e.answer.cached_tokens is not None]
     tokens = sum(answer.prompt_tokens or 0 for answer in answers)
     hits = sum(answer.cached_tokens or 0 for answer in answers)
@@ -195,8 +195,8 @@ def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:
 
 
 def first_tokens(tokenizer: Any, count: int) -> list[int]:
-    """`count` different ordinary token ids. Drawn anew in every run, and recorded: with the seed's they
-    would be in the cache of a server that has seen this benchmark before."""
+    """`count` different non-special token ids, random in every run and recorded: seeded ones would still be
+    in the prefix cache of a server that has run this benchmark before."""
     special = set(tokenizer.all_special_ids)
     ordinary = [token for token in range(len(tokenizer)) if token not in special]
     return random.SystemRandom().sample(ordinary, count)

@@ -1,4 +1,4 @@
-"""The worker processes of a run, and passes over a workload with all of them."""
+"""The load worker processes of a run: a shared concurrency limit, and passes split over all workers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ...quant.base.progress import Progress, Silent
 from ..machine.machine_load import process_seconds
 from .job import EncodedRequest, Endpoint, Exchange, Job, Report
 
-PIPE_BYTES = 1 << 16  # what a pipe holds on Linux
-START_SECONDS = 0.05  # from the last worker's readiness to the first request
+PIPE_BYTES = 1 << 16  # capacity of a pipe on Linux
+START_SECONDS = 0.05  # from all workers ready to the first request
 STREAMS_PER_WORKER = 64
-WAKE_SECONDS = 0.2  # how long an interrupt may go unheard
+WAKE_SECONDS = 0.2  # polling interval for an interrupt
 
 
 def default_workers(streams: int) -> int:
-    """One worker for 64 streams, but half of the cores stay free for everything else."""
+    """One worker per 64 streams, at most half of the cores."""
     return max(1, min(-(-streams // STREAMS_PER_WORKER), (os.cpu_count() or 2) // 2))
 
 
 @dataclass(slots=True)
 class FleetPass:
-    """A pass as all workers saw it. Times are `time.perf_counter()`."""
+    """One pass, merged over all workers. Times are `time.perf_counter()`."""
 
     origin: float
     ended: float
@@ -42,7 +42,7 @@ class FleetPass:
 
 
 class Fleet:
-    """`num_workers` load processes that live from pass to pass. A context manager: leaving ends them.
+    """`num_workers` load processes that persist across passes. A context manager: leaving ends them.
 
     Raises:
         RuntimeError: from a pass, when a worker died.
@@ -50,7 +50,7 @@ class Fleet:
 
     def __init__(self, num_workers: int) -> None:
         self._inbox: queue.Queue[Any] = queue.Queue()
-        # A byte for every free place in flight; all workers take from it and give back.
+        # The concurrency permits: a byte per free permit; all workers take from it and give back.
         self._places = os.pipe()
         self._open_ends = list(self._places)
         os.set_blocking(self._places[0], False)
@@ -59,7 +59,7 @@ class Fleet:
                 [sys.executable, "-m", f"{__package__}.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C is for the parent alone
+                start_new_session=True,  # Ctrl-C reaches the parent alone
                 pass_fds=self._places,
             )
             for _ in range(num_workers)
@@ -93,10 +93,10 @@ class Fleet:
         progress: Progress | None = None,
         description: str = "bench",
     ) -> FleetPass:
-        """Send `requests`, in the order in which they are due, split over the workers in turn.
+        """Send `requests`, in the order in which they are due, split round-robin over the workers.
 
-        A concurrency limit holds over all workers together. An interrupt ends the pass; what was answered
-        stays.
+        A concurrency limit holds over all workers together. An interrupt ends the pass; finished requests
+        are kept.
         """
         count = self._hand_out(endpoint, requests, limit, burden)
         progress = progress or Silent()
@@ -104,7 +104,7 @@ class Fleet:
         origin, stopped, reports = self._collect(count, progress)
         progress.finish()
         exchanges = [exchange for report in reports for exchange in report.exchanges]
-        # Without an interrupt a pass ends with its last request, as vLLM has it.
+        # Without an interrupt a pass ends with its last request, as in vLLM.
         last = max((exchange.ended for exchange in exchanges), default=time.perf_counter())
         return FleetPass(
             origin,
@@ -122,9 +122,9 @@ class Fleet:
         limit: int | None,
         burden: float,
     ) -> int:
-        """Give every worker its share of the requests; returns how many workers got one."""
+        """Distribute the requests over the workers; returns how many workers got some."""
         count = min(len(self._workers), len(requests), limit or len(requests))
-        # More places than requests are no limit, and a pipe holds no more than so many bytes.
+        # A limit above the number of requests is none, and a pipe has a finite capacity.
         permits = self._places if limit is not None and limit < len(requests) else None
         if permits is not None and limit is not None:
             self._set_places(min(limit, PIPE_BYTES))
@@ -154,7 +154,7 @@ class Fleet:
                 elif isinstance(message, Report):
                     reports.append(message)
                 else:
-                    raise RuntimeError("a load worker died; its words are above")
+                    raise RuntimeError("a load worker died; its output is above")
             except queue.Empty:
                 continue
             except KeyboardInterrupt:
@@ -166,11 +166,11 @@ class Fleet:
         return origin, stopped, reports
 
     def cpu_seconds(self) -> float:
-        """Processor time that the workers have had; 0 where the system does not say."""
+        """CPU time of the workers; 0 where the system does not report it."""
         return sum(process_seconds(worker.pid) for worker in self._workers)
 
     def _set_places(self, count: int) -> None:
-        """Exactly `count` free places; nobody holds one between passes."""
+        """Reset to exactly `count` free permits; none is held between passes."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self._places[0], PIPE_BYTES):
                 pass
@@ -187,7 +187,7 @@ class Fleet:
         stream.flush()
 
     def _listen(self, worker: subprocess.Popen[bytes]) -> None:
-        """In a thread for each worker: its messages, and None when it is gone."""
+        """Reader thread, one per worker: queues its messages, and None when it has exited."""
         assert worker.stdout is not None
         while True:
             try:

@@ -1,8 +1,8 @@
-"""HTTP/1.1 as a load client needs it: a read is stamped the moment the socket hands it over.
+"""Minimal HTTP/1.1 client protocol: every read is timestamped in `data_received`.
 
-An HTTP library stamps when its reader gets its turn, after the loop has served everyone else; at many
-streams that is the client's error. Here the stamp is the first thing that `data_received` does, and no
-byte of a body is looked into before the pass is over.
+An HTTP library timestamps when its reader task is scheduled, after the event loop has run every other
+task; with many streams that delay is client error. Here the timestamp is the first thing `data_received`
+does, and response bodies are parsed only after the pass.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Response:
         self.is_whole = False
         self._rest = b""
         self._mode = "head"
-        self._left = 0  # of the body, or of the current chunk with the line end behind it
-        self._size = False  # whether the size line of a chunk, or a trailer, is due
+        self._left = 0  # bytes of the body, or of the current chunk with its CRLF
+        self._size = False  # whether a chunk-size line, or a trailer, comes next
 
     @property
     def is_head_whole(self) -> bool:
@@ -48,10 +48,10 @@ class Response:
         return sum(len(data) for _, data in self.chunks)
 
     def feed(self, now: float, data: bytes) -> None:
-        """Take what one read gave.
+        """Parse the data of one read.
 
         Raises:
-            NotHttp: this is no HTTP/1.1 response.
+            NotHttp: the data is not an HTTP/1.1 response.
         """
         if self._mode == "head":
             self._rest += data
@@ -66,7 +66,7 @@ class Response:
             self._read_head(head)
             if self.status == 100:
                 self.__init__()
-            if self._mode == "head":  # that was a 100, the answer is yet to come
+            if self._mode == "head":  # that was a 100 Continue, the response is yet to come
                 self.feed(now, data)
                 return
         if self._mode == "chunked":
@@ -78,7 +78,7 @@ class Response:
             self.chunks.append((now, data))
 
     def end_of_stream(self) -> None:
-        """The peer closed: the end of a body that had no other."""
+        """The peer closed: ends a body without content-length or chunked encoding."""
         if self._mode == "until close":
             self.is_whole = True
 
@@ -103,13 +103,13 @@ class Response:
             self._mode = "until close"
 
     def _unchunk(self, data: bytes) -> bytes:
-        """The body bytes in `data`; what is cut off in the middle of a size line is kept."""
+        """The body bytes in `data` (chunked encoding); an incomplete size line is kept."""
         data, self._rest = self._rest + data, b""
         found, at = [], 0
         while at < len(data):
             if not self._size:
                 taken = min(self._left, len(data) - at)
-                # The last two bytes of what is left are the line end.
+                # The last two bytes are the CRLF.
                 found.append(data[at : at + min(taken, max(self._left - 2, 0))])
                 at, self._left = at + taken, self._left - taken
                 self._size = self._left == 0
@@ -121,7 +121,7 @@ class Response:
                     raise NotHttp("a chunk's size has no end")
                 break
             line, at = data[at:end], end + 2
-            if self._left < 0:  # in the trailer, which an empty line ends
+            if self._left < 0:  # in the trailer, ended by an empty line
                 self.is_whole = self.is_whole or not line
                 continue
             try:
@@ -148,7 +148,7 @@ class Connection(asyncio.Protocol):
         """Connect, with the TLS handshake where there is a context.
 
         Raises:
-            OSError: nobody answers there, or the handshake failed. TimeoutError is one.
+            OSError: the connection or the TLS handshake failed (TimeoutError included).
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout):
@@ -163,8 +163,8 @@ class Connection(asyncio.Protocol):
         """Send a request and wait until `response` is whole; returns when it was sent.
 
         Raises:
-            NotHttp: what came is no HTTP.
-            ConnectionError: the peer closed before the end. `response` holds what came until then.
+            NotHttp: the response is not HTTP.
+            ConnectionError: the peer closed before the end. `response` holds the data received until then.
         """
         assert self._transport is not None
         self._waiter = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What a load worker is told and what it gives back: plain values that travel between processes."""
+"""Messages between the fleet and its load workers: jobs, exchanges and reports, as picklable values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .answer import Answer
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go.
+    """The server that requests are sent to.
 
     Attributes:
         host, port: to connect to.
-        is_tls: whether to speak TLS; `verify_tls` whether to believe only known certificates.
+        is_tls: whether to use TLS; `verify_tls`: whether certificates are verified.
         head: the request line and every header but the length, ready to send.
-        timeout: seconds for one request from its sending to the end of its answer.
+        timeout: seconds for one request from sending to the end of its response.
     """
 
     host: str
@@ -41,11 +41,11 @@ class Job:
     """One pass of one worker.
 
     Attributes:
-        limit: most requests in flight, of all workers together; None is no limit.
-        places: (reading, writing) file descriptors of the pipe that holds a byte for every free place;
-            None without a limit.
-        burden: seconds that the worker wastes in every twentieth of a second, to prove that a run with
-            a starved client is noticed.
+        limit: maximum requests in flight over all workers; None is no limit.
+        places: (read, write) file descriptors of the permit pipe, which holds a byte per free concurrency
+            permit; None without a limit.
+        burden: seconds of every 50 ms in which the worker busy-waits, to test that a starved client is
+            detected.
     """
 
     endpoint: Endpoint
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(slots=True)
 class Exchange:
-    """What happened to one request. Times are `time.perf_counter()`, one clock for all processes."""
+    """One request and its response. Times are `time.perf_counter()`, one clock for all processes."""
 
     request_id: str
     sent: float
@@ -67,11 +67,11 @@ class Exchange:
 
 @dataclass(slots=True)
 class Report:
-    """What a worker gives back at the end of a pass.
+    """A worker's results at the end of a pass.
 
     Attributes:
-        lag_ms: how much later than asked its loop woke up, sampled through the pass: mean, p99, max.
-        late_connections: connections that had to be opened after the clock had started.
+        lag_ms: event-loop lag (wake-up after the requested time), sampled through the pass: mean, p99, max.
+        late_connections: connections opened after the clock had started.
     """
 
     exchanges: list[Exchange]

@@ -1,8 +1,8 @@
-"""A server whose latency is known: the yardstick that the load client is held against.
+"""Known-latency server: the reference against which the load client is certified.
 
-It waits, writes, and says in each event when it read the request and when it wrote, on the clock that
-the client reads (`time.perf_counter()` is one clock for all processes of a machine). So the client's
-error is told from the server's own lateness.
+It waits, writes, and reports in each event when it read the request and when it wrote, on the client's
+clock (`time.perf_counter()` is one clock for all processes of a machine). This separates the client's error
+from the server's lateness.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KnownLatencyProtocol(asyncio.Protocol):
         self._plan(now, now + self._ttft, 1, count)
 
     def _plan(self, received: float, due: float, number: int, count: int) -> None:
-        # The loop's clock counts from elsewhere, so the wait is what is handed over.
+        # The loop's clock has another origin, so the delay is passed, not the time.
         wait = max(0.0, due - time.perf_counter() - HURRY_SECONDS)
         self._loop.call_later(wait, self._write, received, due, number, count)
 
@@ -73,7 +73,7 @@ class KnownLatencyProtocol(asyncio.Protocol):
 
 
 async def serve(ttft: float, itl: float) -> None:
-    """Serve on a free port of this machine, which is printed, until the input ends."""
+    """Serve on a free loopback port, which is printed, until stdin closes."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
         lambda: KnownLatencyProtocol(ttft, itl), "127.0.0.1", 0, backlog=1024
@@ -87,7 +87,7 @@ async def serve(ttft: float, itl: float) -> None:
 
 @contextmanager
 def known_server(ttft_ms: float, itl_ms: float) -> Iterator[int]:
-    """Run the server in a process of its own; gives its port."""
+    """Run the server in a separate process; yields its port."""
     with subprocess.Popen(
         [sys.executable, "-m", __name__, str(ttft_ms), str(itl_ms)],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The model behind a server: the name to ask for, its tokenizer and its longest sequence."""
+"""The model behind a server: its served name, tokenizer and maximum sequence length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_CONTEXT = 32768
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What is known of the model behind a server, and the tokenizer of its prompts."""
+    """The model behind a server, with the tokenizer of its prompts."""
 
     model: str
     tokenizer_name: str
@@ -26,7 +26,7 @@ class ServedModel:
 
 
 def find_served(options: BenchOptions, address: Address) -> ServedModel:
-    """The model to ask for and the tokenizer for its prompts.
+    """Resolve the served model name and its tokenizer.
 
     Raises:
         BadInput: no `--model` and a server that does not list one, or no tokenizer under any of its names.
@@ -35,7 +35,7 @@ def find_served(options: BenchOptions, address: Address) -> ServedModel:
     try:
         card = address.model_card()
     except BadInput:
-        # With everything given, what is wrong with the server shows in the requests, and is counted.
+        # With every option set, a failing server shows as failed requests, which are counted.
         if options.model is None:
             raise
     model = options.model or card["id"]
@@ -46,8 +46,8 @@ def find_served(options: BenchOptions, address: Address) -> ServedModel:
 
 
 def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Path]:
-    """(name, folder) of the first of `names` that is a model here. Only a name that the person gave may
-    be looked for on the hub; what a server says is looked for on this machine."""
+    """(name, folder) of the first of `names` that is a model here. Only a name from the options may be looked
+    up on the hub; a name reported by the server is looked up on this machine."""
     for name in names:
         given = name in (options.tokenizer, options.model)
         is_here = name in bundled_models() or (Path(name).expanduser() / "config.json").is_file()

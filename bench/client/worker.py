@@ -1,8 +1,8 @@
-"""A load worker: a process with one event loop that sends when due, reads, stamps, and parses afterwards.
+"""Load worker process: one event loop that sends on schedule, timestamps reads, and parses afterwards.
 
-It speaks pickles over its standard streams (`fleet.Fleet` is the other end): a `Job` in, `"ready"` out
-when the connections are open, the origin of the clock in, `"ended"` out for every request, a `Report`
-out. `"stop"` in ends the pass early; the end of the input ends the process.
+The protocol is pickles over stdin and stdout (`fleet.Fleet` is the peer): a `Job` in, `"ready"` out when the
+connections are open, the clock's origin in, `"ended"` out per request, a `Report` out. `"stop"` in ends the
+pass early; end of input ends the process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .job import EncodedRequest, Endpoint, Exchange, Job, Report
 MAX_OPENED_AHEAD = 1024
 OPENING_AT_ONCE = 64
 LAG_EVERY_SECONDS = 0.02
-# The event loop's own resolution: epoll counts whole milliseconds and rounds up.
+# Resolution of the event loop's timers: epoll counts whole milliseconds and rounds up.
 TIMER_SECONDS = 0.001
 BURDEN_EVERY_SECONDS = 0.05
 
 
 class Pool:
-    """Connections of one endpoint that are open and idle."""
+    """Idle keep-alive connections to one endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -41,7 +41,7 @@ class Pool:
         self.num_opened = 0
 
     async def fill(self, count: int) -> None:
-        """Open `count` connections; those that fail are left to the requests that will need them."""
+        """Open `count` connections ahead of time; failures surface in the requests that need them."""
         for begin in range(0, count, OPENING_AT_ONCE):
             wave = min(OPENING_AT_ONCE, count - begin)
             opened = await asyncio.gather(
@@ -84,14 +84,14 @@ def _tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
 
 
 class SharedSemaphore:
-    """Places for requests in flight that all workers share: a byte in a pipe for each free one, as the
-    jobserver of GNU make has them. Whoever is fast takes more, and the limit holds over all."""
+    """Cross-process semaphore for concurrency permits: a pipe with a byte per free permit, like GNU make's
+    jobserver. The limit holds over all workers; faster workers take more permits."""
 
     def __init__(self, pipe: tuple[int, int]) -> None:
         self._read, self._write = pipe
 
     async def take(self) -> None:
-        """Wait for a place and take it; one waiter at a time."""
+        """Wait for a permit and take it; one waiter at a time."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -129,7 +129,7 @@ class Pass:
         self._lags: list[float] = []
 
     async def run(self, origin: float) -> None:
-        """Send every request when it is due and there is room; ends with the last answer or `stop`."""
+        """Send every request when it is due and a permit is free; ends with the last response or `stop`."""
         semaphore = SharedSemaphore(self._job.permits) if self._job.permits else None
         tasks: set[asyncio.Task[None]] = set()
         helpers = [asyncio.create_task(self._watch_lag())]
@@ -196,7 +196,7 @@ class Pass:
             await asyncio.sleep(BURDEN_EVERY_SECONDS)
 
     def report(self, late_connections: int) -> Report:
-        """Parse what came. Only now: while requests fly, nothing is looked into."""
+        """Parse the responses, deferred until no request is in flight."""
         exchanges = []
         for request, sent, ended, response, error in self._ended:
             answer = _read(response)
@@ -248,7 +248,7 @@ def _tell(stream: BinaryIO, message: Any) -> None:
 def _listen(
     loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any], stop: asyncio.Event
 ) -> None:
-    """In a thread: messages into the loop's queue; a stop is heard at once."""
+    """Reader thread: messages into the loop's queue; a stop takes effect at once."""
     while True:
         try:
             message = pickle.load(sys.stdin.buffer)
@@ -263,7 +263,7 @@ def _listen(
 
 
 async def serve_jobs(say: BinaryIO) -> None:
-    """Work through jobs until the input ends."""
+    """Process jobs until the input ends."""
     inbox: asyncio.Queue[Any] = asyncio.Queue()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -287,9 +287,9 @@ async def serve_jobs(say: BinaryIO) -> None:
 
 
 def main() -> None:
-    """The process: Ctrl-C is the parent's to handle."""
+    """Entry point of the process; Ctrl-C is handled by the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Nothing that prints may come between the pickles.
+    # Redirect prints, which would corrupt the pickle stream.
     say = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     asyncio.run(serve_jobs(say))

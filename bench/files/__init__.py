@@ -1,1 +1,1 @@
-"""Run folders: whole or not there, also under Ctrl-C."""
+"""Run folders: atomic writes, also under Ctrl-C."""

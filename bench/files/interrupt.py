@@ -1,4 +1,4 @@
-"""Ctrl-C while a result is being put together: a matter of seconds that must not cost the measurement."""
+"""Deferred SIGINT while a result is assembled, so that a Ctrl-C does not lose the measurement."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import FrameType
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Let the first Ctrl-C pass by; a second one interrupts as ever.
+    """Ignore the first Ctrl-C; a second one interrupts as usual.
 
-    Only the main thread receives signals, so elsewhere this does nothing.
+    Only the main thread receives signals, so in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

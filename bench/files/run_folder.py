@@ -1,4 +1,4 @@
-"""Folders of results that are either whole or not there."""
+"""Atomic writes of result folders and files (write, fsync, rename)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def stamped(root: Path, name: str, now: datetime | None = None) -> Path:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder to write into, that takes the name `target` when the block ends well.
+    """A temporary folder to write into, renamed to `target` when the block succeeds.
 
     Raises:
-        BadInput: `target` exists, or its parent cannot be made.
+        BadInput: `target` exists, or its parent cannot be created.
     """
     if target.exists():
         raise BadInput(f"{target} exists: name another folder, or remove it")
@@ -63,7 +63,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Make a file or a folder's entries safe against a power cut."""
+    """fsync a file or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
