@@ -1,1 +1,1 @@
-"""Comparing runs: limits, the verdict, its outputs and its error rates."""
+"""Regression gate: limits, verdict, its output formats and its error rates."""

@@ -1,4 +1,4 @@
-"""Two runs against each other: pass, regression, or no verdict, each with its reasons.
+"""Regression verdict of two runs: pass, regression, or no verdict, each with its reasons.
 
 A regression needs an effect above the threshold and statistical support. A pass needs enough precision
 to have seen a change of that size. Everything else, and runs that did not do the same work on the same
@@ -34,12 +34,12 @@ INFORMATIVE_KEYS = {"model": "model", "quantization": "quantization", "dtype": "
 
 @dataclass(frozen=True, slots=True)
 class QualityGate:
-    """Limits on quality; None does not ask.
+    """Limits on quality; None is no limit.
 
     Attributes:
         max_perplexity_increase: relative, against the base.
         max_kl: nats from the reference of the new run.
-        min_top1: share of positions.
+        min_top1: fraction of positions.
     """
 
     max_perplexity_increase: float | None = None
@@ -49,7 +49,7 @@ class QualityGate:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The verdict and everything behind it."""
+    """The verdict, with the deltas, checks, quality and memory it is based on."""
 
     outcome: Outcome
     reasons: tuple[str, ...]
@@ -74,8 +74,8 @@ def compare(
     limits: Sequence[Limit] = (),
     gate: QualityGate | None = None,
 ) -> Comparison:
-    """Judge `new` against `base` by `limits`; without any, by four speeds of which none may get worse
-    by `threshold` (0.05: 5 %)."""
+    """Judge `new` against `base` by `limits`; by default, by four speed metrics, none of which may get
+    worse by `threshold` (0.05: 5 %)."""
     found = Comparison(Outcome.NO_VERDICT, (), base.name, new.name, threshold)
     blocking = incomparable(base.result, new.result)
     notes = remarks(base.result, new.result)
@@ -144,7 +144,7 @@ def incomparable(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """What differs on purpose and does not stop a comparison."""
+    """Intended differences, which do not block a comparison."""
     found = []
     for key, words in INFORMATIVE_KEYS.items():
         a, b = (side["llmopt"]["identity"][key] for side in (base, new))
@@ -159,7 +159,7 @@ def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def failed_more(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """A higher share of failed requests is a regression before any latency is looked at."""
+    """A higher failure rate is a regression before any latency is compared."""
     shares = [r["failed"] / max(r["failed"] + r["completed"], 1) for r in (base, new)]
     if shares[1] > shares[0]:
         return f"failed requests rose from {base['failed']} to {new['failed']}"
@@ -167,7 +167,7 @@ def failed_more(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 
 def disturbed(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Why the speed of these runs cannot be judged, although they had the same work."""
+    """Why speed cannot be judged although the work is the same: interrupted, failed, or uncertified runs."""
     for side, result in (("base", base), ("new", new)):
         if result["llmopt"]["interrupted"]:
             return f"the {side} run was interrupted"
@@ -190,7 +190,7 @@ def disturbed(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 def judge_quality(
     base: Mapping[str, Any], new: Mapping[str, Any], gate: QualityGate
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """(changes, limits that are broken, limits that cannot be checked)."""
+    """(changes, violated limits, limits that cannot be checked)."""
     ours, theirs = base["llmopt"]["quality"], new["llmopt"]["quality"]
     asked = [v for v in asdict(gate).values() if v is not None]
     if not theirs:
@@ -227,7 +227,7 @@ def judge_quality(
 
 
 def memory_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """{what: [base bytes, new bytes]}."""
+    """{memory key: [base bytes, new bytes]}."""
     ours, theirs = base["llmopt"]["memory"], new["llmopt"]["memory"]
     both = ours.keys() & theirs.keys()
     return {key: [ours[key], theirs[key]] for key in ours if key in both and key.endswith("_bytes")}

@@ -1,8 +1,8 @@
-"""Limits that a run must keep against a base: what they may name, how they are written, what they mean.
+"""Gate expressions: limits on the metrics of a run, relative to a base run or absolute.
 
     p99_ttft_ms<=+10% output_throughput>=-5% kl<=0.02 weight_bytes<=+0%
 
-With a percent sign a limit is on the change from the base; a plain number bounds the new run itself.
+With a percent sign a limit bounds the change from the base; a plain number bounds the new run's value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXAMPLE = '"p99_ttft_ms<=+10% output_throughput>=-5% kl<=0.02"'
 
 
 class Outcome(StrEnum):
-    """The three answers, and the exit code of each."""
+    """The three verdicts, and their exit codes."""
 
     PASS = "pass"
     REGRESSION = "regression"
@@ -44,7 +44,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A quantity that varies from pass to pass; `column` holds it by request where requests have it."""
+    """A metric that varies between passes; `column` is its per-request column, where there is one."""
 
     key: str
     label: str
@@ -55,7 +55,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A quantity that is the same whenever it is looked at: bytes, counts, quality on fixed tokens."""
+    """A deterministic quantity: bytes, counts, quality on fixed tokens."""
 
     key: str
     label: str
@@ -68,11 +68,11 @@ Quantity = Measured | Counted
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One limit.
+    """An upper or lower bound on one quantity.
 
     Attributes:
         at_most: whether `bound` is the highest allowed, else the lowest.
-        bound: 0.10 for `+10%` if `relative`, else in the quantity's own unit.
+        bound: 0.10 for `+10%` if `relative`, else in the quantity's unit.
     """
 
     quantity: Quantity
@@ -82,7 +82,7 @@ class Limit:
 
     @property
     def text(self) -> str:
-        """As it would be written."""
+        """The limit in gate syntax, for reports."""
         value = f"{self.bound * 100:+.3g} %" if self.relative else f"{self.bound:.6g}"
         return f"{'≤' if self.at_most else '≥'} {value}"
 
@@ -141,7 +141,7 @@ def measured() -> dict[str, Measured]:
     for metric, name in SHORT.items():
         for statistic in STATISTICS:
             key = f"{statistic}_{metric}_ms"
-            # Gaps are pooled over requests, so a request has no single one.
+            # Inter-token gaps are pooled over requests: there is no per-request value.
             column = None if metric == "itl" or statistic == "std" else f"{metric}_ms"
             label = f"{statistic.capitalize()} {name}"
             found[key] = Measured(key, label, "ms", column, statistic)
@@ -155,7 +155,7 @@ def quantity(name: str) -> Quantity:
     """The quantity of that name.
 
     Raises:
-        BadInput: there is none; names that are near.
+        BadInput: there is none; the message suggests similar names.
     """
     name = ALIASES.get(name, name)
     if found := MEASURED.get(name) or COUNTED.get(name):
@@ -174,7 +174,7 @@ def parse_gate(text: str) -> tuple[Limit, ...]:
     """The limits of a gate, separated by spaces or commas.
 
     Raises:
-        BadInput: a word that is no limit, an unknown name, the same limit twice, or none at all.
+        BadInput: a syntax error, an unknown name, the same limit twice, or no limit.
     """
     found: list[Limit] = []
     rest = text.strip(" ,")
@@ -214,9 +214,9 @@ def _limit(name: str, sign: str, value: str, percent: bool) -> Limit:
 
 
 def speed_limits(threshold: float) -> tuple[Limit, ...]:
-    """The gate when none is written: four speeds, none of them `threshold` worse.
+    """The default gate: four speed metrics, none of them worse by `threshold`.
 
-    Medians, because one stall of a shared machine must not carry a mean.
+    Medians, because a single stall of a shared machine can dominate a mean.
     """
     slower = Limit(MEASURED["output_throughput"], False, 1 / (1 + threshold) - 1, relative=True)
     latencies = (f"median_{metric}_ms" for metric in ("ttft", "tpot", "e2el"))

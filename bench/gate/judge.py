@@ -1,4 +1,4 @@
-"""One limit, two runs: is it kept, is it broken, or can nobody tell?"""
+"""Judging one limit on two runs: kept, violated, or undecidable (statistical test and interference)."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ..page.text import size
 from ..record.run_data import RunData
 from .gate import Counted, Limit, Measured, Outcome
 
-# The chance of a false alarm that one gate may have; its limits share it.
+# False-alarm probability of one gate, divided over its limits (family-wise error rate).
 FALSE_ALARMS = 0.02
 RESAMPLES = 500
-# With so many passes the spread between them is believed, and holds the requests' own: the prompts are the
-# same in each. With fewer this one is taken unless theirs is larger: single passes have heavy tails.
+# From this many passes on, the measured spread between passes is used; it includes the spread over requests,
+# as every pass sends the same prompts. With fewer passes, at least the assumed spread: tails are heavy.
 RUNS_THAT_SHOW_SPREAD = 3
 FEW_PASSES_CV = 0.12
-# Loading the same model anew moves its speed (addresses, caches, the clock's state, the neighbours of a
-# virtual machine), which averaging the passes of one start does not take away. In the recorded starts that
-# is about as large as the spread between passes, and never below the second number.
+# Restarting the same model changes its speed (addresses, caches, clock state, other virtual machines), and
+# averaging over the passes of one start does not remove that. In the recorded starts this variance is about as
+# large as that between passes, and never below the second number.
 START_VARIANCES = 1.0
 START_CV = 0.015
-# A machine that others keep busier than this is named as the reason of a missing verdict.
+# Background load above this is named as the reason of a missing verdict.
 BUSY = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A limit on something that was measured.
+    """The outcome of a limit on a measured metric, with the change and its confidence interval.
 
     `change` is relative to the base; `worse` is the same as a slowdown: positive is worse. `low` and
     `high` bound `change` with 90 % confidence (95 % on each side). `allowed` is the limit in terms of
@@ -61,7 +61,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A limit on something that needs no statistics."""
+    """The outcome of a limit on a deterministic quantity."""
 
     key: str
     label: str
@@ -74,7 +74,7 @@ class Check:
 
 
 def check(counted: Counted, limit: Limit, base: RunData, new: RunData) -> Check:
-    """A quantity without noise against its limit."""
+    """Check a deterministic quantity against its limit."""
     before, after = counted.read(base.result), counted.read(new.result)
     words = (counted.key, counted.label, counted.unit, before, after, limit.text)
     if after is None or (limit.relative and before is None):
@@ -92,7 +92,7 @@ def check(counted: Counted, limit: Limit, base: RunData, new: RunData) -> Check:
 
 
 def shown(value: float, unit: str) -> str:
-    """A counted value in words."""
+    """A deterministic value with its unit, as text."""
     return size(value) if unit == "bytes" else f"{value:,.6g} {unit}".rstrip()
 
 
@@ -111,11 +111,11 @@ def judge(
     num_limits: int,
     same: bool = False,
 ) -> Delta | None:
-    """A measured quantity against its limit; None where a run has no value of it.
+    """Test a measured metric against its limit; None where a run has no value for it.
 
-    Broken: beyond the limit, and significantly worse than no change at the level that `num_limits`
-    limits share. Kept: within the limit, and precise enough to have seen it broken. `same`: both runs
-    are one and the same, whose difference is exactly nothing.
+    Violated: beyond the limit, and significantly worse than no change at the level divided over
+    `num_limits` limits. Kept: within the limit, with enough precision to detect a violation. `same`: base and
+    new are the same run, so the difference is exactly zero.
     """
     before, after = base.values(measured.key), new.values(measured.key)
     if not before or not after:
@@ -166,34 +166,35 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def is_paired(base: RunData, new: RunData) -> bool:
-    """Whether the two were measured pass by pass in turns, so that both saw the same machine."""
+    """Whether the passes of the two runs were interleaved (paired), so that both saw the same machine."""
     pairs = [side.result["llmopt"]["arms"] for side in (base, new)]
     passes = [side.result["llmopt"]["runs"] for side in (base, new)]
     return bool(pairs[0]) and pairs[0] == pairs[1] and len(passes[0]) == len(passes[1]) > 1
 
 
 def other_load(data: RunData) -> float:
-    """Share of the machine that others kept busy, in the mean over the passes; 0 where unknown."""
+    """Background load: fraction of the CPUs used by other processes, mean over passes; 0 where unknown."""
     loads = [run.get("other_load") for run in data.result["llmopt"]["runs"]]
     known = [load for load in loads if load is not None]
     return sum(known) / len(known) if known else 0.0
 
 
 def interference(base: RunData, new: RunData, *, relative: bool) -> tuple[float, float]:
-    """(slowdown that others may have caused in `new`, and hidden by slowing `base`), as logarithms.
+    """(slowdown that background load may have caused in `new`, slowdown it may have masked by slowing `base`),
+    as logarithms.
 
-    If others keep a share L of the processors busy, 1 − L is left: a slowdown of up to 1 / (1 − L) may be
-    theirs. Runs that took turns met the same neighbours, so nothing is put down to them.
+    If other processes use a fraction L of the CPUs, 1 − L is left: they may account for a slowdown of up to
+    1 / (1 − L). Paired runs saw the same background load, so nothing is attributed to it.
     """
     if relative and is_paired(base, new):
         return 0.0, 0.0
-    worst = 0.95  # a run that got nothing at all would not have ended
+    worst = 0.95  # at 1 the run could not have finished
     excused = -math.log1p(-min(other_load(new), worst))
     return excused, -math.log1p(-min(other_load(base), worst)) if relative else 0.0
 
 
 def busy_words(base: RunData, new: RunData) -> str | None:
-    """Who disturbed, where somebody did."""
+    """Background load of each run as text; None where it was low."""
     if is_paired(base, new):
         return None
     loads = {side: other_load(data) for side, data in (("base", base), ("new", new))}
@@ -206,7 +207,7 @@ def busy_words(base: RunData, new: RunData) -> str | None:
 
 
 def effect_between(measured: Measured, base: RunData, new: RunData) -> Effect:
-    """The change of a metric with its uncertainty, by what these runs allow to know."""
+    """The change of a metric with its uncertainty: paired or unpaired, with or without request data."""
     before, after = base.values(measured.key), new.values(measured.key)
     if is_paired(base, new) and len(before) == len(after) > 1:
         return effect_of_pairs(before, after)
@@ -227,7 +228,7 @@ def effect_between(measured: Measured, base: RunData, new: RunData) -> Effect:
 
 
 def percentile_of(statistic: str | None) -> float:
-    """The percentile that stands for a statistic; the mean's spread is taken as the median's."""
+    """The percentile of a statistic; the mean is treated as the median."""
     digits = (statistic or "").removeprefix("p")
     return float(digits) if digits.isdigit() else 50.0
 
@@ -241,7 +242,7 @@ def paired_error(
 ) -> float:
     """Bootstrap standard error of the mean log ratio of a percentile, resampling requests in pairs.
 
-    The same requests are drawn on both sides, so that differences between prompts cancel.
+    The same requests are resampled on both sides, so that differences between prompts cancel.
     """
     shared = [request for request in base if request in new]
     passes_base = min((len(base[r]) for r in shared), default=0)

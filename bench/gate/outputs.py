@@ -1,4 +1,4 @@
-"""A verdict in the formats that build servers and dashboards read."""
+"""Verdicts in machine-readable formats: JUnit XML and github-action-benchmark JSON."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ DASHBOARD = {
 
 
 def junit(comparison: Comparison) -> str:
-    """JUnit XML: a test case per limit, and one for the verdict. A regression is a failure, no verdict
-    an error."""
+    """JUnit XML: a test case per limit, and one for the verdict. A regression is a failure, no verdict an error."""
     rows: list[Delta | Check] = [*comparison.deltas, *comparison.checks]
     cases = [(f"{row.label} {row.limit}", row.outcome, row.reason) for row in rows]
     cases.append(("verdict", comparison.outcome, "; ".join(comparison.reasons)))
@@ -99,8 +98,8 @@ def write_junit(path: Path, comparison: Comparison) -> None:
 
 
 def write_benchmark_json(path: Path, data: RunData, comparison: Comparison | None) -> None:
-    """The entries of which smaller is better into `path`, the others beside it: a list can only be one
-    of the two."""
+    """Write the smaller-is-better entries to `path` and the bigger-is-better ones beside it: the format
+    allows one direction per file."""
     entries = benchmark_entries(data, comparison)
     write_atomically(path, to_json(entries["smaller"]))
     write_atomically(path.with_name(f"{path.stem}.bigger{path.suffix}"), to_json(entries["bigger"]))

@@ -1,5 +1,5 @@
-"""How often the gate is wrong, by trying it on recorded runs: every start of the same model against every
-other, as they were, and with one of the two made slower afterwards.
+"""False-alarm and detection rates of the gate, on recorded runs: all ordered pairs of starts of the same model,
+unchanged and with one of the two scaled to be slower.
 
 The recordings come from `tools/record_gate_runs.py`.
 """
@@ -25,7 +25,7 @@ STATISTICS = ("median", "mean", "p90", "p95", "p99")
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the gate said of `pairs` pairs of runs, as shares."""
+    """The gate's outcomes over `pairs` pairs of runs, as fractions."""
 
     kind: str
     factor: float
@@ -36,7 +36,7 @@ class Rates:
 
 
 def read_starts(path: Path) -> list[RunData]:
-    """The recorded starts, each as a run of its own."""
+    """The recorded starts, each as a run."""
     import pyarrow.parquet as pq
 
     starts: dict[int, list[dict[str, Any]]] = {}
@@ -46,7 +46,7 @@ def read_starts(path: Path) -> list[RunData]:
 
 
 def as_run(number: int, rows: Sequence[dict[str, Any]], factor: float = 1.0) -> RunData:
-    """A start's rows as a result with its table of requests, all times made `factor` times as long."""
+    """A start's rows as a result with its table of requests, all times multiplied by `factor`."""
     rows = [
         {**row, **{column: row[column] * factor for column in LATENCIES if row[column] is not None}}
         for row in rows
@@ -98,12 +98,12 @@ def as_run(number: int, rows: Sequence[dict[str, Any]], factor: float = 1.0) -> 
 
 
 def slowed(data: RunData, factor: float) -> RunData:
-    """The same start, with every time `factor` times as long."""
+    """The same start, with all times multiplied by `factor`."""
     return as_run(*rows_of(data), factor)
 
 
 def rows_of(data: RunData) -> tuple[int, list[dict[str, Any]]]:
-    """(number of the start, its rows), what `as_run` takes."""
+    """(number of the start, its rows): the arguments of `as_run`."""
     table = data.requests or {}
     rows = [{key: table[key][row] for key in table} for row in range(len(table["request_id"]))]
     return int(table["start"][0]), rows
@@ -122,9 +122,9 @@ def error_rates(
     threshold: float = 0.05,
     passes: int | None = None,
 ) -> list[Rates]:
-    """The gate's answers over all ordered pairs of different starts, the second `factor` times slower:
-    of all pairs, of those on an idle machine, and of those that others disturbed. `passes` keeps only
-    the first so many of each start."""
+    """The gate's outcomes over all ordered pairs of different starts, the second `factor` times slower:
+    for all pairs, for those on an idle machine, and for those with background load. `passes` limits the
+    passes of each start to the first few."""
     if passes is not None:
         starts = [passes_of(one, passes) for one in starts]
     new = [slowed(one, factor) for one in starts]

@@ -1,1 +1,1 @@
-"""Driving a target in this process with a workload, and splitting its steps into phases."""
+"""In-process load driver, and the breakdown of engine steps into phases."""

@@ -1,5 +1,4 @@
-"""A delay injected into the steps of an engine, for proving that a comparison notices a slowdown, also one in
-what is a small part of the whole."""
+"""Delay injection into engine steps, to test that a comparison detects a slowdown, also of a small phase."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class InjectedDelay:
-    """An engine's hook: makes one of its phases, or whole steps, last `factor` times as long."""
+    """Engine phase hook: stretches one phase, or whole steps, by `factor`."""
 
     phase: Literal["sample", "step"]
     factor: float
@@ -18,14 +17,14 @@ class InjectedDelay:
     def __call__(self, phase: str, seconds: float) -> None:
         if phase != self.phase:
             return
-        # Spinning, not sleeping: a sleeping core wakes up slow and would slow what comes next too.
+        # Busy-wait: a sleeping core wakes up slowly and would slow the following phase too.
         until = time.perf_counter() + seconds * (self.factor - 1)
         while time.perf_counter() < until:
             pass
 
 
 def injected_delay(factor: float, where: Literal["step", "sampler"]) -> InjectedDelay | None:
-    """The delay that the options `slowdown` and `slowdown_where` ask for; none for a factor of 1."""
+    """The hook for the options `slowdown` and `slowdown_where`; None for a factor of 1."""
     if factor == 1.0:
         return None
     return InjectedDelay("sample" if where == "sampler" else "step", factor)

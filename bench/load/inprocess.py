@@ -1,4 +1,4 @@
-"""The engine of this process as a target: no transport, one loop, one clock."""
+"""In-process target: drives the engine directly, without transport, in one loop and on one clock."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ...engine.engine import Engine
     from ...engine.scheduling.outputs import RequestOutput
 
-# Long enough to cost no time, short enough that a stop is answered at once.
+# Polling interval of the idle wait: negligible cost, and an interrupt takes effect at once.
 LONGEST_NAP_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class WithAdapter:
-    """An engine as a scorer of prompts that are computed by one of its adapters, or by none."""
+    """Prompt scorer over an engine with a fixed LoRA adapter, or none."""
 
     engine: Engine
     lora: str | None
@@ -36,7 +36,7 @@ class WithAdapter:
 
 @dataclass(slots=True)
 class _InFlightRequest:
-    """A request between its sending and its end."""
+    """A request in flight."""
 
     prompt_len: int
     num_tokens: int = 0
@@ -48,9 +48,9 @@ class InProcessTarget:
     Args:
         engine: anything with the engine's `add_request`, `step`, `abort`, `has_unfinished`
             and `stats`.
-        ignore_eos: pin every output to its exact length, so that two checkpoints do equal work.
+        ignore_eos: generate exactly the requested output length, so that two checkpoints do equal work.
         temperature: 0 is greedy.
-        loras: adapters that the requests of a pass take in turn.
+        loras: adapters assigned to the requests of a pass round-robin.
     """
 
     name = "in-process"
@@ -116,7 +116,7 @@ class InProcessTarget:
         return [replace(step, start=step.start - origin, end=step.end - origin) for step in steps]
 
     def _lora_of(self, item: WorkloadItem) -> str | None:
-        """By its place in the workload, so that every pass does the same."""
+        """The adapter by position in the workload, so that every pass is the same."""
         if not self._loras:
             return None
         return self._loras[int(item.request_id.rpartition("-")[2]) % len(self._loras)]

@@ -1,4 +1,4 @@
-"""Sending a workload to a target: closed loop or open loop, with a clock that starts after warm-up."""
+"""Load generation: sends a workload to a target in a closed or open loop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .target import Chunk, Target
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How hard to push.
+    """Load settings: request rate, burstiness, concurrency.
 
     Attributes:
-        request_rate: requests a second; infinity means that all are due at once.
+        request_rate: requests per second; infinity means that all are due at once.
         burstiness: shape of the gamma gaps; 1 is Poisson.
-        max_concurrency: most requests in flight; None is no limit. With an infinite rate this is a
+        max_concurrency: maximum requests in flight; None is no limit. With an infinite rate this is a
             closed loop of that many users.
     """
 
@@ -44,10 +44,10 @@ def drive(
     progress: Progress | None = None,
     description: str = "bench",
 ) -> LoadPass:
-    """Send every item when it is due and there is room, and record what comes back.
+    """Send every item when it is due and the concurrency limit allows, and record the deliveries.
 
-    An interrupt ends the pass: what finished stays, what was in flight is left out, and the pass says
-    that it was interrupted.
+    An interrupt ends the pass: finished requests are kept, requests in flight are dropped, and the pass is
+    marked as interrupted.
     """
     progress = progress or Silent()
     pending = deque(sorted(workload.items, key=lambda item: item.arrival_seconds))
@@ -56,7 +56,7 @@ def drive(
     limit = max_concurrency or len(pending)
     interrupted = False
     progress.start(description, len(pending), "requests")
-    # The collector would stop the loop at moments of its own choosing.
+    # Garbage collection would pause the loop at arbitrary moments.
     gc.collect()
     gc.freeze()
     origin, began_at = time.perf_counter(), datetime.now().timestamp()
@@ -93,7 +93,7 @@ def drive(
 
 
 def record(trace: RequestTrace, chunk: Chunk, origin: float) -> bool:
-    """Note a delivery on its request; True when the request is over."""
+    """Record a chunk on its request's trace; True when the request has finished."""
     if chunk.num_tokens:
         trace.chunk_times.append(chunk.time - origin)
         trace.chunk_tokens.append(chunk.num_tokens)

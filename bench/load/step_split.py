@@ -1,6 +1,6 @@
-"""The phases of a decode step, and why smaller weights did or did not make it shorter.
+"""Phase breakdown of decode steps, and why smaller weights did or did not shorten them.
 
-From the engine's own trace of a short pass behind the others, because on a GPU looking takes time too.
+Measured with the engine's step trace in a short extra pass, because timing phases on a GPU synchronises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = {
     "rest": "everything else within the step",
 }
 DRAFTING = {"drafting": "proposing draft tokens"}
-"""A part of steps that speculate, and of no others."""
+"""The additional phase of steps with speculative decoding."""
 PART_OF: Mapping[Phase, str] = {
     "schedule": "scheduling",
     "prepare_inputs": "preparing",
@@ -50,16 +50,16 @@ FORMULA = (
 def step_split(
     engine: Engine, target: Target, workload: Workload, limit: int | None
 ) -> dict[str, Any] | None:
-    """Milliseconds of a decode step by part, with its sum; None where no step only decodes.
+    """Milliseconds of a decode step by phase, with their sum; None where there is no decode-only step.
 
-    Sends the first requests of `workload` once more.
+    Sends the first requests of `workload` again.
     """
     items = tuple(replace(item, arrival_seconds=0.0) for item in workload.items[:MAX_REQUESTS])
     few = Workload(workload.name, workload.source, items)
     engine.reset_prefix_cache()
     recorder = engine.recorder = StepRecorder(engine.scheduler, phases=True)
     try:
-        # In an overlapped loop the parts lie beside each other.
+        # Under async scheduling the phases overlap.
         with engine.computing_serially():
             seen = drive(target, few, limit, description="where a step goes")
     finally:
@@ -69,7 +69,7 @@ def step_split(
 
 
 def mean_split(steps: Sequence[StepTrace]) -> dict[str, Any]:
-    """The mean of steps that were taken in a serial loop, with their phases."""
+    """Mean phase times of steps taken without async scheduling."""
     split = {part: 0.0 for part in PARTS if part != "rest"}
     for step in steps:
         for phase, seconds in step.phases.items():
@@ -85,7 +85,7 @@ def mean_split(steps: Sequence[StepTrace]) -> dict[str, Any]:
 
 
 def split_table(results: Mapping[str, Mapping[str, Any]]) -> Table | None:
-    """The parts of a step of one or several runs, those that have them."""
+    """Phase times of one or several runs, where known."""
     splits = {
         name: found for name, r in results.items() if (found := r["llmopt"].get("step_split"))
     }
@@ -101,7 +101,7 @@ def split_table(results: Mapping[str, Mapping[str, Any]]) -> Table | None:
 
 
 def split_sentence(result: Mapping[str, Any]) -> str | None:
-    """Which part of a step is largest, and whether its forward pass is replayed."""
+    """The largest phase of a step, and whether the forward pass is replayed from a graph."""
     if not (found := result["llmopt"].get("step_split")):
         return None
     part, spent = max(found["parts_ms"].items(), key=lambda pair: pair[1])
@@ -112,7 +112,7 @@ def split_sentence(result: Mapping[str, Any]) -> str | None:
 
 
 def _replayed(split: Mapping[str, Any]) -> str:
-    """How the steps were computed, as a sentence behind another; nothing for a record that does not know."""
+    """Eager or graph replay, as a sentence; empty for a record without it."""
     if (count := split.get("replayed_steps")) is None:
         return ""
     if not count:
@@ -122,8 +122,8 @@ def _replayed(split: Mapping[str, Any]) -> str:
 
 
 def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """What smaller weights could have saved, and where the step's time went instead; None where the weights
-    are not smaller or a run does not know."""
+    """Explanation of a decode-time change: the saving that smaller weights allow, and which phase changed most;
+    None where the weights are not smaller or the breakdown is unknown."""
     splits = [side["llmopt"].get("step_split") for side in (base, new)]
     bytes_held = [side["llmopt"]["memory"]["weight_bytes"] for side in (base, new)]
     roofline = base["llmopt"].get("roofline")
@@ -136,7 +136,7 @@ def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
         part: after["parts_ms"].get(part, 0.0) - before["parts_ms"].get(part, 0.0)
         for part in before["parts_ms"] | after["parts_ms"]
     }
-    # Of the parts that moved as the whole did, the one that moved most.
+    # The phase with the largest change in the direction of the total.
     part = (min if change < 0 else max)(moves, key=lambda name: moves[name])
     share = "most" if abs(moves[part]) >= abs(change) / 2 else "the largest part"
     said = (

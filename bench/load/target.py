@@ -1,4 +1,4 @@
-"""What a load driver needs of the thing under test, whatever it is."""
+"""Target interface of the load driver: send requests, receive timed chunks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..workloads.workload import WorkloadItem
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One delivery of tokens for one request, or its end, or its failure.
+    """One streamed chunk of a request: tokens, its end, or an error.
 
     Attributes:
         time: `time.perf_counter()` at the delivery.
-        num_tokens: tokens in it; 0 for a delivery that carries only the end or an error.
-        error: why the request failed; empty while it has not.
+        num_tokens: tokens in the chunk; 0 for one that carries only the end or an error.
+        error: why the request failed; empty otherwise.
     """
 
     request_id: str
@@ -29,22 +29,22 @@ class Chunk:
 
 
 class Target(Protocol):
-    """A server, or an engine in this process: requests go in, chunks with their times come out."""
+    """A server or an in-process engine: takes requests, returns timed chunks."""
 
     name: str
 
     def send(self, item: WorkloadItem) -> None:
-        """Hand over a request. Does not wait; a refusal comes back as a chunk with an error."""
+        """Submit a request without blocking; a rejection is returned as a chunk with an error."""
         ...
 
     def receive(self, until: float | None) -> list[Chunk]:
-        """Wait for deliveries, at most until the clock reads `until` (None: as long as it takes)."""
+        """Wait for chunks, at most until the clock reads `until` (None: without a limit)."""
         ...
 
     def cancel(self) -> None:
-        """Drop everything that is in flight."""
+        """Abort all requests in flight."""
         ...
 
     def take_steps(self, origin: float) -> list[StepRecord]:
-        """Steps since the last call, timed from `origin`; empty where they cannot be seen."""
+        """Engine steps since the last call, timed from `origin`; empty where the target has no step trace."""
         ...

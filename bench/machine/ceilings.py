@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured now: bytes a second and multiplications a second."""
+"""Measured roofline ceilings of a device: memory bandwidth and peak matmul FLOP/s."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured roofs of one device.
+    """Measured roofline ceilings of one device.
 
     Attributes:
         far_bandwidth: bytes/s of reading a buffer too large for any cache.
-        near_bandwidth: bytes/s of reading, again and again, as many bytes as the model has.
-        near_bytes: how many those are.
-        peak_flops: FLOP/s of a large matrix product, by dtype.
+        near_bandwidth: bytes/s of repeatedly reading a buffer of the model's size.
+        near_bytes: the size of that buffer.
+        peak_flops: FLOP/s of a large matmul, by dtype.
     """
 
     far_bandwidth: float
@@ -34,7 +34,7 @@ class Ceilings:
 
     @property
     def bandwidth(self) -> float:
-        """The roof for this model: its weights may live in a cache, and then the cache is the roof."""
+        """The bandwidth ceiling for this model; that of a cache, if its weights fit one."""
         return max(self.far_bandwidth, self.near_bandwidth)
 
     @property
@@ -43,7 +43,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, model_bytes: int) -> Ceilings:
-    """Well under two seconds of reading and multiplying, with the threads that torch has now."""
+    """Measure the ceilings in well under two seconds, with torch's current number of threads."""
     near_bytes = max(model_bytes, 1 << 16)
     sides = {torch.float32, dtype}
     return Ceilings(
@@ -55,8 +55,8 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, model_bytes: int)
 
 
 def device_roofs(device: torch.device) -> dict[str, float]:
-    """What `llmopt doctor` measures of a device, by name: a copy and a matrix product through torch; of a
-    CPU with C kernels also what a plain loop reads, and its 8-bit operations in registers."""
+    """Ceilings for `llmopt doctor`, by name: copy bandwidth and matmul peak through torch; on a CPU with C
+    kernels also the read bandwidth of a plain loop, and 8-bit operations per second in registers."""
     found = {
         "copy_bytes_per_second": copy_bandwidth(device),
         "bfloat16_flops": matmul_flops(device, torch.bfloat16),
@@ -76,13 +76,13 @@ def device_roofs(device: torch.device) -> dict[str, float]:
 
 
 def read_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes a second at which a sum over float32 values reads them."""
+    """Bytes per second read by a sum over float32 values."""
     values = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     return num_bytes / best_seconds(lambda: values.sum(), device)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written ones together, at which a large buffer is copied."""
+    """Bytes per second, read plus written, of copying a large buffer."""
     num_bytes = COPIED_BYTES.get(device.type, FAR_BYTES)
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -90,7 +90,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP a second of a square matrix product; a multiply and an add are two."""
+    """FLOP/s of a square matmul; a multiply-add counts as two."""
     side = MATRIX_SIDE.get(device.type, 1024)
     left = torch.randn(side, side, device=device).to(dtype)
     right = torch.randn(side, side, device=device).to(dtype)
@@ -98,7 +98,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of the repetitions that fit in `SECONDS_EACH`, after one that does not count."""
+    """The shortest of the repetitions that fit in `SECONDS_EACH`, after one warm-up."""
 
     def once() -> float:
         start = time.perf_counter()

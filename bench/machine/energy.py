@@ -1,7 +1,7 @@
-"""Joules of a measurement, from counters that add up by themselves: RAPL for processors, NVML for a GPU.
+"""Energy of a measurement, from cumulative counters: RAPL for CPUs, NVML for a GPU.
 
-RAPL: Documentation/power/powercap in the Linux kernel. A counter is of the whole socket or card, whoever
-uses it. Where a counter is missing the value is null, and the reason stands beside it.
+RAPL: Documentation/power/powercap in the Linux kernel. A counter covers the whole socket or card, all
+processes included. Where a counter is missing the value is null, with the reason beside it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Counters at a moment, by their names: joules, and after how many each begins again (None: never)."""
+    """Counter values by name, in joules, and the value at which each wraps around (None: never)."""
 
     joules: Mapping[str, float]
     ranges: Mapping[str, float | None]
 
     def until(self, later: Reading) -> float | None:
-        """Joules from this reading to a later one, all counters together; a counter may have begun
-        again once. None without counters."""
+        """Joules from this reading to a later one, summed over counters; each may have wrapped around once.
+        None without counters."""
         if not self.joules or set(self.joules) != set(later.joules):
             return None
         total = 0.0
@@ -41,13 +41,13 @@ class Reading:
 
 
 def read_rapl(root: Path = POWERCAP) -> tuple[Reading, str | None]:
-    """(the package counters, why there are none)."""
+    """(package counters, reason if there are none)."""
     joules: dict[str, float] = {}
     ranges: dict[str, float | None] = {}
     if not root.is_dir():
         return Reading({}, {}), "this system has no RAPL counters (/sys/class/powercap is missing)"
     for folder in sorted(root.glob("*-rapl:*")):
-        # `intel-rapl:0` is a socket; `intel-rapl:0:1` lies within it and would be counted twice.
+        # `intel-rapl:0` is a socket; `intel-rapl:0:1` is a subdomain of it and would be counted twice.
         if folder.name.count(":") != 1:
             continue
         try:
@@ -63,7 +63,7 @@ def read_rapl(root: Path = POWERCAP) -> tuple[Reading, str | None]:
 
 
 def no_energy(reason: str) -> dict[str, Any]:
-    """`llmopt.energy` of a result whose energy cannot be known, as `EnergyMeter.part` gives it."""
+    """`llmopt.energy` of a result whose energy cannot be measured, in the form of `EnergyMeter.part`."""
     found: dict[str, Any] = {}
     for name in ("cpu", "gpu"):
         found |= {f"{name}_joules": None, f"{name}_reason": reason}
@@ -76,11 +76,11 @@ def no_energy(reason: str) -> dict[str, Any]:
 
 
 class EnergyMeter:
-    """Adds up the energy of the spans between `start` and `stop`.
+    """Accumulates energy over the spans between `start` and `stop`.
 
     Args:
-        device: of the engine; its GPU is read only if it is one.
-        nvml: stands for the GPU in tests.
+        device: the engine's device; NVML is read only for a GPU.
+        nvml: replaces the GPU in tests.
     """
 
     def __init__(self, device: str, *, powercap: Path = POWERCAP, nvml: Nvml | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What only an engine in this process can tell for a record: its memory, and its place under the roofs."""
+"""Record parts of an in-process engine: memory and roofline."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def memory_part(engine: Engine, model: Path, peak_bytes: int | None) -> dict[str, Any]:
-    """`llmopt.memory`: bytes that the engine holds, that the checkpoint has, and that the process had at
-    most; None where other models share the process."""
+    """`llmopt.memory`: bytes held by the engine, checkpoint size, and peak resident bytes of the process; the
+    peak is None where other models share the process."""
     return {
         "weight_bytes": engine.memory.weight_bytes,
         "checkpoint_bytes": open_checkpoint(model).weight_bytes,
@@ -36,7 +36,7 @@ def memory_part(engine: Engine, model: Path, peak_bytes: int | None) -> dict[str
 def place_on_roofline(
     engine: Engine, model: Path, passes: Sequence[LoadPass]
 ) -> dict[str, Any] | None:
-    """Measured roofs and points; None for a model whose shape the planner does not know."""
+    """Measured ceilings and roofline points; None for a model whose shape the planner does not know."""
     from ...engine.planner.model.shapes import ModelShape
 
     try:
@@ -44,7 +44,7 @@ def place_on_roofline(
     except BadInput:
         return None
     memory = engine.memory
-    # A tied embedding is the output head too, and the planner counts it once, as read.
+    # A tied embedding is also the LM head; the planner counts it once, as read.
     weight_bytes = memory.weight_bytes_per_step if shape.tied else memory.weight_bytes
     return roofline_part(
         [step for load_pass in passes for step in load_pass.steps],

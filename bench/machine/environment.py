@@ -1,4 +1,4 @@
-"""The machine and the software that a number was measured with. No host name, no user, no address."""
+"""Hardware and software environment of a measurement, without host name, user or address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLE_BYTES, NUM_SAMPLES = 1 << 20, 64
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Everything about this machine that can explain a number, as plain JSON values."""
+    """CPU, memory, GPU, library versions and settings, as plain JSON values."""
     import torch
 
     found: dict[str, Any] = {
@@ -54,7 +54,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """A command line with the values of keys and headers left out: results travel."""
+    """A command line with the values of keys and headers removed, as results are shared."""
     found, is_secret = [], False
     for word in words:
         option, equals, _ = word.partition("=")
@@ -67,7 +67,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def machine_name(device: str) -> str:
-    """What two runs must share to be compared: the processor, how much of it, and the GPU."""
+    """Machine identity for comparisons: CPU model, usable cores, GPU."""
     name = f"{cpu_model()}, {usable_cores()} CPUs"
     if device.startswith("cuda"):
         import torch
@@ -91,7 +91,7 @@ def library_version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the working folder's repository, with `-dirty` when it differs from it."""
+    """The commit of the working folder's repository, with `-dirty` for uncommitted changes."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
@@ -107,7 +107,7 @@ def commit() -> str | None:
 def checkpoint_hash(folder: Path) -> str:
     """Identity of a checkpoint: a hash of its config and weights, or of its GGUF file.
 
-    Up to 2 GiB every byte counts; beyond, sizes and 64 samples of each shard, and the prefix says so.
+    Up to 2 GiB all bytes are hashed; beyond, sizes and 64 samples of each shard (prefix `sha256-sampled`).
     """
     file = gguf_file_of(folder)
     files = (
@@ -130,11 +130,11 @@ def checkpoint_hash(folder: Path) -> str:
 
 
 def restart_peak_memory() -> None:
-    """Make the peak of `peak_memory_bytes` start from now, where the system can."""
+    """Reset the peak of `peak_memory_bytes`, where the system can."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        return  # the peak since the start of the process is still true, only wider
+        return  # the peak since process start is an upper bound
 
 
 def peak_memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Whether a machine's kernels are right, and what its devices can do: `llmopt doctor --self-test`."""
+"""Kernel self-tests and measured ceilings of all devices: `llmopt doctor --self-test`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .ceilings import device_roofs
 
 
 def check_health() -> dict[str, Any]:
-    """Every device with its tests and measured roofs, as plain JSON values; `passed` is of all tests."""
+    """Every device with its tests and ceilings, as plain JSON values; `passed` covers all tests."""
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     devices = []
     for device in map(torch.device, kinds):
         dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32)
-        # Before the tests: a kernel that fails may take the device along.
+        # Before the tests: a failing kernel may leave the device unusable.
         roofs = device_roofs(device)
         findings = [finding for dtype in dtypes for finding in self_test(device, dtype)]
         devices.append(

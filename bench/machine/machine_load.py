@@ -1,4 +1,4 @@
-"""What else the machine was doing while something was measured."""
+"""Background load: CPU time used by other processes during a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STAT = Path("/proc/stat")
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Processor seconds at a moment: of the whole machine (None where it cannot be read) and ours."""
+    """CPU seconds so far: of the whole machine (None where it cannot be read) and of this process."""
 
     wall: float
     machine_busy: float | None
@@ -24,10 +24,10 @@ class CpuTimes:
 
 
 def machine_busy_seconds(stat: Path = STAT) -> float | None:
-    """Seconds that all processors of the machine spent on anything but waiting, since it started.
+    """Busy CPU seconds of the whole machine since boot.
 
-    Fields of the `cpu` line, proc(5): user nice system idle iowait irq softirq steal. Guests' time is
-    within user. Time that a hypervisor took away (steal) was not ours either, and counts as busy.
+    Fields of the `cpu` line, proc(5): user nice system idle iowait irq softirq steal. Guest time is
+    part of user. Steal time (taken by the hypervisor) counts as busy.
     """
     try:
         words = stat.read_text().split("\n", 1)[0].split()
@@ -40,7 +40,7 @@ def machine_busy_seconds(stat: Path = STAT) -> float | None:
 
 
 def process_seconds(pid: int) -> float:
-    """Processor time that a process has had; 0 where the system does not say."""
+    """CPU seconds of a process; 0 where the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -49,10 +49,10 @@ def process_seconds(pid: int) -> float:
 
 
 def other_load(before: CpuTimes, after: CpuTimes, helpers: float = 0.0) -> float | None:
-    """Share of the machine's processors that everything but this process kept busy, from 0 to 1; nor do
-    the `helpers` count, seconds that processes of ours took meanwhile.
+    """Background load: fraction (0 to 1) of the machine's CPUs used by other processes; `helpers` are CPU
+    seconds of our own child processes, which do not count.
 
-    None where the system does not say, or where the span is below the resolution of its clock.
+    None where the system does not report it, or where the span is below the resolution of its clock.
     """
     if before.machine_busy is None or after.machine_busy is None:
         return None

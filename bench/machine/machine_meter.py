@@ -1,4 +1,4 @@
-"""Energy, other processes' load and the machine's state around the passes of a session."""
+"""Energy, background load and machine state around the passes of a session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .machine_state import machine_state
 
 
 class MachineMeter:
-    """Reads this machine's counters before, around and after what is measured.
+    """Reads this machine's counters before, during and after a measurement.
 
     Args:
         device: whose counters and clocks are read, `cpu` or a GPU.
@@ -26,26 +26,26 @@ class MachineMeter:
         self._clock = CpuTimes.now()
 
     def start(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._clock = CpuTimes.now()
         self._energy.start()
 
     def stop(self, helper_seconds: float = 0.0) -> float | None:
-        """A pass ends: the share of the processors that others kept busy meanwhile, as `other_load`.
+        """End a pass; returns its background load, as `other_load`.
 
-        `helper_seconds` is the processor time that helper processes of ours took since `start`.
+        `helper_seconds` is the CPU time of our own child processes since `start`.
         """
         self._energy.stop()
         return other_load(self._clock, CpuTimes.now(), helper_seconds)
 
     def energy(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
-        """`llmopt.energy` of a result: of all passes together, and per million tokens."""
+        """`llmopt.energy` of a result: over all passes, and per million tokens."""
         if self._no_energy_because is not None:
             return no_energy(self._no_energy_because)
         return self._energy.part(input_tokens, output_tokens)
 
     def environment(self) -> dict[str, Any]:
-        """`llmopt.environment` of a result: the machine, and its state before and now."""
+        """`llmopt.environment` of a result: the machine, and its state before and after."""
         return {
             **describe(self._device),
             "before": self._state_before,

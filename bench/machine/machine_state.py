@@ -1,4 +1,4 @@
-"""The state of the machine at a moment, as far as it changes: load, clocks, temperatures."""
+"""Variable machine state: load average, clocks, governor, temperatures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SYS = Path("/sys")
 
 
 def machine_state(device: str, sys: Path = SYS) -> dict[str, Any]:
-    """Load, processor clocks in MHz, governor, temperatures in °C, and the GPU's; None: not to be read."""
+    """Load, processor clocks in MHz, governor, temperatures in °C, and GPU state; None where unreadable."""
     found: dict[str, Any] = {
         "load_average": list(os.getloadavg()),
         "cpu_mhz": cpu_clocks(),
@@ -25,7 +25,7 @@ def machine_state(device: str, sys: Path = SYS) -> dict[str, Any]:
 
 
 def cpu_clocks(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[float] | None:
-    """The lowest and the highest clock of any processor now."""
+    """Lowest and highest current CPU clock."""
     try:
         lines = cpuinfo.read_text().splitlines()
         clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]

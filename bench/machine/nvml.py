@@ -1,7 +1,7 @@
-"""The few readings of NVIDIA's management library that a benchmark wants, without a binding for it.
+"""NVML readings (energy, clocks, temperature, power limit) through ctypes.
 
-Names, units and codes: NVIDIA NVML API reference. Every reading is None where the library or the card does
-not give it.
+Names, units and codes: NVIDIA NVML API reference. A reading is None where the library or the card does
+not support it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Nvml:
     """One GPU of this machine, by its index.
 
     Args:
-        library: stands for libnvidia-ml in tests.
+        library: replaces libnvidia-ml in tests.
 
     Raises:
         OSError: there is no such library or no such card; the message says which.
@@ -55,7 +55,7 @@ class Nvml:
         return value.value if code == SUCCESS else None
 
     def clock_mhz(self, which: int) -> int | None:
-        """Of the streaming multiprocessors or of the memory, now."""
+        """Current clock of the SMs or of the memory."""
         value = ctypes.c_uint()
         code = self._library.nvmlDeviceGetClockInfo(self._device, which, ctypes.byref(value))
         return value.value if code == SUCCESS else None

@@ -1,4 +1,4 @@
-"""Where a run stands under the roofs of its machine, and what therefore limits it, in words."""
+"""Roofline analysis of a run: intensity, MBU and MFU per phase, and the limiting resource."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMULAS = {
     "intensity": "model FLOP / model bytes",
     "of_roof": "achieved FLOP/s / min(peak, intensity · bandwidth)",
 }
-# Below this share of both roofs neither memory nor arithmetic can be what the time goes to.
+# Below this fraction of both ceilings, neither memory nor arithmetic is the bottleneck.
 OVERHEAD_SHARE = 0.25
 
 
@@ -57,7 +57,7 @@ def decode_point(
     kv_bytes_per_element: float,
     unquantized_bytes: float,
 ) -> PhasePoint | None:
-    """The steps in which every running sequence got its next token; None if there were none."""
+    """The decode-only steps; None if there were none."""
     chosen = [step for step in steps if step.decode_only]
     moved = computed = 0.0
     for step in chosen:
@@ -78,7 +78,7 @@ def prefill_point(
     kv_bytes_per_element: float,
     unquantized_bytes: float,
 ) -> PhasePoint | None:
-    """All other steps that computed something; sequences that decode beside a prompt count with it."""
+    """All other steps (prefill and mixed); decode tokens in mixed steps are included."""
     chosen = [step for step in steps if not step.decode_only and step.computed_tokens]
     moved = computed = 0.0
     for step in chosen:
@@ -117,14 +117,14 @@ def _point(
 
 
 def name_bound(intensity: float, mbu: float, mfu: float, ceilings: Ceilings) -> str:
-    """`memory`, `compute`, or `overhead` where the run is far below both roofs."""
+    """`memory`, `compute`, or `overhead` where the run is far below both ceilings."""
     if max(mbu, mfu) < OVERHEAD_SHARE:
         return "overhead"
     return "memory" if intensity < ridge(ceilings.flops, ceilings.bandwidth) else "compute"
 
 
 def explain(point: PhasePoint) -> str:
-    """One sentence for the report: what limits this phase, and what smaller weights can do for it."""
+    """One sentence for the report: what limits this phase, and whether smaller weights can help."""
     share = f"{point.mbu:.1%} of the measured bandwidth and {point.mfu:.1%} of the measured peak"
     if point.bound == "overhead":
         return (
@@ -152,7 +152,7 @@ def roofline_part(
     kv_bytes_per_element: float,
     unquantized_bytes: float,
 ) -> dict[str, Any]:
-    """`llmopt.roofline` of a result: the measured roofs, and a point per phase with its sentence."""
+    """`llmopt.roofline` of a result: the measured ceilings, and a point per phase with its explanation."""
     points = [
         measure(
             steps,

@@ -1,4 +1,4 @@
-"""What the tokens of a run cost on a machine that is paid by the hour."""
+"""Cost per million tokens, from the hourly price of the machine."""
 
 from __future__ import annotations
 

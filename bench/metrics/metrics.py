@@ -1,7 +1,7 @@
-"""From traces to the numbers that people quote, with the definitions of `vllm bench serve`.
+"""Serving metrics (TTFT, TPOT, ITL, throughput) from request traces, as `vllm bench serve` defines them.
 
 Pure functions. Per-request times are seconds, aggregates are milliseconds, as in vLLM. Failed requests
-are counted and enter nothing else. What was not measured is None, never 0 and never NaN.
+are counted and excluded from everything else. A value that was not measured is None, never 0 or NaN.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def summary(values_ms: np.ndarray, percentiles: Sequence[float]) -> dict[str, fl
 
 
 def percentile_word(percentile: float) -> str:
-    """vLLM's word for a percentile: `p99`, `p99.9`."""
+    """vLLM's key for a percentile: `p99`, `p99.9`."""
     return f"p{int(percentile) if percentile == int(percentile) else percentile}"
 
 
@@ -178,8 +178,7 @@ def peaks_by_second(traces: Iterable[RequestTrace]) -> tuple[int, int]:
 
 
 def exact_peaks(traces: Iterable[RequestTrace]) -> dict[str, float]:
-    """What the peaks are when tokens and moments are counted: the most tokens in any window of one
-    second, and the most requests in flight at one moment."""
+    """Exact peaks: the most tokens in any window of one second, and the most requests in flight at once."""
     done = [trace for trace in traces if trace.success]
     tokens = sorted(
         (time, count)
@@ -193,7 +192,7 @@ def exact_peaks(traces: Iterable[RequestTrace]) -> dict[str, float]:
             running -= tokens[first][1]
             first += 1
         best = max(best, running)
-    # At equal times an end comes before a start: a slot that is freed may be taken at once.
+    # At equal times, ends sort before starts: a freed slot may be reused at once.
     events = sorted([(t.sent, 1) for t in done] + [(t.chunk_times[-1], -1) for t in done])
     alive = most = 0
     for _, change in events:

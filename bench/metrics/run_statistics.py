@@ -1,4 +1,4 @@
-"""What a record says of its passes in numbers: distributions, spread between passes, peaks, lags, phases."""
+"""Statistics over the passes of a run: distributions, spread between passes, peaks, lags, phases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .metrics import aggregate, exact_peaks, samples, summary
 from .trace import LoadPass
 
 PERCENTILES = (50, 90, 95, 99)
-# What a comparison decides on. Medians, because one stall of a shared machine must not carry a mean.
+# The metrics of the default gate. Medians, because one stall of a shared machine can dominate a mean.
 HEADLINES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
 POOLED = ("itl", "token_gap")
 RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -41,7 +41,7 @@ def distributions(passes: Sequence[LoadPass], seed: int) -> dict[str, Any]:
                     groups, partial(np.percentile, q=99), seed=seed
                 ),
             },
-            # Gaps of one request depend on each other, so theirs have no such interval.
+            # Gaps within a request are correlated, so pooled gaps have no order-statistic interval.
             "order_interval_95": None
             if metric in POOLED
             else {f"p{q}": statistics.order_interval(values, q) for q in PERCENTILES},
@@ -50,8 +50,8 @@ def distributions(passes: Sequence[LoadPass], seed: int) -> dict[str, Any]:
 
 
 def spread(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Per headline metric: coefficient of variation over the runs, and the smallest change that a
-    comparison with an equal run could see."""
+    """Per headline metric: coefficient of variation over the runs, and the smallest change detectable
+    in a comparison with an equal run."""
     by_metric: dict[str, Any] = {}
     for key in HEADLINES:
         values = [run[key] for run in runs if run[key]]
@@ -68,23 +68,23 @@ def spread(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def client_lag(passes: Sequence[LoadPass]) -> dict[str, float | None]:
-    """How late requests were sent after they were due and allowed, in milliseconds.
+    """Lateness of sending, in milliseconds after a request was due.
 
-    Under a concurrency limit this is the wait for a free place, which is the load's own doing.
+    Under a concurrency limit this includes the wait for a permit, which is part of the load.
     """
     lag = np.asarray([trace.queued * 1000 for load_pass in passes for trace in load_pass.traces])
     return {**summary(lag, (99,)), "max": float(lag.max()) if len(lag) else None}
 
 
 def peaks(passes: Sequence[LoadPass]) -> dict[str, float]:
-    """The largest of any pass of `metrics.exact_peaks`."""
+    """`metrics.exact_peaks`, the maximum over passes."""
     each = [exact_peaks(load_pass.traces) for load_pass in passes]
     return {key: max(peak[key] for peak in each) for key in each[0]}
 
 
 def phases(passes: Sequence[LoadPass]) -> dict[str, float]:
-    """Where the time of the passes went, in seconds: steps that only decode, steps that compute
-    prompts (decoding beside them), and everything outside the steps."""
+    """Seconds of all passes by phase: decode-only steps, steps with prefill (decode tokens included), and time
+    between steps."""
     steps = [step for load_pass in passes for step in load_pass.steps]
     decode = sum(step.seconds for step in steps if step.decode_only)
     prefill = sum(step.seconds for step in steps) - decode

@@ -1,4 +1,4 @@
-"""How sure a number is, and whether two numbers differ: bootstrap, Student's t, detectable change."""
+"""Confidence intervals and tests: bootstrap, Student's t, minimum detectable change."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
-# With one run a side its run-to-run spread cannot be seen; this is what identical runs on a quiet
-# machine commonly show, and it keeps a single lucky run from proving a small change.
+# With one run per side the run-to-run spread is unknown; this is typical of identical runs on a quiet
+# machine, and keeps a single lucky run from proving a small change.
 ASSUMED_RUN_CV = 0.05
 
 
@@ -67,8 +67,8 @@ def bootstrap_interval(
 ) -> tuple[float, float] | None:
     """Percentile interval of `statistic` of the pooled values, resampling whole groups.
 
-    `statistic` takes an array and an `axis`, as numpy's do. A group is what one request gave (one
-    value, or all its gaps), so that values which belong together stay together. None with fewer than
+    `statistic` takes an array and an `axis`, as numpy's do. A group holds the values of one
+    request (one value, or all its gaps), so that correlated values are resampled together. None with fewer than
     two groups.
     """
     if len(groups) < 2:
@@ -99,10 +99,10 @@ def mean_interval(
 def order_interval(
     values: Sequence[float] | np.ndarray, percentile: float, confidence: float = CONFIDENCE
 ) -> tuple[float | None, float | None]:
-    """Interval of a percentile between two of the sorted values, whatever they are distributed like.
+    """Interval of a percentile between two of the sorted values, without assuming a distribution.
 
-    The number of values below the percentile is binomial, so the ranks that leave half of the rest on
-    each side bound it (David and Nagaraja, Order Statistics, 7.1). A side on which no value is far
+    The number of values below the percentile is binomial, so the ranks that leave half of the
+    remaining probability on each side bound it (David and Nagaraja, Order Statistics, 7.1). A side on which no value is far
     enough out is None: unbounded, because there are too few values.
     """
     ordered, count, share = np.sort(np.asarray(values)), len(values), percentile / 100
@@ -124,7 +124,7 @@ def smallest_visible_change(run_cv: float, num_runs: int, *, power: float = 0.8)
     """The relative change that two sides of `num_runs` runs each would notice with `power`, in a
     one-sided test at 5 %: (t₀.₉₅ + t_power) · CV · √(2/k), with 2k − 2 degrees of freedom.
 
-    With one run the spread is taken as known, so the normal quantiles serve.
+    With one run the spread is assumed known, so normal quantiles are used.
     """
     df = 2 * num_runs - 2 if num_runs > 1 else math.inf
     reach = student_quantile(0.95, df) + student_quantile(power, df)
@@ -145,7 +145,7 @@ class Effect:
     Attributes:
         log_ratio: the estimate.
         standard_error: of `log_ratio`.
-        degrees: of freedom behind `standard_error`; infinity where it is taken as known.
+        degrees: of freedom behind `standard_error`; infinity where the error is assumed known.
     """
 
     log_ratio: float
@@ -162,7 +162,7 @@ class Effect:
         return student_quantile(one_sided, self.degrees) * self.standard_error
 
     def with_error(self, known: float) -> Effect:
-        """The same with another, independent error whose size is known.
+        """The effect with an additional independent error of known size.
 
         The degrees of freedom follow Welch and Satterthwaite: the known part has infinitely many.
         """
@@ -184,13 +184,13 @@ def effect_of_runs(
 ) -> Effect:
     """The change between repeated runs of two sides, with the larger of two uncertainties.
 
-    One is the spread between runs: pooled over both sides on the log scale, or the assumed one where a
-    side has fewer than `believed` runs and the measured one is not larger. The other, `paired_error`, is
-    the spread of the change from request to request.
+    The first is the spread between runs: pooled over both sides on the log scale, or the assumed one where a
+    side has fewer than `believed` runs and the measured one is not larger. The second, `paired_error`, is
+    the standard error of the change over requests.
 
     Args:
-        between: variance between two starts of the same thing, in variances between the runs of one
-            start: the runs of a side share its start, so more of them do not make that part smaller.
+        between: variance between two starts of the same model, in units of the variance between the runs of
+            one start; more runs of the same start do not reduce it.
     """
     logs_base, logs_new = np.log(base), np.log(new)
     estimate = float(logs_new.mean() - logs_base.mean())
@@ -205,15 +205,15 @@ def effect_of_runs(
 
 
 def effect_of_pairs(base: Sequence[float], new: Sequence[float]) -> Effect:
-    """The change between runs that took turns: each pair saw the same state of the machine, so the
-    spread that counts is that of the differences. Needs two pairs."""
+    """The change between paired (interleaved) runs: each pair saw the same machine state, so the error is that
+    of the differences. Needs two pairs."""
     differences = np.log(new) - np.log(base)
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     return Effect(float(differences.mean()), error, len(differences) - 1)
 
 
 def effect_of_level(values: Sequence[float], bound: float) -> Effect:
-    """How far the mean of repeated runs lies from a fixed bound, as log(mean / bound)."""
+    """Distance of the mean of repeated runs from a fixed bound, as log(mean / bound)."""
     logs = np.log(values)
     estimate = float(logs.mean()) - math.log(bound)
     if len(values) == 1:

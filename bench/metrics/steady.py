@@ -1,4 +1,4 @@
-"""The middle of a run: from when the load was first at its height until it last was."""
+"""Steady state of a run: the window between the first and the last moment at full concurrency."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMULAS = {
 
 def window_of(traces: Sequence[RequestTrace], at_least: int) -> tuple[float, float] | None:
     """First and last moment (seconds of the pass) with `at_least` requests in flight, or None."""
-    # At equal times an end comes before a start: a slot that is freed may be taken at once.
+    # At equal times, ends sort before starts: a freed slot may be reused at once.
     ends = [(t.chunk_times[-1], -1) for t in traces if t.chunk_times]
     events = sorted([(t.sent, 1) for t in traces if t.chunk_times] + ends)
     alive = 0
@@ -38,9 +38,9 @@ def window_of(traces: Sequence[RequestTrace], at_least: int) -> tuple[float, flo
 
 
 def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dict[str, Any] | None:
-    """Throughput and latency within the steady windows of all passes, with the keys of vllm-bench.
+    """Throughput and latency within the steady-state windows of all passes, with the keys of vllm-bench.
 
-    None where there is no limit to be at, or no pass reached it. A window that is too short to
+    None without a concurrency limit, or where no pass reached it. A window that is too short to
     trust (under 10 s, or under a tenth of its pass) is reported with a warning.
     """
     if max_concurrency is None:

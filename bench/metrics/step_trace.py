@@ -1,6 +1,4 @@
-"""What the engine did, step by step: a table beside the requests, a figure, and the totals.
-
-Only of an engine in this process: one behind a URL does not tell.
+"""Engine step trace: `steps.parquet`, its figure and totals. In-process engines only.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ def in_pass(steps: Sequence[StepTrace], one: LoadPass) -> list[StepTrace]:
 
 
 def step_trace_part(passes: Sequence[LoadPass], block_size: int) -> dict[str, Any] | None:
-    """Totals over the steps of all passes; None where no engine told."""
+    """Totals over the steps of all passes; None without a step trace."""
     steps = [step for one in passes for step in one.engine_steps]
     if not steps:
         return None
@@ -57,13 +55,13 @@ def step_trace_part(passes: Sequence[LoadPass], block_size: int) -> dict[str, An
 
 
 def unfilled_share(steps: Sequence[StepTrace], block_size: int) -> float:
-    """Share of the slots in the KV blocks in use that held no token, over all steps."""
+    """Internal fragmentation: fraction of the slots in used KV blocks without a token, over all steps."""
     slots = sum(step.kv_blocks_used for step in steps) * block_size
     return sum(step.kv_slots_unfilled for step in steps) / slots if slots else 0.0
 
 
 def write_steps(path: Path, passes: Sequence[LoadPass]) -> None:
-    """`steps.parquet`: a row for each step, with the number of its pass; nothing where no engine told."""
+    """`steps.parquet`: a row for each step, with the number of its pass; nothing without a step trace."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -71,7 +69,7 @@ def write_steps(path: Path, passes: Sequence[LoadPass]) -> None:
         {"run": run, **asdict(step)} for run, one in enumerate(passes) for step in one.engine_steps
     ]
     for row in rows:
-        del row["phases"]  # which a pass that is measured does not ask for
+        del row["phases"]  # not recorded in measured passes
     if rows:
         pq.write_table(pa.Table.from_pylist(rows), path)
 
@@ -101,7 +99,7 @@ def steps_svg(one: LoadPass) -> str:
     tokens.set_ylabel("tokens/s")
     tokens.legend(loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.16), frameon=False)
     title(tokens, "Tokens computed by the steps")
-    # A step holds its blocks until the next one decides anew.
+    # A step holds its blocks until the next step is scheduled.
     latest = np.maximum(np.searchsorted(starts, edges[:-1], side="right") - 1, 0)
     used = np.array([step.kv_blocks_used for step in steps])[latest]
     blocks.stairs(used, edges, fill=True, color=MUTED, alpha=0.35)
@@ -116,7 +114,7 @@ def steps_svg(one: LoadPass) -> str:
 def _rate(
     tokens: Sequence[int], starts: np.ndarray, ends: np.ndarray, edges: np.ndarray
 ) -> np.ndarray:
-    """Tokens a second in each bin, every step's tokens being spread over its time."""
+    """Tokens per second in each bin, with a step's tokens spread evenly over its duration."""
     sums = np.concatenate([[0], np.cumsum(tokens)])
     times = np.column_stack([starts, ends]).ravel()
     counts = np.column_stack([sums[:-1], sums[1:]]).ravel()

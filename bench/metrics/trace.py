@@ -1,4 +1,4 @@
-"""What was seen of one request, and of one pass over a workload: times, and nothing derived."""
+"""Raw traces of requests, engine steps and passes: times only, nothing derived."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ...engine.execution.step_trace import StepTrace
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request as the load driver saw it. Times are seconds from the start of the pass.
+    """One request as seen by the load driver. Times are seconds from the start of the pass.
 
-    A chunk is one delivery of tokens: it may hold several, and its time is that of the delivery.
+    A chunk is one streamed delivery; it may hold several tokens, all with the time of the delivery.
     """
 
     request_id: str
@@ -29,7 +29,7 @@ class RequestTrace:
 
     @property
     def output_len(self) -> int:
-        """Tokens that were generated."""
+        """Number of generated tokens."""
         return sum(self.chunk_tokens)
 
     @property
@@ -44,7 +44,7 @@ class RequestTrace:
 
     @property
     def queued(self) -> float:
-        """Seconds from being due to being sent: the wait in the client."""
+        """Seconds from due to sent: the client queue time."""
         return self.sent - self.scheduled
 
     @property
@@ -62,7 +62,7 @@ class RequestTrace:
 
     @property
     def token_gaps(self) -> list[float]:
-        """One gap per token after the first chunk: a chunk's gap is shared by its tokens."""
+        """One gap per token after the first chunk: a chunk's gap divided over its tokens."""
         counts = self.chunk_tokens[1:]
         return [
             gap / count for gap, count in zip(self.itls, counts, strict=True) for _ in range(count)
@@ -71,15 +71,15 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of an engine that runs in this process. Times are seconds from the start of the pass.
+    """One step of an in-process engine. Times are seconds from the start of the pass.
 
     Attributes:
-        num_sequences: sequences that got a token.
-        num_first: of these, the ones that got their first.
-        new_tokens: tokens that came out of the step.
-        decode_only: every running sequence got exactly its next token, so no prompt was computed.
-        context_tokens: tokens in the KV cache that a decode-only step read, over its sequences.
-        computed_tokens: positions that the model computed, of prompts and of answers.
+        num_sequences: sequences that produced a token.
+        num_first: those of them whose first token it was.
+        new_tokens: tokens generated in the step.
+        decode_only: every running sequence produced exactly its next token, without prefill.
+        context_tokens: KV-cache tokens read by a decode-only step, summed over its sequences.
+        computed_tokens: token positions computed by the model, prefill and decode.
     """
 
     start: float
@@ -98,9 +98,9 @@ class StepRecord:
 
 @dataclass(slots=True)
 class LoadPass:
-    """One pass over a workload: every request's trace, the steps, and how long it all took.
+    """One pass over a workload: request traces, steps, and duration.
 
-    `steps` are what the client saw of them, `engine_steps` what the engine itself tells.
+    `steps` are as seen by the client, `engine_steps` the engine's step trace.
     `began_at` is the wall clock at its start, in seconds since the epoch.
     """
 

@@ -1,1 +1,1 @@
-"""Everything that a benchmark can be told."""
+"""Benchmark options and their validation."""

@@ -12,7 +12,7 @@ from ...engine.config.option import Option, options_of
 
 
 def model_of(config: type) -> type[BaseModel]:
-    """A pydantic model with a field for each option of a config, which may be given in words too."""
+    """A pydantic model with a field for each option of a config; values may also be text."""
     hints, options = get_type_hints(config), options_of(config)
     found: dict[str, Any] = {}
     for one in fields(config):

@@ -1,4 +1,4 @@
-"""Everything that a benchmark can be told, validated in one place for the command line and recipes."""
+"""Benchmark options, validated in one place for the command line and recipes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PositiveRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-# Its fields are not known to a type checker; `BenchOptions.engine` gives them with their types.
+# A dynamic model, opaque to type checkers; `BenchOptions.engine` returns the typed config.
 EngineFields: Any = model_of(EngineConfig)
 
 
 class BenchOptions(EngineFields, BaseModel):
-    """Options of one benchmark: those of `EngineConfig`, and what is sent, how, and what becomes of it.
-    Names are those of `vllm bench serve` where it has them.
+    """Options of one benchmark: those of `EngineConfig`, plus data set, load, measurement and output.
+    Names follow `vllm bench serve` where it has them.
 
     With neither `request_rate` nor `max_concurrency` the load is a closed loop of 8 users. With a rate
     and no limit it is an open loop; a rate of infinity then sends everything at once. A ramp-up is an
@@ -76,7 +76,7 @@ class BenchOptions(EngineFields, BaseModel):
     serve_args: str | None = None
     serve_program: Path | None = None
     serve_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
-    # What is known of a server that was started for this run; not for people to set.
+    # Set internally for a server that was started for this run; not an option.
     started_server: dict[str, Any] | None = None
     base_url: str | None = None
     backend: str = "openai"
@@ -173,17 +173,17 @@ class BenchOptions(EngineFields, BaseModel):
 
     @property
     def engine(self) -> EngineConfig:
-        """What the engine is told, but for the model."""
+        """The engine configuration (without the model)."""
         return EngineConfig(**{name: getattr(self, name) for name in options_of(EngineConfig)})
 
     @property
     def rate(self) -> float:
-        """Requests a second; infinity when none was asked for."""
+        """Requests per second; infinity when no rate is set."""
         return math.inf if self.request_rate is None else self.request_rate
 
     @property
     def concurrency(self) -> int | None:
-        """Most requests in flight, or None for no limit."""
+        """Maximum requests in flight, or None for no limit."""
         unpaced = self.request_rate is None and self.ramp_up_strategy is None
         if self.max_concurrency is None and unpaced:
             return DEFAULT_CONCURRENCY
@@ -191,7 +191,7 @@ class BenchOptions(EngineFields, BaseModel):
 
     @property
     def warmups(self) -> int:
-        """Requests before the clock starts; by default one round of the measured concurrency."""
+        """Number of warm-up requests; by default the measured concurrency."""
         if self.num_warmups is not None:
             return self.num_warmups
         return min(self.concurrency or DEFAULT_CONCURRENCY, self.num_prompts)
@@ -201,7 +201,7 @@ def checked(model: type[Model], values: dict[str, Any], where: str) -> Model:
     """`model` built from `values`.
 
     Raises:
-        BadInput: naming `where`, the key and what is wrong with it; an unknown key is such a wrong.
+        BadInput: an invalid value or an unknown key; the message names `where`, the key and the reason.
     """
     try:
         return model.model_validate(values)
@@ -211,6 +211,6 @@ def checked(model: type[Model], values: dict[str, Any], where: str) -> Model:
         if first["type"] == "extra_forbidden":
             raise BadInput(f"{where}: unknown key {key!r}") from error
         reason = first["msg"].removeprefix("Value error, ")
-        if not key:  # of several options together
+        if not key:  # a constraint over several options
             raise BadInput(f"{where}: {reason}") from error
         raise BadInput(f"{where}: {key}: {reason} (given: {first.get('input')!r})") from error

@@ -1,4 +1,4 @@
-"""The loads of a sweep as people write them."""
+"""Parsing of the load list of a sweep (`1,2,4` or `auto`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def parse_loads(text: str, kind: Kind) -> list[float] | None:
     """`1,2,4` as numbers, ascending; None for `auto`.
 
     Raises:
-        BadInput: neither.
+        BadInput: neither numbers nor `auto`, or an invalid load.
     """
     if text.strip() == "auto":
         return None

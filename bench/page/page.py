@@ -1,4 +1,4 @@
-"""A report as data: verdict, numbers, sections. One structure, written as HTML and as Markdown."""
+"""Report data model (verdict, cards, sections, tables, figures), rendered as HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tone = Literal["good", "bad", "unsure", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer: a few words, and the sentence behind them."""
+    """Headline and one explanatory sentence, with a tone."""
 
     tone: Tone
     headline: str
@@ -24,7 +24,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One key number."""
+    """A key figure."""
 
     label: str
     value: str
@@ -34,7 +34,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells are text; the first column names the row, the others are set as numbers.
+    """A table of text cells; the first column labels the row, the others are right-aligned numbers.
 
     `tones` colours rows: {row index: tone}.
     """
@@ -48,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """An SVG with the name of its file and what it shows. Two that are `half` stand side by side."""
+    """An SVG with its file stem and caption. `half` figures are placed side by side."""
 
     name: str
     svg: str
@@ -85,7 +85,7 @@ class Page:
         return [[card.label, f"{card.value} {card.unit}".strip(), card.note] for card in self.cards]
 
     def without_figures(self) -> Page:
-        """The same page for a file that stands alone without figure files."""
+        """The page without figures, for a standalone Markdown file."""
         return replace(self, sections=[replace(one, figures=()) for one in self.sections])
 
 
@@ -95,7 +95,7 @@ def _environment() -> jinja2.Environment:
 
     return jinja2.Environment(
         loader=jinja2.PackageLoader("llmopt.bench.page", "."),
-        # HTML escapes everything but figures; Markdown stands as it is written.
+        # HTML escapes everything but figures; Markdown is not escaped.
         autoescape=jinja2.select_autoescape(enabled_extensions=("html.jinja",), default=False),
         trim_blocks=True,
         lstrip_blocks=True,
@@ -104,12 +104,12 @@ def _environment() -> jinja2.Environment:
 
 
 def to_html(page: Page) -> str:
-    """One self-contained file: style and figures inside, nothing fetched."""
+    """One self-contained HTML file: inline style and figures, nothing fetched."""
     return _environment().get_template("report.html.jinja").render(page=page)
 
 
 def to_markdown(page: Page) -> str:
-    """The same words and tables; figures are links to the SVG files beside it."""
+    """The page as Markdown; figures are links to SVG files in the same folder."""
     return _environment().get_template("report.md.jinja").render(page=page).rstrip() + "\n"
 
 

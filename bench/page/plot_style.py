@@ -1,4 +1,4 @@
-"""How figures look, and how they become SVG text that stands inside a page."""
+"""Matplotlib style of the reports, and conversion of figures to inline SVG."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _STYLE: dict[Any, Any] = {
 def canvas(
     columns: int = 1, rows: int = 1, *, width: float = 9.0, height: float = 3.0, **options: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure in the house style and its axes as a flat list."""
+    """A figure in the report style and its axes as a flat list."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(width, height))
         axes = figure.subplots(rows, columns, squeeze=False, **options)
@@ -54,15 +54,15 @@ def canvas(
 
 
 def title(axis: Axes, text: str) -> None:
-    """A heading flush with the left edge of the plot."""
+    """A left-aligned axes title."""
     axis.set_title(text, loc="left", fontsize=10.5, fontweight="bold", pad=8, color=INK)
 
 
 def to_svg(figure: Figure, alt: str) -> str:
     """The figure as an `<svg>` element with no prologue, scalable to its container.
 
-    `alt` is what a screen reader says. Ids are made from it, so that figures of one page do not take
-    each other's clip paths.
+    `alt` is the text for screen readers. Element ids are derived from it, so that the figures of one page do
+    not share clip paths.
     """
     salt = hashlib.sha256(alt.encode()).hexdigest()[:12]
     buffer = io.StringIO()

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Number formatting for reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MISSING = "n/a"
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A figure with `digits` decimals and thousands set apart, or `n/a`."""
+    """A number with `digits` decimals and thousands separators, or `n/a`."""
     return MISSING if value is None else f"{value:,.{digits}f}"
 
 
