@@ -1,1 +1,1 @@
-"""Perplexity, KL divergence, tasks of lm-eval, layer errors."""
+"""Model quality: perplexity, KL divergence, lm-eval tasks, layer errors."""

@@ -1,4 +1,4 @@
-"""Perplexity of the engine that was measured, and its KL divergence from a reference model."""
+"""Perplexity of the measured engine, and its KL divergence from a reference model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def score_quality(
     load_reference: Callable[[BenchOptions], PromptScorer],
     progress: Progress,
 ) -> dict[str, Any]:
-    """`llmopt.quality`: perplexity, and the distance from the reference where one was given, which is
-    loaded once the model itself is scored."""
+    """`llmopt.quality`: perplexity and, with a reference, KL divergence and top-1 agreement. The reference is
+    loaded after the model has been scored."""
     passage = read_passage(
         engine.tokenizer,
         max_model_len=engine.max_model_len,

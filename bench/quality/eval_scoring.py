@@ -1,6 +1,6 @@
-"""What lm-eval asks of a model, over the engine: log-likelihoods of continuations and texts, generation.
+"""lm-eval model requests on the engine: loglikelihood, rolling loglikelihood, generate-until.
 
-Tokens are split, cut and windowed as lm-eval's own `hf` model does it, so that its numbers come out.
+Tokens are split, truncated and windowed as in lm-eval's `hf` model, so that its numbers are reproduced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...engine.engine import Engine
     from ...engine.scheduling.outputs import TokenLogprobs
 
-# Requests that wait in the engine at once: enough for every batch, few enough to be looked through.
+# Requests queued in the engine at once: enough for full batches, few enough to poll cheaply.
 QUEUED = 256
 DEFAULT_NEW_TOKENS = 256
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -26,14 +26,14 @@ SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Window(NamedTuple):
-    """Tokens that the model reads, and those that its last `len(targets)` positions must predict."""
+    """Input tokens, and the targets predicted at the last `len(targets)` positions."""
 
     inputs: list[int]
     targets: list[int]
 
 
 def clipped(context: Sequence[int], continuation: Sequence[int], max_inputs: int) -> Window:
-    """The continuation after as much of the context's end as `max_inputs` tokens hold.
+    """The continuation with the context truncated on the left to `max_inputs` tokens.
 
     Raises:
         BadInput: a part is empty, or the continuation alone does not fit.
@@ -51,7 +51,7 @@ def clipped(context: Sequence[int], continuation: Sequence[int], max_inputs: int
 def rolling_windows(tokens: Sequence[int], prefix: int, max_inputs: int) -> Iterator[Window]:
     """Windows over a text that predict each token once, the first one after `prefix`.
 
-    Each holds `max_inputs` tokens where the text has them; the last one reaches back for context.
+    Each holds `max_inputs` tokens where the text is long enough; the last one overlaps for context.
     """
     whole = [prefix, *tokens]  # tokens[i] is predicted by whole[: i + 1]
     for begin in range(0, len(tokens), max_inputs):
@@ -69,7 +69,7 @@ def generation_params(wanted: Mapping[str, Any], seed: int) -> SamplingParams:
     """A task's `generation_kwargs` as sampling parameters: greedy unless it samples.
 
     Raises:
-        BadInput: a key that the engine has no counterpart for.
+        BadInput: a key without a counterpart in the engine.
     """
     from ...engine.base.sampling_params import SamplingParams
 
@@ -97,7 +97,7 @@ def generation_params(wanted: Mapping[str, Any], seed: int) -> SamplingParams:
 
 
 class EngineScorer:
-    """An idle engine as lm-eval sees a model. Many requests are in the engine at a time."""
+    """lm-eval's model requests on an idle engine, batched."""
 
     def __init__(self, engine: Engine, progress: Progress | None = None, seed: int = 0) -> None:
         self._engine = engine
@@ -108,19 +108,19 @@ class EngineScorer:
 
     @property
     def prefix_token(self) -> int:
-        """What an empty context is replaced by: the token that begins a text, else one that ends it."""
+        """The replacement of an empty context: BOS, else EOS."""
         tokenizer = self._engine.tokenizer
         found = tokenizer.bos_token_id
         return tokenizer.eos_token_id if found is None else found
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text with the tokenizer's special ones, the first not twice."""
+        """Token ids of a text with special tokens, without a duplicate BOS."""
         tokenizer = self._engine.tokenizer
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         return list(tokenizer.encode(text, add_special_tokens=not begins))
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both, split where the context's own tokens end; its spaces go to the continuation."""
+        """Token ids of both, split at the end of the context's tokens; trailing spaces move to the continuation."""
         if not context:
             tokens = list(self._engine.tokenizer.encode(continuation, add_special_tokens=False))
             if tokens[:1] == [self.prefix_token]:
@@ -132,7 +132,7 @@ class EngineScorer:
         return begin, self.encode(kept + continuation)[len(begin) :]
 
     def loglikelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): log-probability in nats, and whether greedy decoding gives it."""
+        """Per (context, continuation): log-probability in nats, and whether it is the greedy continuation."""
         return self._score(
             [clipped(*self.encode_pair(*pair), self.max_inputs) for pair in pairs],
             "continuations of the tasks",
@@ -148,9 +148,9 @@ class EngineScorer:
         return [math.fsum(next(scores)[0] for _ in each) for each in windows]
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """What follows each context until a stop, the stop left out.
+        """The generated text for each context up to a stop string, which is excluded.
 
-        A context that leaves no room for the new tokens loses its beginning.
+        A context too long for the new tokens is truncated on the left.
 
         Raises:
             BadInput: the new tokens alone exceed the context length.
@@ -172,7 +172,7 @@ class EngineScorer:
         ]
 
     def decode(self, tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
-        """New tokens as text up to a stop, decoded alone as lm-eval does: a first space may go."""
+        """New tokens as text up to a stop string, decoded separately as in lm-eval: a leading space may be lost."""
         text = self._engine.tokenizer.decode(tokens, skip_special_tokens=True)
         for stop in stops:
             text = text.split(stop)[0]
@@ -182,7 +182,7 @@ class EngineScorer:
         from ...engine.base.sampling_params import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        # A request holds the last target and one token more than a window reads.
+        # A request holds the last target and one generated token beyond the inputs of a window.
         longest = self._engine.scheduler.longest_sequence
         short = [one for one in windows if len(one.inputs) + 2 <= longest]
         prompts = [([*one.inputs, one.targets[-1]], params) for one in short]
@@ -197,7 +197,7 @@ class EngineScorer:
         return found
 
     def _score_full(self, window: Window) -> list[TokenLogprobs]:
-        """A window that fills the context: nothing could be generated behind it."""
+        """Score a window that fills the context and leaves no position to generate."""
         from ...engine.sampling.logprobs import logprobs_of
 
         logits = self._engine.prompt_logits(window.inputs)[-len(window.targets) :]
@@ -206,7 +206,7 @@ class EngineScorer:
     def _complete(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], what: str
     ) -> list[tuple[list[int], tuple[TokenLogprobs | None, ...]]]:
-        """New tokens and prompt log-probabilities of each prompt, all of them batched by the engine."""
+        """New tokens and prompt logprobs of each prompt, batched by the engine."""
         written: list[list[int]] = [[] for _ in prompts]
         scores: list[tuple[TokenLogprobs | None, ...]] = [()] * len(prompts)
         left, active = deque(enumerate(prompts)), set[str]()

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval (the EleutherAI harness) over the engine; needs `pip install 'llmopt[eval]'`."""
+"""lm-eval tasks (EleutherAI harness) on the engine; needs `pip install 'llmopt[eval]'`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROTOCOL = "tokens and windows as in lm-eval's hf model; no chat template; the t
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
-    """Tasks that exist and whose data is there."""
+    """Resolved tasks with their data loaded."""
 
     specs: tuple[str, ...]
     manager: Any
@@ -32,10 +32,10 @@ class TaskSet:
 
 
 def prepare_tasks(words: Sequence[str]) -> TaskSet:
-    """Find tasks and load their data, before anything is measured.
+    """Resolve tasks and load their data, before anything is measured.
 
-    A word is a name or pattern of lm-eval's own tasks, or the path of a task's YAML file. Data sets
-    that a task names on the hub are downloaded, unless they are cached.
+    A word is the name or pattern of bundled lm-eval tasks, or the path of a task's YAML file. Data sets on
+    the hub are downloaded unless cached.
 
     Raises:
         BadInput: lm-eval is missing, or a task or its data is.
@@ -50,7 +50,7 @@ def prepare_tasks(words: Sequence[str]) -> TaskSet:
     for path in paths:
         if not Path(path).is_file():
             raise BadInput(f"task {path} is not a file")
-    # Reading the thousands of tasks that come with lm-eval takes seconds.
+    # Indexing the thousands of tasks bundled with lm-eval takes seconds.
     manager = tasks.TaskManager(include_defaults=len(paths) < len(words))
     specs: list[str] = []
     for word in words:
@@ -63,7 +63,7 @@ def prepare_tasks(words: Sequence[str]) -> TaskSet:
     try:
         with redirect_stdout(sys.stderr):
             manager.load(specs)
-    except Exception as error:  # templates, data sets and the network raise dozens of kinds
+    except Exception as error:  # templates, data sets and the network raise many exception types
         raise BadInput(f"cannot load {', '.join(words)}: {first_line(error)}") from error
     return TaskSet(tuple(specs), manager, package.__version__)
 
@@ -95,7 +95,7 @@ def run_tasks(
 ) -> dict[str, Any]:
     """The record of the tasks: metrics with standard errors, versions, sample counts.
 
-    A task that fails must not cost the measurements before it: `error` then says what happened.
+    A failing task does not lose the measurements before it: `error` then holds the reason.
     """
     found: dict[str, Any] = {
         "lm_eval_version": tasks.version,
@@ -120,7 +120,7 @@ def run_tasks(
 
 
 def metric_rows(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row a metric out of what `simple_evaluate` returns; groups come behind their tasks."""
+    """One row per metric of the results of `simple_evaluate`; groups follow their tasks."""
     rows = []
     groups = outcome.get("groups", {})
     for task, values in {**outcome["results"], **groups}.items():
@@ -153,12 +153,12 @@ def score_words(row: Mapping[str, Any]) -> str:
 
 
 def metric_name(row: Mapping[str, Any]) -> str:
-    """The metric, with its filter where that is not lm-eval's default."""
+    """The metric's name, with its filter unless that is lm-eval's default."""
     return row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
 
 
 def task_tables(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-    """The tasks of one or several runs; equal metrics stand below each other."""
+    """Task scores of one or several runs, aligned by metric."""
     parts = {name: part for name, one in results.items() if (part := one["llmopt"].get("tasks"))}
     if not parts:
         return []

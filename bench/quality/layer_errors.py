@@ -1,4 +1,4 @@
-"""What quantizing cost in each decoder layer, from the manifests of the checkpoints."""
+"""Quantization error per decoder layer, from the manifests of the checkpoints."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LAYER = re.compile(r"\.layers?\.(\d+)\.|\.h\.(\d+)\.")
 
 
 def layer_errors(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each decoder layer: mean error of its linears, and the worst of them by its name within it.
+    """Per decoder layer: mean relative output error of its linears, and the name of the worst one.
 
-    Modules whose error was never measured, such as those of a conversion, count for nothing.
+    Modules without a measured error, such as those of a conversion, are skipped.
     """
     found: dict[int, list[tuple[float, str]]] = {}
     for record in manifest["modules"]:
@@ -37,13 +37,13 @@ def layer_errors(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def recorded_layer_errors(folder: Path) -> list[dict[str, Any]]:
-    """Those of a checkpoint that `llmopt quantize` wrote; empty for any other."""
+    """Layer errors of a checkpoint written by `llmopt quantize`; empty for any other."""
     path = folder / MANIFEST_NAME
     return layer_errors(read_json(path)) if path.is_file() else []
 
 
 def layer_sections(results: Mapping[str, Mapping[str, Any]]) -> list[Section]:
-    """A row a layer, a column a run; nothing where no run's checkpoint has errors."""
+    """A table with a row per layer and a column per run; nothing where no checkpoint has errors."""
     columns = {
         name: {one["layer"]: one for one in found}
         for name, result in results.items()

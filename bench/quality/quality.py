@@ -1,4 +1,4 @@
-"""How good a model still is, on fixed tokens: perplexity, and its distance from a reference model."""
+"""Model quality on fixed tokens: perplexity, KL divergence and top-1 agreement with a reference model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMULAS = {
 
 
 class PromptScorer(Protocol):
-    """An engine, as far as quality is concerned."""
+    """The engine interface needed for scoring."""
 
     def prompt_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Float32 [tokens, vocabulary]: the logits after each token."""
@@ -39,7 +39,7 @@ class PromptScorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Fixed tokens in windows, and what they are."""
+    """Fixed tokens in windows, with their source and protocol."""
 
     windows: tuple[tuple[int, ...], ...]
     source: str
@@ -47,7 +47,7 @@ class Passage:
 
     @property
     def num_scored(self) -> int:
-        """Positions that a score is taken at: each window's tokens but its first."""
+        """Number of scored positions: all tokens of each window but the first."""
         return sum(len(window) - 1 for window in self.windows)
 
     @property
@@ -80,13 +80,13 @@ class Quality:
 def read_passage(
     tokenizer: Tokenizer, *, max_model_len: int, num_tokens: int, path: Path = EVALUATION_TEXT
 ) -> Passage:
-    """Windows of the documents of a text file (parted by blank lines), at most `num_tokens` in all.
+    """Windows of the documents of a text file (separated by blank lines), at most `num_tokens` in all.
 
-    A document is tokenized with the tokenizer's own special tokens and cut into windows of at most
+    A document is tokenized with special tokens and cut into windows of at most
     `max_model_len` tokens that do not overlap.
 
     Raises:
-        BadInput: no such file, or not two tokens in it.
+        BadInput: no such file, or fewer than two tokens in it.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -126,7 +126,7 @@ def log_probabilities(
 
 
 def nll_nats(logprobs: Sequence[torch.Tensor], passage: Passage) -> float:
-    """Mean negative log-probability of the tokens that really follow."""
+    """Mean negative log-likelihood of the actual next tokens, in nats."""
     import torch
 
     total = 0.0
@@ -164,7 +164,7 @@ def score(
     reference: Sequence[torch.Tensor] | None = None,
     reference_name: str | None = None,
 ) -> Quality:
-    """Put the scores of a model together, with its distance from a reference where there is one."""
+    """Assemble the scores of a model, with KL divergence and top-1 agreement where there is a reference."""
     nll = nll_nats(model, passage)
     kl = top1 = reference_perplexity = None
     if reference is not None:

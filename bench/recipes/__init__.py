@@ -1,1 +1,1 @@
-"""Workflows in YAML: what a recipe may say, and what a run of one leaves."""
+"""Recipes: the YAML schema of workflows, their stages and results."""

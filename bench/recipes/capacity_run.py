@@ -1,4 +1,4 @@
-"""What a carried-out capacity recipe left: the plan beside the measured sweep, and the formulas of both."""
+"""Result of a capacity recipe: the plan beside the measured sweep, and the formulas of both."""
 
 from __future__ import annotations
 

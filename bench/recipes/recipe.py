@@ -1,4 +1,4 @@
-"""Workflows as YAML: what a recipe may say."""
+"""The recipe schema: quantize-and-compare or capacity workflows in YAML."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class QuantizeStep(_Strict):
 
 
 class Variant(_Strict):
-    """A checkpoint to make and to measure against the original."""
+    """A checkpoint to create and to measure against the original."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
     quantize: QuantizeStep = QuantizeStep()
@@ -51,7 +51,7 @@ class Variant(_Strict):
 
 
 class CompareStep(_Strict):
-    """How the variants are judged. Without `gate` the verdicts inform and the exit code is 0."""
+    """How the variants are compared. Without `gate` the verdicts are informational and the exit code is 0."""
 
     gate: bool = True
     threshold: str | float = "5%"
@@ -72,11 +72,11 @@ class CompareStep(_Strict):
 
 
 class CapacityStep(_Strict):
-    """How many users one model serves here: a sweep, beside what the planner says of this machine.
+    """Capacity of one model on this machine: a sweep over users, beside the planner's prediction.
 
     Attributes:
         loads: numbers of users such as `1,2,4,8`, or `auto`.
-        context: tokens that a sequence may grow to; by default the model's own limit.
+        context: maximum tokens of a sequence; by default the model's limit.
     """
 
     loads: str = "auto"
@@ -93,8 +93,8 @@ class Recipe(_Strict):
     """Quantize a model in one or several ways, verify each, bench them beside it, compare, report; or
     find the `capacity` of one model.
 
-    `interleave` loads all of them at once and lets their passes take turns, so that a machine that
-    changes its mind meanwhile hits all alike; without it they run one after another. `num_threads`
+    `interleave` loads all models at once and interleaves their passes (paired runs), so that drift of the
+    machine affects all alike; without it they run one after another. `num_threads`
     are the CPU threads of every step.
     """
 
@@ -162,7 +162,7 @@ def read_recipe(name: str) -> Recipe:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         place = f"{path}, line {line_of(root, error.errors()[0]['loc'])}"
-        return checked(Recipe, values, place)  # says the same in one line
+        return checked(Recipe, values, place)  # raises the same error in one line
     try:
         _ = recipe.compare.share, recipe.compare.quality_gate
     except BadInput as error:
@@ -171,7 +171,7 @@ def read_recipe(name: str) -> Recipe:
 
 
 def steps_of(recipe: Recipe) -> list[str]:
-    """What carrying out the recipe would do, a line a step, in order. Nothing is loaded."""
+    """The steps of a recipe as text, one line per step (dry run). Nothing is loaded."""
     model = recipe.model or DEFAULT_MODEL
     if recipe.capacity is not None:
         return [

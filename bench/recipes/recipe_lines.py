@@ -1,4 +1,4 @@
-"""Where in a YAML text a value stands, so that a message can name the line."""
+"""Line numbers of values in a YAML text, for error messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def line_of(root: Node | None, path: Sequence[int | str]) -> int:
-    """The line, from 1, of the value at `path` (keys and indexes), or of what lies nearest above it when
-    there is no such value; for a key the line of the key."""
+    """The line, from 1, of the value at `path` (keys and indexes), or of its nearest existing ancestor;
+    for a key, the line of the key."""
     import yaml
 
     line, node = 1, root

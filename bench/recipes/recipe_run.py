@@ -1,4 +1,4 @@
-"""What a carried-out recipe left: the original's run, every variant's, and the exit code of it all."""
+"""Result of a recipe: the runs of the original and of every variant, and the exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .recipe import BASE_NAME, Recipe, Variant
 
 @dataclass(frozen=True, slots=True)
 class VariantRun:
-    """What became of one variant; `manifest` is its checkpoint's."""
+    """The results of one variant; `manifest` is its checkpoint's."""
 
     variant: Variant
     manifest: Mapping[str, Any]
@@ -25,7 +25,7 @@ class VariantRun:
 
 @dataclass(frozen=True, slots=True)
 class RecipeRun:
-    """A finished recipe: the original's run, and every variant's."""
+    """A finished recipe: the original's run and those of the variants."""
 
     recipe: Recipe
     folder: Path

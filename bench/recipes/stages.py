@@ -1,4 +1,4 @@
-"""Which stages of a recipe are finished: on disk after each of them, so that a stopped run can go on."""
+"""Journal of finished recipe stages, written after each one so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOURNAL_NAME = "journal.json"
 
 
 class Stages:
-    """The journal of a recipe's folder: the recipe itself, and the names of what is finished."""
+    """The journal of a recipe's folder: the recipe, and the names of finished stages."""
 
     def __init__(self, folder: Path, recipe: Recipe, done: tuple[str, ...] = ()) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class Stages:
 
     @classmethod
     def resume(cls, folder: Path) -> Stages:
-        """The journal in a folder that an earlier run left.
+        """Read the journal of an earlier run's folder.
 
         Raises:
             BadInput: there is none, or it is damaged.
@@ -52,18 +52,18 @@ class Stages:
         return name in self._done
 
     def finish(self, name: str) -> None:
-        """Note that a stage's outputs are whole."""
+        """Record that a stage's outputs are complete."""
         self._done.append(name)
         self._write()
 
     def clear(self, name: str) -> Path:
-        """The place for the outputs of a stage that is not finished, without what was left there."""
+        """The output folder of an unfinished stage, with partial outputs removed."""
         target = self.folder / name
         shutil.rmtree(target, ignore_errors=True)
         return target
 
     def _write(self) -> None:
-        # What the recipe did not say stays unsaid: some defaults depend on what was set.
+        # Unset options are not written: some defaults depend on which options are set.
         recipe = self.recipe.model_dump(mode="json", exclude_unset=True)
         found = {"schema": 1, "recipe": recipe, "done": self._done}
         write_atomically(self.folder / JOURNAL_NAME, json.dumps(found, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""What a run measured and how, as its record says it."""
+"""Run identity in the record: what was measured and how, for comparability."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...engine.scheduling.outputs import EngineStats
 
 _RECORDED_AS = {"async_scheduling": "overlapped_loop"}
-"""Options that have another name since results of them were written."""
+"""Former names of renamed options, as they occur in older results."""
 
 
 def identity_part(
@@ -36,7 +36,7 @@ def identity_part(
     device: str,
     machine: str,
 ) -> dict[str, Any]:
-    """`llmopt.identity`: what was measured and how, which decides whether two results may be compared."""
+    """`llmopt.identity`: what was measured and how, which decides whether two results are comparable."""
     return {
         "model": model,
         "model_hash": model_hash,
@@ -55,7 +55,7 @@ def identity_part(
 def engine_identity(
     options: BenchOptions, engine: Engine, model: Path, workload: Workload
 ) -> dict[str, Any]:
-    """The identity of a run on an engine of this process."""
+    """The identity of a run on an in-process engine."""
     quantization = open_checkpoint(model).quantization_config
     return identity_part(
         options,
@@ -80,7 +80,7 @@ def engine_identity(
 
 
 def load_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
-    """What is sent, when, and how tokens are chosen."""
+    """The load settings: requests, arrivals, sampling."""
     return {
         "num_prompts": options.num_prompts,
         "request_rate": options.rate if options.request_rate else "inf",
@@ -94,7 +94,7 @@ def load_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
 
 
 def _unusual(options: BenchOptions) -> dict[str, Any]:
-    """Engine options that are not what they always were; without them older results stay comparable."""
+    """Engine options with non-default values only, so that older results stay comparable."""
     later = (
         "cpu_activations",
         "tensor_parallel_size",
@@ -121,7 +121,7 @@ def _unusual(options: BenchOptions) -> dict[str, Any]:
 
 
 def speculation_part(options: BenchOptions, stats: EngineStats) -> dict[str, Any] | None:
-    """What speculation brought; None where there was none."""
+    """Speculative-decoding statistics; None without speculation."""
     if options.speculation is None:
         return None
     return {

@@ -1,4 +1,4 @@
-"""The table of requests of a run, a row each: `requests.parquet` and `requests.csv`."""
+"""Per-request table of a run: `requests.parquet` and `requests.csv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's result: the record and its passes, as strict JSON, read back with a check of its schema."""
+"""Run result: the record as strict JSON, with its schema checked on reading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULT_NAME = "result.json"
 
 @dataclass(slots=True)
 class BenchRun:
-    """A finished benchmark: its record and what it was made from."""
+    """A finished benchmark: its record and the passes it was computed from."""
 
     result: dict[str, Any]
     passes: list[LoadPass]
@@ -36,7 +36,7 @@ def to_json(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The same value out of dicts, lists, text and finite numbers only."""
+    """The value converted to dicts, lists, text and finite numbers."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
@@ -54,7 +54,7 @@ def read_result(path: Path) -> dict[str, Any]:
     """A `result.json`, or the one in a run folder.
 
     Raises:
-        BadInput: missing, not JSON, or not a result of ours.
+        BadInput: missing, not JSON, or not a result of llmopt.
     """
     from ...quant.model.checkpoint import read_json
 

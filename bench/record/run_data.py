@@ -1,4 +1,4 @@
-"""A result with its table of requests: what a comparison and a report read."""
+"""A result with its request table, as read by comparisons and reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .result import BenchRun, read_result
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """A result and, where it is there, its table of requests by column."""
+    """A result and, where present, its request table by column."""
 
     result: dict[str, Any]
     requests: dict[str, list[Any]] | None = None
@@ -24,7 +24,7 @@ class RunData:
 
     @classmethod
     def read(cls, path: Path) -> RunData:
-        """A run folder, or a `result.json`; the requests are taken from beside it.
+        """Read a run folder, or a `result.json` with the request table beside it.
 
         Raises:
             BadInput: no such result, or a damaged file.

@@ -1,4 +1,4 @@
-"""The record of a run, built in one place: what was measured, and what is known of its target."""
+"""Builder of run records: the measurement, and the facts about its target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..workloads.workload import Workload
 from .result import SCHEMA_VERSION, BenchRun, plain
 from .vllm_record import vllm_part
 
-# Every key under `llmopt`, in the order of the file. A kind of target may lack some of them.
+# All keys under `llmopt`, in file order. Some kinds of target lack some of them.
 KEYS = (
     "schema",
     "run_id",
@@ -59,12 +59,12 @@ KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPass:
-    """One pass over the workload, and what its session saw around it.
+    """One pass over the workload, with the session's measurements around it.
 
     Attributes:
-        prefix_cache_hit_rate: share of the prompt tokens that the prefix cache gave; None where the
-            target does not say.
-        cpu_loads: {key of the record: share of the machine's processors that others kept busy}.
+        prefix_cache_hit_rate: fraction of prompt tokens from the prefix cache; None where the target does
+            not report it.
+        cpu_loads: {key of the record: background load, as a fraction of the machine's CPUs}.
     """
 
     load: LoadPass
@@ -74,10 +74,10 @@ class MeasuredPass:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What every session measures, whatever its target is.
+    """The measurements common to all kinds of target.
 
     Attributes:
-        paired_runs: the same id in runs whose passes were taken in turns; None for a run alone.
+        paired_runs: shared id of runs whose passes were interleaved; None for a single run.
         metrics: `run_statistics.distributions` over all passes.
     """
 
@@ -92,12 +92,12 @@ class Measurement:
 
     @property
     def loads(self) -> list[LoadPass]:
-        """The passes as the load driver saw them."""
+        """The passes as recorded by the load driver."""
         return [measured.load for measured in self.passes]
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
-        """The mean over the passes of which it is known."""
+        """Mean over the passes where it is known."""
         rates = [measured.prefix_cache_hit_rate for measured in self.passes]
         known = [rate for rate in rates if rate is not None]
         return sum(known) / len(known) if known else None
@@ -105,12 +105,12 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What only a session knows of its target. None is what a target of its kind does not tell.
+    """Facts about the target, provided by its session. None for what a target of its kind does not report.
 
     Attributes:
-        model_id: for vLLM's key, and `tokenizer_id` too, which is the model's where it is None.
-        identity: what decides whether two runs may be compared.
-        of_kind: the keys that only records of this kind of target have, with their values.
+        model_id: for vLLM's key, as is `tokenizer_id`, which defaults to the model's.
+        identity: decides whether two runs are comparable.
+        of_kind: keys and values specific to this kind of target.
     """
 
     model_id: str
@@ -126,7 +126,7 @@ class TargetFacts:
 
 
 def build_run(measured: Measurement, target: TargetFacts) -> BenchRun:
-    """The run with its record: vLLM's keys on top, ours under `llmopt`, plain values only."""
+    """The run with its record: vLLM's keys at the top level, llmopt's under `llmopt`, plain values only."""
     record = vllm_part(
         measured.options,
         measured.loads,
@@ -155,7 +155,7 @@ def build_run(measured: Measurement, target: TargetFacts) -> BenchRun:
 
 
 def workload_part(workload: Workload) -> dict[str, Any]:
-    """What was sent, in numbers and words."""
+    """`llmopt.workload`: source, counts, notes and hash of the requests."""
     return {
         "name": workload.name,
         "source": workload.source,
@@ -168,10 +168,10 @@ def workload_part(workload: Workload) -> dict[str, Any]:
 
 
 def _load_parts(measured: Measurement) -> dict[str, Any]:
-    """What was sent, and how it went on the whole."""
+    """Record parts on the workload and the overall outcome."""
     options = measured.options
     return {
-        # The file keeps the name under which older results have it.
+        # The key is kept from older results.
         "arms": measured.paired_runs,
         "name": measured.name,
         "interrupted": measured.interrupted,
@@ -183,7 +183,7 @@ def _load_parts(measured: Measurement) -> dict[str, Any]:
 
 
 def _pass_parts(measured: Measurement) -> dict[str, Any]:
-    """The figures of the passes, each for itself and all together."""
+    """Statistics per pass and over all passes."""
     loads = measured.loads
     summaries = [summarize_pass(load) for load in loads]
     return {

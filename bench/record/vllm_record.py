@@ -58,10 +58,10 @@ def vllm_part(
 
 
 def rps_change_events(options: BenchOptions, passes: Sequence[LoadPass]) -> list[dict[str, Any]]:
-    """When a ramp reached its next whole rate, by the wall clock: vLLM's record of it.
+    """`rps_change_events` of vLLM: the wall-clock times at which a ramp reached each whole rate.
 
-    The first event is the start; then one for every whole number of requests a second that the rate has
-    climbed past, when the first request under it was sent. A falling ramp has no more than its start.
+    The first event is the start; then one for every whole number of requests per second that the rate has
+    passed, when the first request at it was sent. A falling ramp has only the start event.
     """
     strategy, first, last = (
         options.ramp_up_strategy,

@@ -1,1 +1,1 @@
-"""Reports: a page for each kind of result, with its plots and tables."""
+"""Reports: one page per kind of result, with plots and tables."""

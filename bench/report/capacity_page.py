@@ -1,4 +1,4 @@
-"""The report of a capacity recipe: the plan beside the measured knee, in one page."""
+"""Report of a capacity recipe: the plan beside the measured knee."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .sweep_page import load_text, sweep_page, sweep_verdict
 
 
 def capacity_verdict(run: CapacityRun) -> Verdict:
-    """What limits the number of users, in one breath."""
+    """One sentence: what limits the number of users."""
     record, knee = run.record, run.record["knee"]
     if knee is None:
         return sweep_verdict(run.sweep)
@@ -36,7 +36,7 @@ def capacity_verdict(run: CapacityRun) -> Verdict:
 
 
 def capacity_table(run: CapacityRun) -> Table:
-    """Predicted and measured, a row a load."""
+    """Predicted and measured values, one row per load."""
     rows = [
         [
             load_text(row["users"], "concurrency"),

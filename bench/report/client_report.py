@@ -1,4 +1,4 @@
-"""What the load client says of itself, for a page and for the console."""
+"""Client overhead and certification, for reports and the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison as a page: the verdict, the changes with their intervals, quality and memory."""
+"""Report of a comparison: verdict, changes with confidence intervals, quality and memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RULES = {
 
 
 def verdict_of(comparison: Comparison) -> Verdict:
-    """The answer in words."""
+    """The verdict as headline and sentence."""
     headline = f"{HEADLINES[comparison.outcome]}: {comparison.new} against {comparison.base}"
     return Verdict(TONES[comparison.outcome], headline, "; ".join(comparison.reasons) + ".")
 
@@ -46,7 +46,7 @@ def verdict_of(comparison: Comparison) -> Verdict:
 def comparison_page(
     base: RunData, new: RunData, comparison: Comparison, *, with_figures: bool = True
 ) -> Page:
-    """The page of two runs; without figures for a Markdown file that stands alone."""
+    """The page comparing two runs; without figures for a standalone Markdown file."""
     captions = {
         "side-by-side": "Speed over all passes, quality on fixed tokens, and what the engine holds.",
         "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is turned "
@@ -101,7 +101,7 @@ def comparison_page(
 
 
 def delta_cards(comparison: Comparison) -> list[Card]:
-    """The changes as key numbers."""
+    """The changes as key figures."""
     found = [
         Card(
             delta.label,

@@ -1,4 +1,4 @@
-"""Figures of several runs beside each other: changes with their intervals, bars, distributions."""
+"""Comparison plots: changes with confidence intervals, bar charts, distributions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def changes_svg(deltas: Sequence[Delta]) -> str:
 
 
 def slowdown_bounds(delta: Delta) -> tuple[float, float]:
-    """The interval of `change`, turned so that positive is worse."""
+    """The interval of `change`, with the sign flipped where needed so that positive is worse."""
     if (delta.change > 0) == (delta.worse > 0):
         return delta.low, delta.high
     return 1 / (1 + delta.high) - 1, 1 / (1 + delta.low) - 1

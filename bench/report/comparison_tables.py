@@ -1,4 +1,4 @@
-"""A comparison as tables: gated metrics, checks, quality and memory before and after."""
+"""Comparison tables: gated metrics, checks, quality and memory of base and new."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TONES: dict[Outcome, Tone] = {
 
 
 def deltas_table(deltas: Sequence[Delta], caption: str = "", checks: Sequence[Check] = ()) -> Table:
-    """The gated metrics with change, interval, limit and answer."""
+    """The gated metrics with change, interval, limit and verdict."""
     rows, tones = [], {}
     for row, delta in enumerate(deltas):
         rows.append(
@@ -42,7 +42,7 @@ def deltas_table(deltas: Sequence[Delta], caption: str = "", checks: Sequence[Ch
 
 
 def check_rows(checks: Sequence[Check]) -> list[list[str]]:
-    """Rows of what needs no statistics, in the columns of `deltas_table`."""
+    """Rows of deterministic checks, in the columns of `deltas_table`."""
     found = []
     for one in checks:
         base, new = one.base, one.new
@@ -54,7 +54,7 @@ def check_rows(checks: Sequence[Check]) -> list[list[str]]:
 
 
 def memory_rows(comparison: Comparison) -> list[list[str]]:
-    """What is held in memory, before and after."""
+    """Memory of base and new."""
     names = {
         "weight_bytes": "Weights held",
         "checkpoint_bytes": "Checkpoint on disk",
@@ -69,7 +69,7 @@ def memory_rows(comparison: Comparison) -> list[list[str]]:
 
 
 def quality_rows(comparison: Comparison) -> list[list[str]]:
-    """Perplexity before and after, and the distance from the reference."""
+    """Perplexity of base and new, and KL divergence and top-1 agreement with the reference."""
     scored = comparison.quality
     if not scored:
         return []

@@ -1,4 +1,4 @@
-"""The formula of every metric that a report shows."""
+"""Table of the formulas of all reported metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def formula_table() -> Table:
 
 
 def formulas() -> dict[str, str]:
-    """{metric: formula}, all of them."""
+    """{metric: formula} of all metrics."""
     return {
         **metrics.FORMULAS,
         **steady.FORMULAS,

@@ -1,4 +1,4 @@
-"""Several runs on one page: a row each, and who is on the front of quality against size and speed."""
+"""Report of several runs: one row each, and the Pareto front of quality against size and speed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ HEADER = ("run", "weights", "perplexity", "KL nats", "top-1", "tokens/s", "TTFT"
 
 
 def joined_page(runs: Sequence[RunData]) -> Page:
-    """The page of two or more runs; quality that was not scored alike, and loads that differ, are said
-    to be so above everything.
+    """The page of two or more runs; differing loads or quality protocols are reported as warnings on top.
 
     Raises:
         BadInput: fewer than two runs.
@@ -74,7 +73,7 @@ def front_section(
     quality_name: str | None,
     best: Sequence[str],
 ) -> Section:
-    """The table that decides, and the Pareto fronts where quality can be put side by side."""
+    """The summary table, and the Pareto fronts where quality is comparable."""
     rows = [row(name, result, name in best) for name, result in results.items()]
     tones: dict[int, Tone] = {n: "good" for n, name in enumerate(results) if name in best}
     figures = []
@@ -88,7 +87,7 @@ def front_section(
 
 
 def latency_section(named: Mapping[str, RunData]) -> Section:
-    """Distributions of the runs whose requests are there."""
+    """Latency distributions of the runs with a request table."""
     samples = {name: latency_samples(run) for name, run in named.items() if run.requests}
     if not samples:
         return Section("Latency")
@@ -97,7 +96,7 @@ def latency_section(named: Mapping[str, RunData]) -> Section:
 
 
 def roofline_section(results: Mapping[str, Mapping[str, Any]]) -> Section:
-    """All runs under the roofs of the first that has some."""
+    """Roofline of all runs, with the ceilings of the first run that has them."""
     roofs = {name: result["llmopt"]["roofline"] for name, result in results.items()}
     plotted = {name: roof for name, roof in roofs.items() if roof and roof["points"]}
     figures = []
@@ -107,7 +106,7 @@ def roofline_section(results: Mapping[str, Mapping[str, Any]]) -> Section:
 
 
 def unique_names(runs: Sequence[RunData]) -> dict[str, RunData]:
-    """{name: run}; a name that comes again gets a number."""
+    """{name: run}; duplicate names are numbered."""
     found: dict[str, RunData] = {}
     for run in runs:
         name, count = run.name, 1
@@ -119,7 +118,7 @@ def unique_names(runs: Sequence[RunData]) -> dict[str, RunData]:
 
 
 def candidate(result: Mapping[str, Any]) -> Candidate:
-    """What the front is decided on."""
+    """The run as a point for the Pareto front."""
     ours = result["llmopt"]
     scored = ours["quality"] or {}
     return Candidate(
@@ -132,8 +131,8 @@ def candidate(result: Mapping[str, Any]) -> Candidate:
 
 
 def shared_quality(candidates: Mapping[str, Candidate]) -> str | None:
-    """`kl` where all but one have it (the one is the reference), `perplexity` where all have that on the
-    same tokens, None where quality cannot be put side by side."""
+    """The common quality metric: `kl` where all but one run (the reference) have it, `perplexity` where all
+    have it on the same tokens, None where quality is not comparable."""
     every = list(candidates.values())
     if len({one.tokens for one in every}) > 1 or any(one.perplexity is None for one in every):
         return None
@@ -143,7 +142,7 @@ def shared_quality(candidates: Mapping[str, Candidate]) -> str | None:
 
 
 def row(name: str, result: Mapping[str, Any], is_best: bool) -> list[str]:
-    """A run's row of the table that decides."""
+    """A run's row of the summary table."""
     ours = result["llmopt"]
     scored = ours["quality"] or {}
     return [
@@ -162,7 +161,7 @@ def row(name: str, result: Mapping[str, Any], is_best: bool) -> list[str]:
 def joined_verdict(
     results: Mapping[str, Mapping[str, Any]], best: Sequence[str], quality_name: str | None
 ) -> Verdict:
-    """Who is worth choosing among, in a sentence."""
+    """The Pareto-optimal runs, as a sentence."""
     fastest = max(results, key=lambda name: results[name]["output_throughput"] or 0.0)
     held = {name: result["llmopt"]["memory"]["weight_bytes"] for name, result in results.items()}
     known = {name: value for name, value in held.items() if value is not None}
@@ -182,7 +181,7 @@ def joined_verdict(
 
 
 def differences(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What stands in the way of comparing these runs, and what to know about each."""
+    """Obstacles to comparing these runs, and notes on each."""
     names = list(results)
     found = []
     for name in names[1:]:

@@ -1,4 +1,4 @@
-"""Latency of one run as tables: percentiles, their intervals, spread between passes, steady state."""
+"""Latency tables of a run: percentiles, their intervals, spread between passes, steady state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .plots import SHORT
 
 
 def latency_tables(result: Mapping[str, Any]) -> list[Table]:
-    """Latencies, their spread between passes, and the steady state where there was one."""
+    """Latencies, their spread between passes, and the steady state, if any."""
     ours = result["llmopt"]
     tables = [latency_table(ours), percentile_table(ours), spread_table(ours)]
     if found := ours.get("steady_state"):
@@ -73,7 +73,7 @@ def latency_table(ours: Mapping[str, Any]) -> Table:
 
 
 def percentile_table(ours: Mapping[str, Any]) -> Table:
-    """How sure the percentiles are."""
+    """Confidence intervals of the percentiles."""
     return Table(
         ["ms", "p50", "p90", "p95", "p99"],
         percentile_rows(ours),
@@ -83,7 +83,7 @@ def percentile_table(ours: Mapping[str, Any]) -> Table:
 
 
 def percentile_rows(ours: Mapping[str, Any]) -> list[list[str]]:
-    """The order-statistic intervals of the metrics that have one value a request."""
+    """Order-statistic intervals of the metrics with one value per request."""
     names = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "End to end"}
     found = []
     for metric, name in names.items():
@@ -94,7 +94,7 @@ def percentile_rows(ours: Mapping[str, Any]) -> list[list[str]]:
 
 
 def spread_table(ours: Mapping[str, Any]) -> Table:
-    """Spread between the passes, and what a comparison could see."""
+    """Spread between the passes, and the minimum detectable change."""
     names = {
         "output_throughput": "Output throughput",
         "median_ttft_ms": "Median TTFT",

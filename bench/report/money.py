@@ -1,4 +1,4 @@
-"""Money and energy on a report."""
+"""Cost and energy sections of a report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..page.text import number
 
 
 def money_sections(results: Mapping[str, Mapping[str, Any]]) -> list[Section]:
-    """The cost and energy of one or several runs; nothing where no run knows either."""
+    """Cost and energy of one or several runs; nothing where neither is known."""
     tables = [table for table in (cost_table(results), energy_table(results)) if table.rows]
     if not tables:
         return []
@@ -35,7 +35,7 @@ def cost_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def energy_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Joules of the runs whose machine counts them."""
+    """Joules of the runs with energy counters."""
     header = ["model", "CPU (J)", "GPU (J)", "J/M input tokens", "J/M output tokens"]
     rows = []
     for name, result in results.items():

@@ -9,7 +9,7 @@ from ..page.page import Page, to_html, to_markdown
 
 
 def write_page(page: Page, folder: Path) -> None:
-    """The files of a page, the HTML last, so that it is there only when everything is."""
+    """Write the files of a page; the HTML last, so that it exists only when all files do."""
     for section in page.sections:
         for figure in section.figures:
             write_atomically(folder / f"{figure.name}.svg", standalone(figure.svg))
@@ -18,5 +18,5 @@ def write_page(page: Page, folder: Path) -> None:
 
 
 def standalone(svg: str) -> str:
-    """The SVG as a file of its own."""
+    """The SVG as a standalone file, with an XML prologue."""
     return '<?xml version="1.0" encoding="utf-8"?>\n' + svg

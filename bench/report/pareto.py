@@ -1,4 +1,4 @@
-"""The front of several checkpoints: those that no other beats in everything at once."""
+"""Pareto front of checkpoints: those not dominated in quality, size and speed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Candidate:
     tokens: str | None
 
     def quality(self, name: str) -> float:
-        """Smaller is better."""
+        """The value of a quality metric; smaller is better."""
         value = self.kl if name == "kl" else self.perplexity
         return 0.0 if value is None else value
 
 
 def beats(one: Candidate, other: Candidate, quality_name: str) -> bool:
-    """Whether `one` is nowhere worse and somewhere better: smaller, faster, closer."""
+    """Pareto dominance: whether `one` is nowhere worse and somewhere better (size, speed, quality)."""
     pairs = [
         (one.quality(quality_name), other.quality(quality_name)),
         (-one.throughput, -other.throughput),
@@ -39,7 +39,7 @@ def beats(one: Candidate, other: Candidate, quality_name: str) -> bool:
 
 
 def front(candidates: Mapping[str, Candidate], quality_name: str | None) -> list[str]:
-    """The names that nobody beats; none where there is no quality to go by."""
+    """The names of non-dominated candidates; none without a quality metric."""
     if quality_name is None:
         return []
     return [
@@ -53,7 +53,7 @@ def pareto_svg(
     candidates: Mapping[str, Candidate], quality_name: str, against: Literal["size", "speed"]
 ) -> str:
     """Quality against size or speed. Better is down and to the left for size, to the right for speed;
-    the line joins those that no other beats in these two."""
+    the line joins the non-dominated ones in these two."""
     figure, (axis,) = canvas(width=5.4, height=3.1)
     points: dict[str, tuple[float, float]] = {}
     for name, one in candidates.items():
@@ -72,7 +72,7 @@ def pareto_svg(
     for number, (name, (x, y)) in enumerate(points.items()):
         colour = SERIES[number % len(SERIES)]
         axis.plot(x, y, "o", color=colour, markersize=9, zorder=2)
-        # Labels of neighbours lie on different sides of their points.
+        # Alternate label sides, so that neighbouring labels do not overlap.
         above = number % 2 == 0
         axis.annotate(
             name,

@@ -1,4 +1,4 @@
-"""A plan as a page: memory by component, context against concurrency, and the roofline of both phases."""
+"""Report of a capacity plan: memory by component, context against concurrency, roofline of both phases."""
 
 from __future__ import annotations
 

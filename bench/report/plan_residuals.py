@@ -1,4 +1,4 @@
-"""A run beside its plan: predicted and measured weights, KV tokens, TTFT and TPOT, with the residual."""
+"""Residuals of a run against its plan: predicted and measured weights, KV tokens, TTFT and TPOT."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def plan_for_folder(path: Path, folder: Path) -> WrittenPlan:
-    """The plan in a file, checked against the model in a folder.
+    """Read a plan file and check it against the model in a folder.
 
     Raises:
-        BadInput: it is no plan, or one for another model.
+        BadInput: the file is not a plan, or it is for another model.
     """
     return read_plan(path, find_model(str(folder)))
 
@@ -31,11 +31,11 @@ def plan_for_folder(path: Path, folder: Path) -> WrittenPlan:
 def residuals(
     plan: WrittenPlan, engine: Engine, passes: Sequence[LoadPass], metrics: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`llmopt.plan` of a result: a row per quantity, and what the run did otherwise than planned.
+    """`llmopt.plan` of a result: a row per quantity, and the settings that differ from the plan.
 
     `metrics` are the distributions of the run, in milliseconds. Times are predicted again for its mean
-    prompt and for the mean batch and context of its decode steps, so that a residual is about the model
-    of the machine and not about another load. A first token that waited for other prompts shows as a
+    prompt and for the mean batch and context of its decode steps, so that a residual reflects the machine
+    model and not a different load. A first token that waited for other prompts shows as a
     residual: the prediction is for an idle engine.
     """
     traces = [trace for one in passes for trace in one.traces if trace.success]
@@ -67,7 +67,7 @@ def residuals(
 
 
 def residual_table(part: Mapping[str, Any]) -> ConsoleTable:
-    """The rows for a terminal."""
+    """The residuals as a console table."""
     from rich import box
     from rich.table import Table as ConsoleTable
 
@@ -89,7 +89,7 @@ def residual_table(part: Mapping[str, Any]) -> ConsoleTable:
 
 
 def plan_section(part: Mapping[str, Any]) -> Section:
-    """The rows for a page."""
+    """The residuals as a report section."""
     rows = []
     for row in part["rows"]:
         share = row["residual"]
@@ -108,7 +108,7 @@ def plan_section(part: Mapping[str, Any]) -> Section:
 def _row(
     quantity: str, unit: str, predicted: float | None, measured: float | None, load: str = ""
 ) -> dict[str, Any]:
-    """`residual` is how far the measurement lies above the prediction, as a share of it."""
+    """A row; `residual` is measured / predicted − 1."""
     share = None
     if predicted and measured is not None:
         share = measured / predicted - 1
@@ -123,7 +123,7 @@ def _row(
 
 
 def _differences(plan: WrittenPlan, engine: Engine) -> list[str]:
-    """Settings of the run that the plan had otherwise, each with what to do about it."""
+    """Settings of the run that differ from the plan, each with the option that changes it."""
     values, config = plan.values, engine.scheduler.config
     stored = engine.config.kv_cache_dtype
     dtype = OF_ENGINE[str(engine.dtype).removeprefix("torch.") if stored == "auto" else stored]

@@ -63,7 +63,7 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
 
 
 def timeline_svg(one: LoadPass) -> str:
-    """Every request of a pass as a bar over time, and below it the tokens that came out."""
+    """Timeline: every request of a pass as a bar, and below it the output tokens per second."""
     figure, axes = canvas(
         1, 2, width=11, height=4.6, sharex=True, gridspec_kw={"height_ratios": [3, 1]}
     )
@@ -97,7 +97,7 @@ def timeline_svg(one: LoadPass) -> str:
 
 
 def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
-    """Log-log roofline from {name: `llmopt.roofline`}; the roofs are those of the first one."""
+    """Log-log roofline from {name: `llmopt.roofline`}; the ceilings are those of the first one."""
     ceilings = next(iter(series.values()))["ceilings"]
     points = [
         (name, point, colour)

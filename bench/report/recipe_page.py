@@ -1,4 +1,4 @@
-"""The one report of a recipe: every checkpoint beside the original in speed, quality and memory."""
+"""Report of a recipe: every checkpoint against the original in speed, quality and memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ERROR_FORMULA = (
 
 
 def verdict_rows(run: RecipeRun) -> list[list[str]]:
-    """The final table: one row a checkpoint, quality, memory and speed beside each other."""
+    """Summary rows, one per checkpoint: quality, memory and speed."""
     comparisons = {one.variant.name: one.comparison for one in run.variants}
     rows = []
     for name, result in all_results(run).items():
@@ -62,7 +62,7 @@ def verdict_rows(run: RecipeRun) -> list[list[str]]:
 
 
 def recipe_verdict(run: RecipeRun) -> Verdict:
-    """The best variant by quality, in one sentence, and whether everything was proven."""
+    """One sentence: the best variant by quality, and whether all checkpoints were verified."""
     broken = [one.variant.name for one in run.variants if not one.verified.ok]
     if broken:
         return Verdict(
@@ -92,7 +92,7 @@ def recipe_verdict(run: RecipeRun) -> Verdict:
 
 
 def quality_key(one: VariantRun) -> float:
-    """Smaller is better: the distance from the original, or the layer error where it is unknown."""
+    """Sort key, smaller is better: KL divergence from the original, or the layer error where unknown."""
     scored = one.data.result["llmopt"]["quality"]
     if scored and scored["kl_nats"] is not None:
         return scored["kl_nats"]
@@ -100,7 +100,7 @@ def quality_key(one: VariantRun) -> float:
 
 
 def gate_sentence(run: RecipeRun) -> str:
-    """What the speed verdicts are for, and why they need not be good news."""
+    """Whether the verdicts gate, and what limits decoding."""
     if run.recipe.compare.gate:
         return "The verdicts gate: a regression makes the command fail."
     decode = decode_explanation(run.base.result)
@@ -114,7 +114,7 @@ def gate_sentence(run: RecipeRun) -> str:
 
 
 def decode_explanation(result: Mapping[str, Any]) -> str:
-    """What limits decoding in a run, in the words of its roofline."""
+    """The roofline's explanation of the decode phase."""
     roofline = result["llmopt"]["roofline"]
     points = roofline["points"] if roofline else []
     return next((p["explanation"] for p in points if p["phase"] == "decode"), "")
@@ -146,7 +146,7 @@ def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
 
 
 def quantization_table(variants: Sequence[VariantRun]) -> Table:
-    """How each checkpoint was made, its layer error, and the proof."""
+    """Method, layer error and verification status of each checkpoint."""
     rows = []
     for one in variants:
         manifest = one.manifest
@@ -167,7 +167,7 @@ def quantization_table(variants: Sequence[VariantRun]) -> Table:
 
 
 def summary_table(run: RecipeRun) -> Table:
-    """`verdict_rows`, with what became of the original's weights and perplexity."""
+    """`verdict_rows`, with the change of weight bytes and perplexity from the original."""
     base = run.base.result["llmopt"]
     rows = verdict_rows(run)
     for row, result in zip(rows[1:], list(all_results(run).values())[1:], strict=True):
@@ -181,7 +181,7 @@ def summary_table(run: RecipeRun) -> Table:
 
 
 def recipe_page(run: RecipeRun) -> Page:
-    """The joint page."""
+    """The page of a finished recipe."""
     results = all_results(run)
     figures = recipe_figures(run)
     roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}

@@ -1,4 +1,4 @@
-"""The report of one run: what it found first, then the pictures, then how every number came about."""
+"""Report of one run: verdict and key figures, then plots, tables and formulas."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
 
 
 def run_verdict(result: Mapping[str, Any]) -> Verdict:
-    """What this run says, in one breath."""
+    """The run's result in one sentence."""
     if result["completed"] == 0:
         return Verdict("bad", "No request succeeded.", "There is nothing to measure.")
     seen = result["llmopt"]["metrics"]
@@ -95,7 +95,7 @@ def run_verdict(result: Mapping[str, Any]) -> Verdict:
 
 
 def cards(result: Mapping[str, Any]) -> list[Card]:
-    """The key numbers of a run."""
+    """The key figures of a run."""
     ours = result["llmopt"]
     found = [
         Card("Output throughput", number(result["output_throughput"], 0), "tokens/s"),

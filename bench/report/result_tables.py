@@ -1,4 +1,4 @@
-"""What a record holds as tables: roofline, quality and memory, identity, environment."""
+"""Tables of a record: roofline, quality and memory, identity, environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .run_words import load_words
 
 
 def roofline_table(series: Mapping[str, Mapping[str, Any] | None]) -> Table:
-    """Points of one or several runs, as numbers."""
+    """Roofline points of one or several runs."""
     rows = []
     for name, one in series.items():
         for point in one["points"] if one else ():
@@ -82,14 +82,14 @@ def quality_and_memory(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
 
 
 def _stored(memory: Mapping[str, Any]) -> str:
-    """How the cache was stored and what it held, where the result tells."""
+    """Dtype and capacity of the KV cache, where the result has them."""
     if not (cache := memory.get("kv_cache")):
         return ""
     return f" ({cache['dtype']}, {cache['tokens']:,} tokens)"
 
 
 def identity_table(result: Mapping[str, Any]) -> Table:
-    """What decides whether another run may be compared with this one."""
+    """The run's identity, which decides comparability."""
     ours = result["llmopt"]
     identity, workload = ours["identity"], ours["workload"]
     engine = ", ".join(f"{k} {v}" for k, v in identity["engine"].items() if v is not None)
@@ -129,7 +129,7 @@ def environment_table(environment: Mapping[str, Any]) -> Table:
 
 
 def flat(value: Any) -> str:
-    """A value of the environment as text; what the machine does not tell is said to be unknown."""
+    """A value of the environment as text; missing values read as unknown."""
     if value is None:
         return "unknown"
     if isinstance(value, Mapping):

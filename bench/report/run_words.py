@@ -1,4 +1,4 @@
-"""One run in sentences: its load, where its time went, and what to know before believing a number."""
+"""Sentences of a run report: load, time per phase, and warnings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_words(load: Mapping[str, Any]) -> str:
 
 
 def phase_sentence(ours: Mapping[str, Any]) -> str:
-    """Where the time went."""
+    """Time per phase, concurrency and prefix-cache hits, as sentences."""
     phases = ours["phases"]
     peaks = (
         f"At most {ours['peaks']['requests_in_flight']:.0f} requests were in flight, and at most "
@@ -58,14 +58,14 @@ def phase_sentence(ours: Mapping[str, Any]) -> str:
 
 
 def warnings(result: Mapping[str, Any]) -> list[str]:
-    """What a reader must know before believing a number."""
+    """Caveats: certification, injected delay, few samples, preemptions, speculation."""
     ours = result["llmopt"]
     found = []
     if (client := ours.get("client")) and not client["certified"]:
         found += [f"Not certified: {reason}." for reason in client["reasons"]]
     if ours["slowdown"] != 1.0:
         found.append(
-            f"Every {'draw of the sampler' if ours.get('slowdown_where') == 'sampler' else 'step'} was "
+            f"Every {'sampling phase' if ours.get('slowdown_where') == 'sampler' else 'step'} was "
             f"made {ours['slowdown']:g} times as long on purpose (--slowdown)."
         )
     found += [f"{note[0].upper()}{note[1:]}." for note in ours["workload"]["notes"]]
@@ -77,9 +77,9 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
         )
     if ours["preemptions"]:
         found.append(f"{ours['preemptions']} sequences were preempted: the KV cache was too small.")
-    if guessed := ours.get("speculation"):
+    if speculation := ours.get("speculation"):
         found.append(
-            f"Speculation ({guessed['method']}): {guessed['num_accepted']:,} of "
-            f"{guessed['num_guesses']:,} guesses stood, {guessed['acceptance']:.1%}."
+            f"Speculation ({speculation['method']}): {speculation['num_accepted']:,} of "
+            f"{speculation['num_guesses']:,} draft tokens were accepted, {speculation['acceptance']:.1%}."
         )
     return found

@@ -1,4 +1,4 @@
-"""The report of a sweep or of a search: the answer, throughput against latency, every point."""
+"""Report of a load sweep or SLO search: verdict, throughput against latency, all points."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = {"concurrency": "users", "rate": "requests/s"}
 
 
 def write_sweep(record: Mapping[str, Any], target: Path) -> Path:
-    """Write the folder `target` (`sweep.json`, reports, figures), whole or not at all; returns it."""
+    """Write the folder `target` (`sweep.json`, reports, figures), atomically; returns it."""
     with atomic_folder(target) as folder:
         (folder / SWEEP_NAME).write_text(to_json(record), encoding="utf-8")
         write_page(sweep_page(record), folder)
@@ -82,7 +82,7 @@ def load_text(value: float, kind: str) -> str:
 
 
 def sweep_verdict(record: Mapping[str, Any]) -> Verdict:
-    """The answer of a search, or the knee of a sweep, in one breath."""
+    """The result of a search, or the knee of a sweep, in one sentence."""
     kind = record["kind"]
     if slo := record.get("slo"):
         asked = f"{slo['limits']} for {percent(slo['share'], 0)} of the requests"
@@ -120,7 +120,7 @@ def sweep_verdict(record: Mapping[str, Any]) -> Verdict:
 
 
 def sweep_cards(record: Mapping[str, Any]) -> list[Card]:
-    """The key numbers."""
+    """The key figures."""
     cards = []
     if slo := record.get("slo"):
         value = number(slo["best"], 0 if record["kind"] == "concurrency" else 2)
@@ -142,7 +142,7 @@ def sweep_cards(record: Mapping[str, Any]) -> list[Card]:
 
 
 def points_table(record: Mapping[str, Any]) -> Table:
-    """One row a load, lightest first; the knee is marked."""
+    """One row per load, lightest first; the knee is marked."""
     kind = record["kind"]
     limited = any(point["good_share"] is not None for point in record["points"])
     rows = []
@@ -182,7 +182,7 @@ def points_table(record: Mapping[str, Any]) -> Table:
         header.append("kept up")
     if limited:
         header.append("within")
-    # Open loops have no steady state, and not every server tells its cache hits.
+    # Open loops have no steady state, and not every server reports cache hits.
     shown = [n for n in range(len(header)) if any(row[n] != MISSING for row in rows)]
     return Table(
         [header[n] for n in shown],

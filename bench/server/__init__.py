@@ -1,1 +1,1 @@
-"""Servers that are started for a benchmark: llmopt's own and others'."""
+"""Starting inference servers for a benchmark: llmopt, vLLM, llama.cpp, transformers."""

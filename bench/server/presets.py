@@ -1,4 +1,4 @@
-"""How other people's servers are started: a command line, and in what their requests differ."""
+"""Server presets: command line and request format of llmopt, vLLM, llama.cpp and transformers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Preset:
     """A server that a benchmark can start.
 
     Attributes:
-        program: what is run, found beside this Python or on the PATH; None is this Python itself.
-        arguments: (model, the name under which it is served, port) to the words behind the program.
-        version: the words that make the program print its version.
-        install: what to do where it is missing.
-        backend: how requests to it are written (`client.address.BACKENDS`).
-        is_served_by_path: its clients name the model by its path, not by a name of our choice.
-        needs_gguf: it reads GGUF files and nothing else.
+        program: the executable, looked up beside this Python or on the PATH; None is this Python.
+        arguments: (model, served name, port) to the command-line arguments.
+        version: the arguments that print the version.
+        install: how to install it.
+        backend: the request format (`client.address.BACKENDS`).
+        is_served_by_path: requests name the model by its path; the served name cannot be chosen.
+        needs_gguf: it only loads GGUF files.
     """
 
     program: str | None
@@ -39,7 +39,7 @@ class Preset:
         """The program's path.
 
         Raises:
-            BadInput: it is not there.
+            BadInput: it is not installed.
         """
         if given is not None:
             if found := shutil.which(str(given.expanduser())):

@@ -1,4 +1,4 @@
-"""A server that lives as long as the benchmark that measures it."""
+"""Lifecycle of a server started for one benchmark: start, readiness, shutdown."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ LOG_LINES = 12
 
 @contextmanager
 def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[BenchOptions]:
-    """Start the server that `options.serve` names, and give the options that measure it; without one the
-    options as they are. Leaving stops the server, whatever happened.
+    """Start the server of `options.serve` and yield the options that measure it; without `serve`, the options
+    unchanged. Leaving always stops the server.
 
     Raises:
-        BadInput: an unknown or missing program, a model that it cannot serve, arguments that are no command
-            line, or a server that ended or was not ready in time; with its last words.
+        BadInput: an unknown or missing program, an unsupported model, malformed arguments, or a server that
+            exited or was not ready in time; with the end of its log.
     """
     if options.serve is None:
         for name in ("serve_args", "serve_program"):
@@ -60,7 +60,7 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
     found_version = version_of([program, *chosen.version])
     progress.note(f"starting {shlex.join(without_secrets(command))}")
     with tempfile.TemporaryFile() as log:
-        # A session of its own: a Ctrl-C is for the benchmark, which then ends the server.
+        # A new session: Ctrl-C reaches only the benchmark, which then stops the server.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -104,7 +104,7 @@ def _backend(options: BenchOptions, chosen: Preset) -> str:
 
 
 def _model(options: BenchOptions, chosen: Preset) -> tuple[str, str]:
-    """(the model for the server's command line, where its tokenizer is)."""
+    """(the model for the server's command line, location of its tokenizer)."""
     name = options.model or DEFAULT_MODEL
     path = Path(name).expanduser()
     if chosen.needs_gguf:
@@ -122,7 +122,7 @@ def _model(options: BenchOptions, chosen: Preset) -> tuple[str, str]:
 
 
 def _context(model: str, chosen: Preset) -> int | None:
-    """The longest sequence by the model's own config, for a server whose model list does not say."""
+    """The context length by the model's config, for a server whose model list lacks it."""
     config = Path(model) / "config.json"
     if not chosen.is_served_by_path or not config.is_file():
         return None
@@ -144,7 +144,7 @@ def _free_port() -> int:
 
 
 def version_of(command: list[str]) -> str | None:
-    """The last line with a digit that a program prints of its version; None if it does not say."""
+    """The last line with a digit of a program's version output; None if there is none."""
     try:
         done = subprocess.run(
             command,
@@ -197,7 +197,7 @@ def last_words(log: IO[bytes]) -> str:
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
-    """End a server and all that it started: asked, then told, then made to."""
+    """Stop a server's process group, with increasingly strong signals."""
     for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             break
@@ -206,7 +206,7 @@ def stop(process: subprocess.Popen[Any]) -> None:
             process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             continue
-    # Workers that outlived it would hold the port and the memory.
+    # Surviving workers would keep the port and the memory.
     _signal_all(process.pid, signal.SIGKILL)
 
 
