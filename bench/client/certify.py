@@ -26,7 +26,7 @@ FORMULAS = {
     "client_ttft_error_ms": "per request to the server of known latency: (first read − sent) in the client "
     "− (first write − request read) in the server",
     "client_itl_error_ms": "per gap: |gap between reads in the client − gap between writes in the server|",
-    "loop_lag_ms": "how much later than asked the client's event loop woke up, beyond its timer's 1 ms",
+    "loop_lag_ms": "wake-up of the client's event loop after the requested time, beyond its timer's 1 ms",
     "certified": f"median TTFT error and mean loop lag ≤ {MAX_SHARE:.0%} of the median TTFT, median ITL "
     f"error ≤ {MAX_SHARE:.0%} of the median ITL, and in an open loop without a concurrency limit the "
     f"median lateness of sending ≤ {MAX_SHARE:.0%} of the median end-to-end latency",

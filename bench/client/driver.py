@@ -176,7 +176,7 @@ class HttpDriver:
             text=answer.text,
             cached_tokens=answer.cached_tokens or 0,
         )
-        trace.error = answer.error or ("" if trace.output_len else "it ended without a token")
+        trace.error = answer.error or ("" if trace.output_len else "the response has no token")
         trace.success = not trace.error
         return trace
 

@@ -57,10 +57,10 @@ class Response:
             self._rest += data
             end = self._rest.find(b"\r\n\r\n")
             if not self._rest.startswith(b"HTTP/1."[: len(self._rest)]):
-                raise NotHttp(f"not an HTTP answer: it begins with {self._rest[:16]!r}")
+                raise NotHttp(f"not an HTTP response: it begins with {self._rest[:16]!r}")
             if end < 0:
                 if len(self._rest) > MAX_HEAD_BYTES:
-                    raise NotHttp("not an HTTP answer: its head has no end")
+                    raise NotHttp("not an HTTP response: its head has no end")
                 return
             head, data, self._rest = self._rest[:end], self._rest[end + 4 :], b""
             self._read_head(head)
@@ -87,7 +87,7 @@ class Response:
         try:
             self.status = int(first.split(" ", 2)[1])
         except (IndexError, ValueError) as error:
-            raise NotHttp(f"not an HTTP answer: its first line is {first[:40]!r}") from error
+            raise NotHttp(f"not an HTTP response: its first line is {first[:40]!r}") from error
         for line in lines:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip().lower()
@@ -97,7 +97,7 @@ class Response:
             try:
                 self._left = int(self.headers["content-length"])
             except ValueError as error:
-                raise NotHttp("not an HTTP answer: its content-length is no number") from error
+                raise NotHttp("not an HTTP response: its content-length is no number") from error
             self._mode, self.is_whole = "length", self._left == 0
         else:
             self._mode = "until close"

@@ -172,7 +172,7 @@ class Pass:
                 finally:
                     self._pool.give_back(connection)
         except TimeoutError:
-            error = f"no whole answer within {timeout:g} s: {_progress(response)}"
+            error = f"no complete response within {timeout:g} s: {_progress(response)}"
         except NotHttp as fault:
             error = str(fault)
         except ssl.SSLError as fault:
@@ -226,17 +226,17 @@ def _read(response: Response) -> Answer:
 
 def _progress(response: Response) -> str:
     if not response.is_head_whole:
-        return "not even its headers came"
+        return "no headers received"
     return f"it stopped after {response.num_bytes:,} bytes"
 
 
 def _connection_error(error: OSError, response: Response) -> str:
     if response.is_head_whole:
-        return f"the connection ended in mid-answer, {_progress(response).removeprefix('it ')}"
+        return f"the connection ended within the response, {_progress(response).removeprefix('it ')}"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, ConnectionError):
-        return "the connection was closed before an answer came"
+        return "the connection was closed before a response"
     return f"cannot connect: {error.strerror or error}"
 
 

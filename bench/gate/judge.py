@@ -27,8 +27,8 @@ RESAMPLES = 500
 RUNS_THAT_SHOW_SPREAD = 3
 FEW_PASSES_CV = 0.12
 # Restarting the same model changes its speed (addresses, caches, clock state, other virtual machines), and
-# averaging over the passes of one start does not remove that. In the recorded starts this variance is about as
-# large as that between passes, and never below the second number.
+# averaging over the passes of one start does not remove that. In the recorded starts this variance is about
+# as large as that between passes, and never below the second number.
 START_VARIANCES = 1.0
 START_CV = 0.015
 # Background load above this is named as the reason of a missing verdict.
@@ -180,11 +180,11 @@ def other_load(data: RunData) -> float:
 
 
 def interference(base: RunData, new: RunData, *, relative: bool) -> tuple[float, float]:
-    """(slowdown that background load may have caused in `new`, slowdown it may have masked by slowing `base`),
-    as logarithms.
+    """(slowdown that background load may have caused in `new`, slowdown it may have masked in `base`), as
+    logarithms.
 
     If other processes use a fraction L of the CPUs, 1 − L is left: they may account for a slowdown of up to
-    1 / (1 − L). Paired runs saw the same background load, so nothing is attributed to it.
+    1 / (1 − L). Paired runs saw the same background load, so no correction is made.
     """
     if relative and is_paired(base, new):
         return 0.0, 0.0
@@ -199,11 +199,11 @@ def busy_words(base: RunData, new: RunData) -> str | None:
         return None
     loads = {side: other_load(data) for side, data in (("base", base), ("new", new))}
     busy = [
-        f"{load:.0%} of it during the {side} run" for side, load in loads.items() if load > BUSY
+        f"{load:.0%} of the CPUs during the {side} run" for side, load in loads.items() if load > BUSY
     ]
     if not busy:
         return None
-    return f"others kept the machine busy: {', '.join(busy)}; --against measures in turns"
+    return f"background load: {', '.join(busy)}; --against interleaves the runs"
 
 
 def effect_between(measured: Measured, base: RunData, new: RunData) -> Effect:

@@ -21,7 +21,8 @@ DASHBOARD = {
 
 
 def junit(comparison: Comparison) -> str:
-    """JUnit XML: a test case per limit, and one for the verdict. A regression is a failure, no verdict an error."""
+    """JUnit XML: a test case per limit, and one for the verdict. A regression is a failure, no verdict an
+    error."""
     rows: list[Delta | Check] = [*comparison.deltas, *comparison.checks]
     cases = [(f"{row.label} {row.limit}", row.outcome, row.reason) for row in rows]
     cases.append(("verdict", comparison.outcome, "; ".join(comparison.reasons)))

@@ -1,5 +1,5 @@
-"""False-alarm and detection rates of the gate, on recorded runs: all ordered pairs of starts of the same model,
-unchanged and with one of the two scaled to be slower.
+"""False-alarm and detection rates of the gate, on recorded runs: all ordered pairs of starts of one model, as
+they are and with one of the two scaled to be slower.
 
 The recordings come from `tools/record_gate_runs.py`.
 """

@@ -100,6 +100,6 @@ def record(trace: RequestTrace, chunk: Chunk, origin: float) -> bool:
     trace.text += chunk.text
     trace.cached_tokens = max(trace.cached_tokens, chunk.cached_tokens)
     if chunk.finished:
-        trace.error = chunk.error or ("" if trace.chunk_times else "it ended without a token")
+        trace.error = chunk.error or ("" if trace.chunk_times else "the response has no token")
         trace.success = not trace.error
     return chunk.finished

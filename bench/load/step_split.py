@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 MAX_REQUESTS = 16
 PARTS = {
-    "scheduling": "choosing what a step computes, and booking what came out of it",
+    "scheduling": "scheduling the batch of a step, and processing its outputs",
     "preparing": "input preparation: token ids, positions, slot mapping, block tables",
     "kernels": "the model's forward pass and LM head: kernels and launching them",
-    "sampling": "drawing the tokens from the logits, and getting them to the host",
-    "detokenizing": "tokens to text, and the outputs",
+    "sampling": "sampling tokens from the logits, and copying them to the host",
+    "detokenizing": "tokens to text, and building the outputs",
     "rest": "everything else within the step",
 }
 DRAFTING = {"drafting": "proposing draft tokens"}
@@ -42,8 +42,8 @@ PART_OF: Mapping[Phase, str] = {
     "detokenize": "detokenizing",
 }
 FORMULA = (
-    "mean over the decode-only steps of a pass of its own in a serial loop, in which the engine times every "
-    "part; on a GPU each part waits for its kernels"
+    "mean over the decode-only steps of a separate pass without async scheduling, in which the engine times "
+    "every phase; on a GPU each phase waits for its kernels"
 )
 
 
@@ -61,7 +61,7 @@ def step_split(
     try:
         # Under async scheduling the phases overlap.
         with engine.computing_serially():
-            seen = drive(target, few, limit, description="where a step goes")
+            seen = drive(target, few, limit, description="step phases")
     finally:
         engine.recorder = None
     steps = [step for step in recorder.steps if step.decode_only]
@@ -122,8 +122,8 @@ def _replayed(split: Mapping[str, Any]) -> str:
 
 
 def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Explanation of a decode-time change: the saving that smaller weights allow, and which phase changed most;
-    None where the weights are not smaller or the breakdown is unknown."""
+    """Explanation of a decode-time change: the saving that smaller weights allow, and the phase that changed
+    most; None where the weights are not smaller or the breakdown is unknown."""
     splits = [side["llmopt"].get("step_split") for side in (base, new)]
     bytes_held = [side["llmopt"]["memory"]["weight_bytes"] for side in (base, new)]
     roofline = base["llmopt"].get("roofline")
@@ -149,5 +149,5 @@ def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
     if change >= 0 and part == "kernels":
         if before.get("replayed_steps") and not after.get("replayed_steps", True):
             return f"{said}: the base's forward pass is replayed from captured graphs, this one is eager."
-        return f"{said}: unpacking the codes costs more than the bytes saved bring."
+        return f"{said}: dequantization costs more than the saved bytes gain."
     return f"{said}."

@@ -22,7 +22,7 @@ FORMULAS = {
     "bytes_per_step": "weights streamed once + KV cache of every running sequence (model bytes, not "
     "counters)",
     "mbu": "model bytes of the decode steps / their time / measured bandwidth",
-    "mfu": "model FLOP / time / measured matrix-product peak; a multiply and an add are two",
+    "mfu": "model FLOP / time / measured matmul peak; a multiply-add counts as two",
     "intensity": "model FLOP / model bytes",
     "of_roof": "achieved FLOP/s / min(peak, intensity · bandwidth)",
 }

@@ -83,8 +83,7 @@ def peaks(passes: Sequence[LoadPass]) -> dict[str, float]:
 
 
 def phases(passes: Sequence[LoadPass]) -> dict[str, float]:
-    """Seconds of all passes by phase: decode-only steps, steps with prefill (decode tokens included), and time
-    between steps."""
+    """Seconds of all passes by phase: decode-only steps, steps with prefill, and time between steps."""
     steps = [step for load_pass in passes for step in load_pass.steps]
     decode = sum(step.seconds for step in steps if step.decode_only)
     prefill = sum(step.seconds for step in steps) - decode

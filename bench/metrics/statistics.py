@@ -67,9 +67,9 @@ def bootstrap_interval(
 ) -> tuple[float, float] | None:
     """Percentile interval of `statistic` of the pooled values, resampling whole groups.
 
-    `statistic` takes an array and an `axis`, as numpy's do. A group holds the values of one
-    request (one value, or all its gaps), so that correlated values are resampled together. None with fewer than
-    two groups.
+    `statistic` takes an array and an `axis`, as numpy's do. A group holds the values of
+    one request (one value, or all its gaps), so that correlated values are resampled together. None with
+    fewer than two groups.
     """
     if len(groups) < 2:
         return None
@@ -101,8 +101,8 @@ def order_interval(
 ) -> tuple[float | None, float | None]:
     """Interval of a percentile between two of the sorted values, without assuming a distribution.
 
-    The number of values below the percentile is binomial, so the ranks that leave half of the
-    remaining probability on each side bound it (David and Nagaraja, Order Statistics, 7.1). A side on which no value is far
+    The number of values below the percentile is binomial, so ranks with half of the remaining probability
+    on each side bound it (David and Nagaraja, Order Statistics, 7.1). A side on which no value is far
     enough out is None: unbounded, because there are too few values.
     """
     ordered, count, share = np.sort(np.asarray(values)), len(values), percentile / 100
@@ -205,8 +205,8 @@ def effect_of_runs(
 
 
 def effect_of_pairs(base: Sequence[float], new: Sequence[float]) -> Effect:
-    """The change between paired (interleaved) runs: each pair saw the same machine state, so the error is that
-    of the differences. Needs two pairs."""
+    """The change between paired (interleaved) runs: each pair saw the same machine state, so the error is
+    that of the differences. Needs two pairs."""
     differences = np.log(new) - np.log(base)
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     return Effect(float(differences.mean()), error, len(differences) - 1)

@@ -1,5 +1,4 @@
-"""Engine step trace: `steps.parquet`, its figure and totals. In-process engines only.
-"""
+"""Engine step trace: `steps.parquet`, its figure and totals. In-process engines only."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from .trace import LoadPass
 STEPS_NAME = "steps.parquet"
 NUM_BINS = 240
 CAPTION = (
-    "First pass. Tokens that the model computed, of prompts and of answers, and below them the KV blocks "
-    "that the running sequences held."
+    "First pass. Tokens computed by the model, prefill and decode, and below them the KV blocks held by the "
+    "running sequences."
 )
 
 
@@ -130,7 +129,7 @@ def step_trace_sentence(part: Mapping[str, Any]) -> str:
         f"mean, for {part['prefill_tokens']:,} tokens of prefill and {part['decode_tokens']:,} of decode. "
         f"{percent(seconds['execute'] / whole)} of their time went to the model and the sampler, "
         f"{percent(seconds['schedule'] / whole)} to scheduling and {percent(seconds['update'] / whole)} to "
-        f"booking and text. At most {part['peak_kv_blocks']:,} KV blocks were in use at once; "
+        f"processing outputs. At most {part['peak_kv_blocks']:,} KV blocks were in use at once; "
         f"{percent(part['kv_unfilled_share'])} of the slots in them held no token. "
         f"{part['preemptions']:,} sequences were preempted."
     )

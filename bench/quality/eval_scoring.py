@@ -120,7 +120,7 @@ class EngineScorer:
         return list(tokenizer.encode(text, add_special_tokens=not begins))
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of both, split at the end of the context's tokens; trailing spaces move to the continuation."""
+        """Token ids of both, split after the context's tokens; trailing spaces move to the continuation."""
         if not context:
             tokens = list(self._engine.tokenizer.encode(continuation, add_special_tokens=False))
             if tokens[:1] == [self.prefix_token]:
@@ -172,7 +172,7 @@ class EngineScorer:
         ]
 
     def decode(self, tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
-        """New tokens as text up to a stop string, decoded separately as in lm-eval: a leading space may be lost."""
+        """New tokens as text up to a stop string, decoded alone as in lm-eval: a leading space may go."""
         text = self._engine.tokenizer.decode(tokens, skip_special_tokens=True)
         for stop in stops:
             text = text.split(stop)[0]

@@ -10,7 +10,7 @@ from typing import Any
 FORMULAS = {
     "predicted sequences": "tokens that the planned KV cache holds / tokens of a sequence, rounded down",
     "predicted TPOT": "the planner's decode step for that many sequences at the mean context (prompt + "
-    "half of the output), with the roofs measured here and the shares of them that one user reached",
+    "half of the output), with the ceilings measured here and the efficiency that one user reached",
     "predicted tokens/s": "users / predicted TPOT: decode alone, no prompts",
     "residual": "measured / predicted − 1",
 }

@@ -175,8 +175,8 @@ def steps_of(recipe: Recipe) -> list[str]:
     model = recipe.model or DEFAULT_MODEL
     if recipe.capacity is not None:
         return [
-            f"bench {model} with 1 user: the roofs of this machine and the shares of them that it reaches",
-            f"plan {model} with those roofs",
+            f"bench {model} with 1 user: the ceilings of this machine and the efficiency reached",
+            f"plan {model} with those ceilings",
             f"bench {model} with {recipe.capacity.loads} users: {recipe.bench.dataset}, "
             f"{recipe.bench.num_prompts} prompts at each load",
             "write report.html: the plan beside the measured knee",

@@ -22,18 +22,18 @@ HEADLINES = {
 }
 RULES = {
     "regression": "a metric is beyond its limit, and no change at all is excluded at the level at which "
-    "all limits together raise a false alarm in 2 % of equal runs, after taking off what others on the "
-    "machine may have caused; bytes, counts and quality need no statistics",
+    "all limits together raise a false alarm in 2 % of equal runs, after subtracting what background load "
+    "may have caused; bytes, counts and quality need no statistics",
     "pass": "no limit is broken, and the 95 % bound of each metric keeps its limit, or is no wider",
     "no verdict": "everything else: too noisy, a busy machine, different work, failed requests on both "
     "sides",
     "change": "mean over the passes of ln(new) − mean of ln(base), as a share",
-    "uncertainty": "the spread between passes, pooled over both runs, with Student's t; for runs that "
-    "took turns the spread of their differences, pass by pass; with fewer than three passes an assumed "
-    "spread of 5 %, or the spread between requests (bootstrap over pairs of the same request) where "
-    "that is larger; for runs that took no turns 1.5 % between two starts of the same model besides",
-    "busy machine": "if others kept a share L of the processors busy, a slowdown of up to 1 / (1 − L) may "
-    "be theirs; runs that took turns met the same neighbours",
+    "uncertainty": "the spread between passes, pooled over both runs, with Student's t; for "
+    "paired (interleaved) runs the spread of their differences, pass by pass; with fewer than three passes "
+    "an assumed spread of 5 %, or the spread between requests (bootstrap over pairs of the same request) where "
+    "that is larger; for unpaired runs additionally 1.5 % between two starts of the same model",
+    "background load": "if other processes use a fraction L of the CPUs, they may account for a slowdown of "
+    "up to 1 / (1 − L); paired runs saw the same background load",
 }
 
 
@@ -49,8 +49,8 @@ def comparison_page(
     """The page comparing two runs; without figures for a standalone Markdown file."""
     captions = {
         "side-by-side": "Speed over all passes, quality on fixed tokens, and what the engine holds.",
-        "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is turned "
-        "into time per token, so that right is worse everywhere.",
+        "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is shown "
+        "as time per token, so that right is worse everywhere.",
         **CAPTIONS,
     }
     svgs = comparison_figures(base, new, comparison) if with_figures else {}

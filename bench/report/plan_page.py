@@ -29,7 +29,7 @@ def _page(plan: Plan) -> Page:
         Figure(
             "sequences",
             _sequences_svg(plan),
-            "How many sequences fit at once, by their length; the cross is what was asked for.",
+            "How many sequences fit at once, by their length; the cross is the requested workload.",
         ),
     ]
     timed = [device for device in plan.devices if device.decode and device.prefill]
@@ -38,7 +38,7 @@ def _page(plan: Plan) -> Page:
             Figure(
                 "roofline",
                 _roofline_svg(timed[0]),
-                f"{timed[0].gpu}: the data sheet's roofs, and what each phase is expected to reach.",
+                f"{timed[0].gpu}: data-sheet ceilings, and the prediction for each phase.",
             )
         )
     return Page(

@@ -18,9 +18,9 @@ MAX_BARS = 120
 CAPTIONS = {
     "distributions": "How many of the values lie at or below a latency. ITL pools the gaps of all "
     "requests; the other three have one value per request.",
-    "timeline": "First pass. Requests that wait for a place under the concurrency limit are grey.",
+    "timeline": "First pass. Requests that wait under the concurrency limit are grey.",
     "steps": STEPS_CAPTION,
-    "roofline": "Points are model bytes and model FLOP over measured time. The roofs were measured on "
+    "roofline": "Points are model bytes and model FLOP over measured time. The ceilings were measured on "
     "this machine just after the run, with the same threads.",
 }
 
@@ -72,9 +72,9 @@ def timeline_svg(one: LoadPass) -> str:
     done.sort(key=lambda trace: trace.sent)
     rows = np.arange(len(done))
     spans = {
-        "waiting for a place": (WAIT, [(t.scheduled, t.queued) for t in done]),
+        "queued in the client": (WAIT, [(t.scheduled, t.queued) for t in done]),
         "to the first token": (PREFILL, [(t.sent, t.ttft) for t in done]),
-        "further tokens": (DECODE, [(t.sent + t.ttft, t.e2el - t.ttft) for t in done]),
+        "decode": (DECODE, [(t.sent + t.ttft, t.e2el - t.ttft) for t in done]),
     }
     for name, (colour, pieces) in spans.items():
         lefts, widths = np.array(pieces).reshape(-1, 2).T
@@ -83,7 +83,7 @@ def timeline_svg(one: LoadPass) -> str:
     bars.grid(visible=False, axis="y")
     bars.set_ylabel("request")
     bars.legend(loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.14), frameon=False)
-    title(bars, "One bar a request")
+    title(bars, "One bar per request")
     width = max(one.duration / 60, 1e-3)
     times = np.array([time for t in done for time in t.chunk_times])
     counts = np.array([count for t in done for count in t.chunk_tokens])
@@ -137,9 +137,9 @@ def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
     axis.set_xlim(low, high)
     axis.set_xlabel("FLOP per model byte moved")
     axis.set_ylabel("FLOP/s")
-    title(axis, f"Measured roofs, matrix product {ceilings['flops'] / 1e9:.3g} GFLOP/s")
+    title(axis, f"Measured ceilings, matmul {ceilings['flops'] / 1e9:.3g} GFLOP/s")
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)
-    return to_svg(figure, "Roofline with the measured roofs and one point per phase")
+    return to_svg(figure, "Roofline with the measured ceilings and one point per phase")
 
 
 def run_figures(result: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[str, str]:

@@ -177,7 +177,7 @@ def summary_table(run: RecipeRun) -> Table:
         if ours["quality"] and base["quality"]:
             change = ours["quality"]["perplexity"] / base["quality"]["perplexity"] - 1
             row[2] += f" ({percent(change, 2, signed=True)})"
-    return Table(HEADER, rows, caption="In brackets: against the original.")
+    return Table(HEADER, rows, caption="In parentheses: relative to the original.")
 
 
 def recipe_page(run: RecipeRun) -> Page:
@@ -240,7 +240,7 @@ def recipe_figures(run: RecipeRun) -> list[Figure]:
             "changes",
             variants_svg(run.variants, run.recipe.compare.share),
             "Dots are estimates, bars 90 % intervals; the dashed line is the threshold. Throughput is "
-            "turned into time per token.",
+            "shown as time per token.",
         ),
         Figure(
             "distributions",

@@ -46,11 +46,11 @@ def phase_sentence(ours: Mapping[str, Any]) -> str:
     )
     if phases is None:
         rate = ours["prefix_cache_hit_rate"]
-        said = f"The server says that its prefix cache gave {percent(rate)} of the prompt tokens. "
+        said = f"The server reports that {percent(rate)} of the prompt tokens came from its prefix cache. "
         return (said if rate is not None else "") + peaks
     return (
-        f"Over all passes {number(phases['prefill_seconds'])} s went to steps that compute prompts, "
-        f"{number(phases['decode_seconds'])} s to steps that only decode, and "
+        f"Over all passes {number(phases['prefill_seconds'])} s went to steps with prefill, "
+        f"{number(phases['decode_seconds'])} s to decode-only steps, and "
         f"{number(phases['between_steps_seconds'])} s to the client between {phases['num_steps']:,} "
         f"steps. The prefix cache gave {percent(ours['prefix_cache_hit_rate'])} of the prompt tokens. "
         + peaks

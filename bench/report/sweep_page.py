@@ -31,7 +31,7 @@ def sweep_page(record: Mapping[str, Any]) -> Page:
     identity, workload = record["identity"], record["workload"]
     figures = []
     if any(point["latency_ms"] for point in record["points"]):
-        caption = "Every point is one load. Up is more throughput, right is a longer wait."
+        caption = "Every point is one load. Up is higher throughput, right is higher latency."
         figures.append(Figure("throughput-latency", throughput_latency_svg(record), caption))
     rules = [
         ["knee", record["knee_rule"]],

@@ -193,7 +193,7 @@ def last_words(log: IO[bytes]) -> str:
     data = os.pread(log.fileno(), 8192, max(0, size - 8192))
     lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines()]
     said = [line for line in lines if line][-LOG_LINES:]
-    return f"its last words: {' | '.join(said)}" if said else "it said nothing"
+    return f"end of its log: {' | '.join(said)}" if said else "its log is empty"
 
 
 def stop(process: subprocess.Popen[Any]) -> None:

@@ -1,4 +1,4 @@
-"""A benchmark that ends in a verdict: against a recorded run, or against another model measured in turns."""
+"""Gated benchmarks: a verdict against a recorded baseline, or against another model in paired runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .run_sessions import run_bench, run_interleaved
 
 @dataclass(frozen=True, slots=True)
 class VerdictWanted:
-    """What the command line asks of the verdict."""
+    """The gate options of the command line: base, limits, output files."""
 
     baseline: RunData | None
     against: str | None
@@ -41,7 +41,7 @@ class VerdictWanted:
         junit: Path | None,
         benchmark_json: Path | None,
     ) -> VerdictWanted | None:
-        """None if no verdict is wanted. Everything is read before the benchmark begins.
+        """Validate the options; None if no verdict is requested. All inputs are read before the benchmark.
 
         Raises:
             BadInput: two bases, limits or a JUnit file without a base, a gate or a baseline that cannot
@@ -62,7 +62,7 @@ class VerdictWanted:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A finished benchmark; with a base, also that and the verdict."""
+    """A finished benchmark; with a base, also the base run and the verdict."""
 
     run: BenchRun
     base: BenchRun | None = None
@@ -72,7 +72,7 @@ class Judged:
 def run_judged(
     options: BenchOptions, wanted: VerdictWanted | None, progress: Progress | None = None
 ) -> Judged:
-    """Measure, and judge if that is wanted; the record holds the verdict under `llmopt.verdict`.
+    """Run the benchmark and, if requested, the gate; the record holds the verdict under `llmopt.verdict`.
 
     An interrupted run has no verdict.
 
@@ -96,7 +96,7 @@ def run_judged(
 
 
 def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
-    """The paired runs, the base first. The base is the new one's reference unless it has another."""
+    """The paired runs, the base first. The base is also the quality reference unless one is set."""
     is_url = against.startswith(("http://", "https://"))
     if is_url != (options.base_url is not None):
         raise BadInput(
@@ -112,7 +112,7 @@ def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
         "model": against,
         "name": own if own != name else f"{own}-base",
         "reference": None,
-        # What is slowed on purpose is the new one.
+        # Injected delay applies to the new run.
         "slowdown": 1.0,
     }
     return [
@@ -124,7 +124,7 @@ def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
 def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
     """The server at `against` and the one of `options`, with the same prompts for both.
 
-    The base is asked for its own model: two servers seldom call one model the same.
+    The model name is resolved per server: served names of one model usually differ.
     """
     address = Address.parse(options.base_url or against)
     own = find_served(options, address)
@@ -135,10 +135,10 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
         "model": None,
         "name": f"{host.replace(':', '-').replace('/', '-')}-base",
         "started_server": None,
-        # A started server may need its requests written in its own way; the other is any server.
+        # A started server may need its own request format; the base may be any server.
         "backend": "openai" if options.started_server else options.backend,
     }
-    # The same tokenizer and the same longest sequence make the same workload.
+    # The same tokenizer and maximum length give the same workload.
     limits = [own.max_model_len]
     with contextlib.suppress(BadInput):
         limits.append(Address.parse(against).model_card().get("max_model_len") or own.max_model_len)
@@ -150,7 +150,7 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
 
 
 def write_verdict(judged: Judged, wanted: VerdictWanted, folder: Path) -> None:
-    """`comparison.html` and `comparison.md` in the run's folder, and the files that were asked for."""
+    """`comparison.html` and `comparison.md` in the run's folder, and the requested output files."""
     from ..page.page import to_html, to_markdown
     from ..report.comparison_page import comparison_page
 

@@ -1,4 +1,4 @@
-"""One benchmark of a server behind a URL: open, warm up, measure, hand over."""
+"""HTTP benchmark session: connect, warm up, measure, build the record."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ELSEWHERE = "the server is on another machine"
 
 
 class HttpSession(Session):
-    """A server that is measured pass by pass. Leaving it ends the worker processes.
+    """A server measured pass by pass. Leaving the session ends the worker processes.
 
     Raises:
-        BadInput: an option is unusable, the server names no model, or there is no tokenizer.
+        BadInput: an option is invalid, the server names no model, or there is no tokenizer.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class HttpSession(Session):
         self._driver.close()
 
     def say_notes(self) -> None:
-        """Tell the person what to know about the workload and what is not measured over HTTP."""
+        """Print notes on the workload and on what is not measured over HTTP."""
         super().say_notes()
         if self._options.quality:
             self._progress.note("quality is not scored over HTTP: it needs the model's logits")
 
     def identity(self) -> dict[str, Any]:
-        """What is measured and how, as far as it is known from here."""
+        """The identity, as far as the client knows it."""
         return identity_part(
             self._options,
             self._workload,
@@ -88,7 +88,7 @@ class HttpSession(Session):
         )
 
     def finish(self, *, interrupted: bool = False) -> BenchRun:
-        """Hand the record over, with whether the client disturbed the run. Needs one pass."""
+        """Build the record, with the client's certification. Needs one pass."""
         measured = self._measurement(interrupted=interrupted)
         target = TargetFacts(
             model_id=self._served.model,
@@ -114,7 +114,7 @@ class HttpSession(Session):
         self._machine.start()
         sent = self._driver.drive(self._workload, number, description)
         others = self._machine.stop(sent.worker_seconds)
-        # Beside a server on this machine nobody can say what is it and what are others.
+        # With a server on this machine, its CPU use cannot be told from background load.
         is_here = self._address.is_loopback
         loads = {"other_load": None if is_here else others, "client_machine_load": others}
         return MeasuredPass(sent.load, sent.prefix_cache_hit_rate, loads)
@@ -127,10 +127,10 @@ class HttpSession(Session):
 
 
 def server_address(options: BenchOptions) -> Address:
-    """Where the server of `options` is.
+    """The address of the server of `options`.
 
     Raises:
-        BadInput: an option of the address is unusable, or one is for engines of this process.
+        BadInput: an address option is invalid, or an option applies only to in-process engines.
     """
     assert options.base_url is not None
     if options.plan is not None or options.slowdown != 1.0:
@@ -146,7 +146,7 @@ def server_address(options: BenchOptions) -> Address:
 
 
 def local_gpu() -> str:
-    """The device whose counters and clocks stand for a server on this machine."""
+    """The device whose counters and clocks are read for a server on this machine."""
     import torch
 
     return "cuda:0" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""The run folder: the record, its tables and its report, written whole or not at all."""
+"""The run folder: record, tables and report, written atomically."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENVIRONMENT_NAME = "environment.json"
 
 
 def write_run(run: BenchRun, target: Path, *, with_csv: bool = False) -> Path:
-    """Write the run folder `target`, whole or not at all; returns it."""
+    """Write the run folder `target` atomically; returns it."""
     with interrupts_held():
         environment = to_json(run.result["llmopt"]["environment"])
         with atomic_folder(target) as folder:

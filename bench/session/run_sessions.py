@@ -1,4 +1,4 @@
-"""Benchmarks from options to records: one session alone, or several whose passes take turns."""
+"""Running benchmarks from options to records: a single session, or several interleaved ones (paired runs)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .session_base import Session
 def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchRun:
     """Measure one model, or the server at `base_url`, under one load. Nothing is written.
 
-    An interrupt during the load ends it: the record holds what finished and says `interrupted`.
+    An interrupt during the load ends it: the record holds the finished requests and is marked `interrupted`.
 
     Raises:
-        BadInput: the model, the data set or an option is unusable, the server names no model, or there is
-            no tokenizer for it.
+        BadInput: the model, the data set or an option is invalid, the server names no model, or there is no
+            tokenizer for it.
     """
     with open_session(options, progress) as session:
         session.say_notes()
@@ -34,10 +34,10 @@ def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchR
 def run_interleaved(
     options: Sequence[BenchOptions], progress: Progress | None = None
 ) -> list[BenchRun]:
-    """Measure several models, or servers, under the same load, pass by pass in turns; all are there at once.
+    """Measure several models or servers under the same load with interleaved passes; all are loaded at once.
 
-    Each round begins with another model, so that no one is always first. An interrupt ends all of
-    them; those that have a pass are returned.
+    Each round begins with a different one, to balance order effects. An interrupt ends all of them; those
+    with at least one pass are returned.
     """
     paired_runs = uuid.uuid4().hex
     with ExitStack() as stack:
@@ -56,6 +56,6 @@ def run_interleaved(
 def open_session(
     options: BenchOptions, progress: Progress | None = None, paired_runs: str | None = None
 ) -> Session:
-    """What measures the model, or the server at `base_url`."""
+    """The session for the model, or for the server at `base_url`."""
     kind = BenchSession if options.base_url is None else HttpSession
     return kind(options, progress, paired_runs=paired_runs)

@@ -1,4 +1,4 @@
-"""One benchmark of an engine in this process: load, warm up, measure, score, hand over."""
+"""In-process benchmark session: load, warm up, measure, score quality, build the record."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from .session_base import Session
 if TYPE_CHECKING:
     from ...engine.engine import Engine
 
-# Enough cache for one window of text at a time.
+# KV cache for one window of text.
 SCORING_SEQUENCES = 1
 
 
 @dataclass(slots=True)
 class Scores:
-    """What is measured of the engine behind the passes; None for what was not asked or not finished."""
+    """Measurements after the passes: quality, tasks, roofline, …; None if not requested or not finished."""
 
     peak_bytes: int | None
     preemptions: int
@@ -51,12 +51,12 @@ class Scores:
 
 
 class BenchSession(Session):
-    """A model that is loaded in this process, to be measured pass by pass.
+    """A model loaded in this process and measured pass by pass.
 
-    Sessions that follow each other may share the `engine` of the first.
+    Consecutive sessions may share the `engine` of the first.
 
     Raises:
-        BadInput: the model, the data set or an option is unusable.
+        BadInput: the model, the data set or an option is invalid.
     """
 
     def __init__(
@@ -90,19 +90,19 @@ class BenchSession(Session):
 
     @property
     def engine(self) -> Engine:
-        """The engine that is measured."""
+        """The measured engine."""
         return self._engine
 
     def identity(self) -> dict[str, Any]:
         return engine_identity(self._options, self._engine, self._model, self._workload)
 
     def finish(self, *, interrupted: bool = False) -> BenchRun:
-        """Score quality, place the run under the roofs, and hand the record over.
+        """Score quality, measure the roofline, and build the record.
 
-        An interrupt, be it of a pass, of the quality or elsewhere (`interrupted`), leaves out the
-        scores that were not finished; the record then says so. Needs one pass.
+        After an interrupt (of a pass, of scoring, or elsewhere: `interrupted`) unfinished scores are left out
+        and the record is marked. Needs one pass.
         """
-        # Of several sessions in one process, or one in several, there is no telling whose memory it is.
+        # With several sessions per process, or several processes, peak memory cannot be attributed.
         alone = not self._paired_runs and self._options.tensor_parallel_size == 1
         scores = Scores(
             peak_bytes=peak_memory_bytes() if alone else None,
@@ -119,13 +119,13 @@ class BenchSession(Session):
             return build_run(measured, self._facts(measured, scores))
 
     def _score(self, scores: Scores) -> None:
-        """Fill `scores` one by one, so that an interrupt leaves those that were finished."""
+        """Fill `scores` one by one, so that an interrupt keeps the finished ones."""
         options, engine = self._options, self._engine
         if options.quality:
             scores.quality = score_quality(options, engine, load_reference, self._progress)
         limit = self._load.max_concurrency
         scores.step_split = step_split(engine, self._target, self._workload, limit)
-        scores.preemptions = engine.stats.num_preemptions  # those of the load, before the tasks
+        scores.preemptions = engine.stats.num_preemptions  # of the load, without tasks
         if self._tasks is not None:
             scores.tasks = run_tasks(
                 self._tasks,
@@ -159,7 +159,7 @@ class BenchSession(Session):
         )
 
     def _measure(self, number: int, description: str) -> MeasuredPass:
-        # What one pass leaves in the cache must not speed up the next.
+        # Reset the prefix cache, so that a pass does not speed up the next.
         self._engine.reset_prefix_cache()
         before = self._engine.stats
         recorder = self._engine.recorder = StepRecorder(self._engine.scheduler)
@@ -187,14 +187,14 @@ class BenchSession(Session):
 
 
 def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
-    """The engine that `options` describe, for the model in a folder."""
+    """Build the engine of `options` for the model in a folder."""
     from ...engine.engine import Engine
 
     return Engine(replace(options.engine, model=model, **overrides))
 
 
 def load_reference(options: BenchOptions) -> Engine:
-    """The reference model's engine, with a small cache: it scores text and serves nobody."""
+    """The reference model's engine, with a small KV cache: it only scores text."""
     from ...engine.base.device import choose_device
 
     on_gpu = choose_device(options.device).type == "cuda"
@@ -204,7 +204,7 @@ def load_reference(options: BenchOptions) -> Engine:
         max_num_seqs=SCORING_SEQUENCES,
         kv_cache_memory_bytes=None,
         num_blocks=None,
-        # The engine that was measured holds its share of the device already.
+        # The measured engine already holds its share of device memory.
         gpu_memory_utilization=1.0 if on_gpu else None,
         swap_space_bytes=0,
         kv_cache_dtype="auto",

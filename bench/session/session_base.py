@@ -1,4 +1,4 @@
-"""A benchmark session: a target that is open and warmed up, measured pass by pass, then recorded."""
+"""Base class of benchmark sessions: a warmed-up target, measured pass by pass, then recorded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..workloads.workload import Workload
 
 
 class Session(ABC):
-    """What every session does: passes over one workload, and a record of them. A context manager.
+    """Passes over one workload, and their record. A context manager.
 
-    Several sessions may be open at once and take turns, so that what the machine does meanwhile hits all
-    of them alike. `paired_runs` is then the same text in each: their results are compared pass by pass.
+    Several sessions may be open at once with interleaved passes (paired runs), so that drift of the machine
+    affects all alike. They share the id `paired_runs`, and their results are compared pass by pass.
     """
 
     def __init__(
@@ -46,41 +46,41 @@ class Session(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:  # noqa: B027 - what has nothing to end does nothing
-        """End what the session has started."""
+    def close(self) -> None:  # noqa: B027 - sessions without resources do nothing
+        """Release the session's resources."""
 
     @property
     def name(self) -> str:
-        """How the record and its reports call what is measured."""
+        """The name of the target in the record and its reports."""
         return self._name
 
     @property
     def workload(self) -> Workload:
-        """What every pass sends."""
+        """The workload of every pass."""
         return self._workload
 
     @property
     def passes(self) -> Sequence[LoadPass]:
-        """The passes so far."""
+        """The completed passes."""
         return [measured.load for measured in self._passes]
 
     @property
     def hit_rates(self) -> Sequence[float | None]:
-        """Of each pass, the share of prompt tokens that the prefix cache gave; None where it is unknown."""
+        """Prefix-cache hit rate (fraction of prompt tokens) per pass; None where unknown."""
         return [measured.prefix_cache_hit_rate for measured in self._passes]
 
     @property
     def has_passes(self) -> bool:
-        """Whether there is anything to finish."""
+        """Whether there is at least one pass to record."""
         return bool(self._passes)
 
     def say_notes(self) -> None:
-        """Tell the person what to know about the workload."""
+        """Print notes on the workload."""
         for note in self._workload.notes:
             self._progress.note(f"{self._workload.name}: {note}")
 
     def run_pass(self) -> bool:
-        """One more pass over the workload; False when it was interrupted."""
+        """Run a pass over the workload; False when it was interrupted."""
         number = len(self._passes) + 1
         self._passes.append(
             self._measure(number, f"{self.name}, pass {number} of {self._options.num_runs}")
@@ -89,13 +89,13 @@ class Session(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What is measured and how, as far as the session knows."""
+        """The run's identity, as far as the session knows it."""
 
     @abstractmethod
     def finish(self, *, interrupted: bool = False) -> BenchRun:
-        """The run with its record. Needs one pass.
+        """Build the run with its record. Needs one pass.
 
-        `interrupted` tells of an interrupt elsewhere; one of a pass is known.
+        `interrupted` reports an interrupt outside the passes.
         """
 
     @abstractmethod

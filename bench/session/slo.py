@@ -1,4 +1,4 @@
-"""The highest load that still keeps a promise on latency, found by bisection."""
+"""SLO search: the highest load that meets latency limits, found by bisection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sweep import Sweep, SweepTarget
 
 PRECISION = 0.05
 SHARE = 0.95
-# Of the serial rate: at a quarter of it requests hardly meet, so what fails there fails everywhere.
+# Fraction of the serial rate: there requests hardly overlap, so a failure there is a failure at any rate.
 LOWEST_RATE = 0.25
 MAX_DOUBLINGS = 10
 RULE = (
@@ -24,11 +24,11 @@ RULE = (
 
 @dataclass(frozen=True, slots=True)
 class SloResult:
-    """The end of a search.
+    """Result of a search.
 
     Attributes:
-        best: the highest load that kept the limits; None when the lowest did not.
-        failed: the lowest load above it that was tried and did not; None when none failed.
+        best: the highest load that met the limits; None when the lowest did not.
+        failed: the lowest load above it that was measured and failed; None when none failed.
     """
 
     best: float | None
@@ -37,7 +37,7 @@ class SloResult:
 
 @dataclass(frozen=True, slots=True)
 class SloSearch:
-    """What was asked and what was found."""
+    """A search: its limits, result and sweep."""
 
     sweep: Sweep
     limits: str
@@ -45,7 +45,7 @@ class SloSearch:
     found: SloResult
 
     def as_dict(self) -> dict[str, Any]:
-        """The record of the sweep with the search's verdict under `slo`."""
+        """The record of the sweep with the result of the search under `slo`."""
         said = self.sweep.as_dict()
         said["slo"] = {
             "limits": self.limits,
@@ -60,13 +60,13 @@ class SloSearch:
 
 
 def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearch:
-    """Find the highest rate (to within 5 %) or concurrency (exactly) that keeps the limits.
+    """Find the highest rate (to within 5 %) or concurrency (exactly) that meets the limits.
 
-    `limits` are also the rig's goodput limits. Rates start at a quarter of the measured serial rate.
+    `limits` are also the goodput limits of the sweep target. Rates start at a quarter of the serial rate.
 
     Raises:
-        BadInput: an option is unusable.
-        KeyboardInterrupt: the person stopped it; a search that is not over says nothing.
+        BadInput: an option is invalid.
+        KeyboardInterrupt: interrupted; an unfinished search has no result.
     """
     if not 0 < share <= 1:
         raise BadInput(f"--slo-share is {share}: it must be above 0 and at most 1")
@@ -84,7 +84,7 @@ def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearc
 
 
 def highest_rate(keeps: Callable[[float], bool], lowest: float) -> SloResult:
-    """Double from `lowest` until a rate fails, then halve the gap (geometrically) to 5 %."""
+    """Double from `lowest` until a rate fails, then bisect geometrically to 5 %."""
     if not keeps(lowest):
         return SloResult(None, lowest)
     good, bad = lowest, math.inf
@@ -105,7 +105,7 @@ def highest_rate(keeps: Callable[[float], bool], lowest: float) -> SloResult:
 
 
 def highest_count(keeps: Callable[[float], bool], most: int) -> SloResult:
-    """Double from 1 up to `most` until a count fails, then bisect to neighbours."""
+    """Double from 1 up to `most` until a count fails, then bisect to adjacent counts."""
     if not keeps(1):
         return SloResult(None, 1)
     good, bad = 1, None

@@ -1,4 +1,4 @@
-"""One target under several loads: throughput against latency, the knee, and the load a limit allows."""
+"""Load sweeps: one target under several loads, throughput against latency, and the knee."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .session_base import Session
 
 SCHEMA_VERSION = 1
 METRICS = ("ttft", "tpot", "itl", "e2el", "e2el_including_client_queue")
-# An automatic sweep doubles the load until that brings less than this more throughput.
+# An automatic sweep doubles the load until throughput gains less than this.
 LEAST_GAIN = 0.10
 MAX_STEPS = 10
-# The first rate of an automatic sweep, and the lowest of a search, in serial rates.
+# The first rate of an automatic sweep, as a fraction of the serial rate.
 FIRST_RATE = 0.5
-# A rate is kept up with if this share of it completes, over the whole pass with its drain. Falling
-# short means saturation, or a pass too short against the latency to tell.
+# A rate is sustained if this fraction of it completes, over the whole pass including its drain. Below
+# it, the target is saturated, or the pass is too short relative to the latency.
 KEPT_UP = 0.8
 KNEE_RULE = (
     "the point with the highest power: output throughput / mean end-to-end latency (Kleinrock 1979); "
@@ -48,11 +48,11 @@ KEPT_UP_RULE = (
 
 @dataclass(slots=True)
 class Sweep:
-    """What was measured: a record a load, in the order of measuring.
+    """The measured points, one record per load, in order of measurement.
 
     Attributes:
-        identity: what was measured and how, as in the result of a run, without what varies.
-        serial_rate: requests a second of one user alone, where it was measured.
+        identity: the identity of a run, without the parts that vary over the sweep.
+        serial_rate: requests per second at concurrency 1, where measured.
     """
 
     kind: Kind
@@ -65,7 +65,7 @@ class Sweep:
 
     @property
     def knee(self) -> dict[str, Any] | None:
-        """The point of highest power; None when no request succeeded."""
+        """The point of highest power (throughput / latency); None when no request succeeded."""
         return find_knee(self.points)
 
     def ordered(self) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ class Sweep:
         return sorted(self.points, key=lambda point: point[self.kind])
 
     def as_dict(self) -> dict[str, Any]:
-        """The record that is written."""
+        """The record for `sweep.json`."""
         knee = self.knee
         return plain(
             {
@@ -94,15 +94,15 @@ class Sweep:
 
 
 def find_knee(points: Sequence[Mapping[str, Any]]) -> Any:
-    """The point with the highest `power` that was kept up with, the first of two equal ones."""
+    """The point with the highest `power` among sustained loads; the first of equal ones."""
     alive = [point for point in points if point["power"] is not None and point["kept_up"]]
     return max(alive, key=lambda point: point["power"], default=None)
 
 
 class SweepTarget:
-    """A target that is measured under one load after another. The model is loaded once.
+    """A target measured under successive loads. The model is loaded once.
 
-    A context manager: leaving it ends what a measurement over HTTP has started.
+    A context manager: leaving it ends the load workers of HTTP measurements.
     """
 
     def __init__(self, options: BenchOptions, kind: Kind, progress: Progress | None = None) -> None:
@@ -120,14 +120,14 @@ class SweepTarget:
 
     @property
     def max_requests(self) -> int:
-        """Requests of a pass: more cannot be in flight."""
+        """Requests per pass, the upper bound on concurrency."""
         return self._options.num_prompts
 
     def measure(self, kind: Kind, value: float) -> dict[str, Any]:
-        """Every pass under one load, as a record. One of the rig's kind joins `sweep`.
+        """Run all passes under one load; the record joins `sweep` if it is of this target's kind.
 
         Raises:
-            KeyboardInterrupt: the person stopped it; this point is lost.
+            KeyboardInterrupt: interrupted; this point is lost.
         """
         if kind == "concurrency":
             load = {"max_concurrency": int(value), "request_rate": None}
@@ -158,7 +158,7 @@ class SweepTarget:
         return point
 
     def serial_rate(self) -> float:
-        """Requests a second of one user alone.
+        """Requests per second at concurrency 1.
 
         Raises:
             BadInput: no request succeeded.
@@ -182,8 +182,8 @@ class SweepTarget:
 
 
 def varied_away(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity without what differs from point to point: the load, and with it the hash of a
-    workload that arrives at a rate."""
+    """An identity without the parts that vary between points: the load, and the workload hash, which
+    includes arrival times."""
     load = {
         key: value
         for key, value in identity["load"].items()
@@ -200,7 +200,7 @@ def point_record(
     hit_rates: Sequence[float | None],
     limits_ms: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The figures of one load: vLLM's aggregate keys over its passes, and what a sweep decides by."""
+    """The figures of one load: vLLM's aggregate keys over its passes, and the sweep's decision quantities."""
     found = aggregate(
         passes, metrics=METRICS, percentiles=(50, 90, 99), goodput_ms=limits_ms or None
     )
@@ -225,10 +225,10 @@ def point_record(
 def good_share(
     passes: Sequence[LoadPass], limits_ms: Mapping[str, float], *, from_schedule: bool
 ) -> float | None:
-    """Share of all requests, failed ones among them, that meet every limit; None without limits.
+    """Fraction of all requests, failed ones included, that meet every limit; None without limits.
 
-    `from_schedule` counts TTFT and end-to-end time from when a request was due, not from when the
-    client came to send it.
+    `from_schedule` counts TTFT and end-to-end time from when a request was due, not from when
+    the client sent it.
     """
     traces = [trace for one in passes for trace in one.traces]
     if not limits_ms or not traces:
@@ -244,13 +244,13 @@ def good_share(
 
 
 def sweep_loads(sweep_target: SweepTarget, loads: Sequence[float] | None) -> Sweep:
-    """Measure the given loads, or (None) double the load until that brings little.
+    """Measure the given loads, or (None) double the load until throughput levels off.
 
     An automatic sweep over rates begins at half the serial rate, which it measures first. An
-    interrupt ends the sweep; the points that are whole stay.
+    interrupt ends the sweep; completed points are kept.
 
     Raises:
-        BadInput: an option is unusable.
+        BadInput: an option is invalid.
     """
     kind = sweep_target.kind
     try:
@@ -272,7 +272,7 @@ def sweep_loads(sweep_target: SweepTarget, loads: Sequence[float] | None) -> Swe
 def double_until_flat(
     measure: Callable[[float], Mapping[str, Any]], first: float, most: float
 ) -> None:
-    """Measure `first`, twice that and so on up to `most`, until that brings little."""
+    """Measure `first`, twice that and so on up to `most`, until throughput levels off."""
     value, best = first, 0.0
     for _ in range(MAX_STEPS):
         point = measure(value)

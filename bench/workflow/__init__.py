@@ -1,1 +1,1 @@
-"""Carrying out a recipe: quantize, verify, bench, compare, report."""
+"""Recipe execution: quantize, verify, bench, compare, report."""

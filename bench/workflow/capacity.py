@@ -1,4 +1,4 @@
-"""How many users a model serves on this machine: what the planner says, beside a measured sweep."""
+"""Capacity recipes: the planner's prediction beside a measured sweep over users."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SINGLE, SWEEP, PLAN_NAME = "single", "sweep", "plan.json"
 
 
 def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRun:
-    """Carry out a recipe with a `capacity` in its folder, but for the stages that are finished there.
+    """Run a capacity recipe in its folder, skipping finished stages.
 
     Raises:
-        BadInput: a step cannot be done as the recipe asks.
-        KeyboardInterrupt: it was interrupted; the finished stages stay.
+        BadInput: a step of the recipe is impossible.
+        KeyboardInterrupt: interrupted; finished stages are kept.
     """
     progress = progress or Silent()
     recipe, folder = stages.recipe, stages.folder
@@ -78,7 +78,7 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
 
 
 def planned(stages: Stages, options: BenchOptions) -> WrittenPlan:
-    """The plan with the roofs of the single user's run; written once, into the recipe's folder."""
+    """The plan with the ceilings measured in the single-user run; written once, into the recipe's folder."""
     path = stages.folder / PLAN_NAME
     model = str(resolve_model(options.model))
     if not stages.is_done(PLAN_NAME):
@@ -101,7 +101,7 @@ def planned(stages: Stages, options: BenchOptions) -> WrittenPlan:
 
 
 def beside(plan: WrittenPlan, sweep: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan's numbers beside the sweep's: how many sequences fit, and a row for each load."""
+    """Predicted beside measured: how many sequences fit, and a row for each load."""
     workload = sweep["workload"]
     requests = workload["num_requests"]
     prompt = max(1, round(workload["prompt_tokens"] / requests))

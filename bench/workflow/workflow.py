@@ -1,4 +1,4 @@
-"""Carrying out a recipe: quantize, verify, bench beside the original, compare, one report over it all."""
+"""Quantization recipes: quantize, verify, bench against the original, compare, report."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ..session.run_sessions import run_bench, run_interleaved
 
 
 def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
-    """Carry out a recipe with variants in its folder, but for the stages that are finished there.
+    """Run a recipe with variants in its folder, skipping finished stages.
 
-    Each part is written whole when it is finished, so an interrupt leaves what was done.
+    Outputs are written atomically, so an interrupt keeps the finished stages.
 
     Raises:
-        BadInput: a step cannot be done as the recipe asks.
-        KeyboardInterrupt: it was interrupted.
+        BadInput: a step of the recipe is impossible.
+        KeyboardInterrupt: interrupted.
     """
     progress = progress or Silent()
     recipe, folder = stages.recipe, stages.folder
@@ -45,12 +45,12 @@ def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
     names, proofs = {BASE_NAME: model}, []
     for variant in recipe.variants:
         output = folder / "checkpoints" / variant.name
-        # A checkpoint is published whole, so one that is there is finished, noted or not.
+        # Checkpoints are written atomically: one that exists is complete, in the journal or not.
         if not (output / MANIFEST_NAME).is_file():
             progress.note(f"quantize: {variant.name}")
             make_checkpoint(recipe, variant, output, progress)
             stages.finish(f"quantize {variant.name}")
-        # Proven anew by a run that goes on: what lies there is what is measured.
+        # A resumed run verifies again, so that exactly the measured files are verified.
         verified = verify(output, progress)
         progress.note(f"verify {variant.name}: {verified.status}")
         proofs.append((read_json(output / MANIFEST_NAME), verified))
@@ -74,7 +74,7 @@ def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
 
 def measure(stages: Stages, models: Mapping[str, str], progress: Progress) -> list[RunData]:
     """Bench every model of {name: model} under the recipe's load, the first being the reference, into
-    `folder/name`, but for what is finished. Models that take turns are one stage."""
+    `folder/name`, skipping finished stages. Interleaved models are one stage."""
     recipe = stages.recipe
     reference = next(iter(models.values()))
     options = [
@@ -101,8 +101,8 @@ def measure(stages: Stages, models: Mapping[str, str], progress: Progress) -> li
 
 
 def keep(runs: Sequence[BenchRun], stages: Stages) -> None:
-    """Write every run's folder, named like the run. Interrupted ones are written too, if a request
-    finished, and then end the recipe."""
+    """Write the folder of every run, named like the run. An interrupted run with finished requests is written
+    too, and then ends the recipe."""
     for run in runs:
         if any(one.traces for one in run.passes):
             write_run(run, stages.clear(run.result["llmopt"]["name"]))
@@ -111,7 +111,7 @@ def keep(runs: Sequence[BenchRun], stages: Stages) -> None:
 
 
 def make_checkpoint(recipe: Recipe, variant: Variant, output: Path, progress: Progress) -> None:
-    """Quantize the recipe's model as `variant` says."""
+    """Quantize the recipe's model with the options of `variant`."""
     output.parent.mkdir(exist_ok=True)
     step = variant.quantize.model_dump()
     request = QuantizeRequest(

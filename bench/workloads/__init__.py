@@ -1,1 +1,1 @@
-"""What a run sends: data sets, random prompts, traces, arrivals, frozen workloads."""
+"""Workloads: data sets, random prompts, traces, arrivals, frozen workloads."""

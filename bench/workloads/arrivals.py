@@ -1,4 +1,4 @@
-"""When requests are due: at once, or at a rate, with the burstiness that vLLM defines."""
+"""Arrival processes: all at once, gamma gaps at a rate (vLLM's burstiness), or a ramp."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ramp_offsets(
 ) -> np.ndarray:
     """Seconds at which each of `count` requests is due while the rate climbs (or falls).
 
-    The rate goes with the number of the request, not with time, as in vLLM: request i of n has
+    The rate is a function of the request's index, not of time, as in vLLM: request i of n has
     p = i/(n - 1) behind it and the rate start + (end - start)·p (`linear`) or start·(end/start)^p
     (`exponential`); its gap is drawn around the inverse of that. Nothing is rescaled.
 

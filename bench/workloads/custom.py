@@ -1,4 +1,4 @@
-"""Prompts of the user's own, one JSON object a line."""
+"""Custom prompts from a JSON-lines file."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ def custom_workload(
 ) -> Workload:
     """Requests from a JSON-lines file of `{"prompt": …}` with an optional `"output_len"`.
 
-    The length of the answer is the line's own, else `output_len`, else 256. An answer that the
-    model's context cannot hold is cut to what fits; a prompt that cannot fit is left out; both are
-    counted in the notes.
+    The output length is the line's, else `output_len`, else 256. It is cut to the model's context; a prompt
+    that does not fit is left out; both are counted in the notes.
 
     Raises:
-        BadInput: no such file, a line that is not such an object (with its number), nothing left.
+        BadInput: no such file, an invalid line (with its number), or no prompt left.
     """
     default = output_len if output_len is not None else DEFAULT_OUTPUT_LEN
     prompts = read_prompts(path)

@@ -1,4 +1,4 @@
-"""From `--dataset` and its options to a workload."""
+"""Data set selection: `--dataset` and its options to a workload."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ NAMES = (
     *TRACES,
     "frozen",
 )
-# What `--dataset-path` says to get ShareGPT's own file over the network.
+# The value of `--dataset-path` that downloads ShareGPT's file.
 HUB = "hub"
 
 
 def locate_dataset(dataset: str, path: Path | None) -> tuple[str, Path | None]:
-    """(name, path) of what was asked for: a name, a name with a path, or a path alone.
+    """Resolve (name, path) from a name, a name with a path, or a path alone.
 
-    A path alone is a frozen workload if it begins with the header of one, else `custom` when it ends
+    A path alone is a frozen workload if it begins with its header, else `custom` when it ends
     in `.jsonl`, else `sharegpt`.
 
     Raises:
@@ -65,10 +65,10 @@ def locate_dataset(dataset: str, path: Path | None) -> tuple[str, Path | None]:
 
 
 def build_workload(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -> Workload:
-    """The requests that `options` ask for, with their arrival times.
+    """Build the requests of `options`, with their arrival times.
 
     Raises:
-        BadInput: the data set is unusable, or it has arrival times and a rate is asked for too.
+        BadInput: the data set is unusable, or it has arrival times and a rate is given too.
     """
     name, path = locate_dataset(options.dataset, options.dataset_path)
     workload = requests_of(name, path, options, tokenizer, max_model_len)
@@ -106,7 +106,7 @@ def freeze_workload(options: BenchOptions, path: Path) -> Workload:
     """Write the workload of `options` to a file, for the tokenizer and the context of their model.
 
     Raises:
-        BadInput: the model, the data set or the place to write to is unusable.
+        BadInput: the model, the data set or the output path is unusable.
     """
     folder = resolve_model(options.model)
     context = open_checkpoint(folder).config.get("max_position_embeddings")
@@ -120,7 +120,7 @@ def freeze_workload(options: BenchOptions, path: Path) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A data set that was asked for by name, for a tokenizer and a context length."""
+    """A requested data set, with its options, tokenizer and context length."""
 
     name: str
     path: Path | None
@@ -136,7 +136,7 @@ class _Request:
 def requests_of(
     name: str, path: Path | None, options: BenchOptions, tokenizer: Tokenizer, max_model_len: int
 ) -> Workload:
-    """The requests of one kind of data set; only the timed kinds have arrival times."""
+    """The requests of one kind of data set; only timed kinds have arrival times."""
     return _BUILDERS[name](_Request(name, path, options, tokenizer, max_model_len))
 
 
@@ -265,8 +265,8 @@ _BUILDERS: Mapping[str, Callable[[_Request], Workload]] = {
 
 
 def resolved_options(options: BenchOptions, workload: Workload) -> BenchOptions:
-    """`options` as they came out: the number of requests that there are, and, where the requests
-    brought their own arrival times, the mean rate of these, with no limit unless one was set."""
+    """`options` with the actual number of requests and, for timed workloads, the mean rate of the arrival
+    times, without a concurrency limit unless one was set."""
     count = len(workload.items)
     changes: dict[str, object] = {"num_prompts": count}
     if workload.is_timed:
@@ -276,7 +276,7 @@ def resolved_options(options: BenchOptions, workload: Workload) -> BenchOptions:
 
 
 def arrival_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
-    """Where the arrival times are from, when it is not a rate that was drawn from."""
+    """The source of the arrival times, where they are not sampled at a rate."""
     if workload.is_timed:
         return {"arrivals": "replayed"}
     if options.ramp_up_strategy is None:
@@ -291,8 +291,8 @@ def arrival_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
 def warmup_workload(
     workload: Workload, count: int, tokenizer: Tokenizer, *, seed: int
 ) -> Workload | None:
-    """`count` requests as long as the first of `workload` but of other tokens, so that the warm-up
-    leaves nothing in the prefix cache that the measurement could find. None when `count` is 0."""
+    """`count` requests with the lengths of the first of `workload` but different tokens, so that the
+    measurement gets no prefix-cache hits from the warm-up. None when `count` is 0."""
     if count == 0:
         return None
     pairs = []

@@ -1,4 +1,4 @@
-"""A workload as a file: exact token ids, lengths and arrival times, and the hash that names them."""
+"""Frozen workloads: a file of exact token ids, lengths and arrival times, with their hash."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KEY = "llmopt_workload"
 
 
 def write_frozen(workload: Workload, path: Path, *, model: str) -> None:
-    """One JSON object a line: a header with the hash, then the requests in order.
+    """Write JSON lines: a header with the hash, then the requests in order.
 
-    `model` says whose tokenizer made the ids. An existing file is replaced.
+    `model` names the model of the tokenizer. An existing file is replaced.
 
     Raises:
-        BadInput: the folder of `path` is not there.
+        BadInput: the folder of `path` does not exist.
     """
     if not path.parent.is_dir():
         raise BadInput(f"cannot write {path}: {path.parent} is not a folder")
@@ -59,11 +59,11 @@ def is_frozen(path: Path) -> bool:
 
 
 def read_frozen(path: Path, tokenizer: Tokenizer, *, max_model_len: int) -> Workload:
-    """The workload of a file that `write_frozen` wrote, all of it, unchanged.
+    """Read a file of `write_frozen`, complete and unchanged.
 
     Raises:
-        BadInput: a line that is not as written (with its number), a hash that does not fit, ids
-            that the vocabulary lacks, or a request that the context cannot hold.
+        BadInput: an invalid line (with its number), a hash mismatch, ids outside the vocabulary, or a
+            request that exceeds the context.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     head = _object(lines[0], path, 1)

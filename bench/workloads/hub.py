@@ -1,4 +1,4 @@
-"""Prompts from data sets of the Hugging Face hub, and ShareGPT's file from there. Uses the network."""
+"""Prompts from Hugging Face hub data sets, and the ShareGPT download. Uses the network."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SHUFFLE_BUFFER = 1000
 
 
 def download_sharegpt() -> Path:
-    """ShareGPT's usual file (640 MB at the first time), from the hub's cache if it is there.
+    """Download ShareGPT's usual file (640 MB), or take it from the hub's cache.
 
     Raises:
-        BadInput: it cannot be had.
+        BadInput: the download failed.
     """
     from huggingface_hub import hf_hub_download
 
     try:
         found = hf_hub_download(SHAREGPT_REPOSITORY, SHAREGPT_FILE, repo_type="dataset")
-    except Exception as error:  # whatever the network or the hub answers, the person reads one line
+    except Exception as error:  # any network or hub failure becomes a one-line message
         raise BadInput(
             f"cannot get {SHAREGPT_FILE} from the hub's {SHAREGPT_REPOSITORY}: "
             f"{first_line(error)}; give a local file with --dataset-path"
@@ -40,12 +40,12 @@ def download_sharegpt() -> Path:
 def hub_rows(
     name: str, *, subset: str | None, split: str, seed: int, shuffle: bool
 ) -> Iterator[Mapping[str, Any]]:
-    """The rows of a data set, streamed: no more is loaded than is read.
+    """Stream the rows of a data set, loading only what is read.
 
     With `shuffle` they come through a buffer of 1,000 rows that the seed shuffles.
 
     Raises:
-        BadInput: the package `datasets` is not there, or the data set, subset or split is not.
+        BadInput: the package `datasets`, the data set, the subset or the split is missing.
     """
     try:
         datasets = import_module("datasets")
@@ -58,7 +58,7 @@ def hub_rows(
         if shuffle:
             rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         yield from rows
-    except Exception as error:  # the library raises dozens of kinds; the person reads one line
+    except Exception as error:  # the library raises many exception types; report one line
         raise BadInput(
             f"data set {name!r} (subset {subset or 'default'}, split {split}) cannot be read: "
             f"{first_line(error)}"
@@ -78,8 +78,8 @@ def hub_workload(
 
     The prompt is the first turn of a conversation (`conversations`, `conversation`, `messages`), or
     a column such as `prompt`, `question`, `instruction` or `text`. The output length is
-    `output_len`, else that of the answer beside it (the second turn, or `output`, `response`,
-    `completion`, `answer`), else 256; it is cut to what the context leaves.
+    `output_len`, else that of the row's response (the second turn, or `output`, `response`,
+    `completion`, `answer`), else 256; it is cut to the context.
 
     Raises:
         BadInput: no such column, or no row that fits.
@@ -122,7 +122,7 @@ def hub_workload(
 
 
 def prompt_and_answer(row: Mapping[str, Any], source: str) -> tuple[str, str | None] | None:
-    """The prompt of a row and the answer beside it (None if there is none); None for an empty row.
+    """(prompt, response or None) of a row; None for an empty row.
 
     Raises:
         BadInput: no column that could hold a prompt.
@@ -157,5 +157,5 @@ def said_in(turn: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

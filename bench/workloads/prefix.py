@@ -1,4 +1,4 @@
-"""Prompts that share beginnings: what a prefix cache is for, and what measures it."""
+"""Prefix-repetition workload: prompts with shared prefixes, for measuring prefix caching."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def prefix_repetition_workload(
 ) -> Workload:
     """`num_prompts` prompts that each begin with one of `num_prefixes` random prefixes.
 
-    The prefixes take turns and the order is then shuffled with the seed. vLLM gives every prefix
-    `num_prompts // num_prefixes` prompts and drops the rest; here every prompt that was asked for
-    exists, so the counts of two prefixes may differ by one.
+    Prefixes are assigned round-robin and the order is then shuffled with the seed. vLLM generates
+    `num_prompts // num_prefixes` prompts per prefix and drops the rest; here exactly `num_prompts` are
+    generated, so the counts of two prefixes may differ by one.
 
     Raises:
-        BadInput: fewer prompts than prefixes, or lengths that were asked for and do not fit.
+        BadInput: fewer prompts than prefixes, or explicit lengths that do not fit.
     """
     if num_prompts < num_prefixes:
         raise BadInput(

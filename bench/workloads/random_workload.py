@@ -1,4 +1,4 @@
-"""Random prompts by vLLM's rule: lengths from a range, tokens as a run through the vocabulary."""
+"""Random prompts as in vLLM: lengths from a range, tokens as consecutive vocabulary ids."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def random_workload(
     range_ratio: float = 0.0,
     seed: int = 0,
 ) -> Workload:
-    """`num_prompts` prompts of random length around `input_len`, behind a common random prefix.
+    """`num_prompts` prompts of random length around `input_len`, after a common random prefix.
 
     Prompt i is `(offset_i + i + 0, 1, 2 …)` modulo the vocabulary without its special tokens, as in
     vLLM; the ids go to the engine as they are, so that the length is exact.
 
     Raises:
-        BadInput: a length or ratio that makes no sense, or that the model's context cannot hold.
+        BadInput: an invalid length or ratio, or one that exceeds the model's context.
     """
     if not 0 <= range_ratio < 1:
         raise BadInput(f"--random-range-ratio is {range_ratio}: it must be at least 0 and below 1")

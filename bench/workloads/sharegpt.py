@@ -1,9 +1,9 @@
-"""ShareGPT conversations, with the filter that every serving benchmark applies to them.
+"""ShareGPT conversations, with the usual filter of serving benchmarks.
 
 The rules are those of vLLM's `benchmark_serving` and its descendants: an entry needs two turns, the
-first is the prompt and the second gives the output length (the role is not looked at), both are
+first is the prompt and the second gives the output length (roles are ignored), both are
 tokenized with the tokenizer's special tokens, and pairs that are too short or too long are dropped.
-Another tokenizer therefore keeps other prompts: the hash of the workload tells the two apart.
+Another tokenizer therefore selects other prompts, which the hash of the workload shows.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def sharegpt_workload(
 ) -> Workload:
     """`num_prompts` requests from a ShareGPT file, or from the bundled stand-in when `path` is None.
 
-    A pair that this model's context cannot hold is dropped too, and counted in the notes.
+    Pairs that exceed the model's context are dropped too, and counted in the notes.
 
     Raises:
-        BadInput: the file is unusable, or the filter leaves nothing.
+        BadInput: the file is unusable, or the filter leaves no prompt.
     """
     entries = load_conversations(path or STAND_IN)
     if shuffle:

@@ -1,4 +1,4 @@
-"""Prompts out of lines of verse: real text of a chosen length, behind a common beginning."""
+"""Sonnet workload: prompts of a fixed length from lines of verse, with a common prefix."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def sonnet_workload(
     """`num_prompts` prompts of exactly `input_len` tokens of Shakespeare's sonnets.
 
     The first `prefix_len` tokens are the collection's first lines, the same in every prompt; lines
-    drawn at random with replacement follow. vLLM's data set of this name works so too, with more
-    verse and with lengths that are only near the ones asked for.
+    drawn at random with replacement follow. vLLM's data set of this name works alike, with more
+    text and with only approximate lengths.
 
     Raises:
-        BadInput: lengths that were asked for and that the model's context cannot hold.
+        BadInput: explicit lengths that exceed the model's context.
     """
-    # The prefix lies inside the input: what is fitted to the context is the part behind it.
+    # The prefix is part of the input: the part after it is fitted to the context.
     behind = None
     if input_len is not None:
         prefix_len = min(PREFIX_LEN, input_len // 2) if prefix_len is None else prefix_len

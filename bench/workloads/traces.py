@@ -1,4 +1,4 @@
-"""Recorded traffic, replayed: when requests came, how long they were, and what they had in common.
+"""Trace replay: arrival times, lengths and shared prefix blocks of recorded traffic.
 
 Three public formats. Azure's LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens),
 BurstGPT (CSV: Timestamp in seconds, Request tokens, Response tokens) and Mooncake (JSON lines:
@@ -27,9 +27,9 @@ from .workload import Tokenizer, Workload, WorkloadItem
 
 BLOCK_TOKENS = 512
 BUNDLED = {"azure": DATA / "azure_conversations.csv", "mooncake": DATA / "mooncake.jsonl"}
-# One giant request must not shrink all others to nothing.
+# A quantile, so that one huge request does not scale all others to nothing.
 SHARE_TO_FIT = 0.9
-# A cut leaves Mooncake's prompts equal: what tells them apart is at their end.
+# Clipping would make Mooncake's prompts equal: they differ at their ends.
 LENGTH_RULES = {"azure": "clip", "burstgpt": "clip", "mooncake": "scale"}
 
 
@@ -55,20 +55,20 @@ def trace_workload(
     lengths: str | None = None,
     seed: int = 0,
 ) -> Workload:
-    """`num_prompts` requests of a trace, due when they came: the first at 0, gaps divided by `speed`.
+    """`num_prompts` requests of a trace at their recorded times: the first at 0, gaps divided by `speed`.
 
     Args:
         kind: `azure`, `burstgpt` or `mooncake`.
         path: the trace; None is the bundled slice of Azure's or Mooncake's.
         start_seconds: begin that long after the trace's first request.
-        lengths: what happens to requests that the context cannot hold. `clip` cuts the output to
+        lengths: how requests longer than the context are fitted. `clip` cuts the output to
             half the context at most and then the prompt to the rest; `scale` multiplies all lengths
             (and Mooncake's blocks) by one factor under which nine requests in ten fit, and cuts
-            the others. Whatever was done is counted in the notes. Default: `clip`, for Mooncake
+            the others. The changes are counted in the notes. Default: `clip`, for Mooncake
             `scale`.
 
     Raises:
-        BadInput: no such file, a line that is not of this format (with its number), nothing left.
+        BadInput: no such file, a malformed line (with its number), or no request left.
     """
     if path is None and kind not in BUNDLED:
         raise BadInput(f"--dataset {kind} needs --dataset-path: no slice of it is bundled")
@@ -137,7 +137,7 @@ def block_tokens(allowed: np.ndarray, seed: int, blocks: tuple[int, ...], length
     """`length` tokens for every block, the same ones for the same id and seed."""
     tokens: list[int] = []
     for name in blocks:
-        # Ids of requests without blocks are negative, and a seed must not be.
+        # Requests without blocks have negative ids, but a seed must not be negative.
         rng = np.random.default_rng([seed, abs(name), int(name < 0)])
         tokens += allowed[rng.integers(0, len(allowed), size=length)].tolist()
     return tokens
@@ -147,7 +147,7 @@ def read_trace(kind: str, path: Path) -> list[TraceRow]:
     """Every request of a trace file, in the order of its times.
 
     Raises:
-        BadInput: no such file, or a line that is not of this format, with its number.
+        BadInput: no such file, or a malformed line (with its number).
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -164,7 +164,7 @@ def read_trace(kind: str, path: Path) -> list[TraceRow]:
 def _azure(lines: Any, path: Path) -> Iterator[TraceRow]:
     first: datetime | None = None
     for where, row in _csv_rows(lines, path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
-        # Seven decimals of a second: one more than datetime holds.
+        # Seven decimals of a second: one more than datetime supports.
         whole, _, fraction = row["TIMESTAMP"].partition("+")[0].partition(".")
         try:
             moment = datetime.fromisoformat(whole)

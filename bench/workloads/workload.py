@@ -1,4 +1,4 @@
-"""What a run sends: requests with fixed token ids, lengths and arrival times, and a hash of them all."""
+"""Workload: requests with fixed token ids, lengths and arrival times, and their hash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...quant.base.errors import BadInput
 
 
 class Tokenizer(Protocol):
-    """The little of a tokenizer that a workload needs."""
+    """The tokenizer interface needed by workloads."""
 
     @property
     def all_special_ids(self) -> Sequence[int]: ...
@@ -39,11 +39,11 @@ class Workload:
 
     Attributes:
         name: the kind of data set, such as `sharegpt` or `random`.
-        source: where it came from, as a person would say it.
+        source: description of its origin, for reports.
         items: the requests.
-        notes: what a reader of the numbers must know, such as how many prompts were left out.
+        notes: caveats for reports, such as how many prompts were left out.
         is_stand_in: the prompts are the bundled ones and not the data set of that name.
-        is_timed: the arrival times are the data's own, so that no rate is drawn for them.
+        is_timed: the arrival times come from the data, and none are sampled at a rate.
     """
 
     name: str
@@ -99,13 +99,13 @@ def fit_lengths(
     max_model_len: int,
     flags: str,
 ) -> tuple[dict[str, int], list[str]]:
-    """Lengths (in tokens) that together fit the context, and a note if a default had to give way.
+    """Lengths (in tokens) that together fit the context, and a note if a default was reduced.
 
-    `asked` has None where nobody asked: there the default stands, or shrinks in proportion when the
-    context is too small for it. `flags` is how the options of these lengths begin.
+    `asked` has None for options that are not set: there the default applies, reduced in proportion when
+    the context is too small. `flags` is the common prefix of the options.
 
     Raises:
-        BadInput: a length below 1 (a prefix may be 0), or what was asked for does not fit.
+        BadInput: a length below 1 (a prefix may be 0), or explicit lengths that do not fit.
     """
     fixed = {name: length for name, length in asked.items() if length is not None}
     for name, length in fixed.items():

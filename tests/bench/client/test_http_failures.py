@@ -161,12 +161,12 @@ def test_good_answers(server: Server, fleet: Fleet, script: str) -> None:
     [
         ("500", "HTTP 500: out of memory"),
         ("500-in-stream", "the server says: out of memory"),
-        ("hang", "no whole answer within 0.3 s: not even its headers came"),
-        ("hang-in-stream", "no whole answer within 0.3 s: it stopped after"),
-        ("closed-early", "closed before an answer came"),
-        ("closed-in-stream", "the connection ended in mid-answer, stopped after"),
+        ("hang", "no complete response within 0.3 s: no headers received"),
+        ("hang-in-stream", "no complete response within 0.3 s: it stopped after"),
+        ("closed-early", "closed before a response"),
+        ("closed-in-stream", "the connection ended within the response, stopped after"),
         ("no-json", "an event is not JSON: {oops"),
-        ("no-http", "not an HTTP answer: it begins with b'SSH-2.0"),
+        ("no-http", "not an HTTP response: it begins with b'SSH-2.0"),
     ],
 )
 def test_failures_in_words(server: Server, fleet: Fleet, script: str, said: str) -> None:

@@ -129,7 +129,7 @@ def test_the_reason_in_words() -> None:
     # 600,000 bytes at 1e9 bytes a second are 0.6 ms of a step of 2 ms.
     said = reason_in_words(base, slower) or ""
     assert "take 0.600 ms to read" in said and "30.0 % of the base's decode step of 2.00 ms" in said
-    assert "1.00 ms longer; most of it is kernels (+1.00 ms): unpacking the codes" in said
+    assert "1.00 ms longer; most of it is kernels (+1.00 ms): dequantization" in said
     assert "0.60 ms shorter; most of it is kernels (-0.60 ms)." in (
         reason_in_words(base, faster) or ""
     )
