@@ -78,17 +78,17 @@ class Address:
         netloc = host if port is None else f"{host}:{port}"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         path = endpoint or PATHS[BACKENDS[backend]]
-        given = {"Host": netloc, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+        fields = {"Host": netloc, "Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
-            given["Authorization"] = f"Bearer {api_key}"
-        given |= headers or {}
-        for name, value in given.items():
+            fields["Authorization"] = f"Bearer {api_key}"
+        fields |= headers or {}
+        for name, value in fields.items():
             if not name.isascii() or any(c in name + value for c in "\r\n\0") or not name.strip():
                 raise BadInput(f"--header {name!r}: write one line of NAME=VALUE")
         return cls(
             f"{parts.scheme}://{netloc}{prefix}",
             prefix + "/" + path.lstrip("/"),
-            tuple(given.items()),
+            tuple(fields.items()),
             verify_tls,
         )
 

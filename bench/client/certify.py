@@ -70,7 +70,7 @@ def measure_client(
     with known_server(TTFT_MS, ITL_MS) as port:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         endpoint = Endpoint("127.0.0.1", port, head, timeout=60.0)
-        one = fleet.run(
+        fleet_pass = fleet.run(
             endpoint,
             requests,
             streams,
@@ -78,9 +78,9 @@ def measure_client(
             progress=progress,
             description=f"client check, {streams} streams",
         )
-    if one.interrupted:
+    if fleet_pass.interrupted:
         raise KeyboardInterrupt
-    return client_error(one, streams, num_workers)
+    return client_error(fleet_pass, streams, num_workers)
 
 
 def check_client(
@@ -99,19 +99,19 @@ def check_client(
         errors.append(error)
     environment = describe("cpu")
     wanted = ("machine", "load_average", "system", "python", "command", "commit")
-    found = {
+    record = {
         "server": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS, "tokens_per_stream": TOKENS},
         "formulas": {key: FORMULAS[key] for key in FORMULAS if key != "certified"},
         "client_burden_ms": burden * 1000,
         "environment": {key: environment[key] for key in wanted},
         "errors": [error.as_dict() for error in errors],
     }
-    return found, errors
+    return record, errors
 
 
-def client_error(one: FleetPass, streams: int, num_workers: int) -> ClientError:
+def client_error(fleet_pass: FleetPass, streams: int, num_workers: int) -> ClientError:
     """The client's errors in one pass against the known-latency server."""
-    done = [exchange for exchange in one.exchanges if not exchange.answer.error]
+    done = [exchange for exchange in fleet_pass.exchanges if not exchange.answer.error]
     first, gaps, late = [], [], []
     for exchange in done:
         times, (received, *written) = exchange.answer.times, exchange.answer.server_times
@@ -124,12 +124,12 @@ def client_error(one: FleetPass, streams: int, num_workers: int) -> ClientError:
     return ClientError(
         streams,
         num_workers,
-        len(one.exchanges),
-        len(one.exchanges) - len(done),
+        len(fleet_pass.exchanges),
+        len(fleet_pass.exchanges) - len(done),
         _summary(first),
         _summary(gaps),
         _summary(late),
-        one.lag_ms,
+        fleet_pass.lag_ms,
     )
 
 
@@ -165,17 +165,17 @@ def judge(
         return ["the client was not checked (--no-check-client)"]
     if error.failed:
         return [f"{error.failed} of {error.requests} requests to the known-latency server failed"]
-    found = []
-    for name, own, metric in (
+    reasons = []
+    for name, error_ms, metric in (
         ("TTFT error", error.client_ttft_error_ms["median"], "ttft"),
         ("ITL error", error.client_itl_error_ms["median"], "itl"),
         ("event loop lag", loop_lag_ms, "ttft"),
         ("lateness of sending", send_lag_ms, "e2el"),
     ):
         measured = metrics[metric]["median"]
-        if own is not None and measured and own > MAX_SHARE * measured:
-            found.append(
-                f"the client's {name} is {own:.2f} ms, {own / measured:.0%} of the median {metric.upper()} "
-                f"of {measured:.2f} ms (limit {MAX_SHARE:.0%})"
+        if error_ms is not None and measured and error_ms > MAX_SHARE * measured:
+            reasons.append(
+                f"the client's {name} is {error_ms:.2f} ms, {error_ms / measured:.0%} of the median "
+                f"{metric.upper()} of {measured:.2f} ms (limit {MAX_SHARE:.0%})"
             )
-    return found
+    return reasons

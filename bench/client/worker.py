@@ -232,7 +232,9 @@ def _progress(response: Response) -> str:
 
 def _connection_error(error: OSError, response: Response) -> str:
     if response.is_head_whole:
-        return f"the connection ended within the response, {_progress(response).removeprefix('it ')}"
+        return (
+            f"the connection ended within the response, {_progress(response).removeprefix('it ')}"
+        )
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, ConnectionError):

@@ -76,18 +76,18 @@ def compare(
 ) -> Comparison:
     """Judge `new` against `base` by `limits`; by default, by four speed metrics, none of which may get
     worse by `threshold` (0.05: 5 %)."""
-    found = Comparison(Outcome.NO_VERDICT, (), base.name, new.name, threshold)
+    comparison = Comparison(Outcome.NO_VERDICT, (), base.name, new.name, threshold)
     blocking = incomparable(base.result, new.result)
     notes = remarks(base.result, new.result)
     if blocking:
-        return replace(found, reasons=tuple(blocking), notes=notes)
+        return replace(comparison, reasons=tuple(blocking), notes=notes)
     quality, quality_faults, quality_gaps = judge_quality(
         base.result, new.result, gate or QualityGate()
     )
     memory = memory_changes(base.result, new.result)
-    found = replace(found, quality=quality, memory=memory, notes=notes)
+    comparison = replace(comparison, quality=quality, memory=memory, notes=notes)
     if failures := failed_more(base.result, new.result):
-        return replace(found, outcome=Outcome.REGRESSION, reasons=(failures,))
+        return replace(comparison, outcome=Outcome.REGRESSION, reasons=(failures,))
     chosen = tuple(limits) or speed_limits(threshold)
     speeds = [limit for limit in chosen if isinstance(limit.quantity, Measured)]
     checks = tuple(
@@ -95,8 +95,12 @@ def compare(
         for limit in chosen
         if not isinstance(limit.quantity, Measured)
     )
-    broken = [one.reason for one in checks if one.outcome is Outcome.REGRESSION] + quality_faults
-    unclear = [one.reason for one in checks if one.outcome is Outcome.NO_VERDICT] + quality_gaps
+    broken = [
+        check_result.reason for check_result in checks if check_result.outcome is Outcome.REGRESSION
+    ] + quality_faults
+    unclear = [
+        check_result.reason for check_result in checks if check_result.outcome is Outcome.NO_VERDICT
+    ] + quality_gaps
     deltas: list[Delta] = []
     reason = disturbed(base.result, new.result) if speeds else None
     if reason:
@@ -112,50 +116,56 @@ def compare(
                 unclear.append(f"{limit.quantity.label} has a limit but no value in both runs")
     regressions = [d.reason for d in deltas if d.outcome is Outcome.REGRESSION] + broken
     unclear = [d.reason for d in deltas if d.outcome is Outcome.NO_VERDICT] + unclear
-    found = replace(found, deltas=tuple(deltas), checks=checks)
+    comparison = replace(comparison, deltas=tuple(deltas), checks=checks)
     if regressions:
-        return replace(found, outcome=Outcome.REGRESSION, reasons=tuple(regressions))
+        return replace(comparison, outcome=Outcome.REGRESSION, reasons=tuple(regressions))
     if unclear or not (deltas or checks):
         reasons = tuple(unclear) or ("no metric has values in both runs",)
-        return replace(found, outcome=Outcome.NO_VERDICT, reasons=reasons)
+        return replace(comparison, outcome=Outcome.NO_VERDICT, reasons=reasons)
     if limits:
         said = f"all {len(chosen)} limits are kept" if len(chosen) > 1 else "the limit is kept"
     elif base.result["llmopt"]["run_id"] == new.result["llmopt"]["run_id"]:
         said = "both are the same run"
     else:
         said = f"no metric is more than {threshold:.1%} worse, and a change of that size would show"
-    return replace(found, outcome=Outcome.PASS, reasons=(said,))
+    return replace(comparison, outcome=Outcome.PASS, reasons=(said,))
 
 
 def incomparable(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Why these two runs did not do the same work under the same conditions; empty if they did."""
-    ours, theirs = base["llmopt"]["identity"], new["llmopt"]["identity"]
-    found = []
+    base_identity, new_identity = base["llmopt"]["identity"], new["llmopt"]["identity"]
+    reasons = []
     for key, words in IDENTITY_KEYS.items():
-        if ours[key] == theirs[key]:
+        if base_identity[key] == new_identity[key]:
             continue
-        if isinstance(ours[key], Mapping):
-            names = [k for k in ours[key] if ours[key].get(k) != theirs[key].get(k)]
-            detail = ", ".join(f"{k}: {ours[key].get(k)} and {theirs[key].get(k)}" for k in names)
+        if isinstance(base_identity[key], Mapping):
+            names = [
+                k
+                for k in base_identity[key]
+                if base_identity[key].get(k) != new_identity[key].get(k)
+            ]
+            detail = ", ".join(
+                f"{k}: {base_identity[key].get(k)} and {new_identity[key].get(k)}" for k in names
+            )
         else:
-            detail = f"{str(ours[key])[:40]} and {str(theirs[key])[:40]}"
-        found.append(f"{words} ({detail})")
-    return found
+            detail = f"{str(base_identity[key])[:40]} and {str(new_identity[key])[:40]}"
+        reasons.append(f"{words} ({detail})")
+    return reasons
 
 
 def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
     """Intended differences, which do not block a comparison."""
-    found = []
+    notes = []
     for key, words in INFORMATIVE_KEYS.items():
         a, b = (side["llmopt"]["identity"][key] for side in (base, new))
         if a != b:
-            found.append(f"{words}: {a or 'none'} against {b or 'none'}")
+            notes.append(f"{words}: {a or 'none'} against {b or 'none'}")
     for side, result in (("base", base), ("new", new)):
         if result["llmopt"]["slowdown"] != 1.0:
-            ours = result["llmopt"]
-            where = "its sampler" if ours.get("slowdown_where") == "sampler" else "it"
-            found.append(f"{side}: {where} was slowed {ours['slowdown']:g} times on purpose")
-    return tuple(found)
+            record = result["llmopt"]
+            where = "its sampler" if record.get("slowdown_where") == "sampler" else "it"
+            notes.append(f"{side}: {where} was slowed {record['slowdown']:g} times on purpose")
+    return tuple(notes)
 
 
 def failed_more(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
@@ -191,28 +201,31 @@ def judge_quality(
     base: Mapping[str, Any], new: Mapping[str, Any], gate: QualityGate
 ) -> tuple[dict[str, Any], list[str], list[str]]:
     """(changes, violated limits, limits that cannot be checked)."""
-    ours, theirs = base["llmopt"]["quality"], new["llmopt"]["quality"]
+    base_quality, new_quality = base["llmopt"]["quality"], new["llmopt"]["quality"]
     asked = [v for v in asdict(gate).values() if v is not None]
-    if not theirs:
+    if not new_quality:
         return (
             {},
             [],
             ["a quality limit was given, but the new run has no quality"] if asked else [],
         )
-    found: dict[str, Any] = {
-        "perplexity": [ours["perplexity"] if ours else None, theirs["perplexity"]],
+    changes: dict[str, Any] = {
+        "perplexity": [
+            base_quality["perplexity"] if base_quality else None,
+            new_quality["perplexity"],
+        ],
         "perplexity_change": None,
-        "kl_nats": theirs["kl_nats"],
-        "top1_agreement": theirs["top1_agreement"],
-        "reference": theirs["reference"],
+        "kl_nats": new_quality["kl_nats"],
+        "top1_agreement": new_quality["top1_agreement"],
+        "reference": new_quality["reference"],
     }
-    if ours and ours["token_sha256"] == theirs["token_sha256"]:
-        found["perplexity_change"] = theirs["perplexity"] / ours["perplexity"] - 1
+    if base_quality and base_quality["token_sha256"] == new_quality["token_sha256"]:
+        changes["perplexity_change"] = new_quality["perplexity"] / base_quality["perplexity"] - 1
     broken, gaps = [], []
     for name, limit, value, sign in (
-        ("perplexity change", gate.max_perplexity_increase, found["perplexity_change"], 1),
-        ("KL divergence", gate.max_kl, found["kl_nats"], 1),
-        ("top-1 agreement", gate.min_top1, found["top1_agreement"], -1),
+        ("perplexity change", gate.max_perplexity_increase, changes["perplexity_change"], 1),
+        ("KL divergence", gate.max_kl, changes["kl_nats"], 1),
+        ("top-1 agreement", gate.min_top1, changes["top1_agreement"], -1),
     ):
         if limit is None:
             continue
@@ -223,14 +236,18 @@ def judge_quality(
         elif sign * value > sign * limit:
             side = "above" if sign > 0 else "below"
             broken.append(f"{name} is {value:.4g}, {side} the limit of {limit:.4g}")
-    return found, broken, gaps
+    return changes, broken, gaps
 
 
 def memory_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """{memory key: [base bytes, new bytes]}."""
-    ours, theirs = base["llmopt"]["memory"], new["llmopt"]["memory"]
-    both = ours.keys() & theirs.keys()
-    return {key: [ours[key], theirs[key]] for key in ours if key in both and key.endswith("_bytes")}
+    base_memory, new_memory = base["llmopt"]["memory"], new["llmopt"]["memory"]
+    both = base_memory.keys() & new_memory.keys()
+    return {
+        key: [base_memory[key], new_memory[key]]
+        for key in base_memory
+        if key in both and key.endswith("_bytes")
+    }
 
 
 def parse_share(text: str) -> float:

@@ -137,15 +137,15 @@ ALIASES = {
 
 def measured() -> dict[str, Measured]:
     """Every quantity with a value in each pass, by its key in the result."""
-    found = {key: Measured(key, label, unit) for key, (label, unit) in RATES.items()}
+    metrics = {key: Measured(key, label, unit) for key, (label, unit) in RATES.items()}
     for metric, name in SHORT.items():
         for statistic in STATISTICS:
             key = f"{statistic}_{metric}_ms"
             # Inter-token gaps are pooled over requests: there is no per-request value.
             column = None if metric == "itl" or statistic == "std" else f"{metric}_ms"
             label = f"{statistic.capitalize()} {name}"
-            found[key] = Measured(key, label, "ms", column, statistic)
-    return found
+            metrics[key] = Measured(key, label, "ms", column, statistic)
+    return metrics
 
 
 MEASURED = measured()
@@ -158,8 +158,8 @@ def quantity(name: str) -> Quantity:
         BadInput: there is none; the message suggests similar names.
     """
     name = ALIASES.get(name, name)
-    if found := MEASURED.get(name) or COUNTED.get(name):
-        return found
+    if match := MEASURED.get(name) or COUNTED.get(name):
+        return match
     known = [*MEASURED, *COUNTED, *ALIASES]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(COUNTED)},"
@@ -176,22 +176,22 @@ def parse_gate(text: str) -> tuple[Limit, ...]:
     Raises:
         BadInput: a syntax error, an unknown name, the same limit twice, or no limit.
     """
-    found: list[Limit] = []
+    limits: list[Limit] = []
     rest = text.strip(" ,")
     while rest:
         match = WORD.match(rest)
         if match is None or rest[match.end() :][:1] not in ("", " ", ",", "\t", "\n"):
             raise BadInput(f"gate: cannot read {rest.split()[0]!r}: write limits such as {EXAMPLE}")
         name, sign, value, percent = match.groups()
-        found.append(_limit(name, sign, value, bool(percent)))
+        limits.append(_limit(name, sign, value, bool(percent)))
         rest = rest[match.end() :].lstrip(" ,\t\n")
-    if not found:
+    if not limits:
         raise BadInput(f"gate: no limit given: write limits such as {EXAMPLE}")
-    seen = [(one.quantity.key, one.at_most, one.relative) for one in found]
+    seen = [(limit.quantity.key, limit.at_most, limit.relative) for limit in limits]
     if len(set(seen)) < len(seen):
         twice = next(key for key, *_ in seen if [s[0] for s in seen].count(key) > 1)
         raise BadInput(f"gate: {twice} has the same kind of limit twice")
-    return tuple(found)
+    return tuple(limits)
 
 
 def _limit(name: str, sign: str, value: str, percent: bool) -> Limit:

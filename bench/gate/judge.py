@@ -199,7 +199,9 @@ def busy_words(base: RunData, new: RunData) -> str | None:
         return None
     loads = {side: other_load(data) for side, data in (("base", base), ("new", new))}
     busy = [
-        f"{load:.0%} of the CPUs during the {side} run" for side, load in loads.items() if load > BUSY
+        f"{load:.0%} of the CPUs during the {side} run"
+        for side, load in loads.items()
+        if load > BUSY
     ]
     if not busy:
         return None

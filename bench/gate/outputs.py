@@ -41,8 +41,8 @@ def junit(comparison: Comparison) -> str:
             ElementTree.SubElement(case, "system-out").text = clean(reason)
         else:
             kind = "failure" if outcome is Outcome.REGRESSION else "error"
-            found = ElementTree.SubElement(case, kind, message=clean(reason), type=outcome.value)
-            found.text = clean(reason)
+            element = ElementTree.SubElement(case, kind, message=clean(reason), type=outcome.value)
+            element.text = clean(reason)
     suites = ElementTree.Element("testsuites")
     suites.append(suite)
     ElementTree.indent(suites)
@@ -61,7 +61,7 @@ def benchmark_entries(
     """{`smaller` or `bigger`: entries} in the list form of github-action-benchmark's
     customSmallerIsBetter and customBiggerIsBetter; `range` is the spread over the passes."""
     extra = f"{comparison.outcome.value}: {'; '.join(comparison.reasons)}" if comparison else ""
-    found: dict[str, list[dict[str, Any]]] = {"smaller": [], "bigger": []}
+    entries: dict[str, list[dict[str, Any]]] = {"smaller": [], "bigger": []}
     for kind, keys in DASHBOARD.items():
         for key in keys:
             values = data.values(key)
@@ -69,7 +69,7 @@ def benchmark_entries(
                 continue
             mean = sum(values) / len(values)
             half = (max(values) - min(values)) / 2
-            found[kind].append(
+            entries[kind].append(
                 {
                     "name": f"{data.name}: {MEASURED[key].label}",
                     "unit": MEASURED[key].unit,
@@ -82,7 +82,7 @@ def benchmark_entries(
     for key, label in (("weight_bytes", "Weights held"), ("peak_resident_bytes", "Peak resident")):
         if (value := ours["memory"][key]) is not None:
             entry = {"name": f"{data.name}: {label}", "unit": "bytes", "value": value}
-            found["smaller"].append({**entry, "extra": extra})
+            entries["smaller"].append({**entry, "extra": extra})
     quality = ours["quality"] or {}
     for key, label, unit in (
         ("perplexity", "Perplexity", "per token"),
@@ -90,8 +90,8 @@ def benchmark_entries(
     ):
         if (value := quality.get(key)) is not None:
             entry = {"name": f"{data.name}: {label}", "unit": unit, "value": value}
-            found["smaller"].append({**entry, "extra": extra})
-    return found
+            entries["smaller"].append({**entry, "extra": extra})
+    return entries
 
 
 def write_junit(path: Path, comparison: Comparison) -> None:

@@ -55,7 +55,7 @@ def as_run(number: int, rows: Sequence[dict[str, Any]], factor: float = 1.0) -> 
     for name in dict.fromkeys(row["pass"] for row in rows):
         of_pass = [row for row in rows if row["pass"] == name]
         tokens = sum(row["output_len"] for row in of_pass)
-        one = {
+        figures = {
             "output_throughput": tokens / (of_pass[0]["duration_s"] * factor),
             "other_load": of_pass[0]["other_load"],
         }
@@ -63,9 +63,9 @@ def as_run(number: int, rows: Sequence[dict[str, Any]], factor: float = 1.0) -> 
             values = [row[column] for row in of_pass if row[column] is not None]
             for statistic in STATISTICS:
                 reduce = {"median": np.median, "mean": np.mean}.get(statistic)
-                found = reduce(values) if reduce else np.percentile(values, int(statistic[1:]))
-                one[f"{statistic}_{column}"] = float(found)
-        runs.append(one)
+                value = reduce(values) if reduce else np.percentile(values, int(statistic[1:]))
+                figures[f"{statistic}_{column}"] = float(value)
+        runs.append(figures)
     identity = {
         "workload_sha256": "recorded",
         "load": {},
@@ -77,7 +77,7 @@ def as_run(number: int, rows: Sequence[dict[str, Any]], factor: float = 1.0) -> 
         "quantization": None,
         "dtype": "bfloat16",
     }
-    ours = {
+    record = {
         "run_id": f"{number} at {factor}",
         "arms": None,
         "name": f"start {number}",
@@ -92,7 +92,7 @@ def as_run(number: int, rows: Sequence[dict[str, Any]], factor: float = 1.0) -> 
         "failed": 0,
         "completed": len(rows),
         "total_output_tokens": sum(row["output_len"] for row in rows),
-        "llmopt": ours,
+        "llmopt": record,
     }
     return RunData(result, {key: [row[key] for row in rows] for key in rows[0]})
 
@@ -126,8 +126,8 @@ def error_rates(
     for all pairs, for those on an idle machine, and for those with background load. `passes` limits the
     passes of each start to the first few."""
     if passes is not None:
-        starts = [passes_of(one, passes) for one in starts]
-    new = [slowed(one, factor) for one in starts]
+        starts = [passes_of(start, passes) for start in starts]
+    new = [slowed(start, factor) for start in starts]
     answers: dict[str, list[Outcome]] = {"all": [], "idle": [], "disturbed": []}
     for i, j in permutations(range(len(starts)), 2):
         outcome = compare(starts[i], new[j], threshold=threshold).outcome
@@ -138,12 +138,12 @@ def error_rates(
         Rates(
             kind,
             factor,
-            len(found),
+            len(outcomes),
             *(
-                found.count(outcome) / len(found)
+                outcomes.count(outcome) / len(outcomes)
                 for outcome in (Outcome.REGRESSION, Outcome.NO_VERDICT, Outcome.PASS)
             ),
         )
-        for kind, found in answers.items()
-        if found
+        for kind, outcomes in answers.items()
+        if outcomes
     ]

@@ -87,27 +87,27 @@ def mean_split(steps: Sequence[StepTrace]) -> dict[str, Any]:
 def split_table(results: Mapping[str, Mapping[str, Any]]) -> Table | None:
     """Phase times of one or several runs, where known."""
     splits = {
-        name: found for name, r in results.items() if (found := r["llmopt"].get("step_split"))
+        name: split for name, r in results.items() if (split := r["llmopt"].get("step_split"))
     }
     if not splits:
         return None
     rows = [
-        [part, *(number(one["parts_ms"].get(part, 0.0)) for one in splits.values()), words]
+        [part, *(number(split["parts_ms"].get(part, 0.0)) for split in splits.values()), words]
         for part, words in (PARTS | DRAFTING).items()
-        if any(part in one["parts_ms"] for one in splits.values())
+        if any(part in split["parts_ms"] for split in splits.values())
     ]
-    rows.append(["whole step", *(number(one["step_ms"]) for one in splits.values()), ""])
+    rows.append(["whole step", *(number(split["step_ms"]) for split in splits.values()), ""])
     return Table(["ms of a decode step", *splits, ""], rows, caption=f"{FORMULA}.")
 
 
 def split_sentence(result: Mapping[str, Any]) -> str | None:
     """The largest phase of a step, and whether the forward pass is replayed from a graph."""
-    if not (found := result["llmopt"].get("step_split")):
+    if not (split := result["llmopt"].get("step_split")):
         return None
-    part, spent = max(found["parts_ms"].items(), key=lambda pair: pair[1])
+    part, spent = max(split["parts_ms"].items(), key=lambda pair: pair[1])
     return (
-        f"Of the {number(found['step_ms'])} ms of a decode step {percent(spent / found['step_ms'], 0)} go to "
-        f"{part} ({(PARTS | DRAFTING)[part]}).{_replayed(found)}"
+        f"Of the {number(split['step_ms'])} ms of a decode step {percent(spent / split['step_ms'], 0)} go to "
+        f"{part} ({(PARTS | DRAFTING)[part]}).{_replayed(split)}"
     )
 
 
@@ -139,7 +139,7 @@ def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
     # The phase with the largest change in the direction of the total.
     part = (min if change < 0 else max)(moves, key=lambda name: moves[name])
     share = "most" if abs(moves[part]) >= abs(change) / 2 else "the largest part"
-    said = (
+    sentence = (
         f"The bytes saved take {number(saved, 3)} ms to read at the measured bandwidth, "
         f"{percent(saved / before['step_ms'])} of the base's decode step of "
         f"{number(before['step_ms'])} ms: more than that smaller weights alone cannot save. "
@@ -148,6 +148,6 @@ def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
     )
     if change >= 0 and part == "kernels":
         if before.get("replayed_steps") and not after.get("replayed_steps", True):
-            return f"{said}: the base's forward pass is replayed from captured graphs, this one is eager."
-        return f"{said}: dequantization costs more than the saved bytes gain."
-    return f"{said}."
+            return f"{sentence}: the base's forward pass is replayed from captured graphs, this one is eager."
+        return f"{sentence}: dequantization costs more than the saved bytes gain."
+    return f"{sentence}."

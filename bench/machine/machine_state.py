@@ -36,13 +36,13 @@ def cpu_clocks(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[float] | None:
 
 def governors(sys: Path = SYS) -> str | None:
     """The frequency governors in use."""
-    found = set()
+    names = set()
     for path in sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor"):
         try:
-            found.add(path.read_text().strip())
+            names.add(path.read_text().strip())
         except OSError:
             return None
-    return ", ".join(sorted(found)) or None
+    return ", ".join(sorted(names)) or None
 
 
 def temperatures(sys: Path = SYS) -> float | None:

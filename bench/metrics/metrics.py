@@ -66,14 +66,14 @@ def summary(values_ms: np.ndarray, percentiles: Sequence[float]) -> dict[str, fl
     """`mean`, `median`, `std` and `p{P}` of a sample; all None when it is empty."""
     if len(values_ms) == 0:
         return dict.fromkeys(["mean", "median", "std", *map(percentile_word, percentiles)])
-    found: dict[str, float | None] = {
+    figures: dict[str, float | None] = {
         "mean": float(np.mean(values_ms)),
         "median": float(np.median(values_ms)),
         "std": float(np.std(values_ms)),
     }
     for percentile in percentiles:
-        found[percentile_word(percentile)] = float(np.percentile(values_ms, percentile))
-    return found
+        figures[percentile_word(percentile)] = float(np.percentile(values_ms, percentile))
+    return figures
 
 
 def percentile_word(percentile: float) -> str:
@@ -98,17 +98,17 @@ def aggregate(
     Several passes are pooled: durations and counts are summed, latencies form one sample, and peaks
     are the largest of any pass.
     """
-    traces = [trace for one in passes for trace in one.traces]
+    traces = [trace for load_pass in passes for trace in load_pass.traces]
     done = [trace for trace in traces if trace.success]
-    duration = sum(one.duration for one in passes)
+    duration = sum(load_pass.duration for load_pass in passes)
     prompt_tokens = sum(trace.prompt_len for trace in done)
     output_tokens = sum(trace.output_len for trace in done)
-    peaks = [peaks_by_second(one.traces) for one in passes]
+    peaks = [peaks_by_second(load_pass.traces) for load_pass in passes]
 
     def per_second(count: float) -> float | None:
         return count / duration if duration > 0 else None
 
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "duration": duration,
         "completed": len(done),
         "failed": len(traces) - len(done),
@@ -124,8 +124,8 @@ def aggregate(
     }
     sampled = samples(traces)
     for metric in metrics:
-        found |= vllm_keys(summary(sampled[metric], percentiles), metric)
-    return found
+        figures |= vllm_keys(summary(sampled[metric], percentiles), metric)
+    return figures
 
 
 def count_good(done: Iterable[RequestTrace], limits_ms: Mapping[str, float]) -> int:

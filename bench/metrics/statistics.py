@@ -77,11 +77,13 @@ def bootstrap_interval(
     draws = rng.integers(0, len(groups), size=(resamples, len(groups)))
     if all(len(group) == 1 for group in groups):
         values = np.concatenate(groups)
-        found = statistic(values[draws], axis=-1)
+        estimates = statistic(values[draws], axis=-1)
     else:
-        found = [statistic(np.concatenate([groups[i] for i in draw]), axis=-1) for draw in draws]
+        estimates = [
+            statistic(np.concatenate([groups[i] for i in draw]), axis=-1) for draw in draws
+        ]
     tail = (1 - confidence) / 2 * 100
-    low, high = np.percentile(found, [tail, 100 - tail])
+    low, high = np.percentile(estimates, [tail, 100 - tail])
     return float(low), float(high)
 
 

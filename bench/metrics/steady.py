@@ -49,25 +49,25 @@ def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dic
     seconds = prompt_tokens = output_tokens = completed = 0.0
     windows: list[dict[str, Any]] = []
     started: list[RequestTrace] = []
-    for number, one in enumerate(passes):
-        found = window_of(one.traces, at_least)
-        if found is None:
+    for number, load_pass in enumerate(passes):
+        window = window_of(load_pass.traces, at_least)
+        if window is None:
             continue
-        start, end = found
-        done = [t for t in one.traces if t.success and start <= t.chunk_times[-1] <= end]
-        sent = [t for t in one.traces if start <= t.sent < end]
+        start, end = window
+        done = [t for t in load_pass.traces if t.success and start <= t.chunk_times[-1] <= end]
+        sent = [t for t in load_pass.traces if start <= t.sent < end]
         seconds += end - start
         completed += len(done)
         prompt_tokens += sum(t.prompt_len for t in done)
         output_tokens += sum(
             count
-            for t in one.traces
+            for t in load_pass.traces
             if t.success
             for time, count in zip(t.chunk_times, t.chunk_tokens, strict=True)
             if start <= time <= end
         )
         started += sent
-        short = end - start < max(SHORTEST_SECONDS, SHORTEST_SHARE * one.duration)
+        short = end - start < max(SHORTEST_SECONDS, SHORTEST_SHARE * load_pass.duration)
         windows.append(
             {
                 "run": number,
@@ -79,7 +79,7 @@ def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dic
                 "threshold_abs": at_least,
                 "requests_started_in_window": len(sent),
                 "requests_completed_in_window": len(done),
-                "requests_total": len(one.traces),
+                "requests_total": len(load_pass.traces),
                 "warning": "shorter than 10 s or a tenth of the pass" if short else None,
             }
         )

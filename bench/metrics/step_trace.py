@@ -22,17 +22,17 @@ CAPTION = (
 )
 
 
-def in_pass(steps: Sequence[StepTrace], one: LoadPass) -> list[StepTrace]:
+def in_pass(steps: Sequence[StepTrace], load_pass: LoadPass) -> list[StepTrace]:
     """The steps of a pass with their times from its start."""
-    if not steps or not one.steps:
+    if not steps or not load_pass.steps:
         return []
-    origin = steps[0].start - one.steps[0].start
+    origin = steps[0].start - load_pass.steps[0].start
     return [replace(step, start=step.start - origin) for step in steps]
 
 
 def step_trace_part(passes: Sequence[LoadPass], block_size: int) -> dict[str, Any] | None:
     """Totals over the steps of all passes; None without a step trace."""
-    steps = [step for one in passes for step in one.engine_steps]
+    steps = [step for load_pass in passes for step in load_pass.engine_steps]
     if not steps:
         return None
 
@@ -65,7 +65,9 @@ def write_steps(path: Path, passes: Sequence[LoadPass]) -> None:
     import pyarrow.parquet as pq
 
     rows = [
-        {"run": run, **asdict(step)} for run, one in enumerate(passes) for step in one.engine_steps
+        {"run": run, **asdict(step)}
+        for run, load_pass in enumerate(passes)
+        for step in load_pass.engine_steps
     ]
     for row in rows:
         del row["phases"]  # not recorded in measured passes
@@ -73,13 +75,13 @@ def write_steps(path: Path, passes: Sequence[LoadPass]) -> None:
         pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def steps_svg(one: LoadPass) -> str:
+def steps_svg(load_pass: LoadPass) -> str:
     """Tokens of prefill and decode over the time of a pass, and the KV blocks in use."""
-    steps = one.engine_steps
+    steps = load_pass.engine_steps
     starts = np.array([step.start for step in steps])
     spans = [s.schedule_seconds + s.execute_seconds + s.update_seconds for s in steps]
     ends = np.maximum.accumulate(starts + np.array(spans))
-    edges = np.linspace(0.0, max(one.duration, ends[-1]), NUM_BINS + 1)
+    edges = np.linspace(0.0, max(load_pass.duration, ends[-1]), NUM_BINS + 1)
     decode = _rate([s.decode_tokens for s in steps], starts, ends, edges)
     prefill = _rate([s.prefill_tokens for s in steps], starts, ends, edges)
     figure, (tokens, blocks) = canvas(

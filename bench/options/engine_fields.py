@@ -14,22 +14,22 @@ from ...engine.config.option import Option, options_of
 def model_of(config: type) -> type[BaseModel]:
     """A pydantic model with a field for each option of a config; values may also be text."""
     hints, options = get_type_hints(config), options_of(config)
-    found: dict[str, Any] = {}
-    for one in fields(config):
-        if one.name not in options:
+    definitions: dict[str, Any] = {}
+    for field in fields(config):
+        if field.name not in options:
             continue
-        known = options[one.name]
-        names = AliasChoices(one.name, *known.former_names)
+        known = options[field.name]
+        names = AliasChoices(field.name, *known.former_names)
         default: dict[str, Any] = (
-            {"default_factory": one.default_factory}
-            if one.default_factory is not MISSING
-            else {"default": one.default}
+            {"default_factory": field.default_factory}
+            if field.default_factory is not MISSING
+            else {"default": field.default}
         )
         kind = Annotated[
-            hints[one.name], BeforeValidator(known.value), AfterValidator(_within(known))
+            hints[field.name], BeforeValidator(known.value), AfterValidator(_within(known))
         ]
-        found[one.name] = (kind, Field(validation_alias=names, **default))
-    return create_model(f"{config.__name__}Fields", **found)
+        definitions[field.name] = (kind, Field(validation_alias=names, **default))
+    return create_model(f"{config.__name__}Fields", **definitions)
 
 
 def _within(known: Option) -> Callable[[Any], Any]:

@@ -86,7 +86,7 @@ class Page:
 
     def without_figures(self) -> Page:
         """The page without figures, for a standalone Markdown file."""
-        return replace(self, sections=[replace(one, figures=()) for one in self.sections])
+        return replace(self, sections=[replace(section, figures=()) for section in self.sections])
 
 
 @cache

@@ -42,10 +42,10 @@ def interval(bounds: tuple[float, float] | list[float] | None, digits: int = 2) 
 
 
 def bounds(
-    found: tuple[float | None, float | None] | list[float | None] | None, digits: int = 2
+    interval_: tuple[float | None, float | None] | list[float | None] | None, digits: int = 2
 ) -> str:
     """An interval of which a side may be open: `1.00 to unbounded`."""
-    if found is None:
+    if interval_ is None:
         return MISSING
-    low, high = (None if side is None else f"{side:,.{digits}f}" for side in found)
+    low, high = (None if side is None else f"{side:,.{digits}f}" for side in interval_)
     return "unbounded" if low is high is None else f"{low or 'unbounded'} to {high or 'unbounded'}"

@@ -61,8 +61,8 @@ def rolling_windows(tokens: Sequence[int], prefix: int, max_inputs: int) -> Iter
 
 def summed(scored: Iterable[TokenLogprobs | None]) -> tuple[float, bool]:
     """(sum of log-probabilities in nats, whether each token is the likeliest) of a continuation."""
-    kept = [one for one in scored if one is not None]
-    return math.fsum(one.logprob for one in kept), all(one.rank == 1 for one in kept)
+    kept = [token for token in scored if token is not None]
+    return math.fsum(token.logprob for token in kept), all(token.rank == 1 for token in kept)
 
 
 def generation_params(wanted: Mapping[str, Any], seed: int) -> SamplingParams:
@@ -187,14 +187,14 @@ class EngineScorer:
         short = [one for one in windows if len(one.inputs) + 2 <= longest]
         prompts = [([*one.inputs, one.targets[-1]], params) for one in short]
         answers = iter(self._complete(prompts, what))
-        found = []
+        sums = []
         for window in windows:
             if len(window.inputs) + 2 <= longest:
                 scored = next(answers)[1][-len(window.targets) :]
             else:
                 scored = self._score_full(window)
-            found.append(summed(scored))
-        return found
+            sums.append(summed(scored))
+        return sums
 
     def _score_full(self, window: Window) -> list[TokenLogprobs]:
         """Score a window that fills the context and leaves no position to generate."""

@@ -54,12 +54,12 @@ def prepare_tasks(words: Sequence[str]) -> TaskSet:
     manager = tasks.TaskManager(include_defaults=len(paths) < len(words))
     specs: list[str] = []
     for word in words:
-        found = [word] if word in paths else manager.match_tasks([word])
-        if not found:
+        names = [word] if word in paths else manager.match_tasks([word])
+        if not names:
             raise BadInput(
                 f"lm-eval {package.__version__} has no task {word!r}; see lm-eval ls tasks"
             )
-        specs += found
+        specs += names
     try:
         with redirect_stdout(sys.stderr):
             manager.load(specs)
@@ -74,13 +74,13 @@ def engine_model(scorer: EngineScorer) -> Any:
 
     class EngineModel(base):
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-            return scorer.loglikelihoods([one.args for one in requests])
+            return scorer.loglikelihoods([request.args for request in requests])
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-            return scorer.rolling_loglikelihoods([one.args[0] for one in requests])
+            return scorer.rolling_loglikelihoods([request.args[0] for request in requests])
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            return scorer.generate([one.args for one in requests])
+            return scorer.generate([request.args for request in requests])
 
     return EngineModel()
 
@@ -97,7 +97,7 @@ def run_tasks(
 
     A failing task does not lose the measurements before it: `error` then holds the reason.
     """
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "lm_eval_version": tasks.version,
         "protocol": PROTOCOL,
         "limit": limit,
@@ -115,8 +115,8 @@ def run_tasks(
                 log_samples=False,
             )
     except Exception as error:  # a task's own code and templates may raise anything
-        return found | {"error": f"{type(error).__name__}: {first_line(error)}"}
-    return found | {"metrics": metric_rows(outcome)}
+        return record | {"error": f"{type(error).__name__}: {first_line(error)}"}
+    return record | {"metrics": metric_rows(outcome)}
 
 
 def metric_rows(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -159,7 +159,9 @@ def metric_name(row: Mapping[str, Any]) -> str:
 
 def task_tables(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     """Task scores of one or several runs, aligned by metric."""
-    parts = {name: part for name, one in results.items() if (part := one["llmopt"].get("tasks"))}
+    parts = {
+        name: part for name, result in results.items() if (part := result["llmopt"].get("tasks"))
+    }
     if not parts:
         return []
     keyed = [(row["task"], metric_name(row)) for part in parts.values() for row in part["metrics"]]

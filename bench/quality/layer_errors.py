@@ -19,20 +19,20 @@ def layer_errors(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Modules without a measured error, such as those of a conversion, are skipped.
     """
-    found: dict[int, list[tuple[float, str]]] = {}
+    by_layer: dict[int, list[tuple[float, str]]] = {}
     for record in manifest["modules"]:
         match = LAYER.search(f".{record['module']}.")
         if match is not None and record.get("error") is not None:
             within = record["module"].rpartition(f".{match.group(1) or match.group(2)}.")[2]
             layer = int(match.group(1) or match.group(2))
-            found.setdefault(layer, []).append((record["error"], within))
+            by_layer.setdefault(layer, []).append((record["error"], within))
     return [
         {
             "layer": layer,
-            "error": sum(error for error, _ in ones) / len(ones),
-            "worst": max(ones)[1],
+            "error": sum(error for error, _ in errors) / len(errors),
+            "worst": max(errors)[1],
         }
-        for layer, ones in sorted(found.items())
+        for layer, errors in sorted(by_layer.items())
     ]
 
 

@@ -116,13 +116,13 @@ def log_probabilities(
     """Per window, float32 [tokens − 1, vocabulary] on the CPU: ln of the next token's distribution."""
     progress = progress or Silent()
     progress.start(f"quality of the {what}", passage.num_scored, "tokens")
-    found = []
+    logprobs = []
     for window in passage.windows:
         logits = engine.prompt_logits(window)[:-1].float()
-        found.append(logits.log_softmax(dim=-1).cpu())
+        logprobs.append(logits.log_softmax(dim=-1).cpu())
         progress.advance(len(window) - 1)
     progress.finish()
-    return found
+    return logprobs
 
 
 def nll_nats(logprobs: Sequence[torch.Tensor], passage: Passage) -> float:

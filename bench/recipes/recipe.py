@@ -181,18 +181,22 @@ def steps_of(recipe: Recipe) -> list[str]:
             f"{recipe.bench.num_prompts} prompts at each load",
             "write report.html: the plan beside the measured knee",
         ]
-    found = []
-    for one in recipe.variants:
-        step = one.quantize
-        found.append(f"quantize {model} to checkpoints/{one.name}: {step.method}, {step.bits} bits")
-        found.append(f"verify checkpoints/{one.name}")
-    names = ", ".join([BASE_NAME, *(one.name for one in recipe.variants)])
+    lines = []
+    for variant in recipe.variants:
+        step = variant.quantize
+        lines.append(
+            f"quantize {model} to checkpoints/{variant.name}: {step.method}, {step.bits} bits"
+        )
+        lines.append(f"verify checkpoints/{variant.name}")
+    names = ", ".join([BASE_NAME, *(variant.name for variant in recipe.variants)])
     order = "in turns" if recipe.interleave else "one after another"
     bench = recipe.bench
-    found.append(
+    lines.append(
         f"bench {names} {order}: {bench.dataset}, {bench.num_prompts} prompts, {bench.num_runs} passes"
     )
-    for one in recipe.variants:
-        found.append(f"compare {one.name} with {BASE_NAME}, threshold {recipe.compare.threshold}")
+    for variant in recipe.variants:
+        lines.append(
+            f"compare {variant.name} with {BASE_NAME}, threshold {recipe.compare.threshold}"
+        )
     verdicts = "decide" if recipe.compare.gate else "do not decide"
-    return [*found, f"write report.html; the verdicts {verdicts} the exit code"]
+    return [*lines, f"write report.html; the verdicts {verdicts} the exit code"]

@@ -17,10 +17,10 @@ def line_of(root: Node | None, path: Sequence[int | str]) -> int:
     line, node = 1, root
     for step in path:
         if isinstance(node, yaml.MappingNode):
-            found = [(key, value) for key, value in node.value if key.value == str(step)]
-            if not found:
+            pairs = [(key, value) for key, value in node.value if key.value == str(step)]
+            if not pairs:
                 break
-            key, node = found[-1]
+            key, node = pairs[-1]
             line = key.start_mark.line + 1
         elif (
             isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value)

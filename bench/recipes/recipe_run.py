@@ -36,11 +36,11 @@ class RecipeRun:
     def exit_code(self) -> int:
         """1 for a checkpoint that failed its verification; then, if the recipe gates, the worst
         verdict: regression before no verdict before pass."""
-        if not all(one.verified.ok for one in self.variants):
+        if not all(variant.verified.ok for variant in self.variants):
             return 1
         if not self.recipe.compare.gate:
             return 0
-        outcomes = {one.comparison.outcome for one in self.variants}
+        outcomes = {variant.comparison.outcome for variant in self.variants}
         worst = [o for o in (Outcome.REGRESSION, Outcome.NO_VERDICT) if o in outcomes]
         return worst[0].exit_code if worst else 0
 
@@ -51,16 +51,20 @@ class RecipeRun:
             "exit_code": self.exit_code,
             "base": BASE_NAME,
             "variants": {
-                one.variant.name: {
-                    "verified": {**asdict(one.verified), "folder": None, "ok": one.verified.ok},
-                    "comparison": one.comparison.as_dict(),
+                variant.variant.name: {
+                    "verified": {
+                        **asdict(variant.verified),
+                        "folder": None,
+                        "ok": variant.verified.ok,
+                    },
+                    "comparison": variant.comparison.as_dict(),
                 }
-                for one in self.variants
+                for variant in self.variants
             },
         }
 
 
 def all_results(run: RecipeRun) -> dict[str, dict[str, Any]]:
     """{name: result} of the original and every variant, in order."""
-    named: Sequence[RunData] = [run.base, *(one.data for one in run.variants)]
+    named: Sequence[RunData] = [run.base, *(variant.data for variant in run.variants)]
     return {data.name: data.result for data in named}

@@ -42,9 +42,9 @@ class Stages:
         path = folder / JOURNAL_NAME
         if not path.is_file():
             raise BadInput(f"{folder} holds no {JOURNAL_NAME}: give the folder of a `llmopt run`")
-        found = read_json(path)
+        journal = read_json(path)
         try:
-            return cls(folder, Recipe.model_validate(found["recipe"]), tuple(found["done"]))
+            return cls(folder, Recipe.model_validate(journal["recipe"]), tuple(journal["done"]))
         except (KeyError, TypeError, ValidationError) as error:
             raise BadInput(f"{path} is damaged: run the recipe anew") from error
 
@@ -65,5 +65,5 @@ class Stages:
     def _write(self) -> None:
         # Unset options are not written: some defaults depend on which options are set.
         recipe = self.recipe.model_dump(mode="json", exclude_unset=True)
-        found = {"schema": 1, "recipe": recipe, "done": self._done}
-        write_atomically(self.folder / JOURNAL_NAME, json.dumps(found, indent=2) + "\n")
+        journal = {"schema": 1, "recipe": recipe, "done": self._done}
+        write_atomically(self.folder / JOURNAL_NAME, json.dumps(journal, indent=2) + "\n")

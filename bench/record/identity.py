@@ -108,16 +108,16 @@ def _unusual(options: BenchOptions) -> dict[str, Any]:
         "attention_sinks",
     )
     engine, usual = options.engine, EngineConfig()
-    found = {
+    options_set = {
         _RECORDED_AS.get(name, name): getattr(engine, name)
         for name in later
         if getattr(engine, name) != getattr(usual, name)
     }
     if options.loras:
-        found["lora"] = list(options.loras)
+        options_set["lora"] = list(options.loras)
     if options.speculation is not None:
-        found["speculation"] = asdict(options.speculation)
-    return found
+        options_set["speculation"] = asdict(options.speculation)
+    return options_set
 
 
 def speculation_part(options: BenchOptions, stats: EngineStats) -> dict[str, Any] | None:

@@ -30,8 +30,8 @@ RULES = {
     "change": "mean over the passes of ln(new) − mean of ln(base), as a share",
     "uncertainty": "the spread between passes, pooled over both runs, with Student's t; for "
     "paired (interleaved) runs the spread of their differences, pass by pass; with fewer than three passes "
-    "an assumed spread of 5 %, or the spread between requests (bootstrap over pairs of the same request) where "
-    "that is larger; for unpaired runs additionally 1.5 % between two starts of the same model",
+    "an assumed spread of 5 %, or the spread between requests (bootstrap over pairs of the same request) "
+    "where that is larger; for unpaired runs additionally 1.5 % between two starts of the same model",
     "background load": "if other processes use a fraction L of the CPUs, they may account for a slowdown of "
     "up to 1 / (1 − L); paired runs saw the same background load",
 }
@@ -102,7 +102,7 @@ def comparison_page(
 
 def delta_cards(comparison: Comparison) -> list[Card]:
     """The changes as key figures."""
-    found = [
+    cards = [
         Card(
             delta.label,
             percent(delta.change, signed=True),
@@ -115,10 +115,10 @@ def delta_cards(comparison: Comparison) -> list[Card]:
     if scored and scored["perplexity_change"] is not None:
         base, new = scored["perplexity"]
         change = percent(scored["perplexity_change"], 2, signed=True)
-        found.append(Card("Perplexity", change, "", f"{base:.3f} → {new:.3f}"))
+        cards.append(Card("Perplexity", change, "", f"{base:.3f} → {new:.3f}"))
     base, new = comparison.memory.get("weight_bytes", (None, None))
     if base and new:
-        found.append(
+        cards.append(
             Card("Weights", percent(new / base - 1, signed=True), "", f"{size(base)} → {size(new)}")
         )
-    return found
+    return cards

@@ -43,14 +43,14 @@ def deltas_table(deltas: Sequence[Delta], caption: str = "", checks: Sequence[Ch
 
 def check_rows(checks: Sequence[Check]) -> list[list[str]]:
     """Rows of deterministic checks, in the columns of `deltas_table`."""
-    found = []
-    for one in checks:
-        base, new = one.base, one.new
+    rows = []
+    for check in checks:
+        base, new = check.base, check.new
         change = percent(new / base - 1, 2, signed=True) if base and new is not None else ""
-        shown = size if one.unit == "bytes" else partial(number, digits=4)
-        label = one.label if one.unit in ("", "bytes") else f"{one.label} ({one.unit})"
-        found.append([label, shown(base), shown(new), change, "", one.limit, one.outcome.value])
-    return found
+        shown = size if check.unit == "bytes" else partial(number, digits=4)
+        label = check.label if check.unit in ("", "bytes") else f"{check.label} ({check.unit})"
+        rows.append([label, shown(base), shown(new), change, "", check.limit, check.outcome.value])
+    return rows
 
 
 def memory_rows(comparison: Comparison) -> list[list[str]]:

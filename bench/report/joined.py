@@ -107,22 +107,22 @@ def roofline_section(results: Mapping[str, Mapping[str, Any]]) -> Section:
 
 def unique_names(runs: Sequence[RunData]) -> dict[str, RunData]:
     """{name: run}; duplicate names are numbered."""
-    found: dict[str, RunData] = {}
+    named: dict[str, RunData] = {}
     for run in runs:
         name, count = run.name, 1
-        while name in found:
+        while name in named:
             count += 1
             name = f"{run.name} ({count})"
-        found[name] = run
-    return found
+        named[name] = run
+    return named
 
 
 def candidate(result: Mapping[str, Any]) -> Candidate:
     """The run as a point for the Pareto front."""
-    ours = result["llmopt"]
-    scored = ours["quality"] or {}
+    record = result["llmopt"]
+    scored = record["quality"] or {}
     return Candidate(
-        ours["memory"]["weight_bytes"],
+        record["memory"]["weight_bytes"],
         result["output_throughput"],
         scored.get("perplexity"),
         scored.get("kl_nats"),
@@ -134,26 +134,28 @@ def shared_quality(candidates: Mapping[str, Candidate]) -> str | None:
     """The common quality metric: `kl` where all but one run (the reference) have it, `perplexity` where all
     have it on the same tokens, None where quality is not comparable."""
     every = list(candidates.values())
-    if len({one.tokens for one in every}) > 1 or any(one.perplexity is None for one in every):
+    if len({candidate_.tokens for candidate_ in every}) > 1 or any(
+        candidate_.perplexity is None for candidate_ in every
+    ):
         return None
-    if len(every) > 1 and sum(one.kl is None for one in every) <= 1:
+    if len(every) > 1 and sum(candidate_.kl is None for candidate_ in every) <= 1:
         return "kl"
     return "perplexity"
 
 
 def row(name: str, result: Mapping[str, Any], is_best: bool) -> list[str]:
     """A run's row of the summary table."""
-    ours = result["llmopt"]
-    scored = ours["quality"] or {}
+    record = result["llmopt"]
+    scored = record["quality"] or {}
     return [
         name,
-        size(ours["memory"]["weight_bytes"]),
+        size(record["memory"]["weight_bytes"]),
         number(scored.get("perplexity"), 3),
         number(scored.get("kl_nats"), 4),
         percent(scored.get("top1_agreement")),
         number(result["output_throughput"], 0),
-        f"{number(ours['metrics']['ttft']['median'], 1)} ms",
-        f"{number(ours['metrics']['tpot']['median'], 2)} ms",
+        f"{number(record['metrics']['ttft']['median'], 1)} ms",
+        f"{number(record['metrics']['tpot']['median'], 2)} ms",
         "yes" if is_best else "no",
     ]
 
@@ -165,30 +167,30 @@ def joined_verdict(
     fastest = max(results, key=lambda name: results[name]["output_throughput"] or 0.0)
     held = {name: result["llmopt"]["memory"]["weight_bytes"] for name, result in results.items()}
     known = {name: value for name, value in held.items() if value is not None}
-    said = [f"Fastest: {fastest}"]
+    clauses = [f"Fastest: {fastest}"]
     if known:
-        said.append(f"smallest: {min(known, key=lambda name: known[name])}")
+        clauses.append(f"smallest: {min(known, key=lambda name: known[name])}")
     if quality_name is None:
         headline = "No quality was scored alike in all of them"
-        return Verdict("unsure", headline + ".", "; ".join(said) + ".")
+        return Verdict("unsure", headline + ".", "; ".join(clauses) + ".")
     behind = [name for name in results if name not in best]
     headline = f"Worth choosing among: {', '.join(best)}"
     if behind:
-        said.append(
+        clauses.append(
             f"{', '.join(behind)}: another is at least as small, as fast and as close to the original"
         )
-    return Verdict("plain", headline + ".", "; ".join(said) + ".")
+    return Verdict("plain", headline + ".", "; ".join(clauses) + ".")
 
 
 def differences(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Obstacles to comparing these runs, and notes on each."""
     names = list(results)
-    found = []
+    obstacles = []
     for name in names[1:]:
         for reason in incomparable(results[names[0]], results[name]):
-            found.append(f"Not comparable in speed: {name} and {names[0]}: {reason}.")
+            obstacles.append(f"Not comparable in speed: {name} and {names[0]}: {reason}.")
     for name, result in results.items():
         if result["llmopt"]["interrupted"]:
-            found.append(f"{name} was interrupted.")
+            obstacles.append(f"{name} was interrupted.")
     notes = [warning for result in results.values() for warning in warnings(result)]
-    return [*found, *dict.fromkeys(notes)]
+    return [*obstacles, *dict.fromkeys(notes)]

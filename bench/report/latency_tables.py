@@ -12,20 +12,20 @@ from .plots import SHORT
 
 def latency_tables(result: Mapping[str, Any]) -> list[Table]:
     """Latencies, their spread between passes, and the steady state, if any."""
-    ours = result["llmopt"]
-    tables = [latency_table(ours), percentile_table(ours), spread_table(ours)]
-    if found := ours.get("steady_state"):
-        tables.append(steady_table(result, found))
+    record = result["llmopt"]
+    tables = [latency_table(record), percentile_table(record), spread_table(record)]
+    if steady := record.get("steady_state"):
+        tables.append(steady_table(result, steady))
     return tables
 
 
-def steady_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> Table:
+def steady_table(result: Mapping[str, Any], steady: Mapping[str, Any]) -> Table:
     """The steady state beside the whole run, ramp and drain included."""
     metrics = result["llmopt"]["metrics"]
-    window = sum(one["duration_s"] for one in found["windows"])
-    short = [one for one in found["windows"] if one["warning"]]
+    window = sum(one["duration_s"] for one in steady["windows"])
+    short = [one for one in steady["windows"] if one["warning"]]
     rows = [
-        [name, number(result[key]), number(found[key])]
+        [name, number(result[key]), number(steady[key])]
         for name, key in (
             ("Requests/s", "request_throughput"),
             ("Output tokens/s", "output_throughput"),
@@ -33,11 +33,11 @@ def steady_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> Table:
         )
     ]
     rows += [
-        [f"Median {SHORT[m]}, ms", number(metrics[m]["median"]), number(found[f"median_{m}_ms"])]
+        [f"Median {SHORT[m]}, ms", number(metrics[m]["median"]), number(steady[f"median_{m}_ms"])]
         for m in ("ttft", "tpot", "itl", "e2el")
     ]
     caption = (
-        f"Steady: with at least {found['windows'][0]['threshold_abs']} requests in flight, "
+        f"Steady: with at least {steady['windows'][0]['threshold_abs']} requests in flight, "
         f"{window:.1f} s of {result['duration']:.1f} s."
     )
     if short:
@@ -45,7 +45,7 @@ def steady_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> Table:
     return Table(["", "whole run", "steady state"], rows, caption=caption)
 
 
-def latency_table(ours: Mapping[str, Any]) -> Table:
+def latency_table(record: Mapping[str, Any]) -> Table:
     """Every metric with its percentiles and the interval of its mean."""
     names = {
         "ttft": "TTFT",
@@ -59,41 +59,44 @@ def latency_table(ours: Mapping[str, Any]) -> Table:
     }
     rows = []
     for metric, name in names.items():
-        one = ours["metrics"][metric]
+        statistics = record["metrics"][metric]
         rows.append(
             [
                 name,
-                *(number(one[key]) for key in ("mean", "median", "p90", "p95", "p99", "std")),
-                interval(one["interval_95"]["mean"]),
-                f"{one['count']:,}",
+                *(
+                    number(statistics[key])
+                    for key in ("mean", "median", "p90", "p95", "p99", "std")
+                ),
+                interval(statistics["interval_95"]["mean"]),
+                f"{statistics['count']:,}",
             ]
         )
     header = ["ms", "mean", "median", "p90", "p95", "p99", "std", "95 % interval of the mean", "n"]
     return Table(header, rows)
 
 
-def percentile_table(ours: Mapping[str, Any]) -> Table:
+def percentile_table(record: Mapping[str, Any]) -> Table:
     """Confidence intervals of the percentiles."""
     return Table(
         ["ms", "p50", "p90", "p95", "p99"],
-        percentile_rows(ours),
+        percentile_rows(record),
         caption="95 % order-statistic intervals: two of the measured values that enclose the percentile "
         "whatever the distribution. Unbounded: there are too few requests to say.",
     )
 
 
-def percentile_rows(ours: Mapping[str, Any]) -> list[list[str]]:
+def percentile_rows(record: Mapping[str, Any]) -> list[list[str]]:
     """Order-statistic intervals of the metrics with one value per request."""
     names = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "End to end"}
-    found = []
+    rows = []
     for metric, name in names.items():
-        intervals = ours["metrics"][metric].get("order_interval_95")
+        intervals = record["metrics"][metric].get("order_interval_95")
         if intervals:
-            found.append([name, *(bounds(intervals[q]) for q in ("p50", "p90", "p95", "p99"))])
-    return found
+            rows.append([name, *(bounds(intervals[q]) for q in ("p50", "p90", "p95", "p99"))])
+    return rows
 
 
-def spread_table(ours: Mapping[str, Any]) -> Table:
+def spread_table(record: Mapping[str, Any]) -> Table:
     """Spread between the passes, and the minimum detectable change."""
     names = {
         "output_throughput": "Output throughput",
@@ -103,13 +106,13 @@ def spread_table(ours: Mapping[str, Any]) -> Table:
     }
     rows = []
     for key, name in names.items():
-        if key not in ours["spread"]:
+        if key not in record["spread"]:
             continue
-        one = ours["spread"][key]
-        values = ", ".join(number(run[key]) for run in ours["runs"])
-        cv = percent(one["run_cv"]) + (" (assumed)" if one["run_cv_is_assumed"] else "")
-        mean = interval(one.get("interval_95"))
-        rows.append([name, values, mean, cv, percent(one["smallest_visible_change"])])
+        spread = record["spread"][key]
+        values = ", ".join(number(run[key]) for run in record["runs"])
+        cv = percent(spread["run_cv"]) + (" (assumed)" if spread["run_cv_is_assumed"] else "")
+        mean = interval(spread.get("interval_95"))
+        rows.append([name, values, mean, cv, percent(spread["smallest_visible_change"])])
     return Table(
         ["per pass", "values", "95 % interval of the mean", "CV", "smallest visible change"],
         rows,

@@ -39,22 +39,22 @@ ERROR_FORMULA = (
 
 def verdict_rows(run: RecipeRun) -> list[list[str]]:
     """Summary rows, one per checkpoint: quality, memory and speed."""
-    comparisons = {one.variant.name: one.comparison for one in run.variants}
+    comparisons = {variant.variant.name: variant.comparison for variant in run.variants}
     rows = []
     for name, result in all_results(run).items():
-        ours = result["llmopt"]
-        scored = ours["quality"] or {}
+        record = result["llmopt"]
+        scored = record["quality"] or {}
         comparison = comparisons.get(name)
         rows.append(
             [
                 name,
-                size(ours["memory"]["weight_bytes"]),
+                size(record["memory"]["weight_bytes"]),
                 number(scored.get("perplexity"), 3),
                 "" if comparison is None else number(scored.get("kl_nats"), 4),
                 "" if comparison is None else percent(scored.get("top1_agreement")),
                 number(result["output_throughput"], 0),
-                f"{number(ours['metrics']['ttft']['median'], 1)} ms",
-                f"{number(ours['metrics']['tpot']['median'], 2)} ms",
+                f"{number(record['metrics']['ttft']['median'], 1)} ms",
+                f"{number(record['metrics']['tpot']['median'], 2)} ms",
                 "reference" if comparison is None else comparison.outcome.value,
             ]
         )
@@ -63,7 +63,7 @@ def verdict_rows(run: RecipeRun) -> list[list[str]]:
 
 def recipe_verdict(run: RecipeRun) -> Verdict:
     """One sentence: the best variant by quality, and whether all checkpoints were verified."""
-    broken = [one.variant.name for one in run.variants if not one.verified.ok]
+    broken = [variant.variant.name for variant in run.variants if not variant.verified.ok]
     if broken:
         return Verdict(
             "bad",
@@ -72,10 +72,10 @@ def recipe_verdict(run: RecipeRun) -> Verdict:
         )
     best = min(run.variants, key=quality_key)
     base = run.base.result["llmopt"]
-    ours = best.data.result["llmopt"]
-    ratio = ours["memory"]["weight_bytes"] / base["memory"]["weight_bytes"]
+    record = best.data.result["llmopt"]
+    ratio = record["memory"]["weight_bytes"] / base["memory"]["weight_bytes"]
     headline = f"{best.variant.name} keeps {percent(ratio, 0)} of the weight bytes"
-    scored = ours["quality"]
+    scored = record["quality"]
     if scored and base["quality"]:
         change = scored["perplexity"] / base["quality"]["perplexity"] - 1
         headline += f" at {percent(change, 1, signed=True)} perplexity"
@@ -91,12 +91,12 @@ def recipe_verdict(run: RecipeRun) -> Verdict:
     return Verdict(tone, headline + ".", sentence)
 
 
-def quality_key(one: VariantRun) -> float:
+def quality_key(variant: VariantRun) -> float:
     """Sort key, smaller is better: KL divergence from the original, or the layer error where unknown."""
-    scored = one.data.result["llmopt"]["quality"]
+    scored = variant.data.result["llmopt"]["quality"]
     if scored and scored["kl_nats"] is not None:
         return scored["kl_nats"]
-    return one.manifest["summary"]["error"]
+    return variant.manifest["summary"]["error"]
 
 
 def gate_sentence(run: RecipeRun) -> str:
@@ -122,14 +122,14 @@ def decode_explanation(result: Mapping[str, Any]) -> str:
 
 def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
     """Slowdown of each variant with its 90 % interval, one panel per metric."""
-    keys = {d.key: d.label for one in variants for d in one.comparison.deltas}
+    keys = {d.key: d.label for variant in variants for d in variant.comparison.deltas}
     figure, axes = canvas(
         max(len(keys), 1), width=11, height=1.3 + 0.45 * len(variants), sharey=True
     )
     for axis, (key, label) in zip(axes, keys.items(), strict=False):
-        for row, one in enumerate(variants):
+        for row, variant in enumerate(variants):
             colour = SERIES[(row + 1) % len(SERIES)]
-            for delta in (d for d in one.comparison.deltas if d.key == key):
+            for delta in (d for d in variant.comparison.deltas if d.key == key):
                 low, high = slowdown_bounds(delta)
                 axis.plot(
                     [low * 100, high * 100], [row, row], color=colour, linewidth=3, alpha=0.45
@@ -137,7 +137,7 @@ def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
                 axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
         axis.axvline(0, color=INK, linewidth=1)
         axis.axvline(threshold * 100, color=BAD, linewidth=1, linestyle="--")
-        axis.set_yticks(range(len(variants)), [one.variant.name for one in variants])
+        axis.set_yticks(range(len(variants)), [variant.variant.name for variant in variants])
         axis.set_ylim(len(variants) - 0.5, -0.5)
         axis.grid(visible=False, axis="y")
         axis.set_xlabel("% slower")
@@ -148,18 +148,18 @@ def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
 def quantization_table(variants: Sequence[VariantRun]) -> Table:
     """Method, layer error and verification status of each checkpoint."""
     rows = []
-    for one in variants:
-        manifest = one.manifest
+    for variant in variants:
+        manifest = variant.manifest
         summary = manifest["summary"]
         rows.append(
             [
-                one.variant.name,
+                variant.variant.name,
                 f"{manifest['method']}, {manifest['scheme']}",
                 manifest["format"],
                 number(summary["bits_per_weight"], 2),
                 f"{summary['error']:.5f}",
                 f"{summary['rtn_error']:.5f}",
-                one.verified.status.partition(":")[0],
+                variant.verified.status.partition(":")[0],
             ]
         )
     header = ["variant", "how", "format", "bits/weight", "layer error", "of RTN", "verified"]
@@ -171,11 +171,11 @@ def summary_table(run: RecipeRun) -> Table:
     base = run.base.result["llmopt"]
     rows = verdict_rows(run)
     for row, result in zip(rows[1:], list(all_results(run).values())[1:], strict=True):
-        ours = result["llmopt"]
-        ratio = ours["memory"]["weight_bytes"] / base["memory"]["weight_bytes"]
+        record = result["llmopt"]
+        ratio = record["memory"]["weight_bytes"] / base["memory"]["weight_bytes"]
         row[1] += f" ({percent(ratio, 0)})"
-        if ours["quality"] and base["quality"]:
-            change = ours["quality"]["perplexity"] / base["quality"]["perplexity"] - 1
+        if record["quality"] and base["quality"]:
+            change = record["quality"]["perplexity"] / base["quality"]["perplexity"] - 1
             row[2] += f" ({percent(change, 2, signed=True)})"
     return Table(HEADER, rows, caption="In parentheses: relative to the original.")
 
@@ -188,9 +188,10 @@ def recipe_page(run: RecipeRun) -> Page:
     notes = [note for result in results.values() for note in warnings(result)]
     per_variant = [
         deltas_table(
-            one.comparison.deltas, f"{one.variant.name}: {'; '.join(one.comparison.reasons)}."
+            variant.comparison.deltas,
+            f"{variant.variant.name}: {'; '.join(variant.comparison.reasons)}.",
         )
-        for one in run.variants
+        for variant in run.variants
     ]
     return Page(
         title=f"{run.recipe.name}: {run.base.result['model_id']} and its quantized checkpoints",
@@ -234,7 +235,7 @@ def recipe_figures(run: RecipeRun) -> list[Figure]:
     """Side by side, changes, distributions and, where there is one, the roofline."""
     results = all_results(run)
     data = [run.base, *(one.data for one in run.variants)]
-    found = [
+    figures = [
         Figure("side-by-side", bars_svg(results), "Speed, quality and memory on the same prompts."),
         Figure(
             "changes",
@@ -250,8 +251,8 @@ def recipe_figures(run: RecipeRun) -> list[Figure]:
     ]
     roofs = {name: r["llmopt"]["roofline"] for name, r in results.items()}
     if all(roof and roof["points"] for roof in roofs.values()):
-        found.append(Figure("roofline", roofline_svg(roofs), CAPTIONS["roofline"]))
-    return found
+        figures.append(Figure("roofline", roofline_svg(roofs), CAPTIONS["roofline"]))
+    return figures
 
 
 def write_recipe_report(run: RecipeRun) -> None:

@@ -31,7 +31,7 @@ def write_report(result: Mapping[str, Any], passes: Sequence[LoadPass], folder: 
 
 def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
     """The page of one run from its record and its figures."""
-    ours = result["llmopt"]
+    record = result["llmopt"]
     found = [Figure(name, svg, CAPTIONS[name]) for name, svg in figures.items()]
     latency = [f for f in found if f.name == "distributions"]
     timeline = [f for f in found if f.name == "timeline"]
@@ -39,31 +39,31 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
     roof = [f for f in found if f.name == "roofline"]
     sections = [
         Section("Latency", (), latency, latency_tables(result)),
-        Section("Timeline", (phase_sentence(ours),), timeline),
+        Section("Timeline", (phase_sentence(record),), timeline),
     ]
     if steps:
-        sections.append(Section("Steps", (step_trace_sentence(ours["step_trace"]),), steps))
+        sections.append(Section("Steps", (step_trace_sentence(record["step_trace"]),), steps))
     if roof:
-        words = [point["explanation"] for point in ours["roofline"]["points"]]
-        tables = [roofline_table({ours["name"]: ours["roofline"]})]
-        if table := split_table({ours["name"]: result}):
+        words = [point["explanation"] for point in record["roofline"]["points"]]
+        tables = [roofline_table({record["name"]: record["roofline"]})]
+        if table := split_table({record["name"]: result}):
             tables.append(table)
             words.append(split_sentence(result) or "")
         sections.append(Section("Roofline", words, roof, tables))
-    if plan := ours.get("plan"):
+    if plan := record.get("plan"):
         sections.append(plan_section(plan))
     sections += [
-        client_section(ours)
-        if ours.get("client")
-        else Section("Quality and memory", (), (), quality_and_memory({ours["name"]: result})),
-        *layer_sections({ours["name"]: result}),
-        *money_sections({ours["name"]: result}),
+        client_section(record)
+        if record.get("client")
+        else Section("Quality and memory", (), (), quality_and_memory({record["name"]: result})),
+        *layer_sections({record["name"]: result}),
+        *money_sections({record["name"]: result}),
         Section("What was run", (), (), (identity_table(result),)),
         Section("How each number is made", (), (), (formula_table(),)),
-        Section("Environment", (), (), (environment_table(ours["environment"]),), folded=True),
+        Section("Environment", (), (), (environment_table(record["environment"]),), folded=True),
     ]
     return Page(
-        title=f"Benchmark of {ours['name']}",
+        title=f"Benchmark of {record['name']}",
         subtitle=subtitle(result),
         verdict=run_verdict(result),
         cards=cards(result),
@@ -76,11 +76,11 @@ def run_verdict(result: Mapping[str, Any]) -> Verdict:
     """The run's result in one sentence."""
     if result["completed"] == 0:
         return Verdict("bad", "No request succeeded.", "There is nothing to measure.")
-    seen = result["llmopt"]["metrics"]
-    said = [f"Median request: first token after {number(seen['ttft']['median'], 1)} ms"]
-    tpot = seen["tpot"]["median"]
+    metrics = result["llmopt"]["metrics"]
+    clauses = [f"Median request: first token after {number(metrics['ttft']['median'], 1)} ms"]
+    tpot = metrics["tpot"]["median"]
     if tpot is not None:
-        said.append(f"then one token every {number(tpot, 2)} ms")
+        clauses.append(f"then one token every {number(tpot, 2)} ms")
     headline = (
         f"{number(result['output_throughput'], 0)} output tokens/s under a "
         f"{load_words(result['llmopt']['identity']['load'])}"
@@ -89,38 +89,38 @@ def run_verdict(result: Mapping[str, Any]) -> Verdict:
         return Verdict("unsure", "Interrupted: " + headline, "Only what finished is counted.")
     if result["failed"]:
         share = result["failed"] / (result["failed"] + result["completed"])
-        said.append(f"but {result['failed']} requests failed ({percent(share)})")
-        return Verdict("bad", headline, ", ".join(said) + ".")
-    return Verdict("plain", headline, ", ".join(said) + "; no request failed.")
+        clauses.append(f"but {result['failed']} requests failed ({percent(share)})")
+        return Verdict("bad", headline, ", ".join(clauses) + ".")
+    return Verdict("plain", headline, ", ".join(clauses) + "; no request failed.")
 
 
 def cards(result: Mapping[str, Any]) -> list[Card]:
     """The key figures of a run."""
-    ours = result["llmopt"]
+    record = result["llmopt"]
     found = [
         Card("Output throughput", number(result["output_throughput"], 0), "tokens/s"),
         Card("Request throughput", number(result["request_throughput"], 2), "requests/s"),
     ]
     for metric in ("ttft", "tpot"):
-        one = ours["metrics"][metric]
+        statistics = record["metrics"][metric]
         found.append(
             Card(
                 f"Median {SHORT[metric]}",
-                number(one["median"], 2),
+                number(statistics["median"], 2),
                 "ms",
-                f"p99 {number(one['p99'], 2)} ms",
+                f"p99 {number(statistics['p99'], 2)} ms",
             )
         )
     if result["request_goodput"] is not None:
         found.append(Card("Goodput", number(result["request_goodput"], 2), "requests/s"))
-    if ours["quality"]:
-        scored = ours["quality"]
+    if record["quality"]:
+        scored = record["quality"]
         note = ""
         if scored["kl_nats"] is not None:
             note = f"KL {scored['kl_nats']:.4f} nats, top-1 {percent(scored['top1_agreement'])}"
         found.append(Card("Perplexity", number(scored["perplexity"], 3), "", note))
-    memory = ours["memory"]
-    if client := ours.get("client"):
+    memory = record["memory"]
+    if client := record.get("client"):
         error = client["client_ttft_error_ms"]
         note = f"TTFT error {number(error['median'])} ms" if error else "not checked"
         found.append(Card("Client", "certified" if client["certified"] else "disturbed", "", note))

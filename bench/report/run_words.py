@@ -37,49 +37,51 @@ def load_words(load: Mapping[str, Any]) -> str:
     return f"{rate}, at most {limit} in flight" if limit else rate
 
 
-def phase_sentence(ours: Mapping[str, Any]) -> str:
+def phase_sentence(record: Mapping[str, Any]) -> str:
     """Time per phase, concurrency and prefix-cache hits, as sentences."""
-    phases = ours["phases"]
+    phases = record["phases"]
     peaks = (
-        f"At most {ours['peaks']['requests_in_flight']:.0f} requests were in flight, and at most "
-        f"{ours['peaks']['output_tokens_in_one_second']:,.0f} tokens came within one second."
+        f"At most {record['peaks']['requests_in_flight']:.0f} requests were in flight, and at most "
+        f"{record['peaks']['output_tokens_in_one_second']:,.0f} tokens came within one second."
     )
     if phases is None:
-        rate = ours["prefix_cache_hit_rate"]
-        said = f"The server reports that {percent(rate)} of the prompt tokens came from its prefix cache. "
-        return (said if rate is not None else "") + peaks
+        rate = record["prefix_cache_hit_rate"]
+        hits = f"The server reports that {percent(rate)} of the prompt tokens came from its prefix cache. "
+        return (hits if rate is not None else "") + peaks
     return (
         f"Over all passes {number(phases['prefill_seconds'])} s went to steps with prefill, "
         f"{number(phases['decode_seconds'])} s to decode-only steps, and "
         f"{number(phases['between_steps_seconds'])} s to the client between {phases['num_steps']:,} "
-        f"steps. The prefix cache gave {percent(ours['prefix_cache_hit_rate'])} of the prompt tokens. "
+        f"steps. The prefix cache gave {percent(record['prefix_cache_hit_rate'])} of the prompt tokens. "
         + peaks
     )
 
 
 def warnings(result: Mapping[str, Any]) -> list[str]:
     """Caveats: certification, injected delay, few samples, preemptions, speculation."""
-    ours = result["llmopt"]
-    found = []
-    if (client := ours.get("client")) and not client["certified"]:
-        found += [f"Not certified: {reason}." for reason in client["reasons"]]
-    if ours["slowdown"] != 1.0:
-        found.append(
-            f"Every {'sampling phase' if ours.get('slowdown_where') == 'sampler' else 'step'} was "
-            f"made {ours['slowdown']:g} times as long on purpose (--slowdown)."
+    record = result["llmopt"]
+    notes = []
+    if (client := record.get("client")) and not client["certified"]:
+        notes += [f"Not certified: {reason}." for reason in client["reasons"]]
+    if record["slowdown"] != 1.0:
+        notes.append(
+            f"Every {'sampling phase' if record.get('slowdown_where') == 'sampler' else 'step'} was "
+            f"made {record['slowdown']:g} times as long on purpose (--slowdown)."
         )
-    found += [f"{note[0].upper()}{note[1:]}." for note in ours["workload"]["notes"]]
-    metric_count = ours["metrics"]["ttft"]["count"]
+    notes += [f"{note[0].upper()}{note[1:]}." for note in record["workload"]["notes"]]
+    metric_count = record["metrics"]["ttft"]["count"]
     if 0 < metric_count < 300:
-        found.append(
+        notes.append(
             f"p99 of {metric_count} requests is close to their maximum: read it as such, and use "
             "more prompts to learn about the tail."
         )
-    if ours["preemptions"]:
-        found.append(f"{ours['preemptions']} sequences were preempted: the KV cache was too small.")
-    if speculation := ours.get("speculation"):
-        found.append(
+    if record["preemptions"]:
+        notes.append(
+            f"{record['preemptions']} sequences were preempted: the KV cache was too small."
+        )
+    if speculation := record.get("speculation"):
+        notes.append(
             f"Speculation ({speculation['method']}): {speculation['num_accepted']:,} of "
             f"{speculation['num_guesses']:,} draft tokens were accepted, {speculation['acceptance']:.1%}."
         )
-    return found
+    return notes

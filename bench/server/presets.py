@@ -42,14 +42,14 @@ class Preset:
             BadInput: it is not installed.
         """
         if given is not None:
-            if found := shutil.which(str(given.expanduser())):
-                return found
+            if path := shutil.which(str(given.expanduser())):
+                return path
             raise BadInput(f"--serve-program {given} is no program that can be run")
         if self.program is None:
             return sys.executable
         beside = str(Path(sys.executable).parent)
-        if found := shutil.which(self.program, path=beside) or shutil.which(self.program):
-            return found
+        if path := shutil.which(self.program, path=beside) or shutil.which(self.program):
+            return path
         raise BadInput(
             f"--serve {name}: there is no program {self.program!r} here: {self.install}, or name it with "
             "--serve-program"

@@ -126,8 +126,8 @@ def _context(model: str, chosen: Preset) -> int | None:
     config = Path(model) / "config.json"
     if not chosen.is_served_by_path or not config.is_file():
         return None
-    found = read_json(config).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    length = read_json(config).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
 
 
 def _words(text: str | None) -> list[str]:
@@ -138,9 +138,9 @@ def _words(text: str | None) -> list[str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind((HOST, 0))
-        return one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return listener.getsockname()[1]
 
 
 def version_of(command: list[str]) -> str | None:

@@ -107,10 +107,10 @@ def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
         return paired_servers(options, against)
     reference = options.reference or (against if options.quality else None)
     name = options.name or options.label or Path(options.model or DEFAULT_MODEL).name
-    own = Path(against).name
+    base_name = Path(against).name
     base = {
         "model": against,
-        "name": own if own != name else f"{own}-base",
+        "name": base_name if base_name != name else f"{base_name}-base",
         "reference": None,
         # Injected delay applies to the new run.
         "slowdown": 1.0,
@@ -127,8 +127,8 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
     The model name is resolved per server: served names of one model usually differ.
     """
     address = Address.parse(options.base_url or against)
-    own = find_served(options, address)
-    name = options.name or options.label or Path(own.model).name
+    served = find_served(options, address)
+    name = options.name or options.label or Path(served.model).name
     host = against.partition("://")[2].rstrip("/")
     base = {
         "base_url": against,
@@ -139,10 +139,12 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
         "backend": "openai" if options.started_server else options.backend,
     }
     # The same tokenizer and maximum length give the same workload.
-    limits = [own.max_model_len]
+    limits = [served.max_model_len]
     with contextlib.suppress(BadInput):
-        limits.append(Address.parse(against).model_card().get("max_model_len") or own.max_model_len)
-    shared = {"tokenizer": own.tokenizer_name, "max_model_len": min(limits)}
+        limits.append(
+            Address.parse(against).model_card().get("max_model_len") or served.max_model_len
+        )
+    shared = {"tokenizer": served.tokenizer_name, "max_model_len": min(limits)}
     return [
         options.model_copy(update={**shared, **base}),
         options.model_copy(update={**shared, "name": name}),

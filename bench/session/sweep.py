@@ -201,19 +201,23 @@ def point_record(
     limits_ms: Mapping[str, float],
 ) -> dict[str, Any]:
     """The figures of one load: vLLM's aggregate keys over its passes, and the sweep's decision quantities."""
-    found = aggregate(
+    figures = aggregate(
         passes, metrics=METRICS, percentiles=(50, 90, 99), goodput_ms=limits_ms or None
     )
-    latency = found["mean_e2el_including_client_queue_ms" if kind == "rate" else "mean_e2el_ms"]
-    throughput = found["output_throughput"]
-    each = [aggregate([one], metrics=(), percentiles=())["output_throughput"] for one in passes]
+    latency = figures["mean_e2el_including_client_queue_ms" if kind == "rate" else "mean_e2el_ms"]
+    throughput = figures["output_throughput"]
+    each = [
+        aggregate([load_pass], metrics=(), percentiles=())["output_throughput"]
+        for load_pass in passes
+    ]
     known = [rate for rate in hit_rates if rate is not None]
     return {
         kind: int(value) if kind == "concurrency" else value,
         "num_runs": len(passes),
-        **found,
+        **figures,
         "latency_ms": latency,
-        "kept_up": kind == "concurrency" or (found["request_throughput"] or 0.0) >= KEPT_UP * value,
+        "kept_up": kind == "concurrency"
+        or (figures["request_throughput"] or 0.0) >= KEPT_UP * value,
         "power": throughput / (latency / 1000) if throughput and latency else None,
         "run_cv": run_cv(each) if len(each) > 1 and all(each) else None,
         "prefix_cache_hit_rate": sum(known) / len(known) if known else None,
@@ -230,7 +234,7 @@ def good_share(
     `from_schedule` counts TTFT and end-to-end time from when a request was due, not from when
     the client sent it.
     """
-    traces = [trace for one in passes for trace in one.traces]
+    traces = [trace for load_pass in passes for trace in load_pass.traces]
     if not limits_ms or not traces:
         return None
     good = 0
@@ -238,8 +242,12 @@ def good_share(
         if not trace.success:
             continue
         wait = trace.queued if from_schedule else 0.0
-        seen = {"ttft": trace.ttft + wait, "tpot": trace.tpot or 0.0, "e2el": trace.e2el + wait}
-        good += all(seen[metric] * 1000 <= limit for metric, limit in limits_ms.items())
+        latencies = {
+            "ttft": trace.ttft + wait,
+            "tpot": trace.tpot or 0.0,
+            "e2el": trace.e2el + wait,
+        }
+        good += all(latencies[metric] * 1000 <= limit for metric, limit in limits_ms.items())
     return good / len(traces)
 
 

@@ -165,7 +165,7 @@ def test_neighbours_excuse_a_slowdown_and_forbid_a_pass() -> None:
     quiet, busy = run_of(STEADY), run_of([v * 1.3 for v in STEADY], load=0.5)
     found = compare(quiet, busy)
     assert found.outcome is Outcome.NO_VERDICT
-    assert "50% of it during the new run" in found.reasons[0]
+    assert "50% of the CPUs during the new run" in found.reasons[0]
     assert compare(quiet, run_of([v * 3 for v in STEADY], load=0.5)).outcome is Outcome.REGRESSION
     # A base that was slowed could hide that the new run is worse.
     assert compare(run_of(STEADY, load=0.5), run_of(STEADY)).outcome is Outcome.NO_VERDICT
