@@ -47,6 +47,7 @@ $(LINKS)/llmopt:
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/python tools/check_words.py
 	$(VENV)/bin/pyright
 
 # Checkpoints of every format in the packages that own the formats, each in an environment of its own;
