@@ -1,9 +1,9 @@
 """Refuse retired names and phrases in code, documents and help texts: `python tools/check_words.py`.
 
-The patterns are tools/retired_words.txt. Every hit is a line `file:line: match`, and any hit makes the exit code 1.
-Checked are the tracked files of the folders below and what `llmopt --help` and `llmopt COMMAND --help` print. Exempt
-are the pages that list old names, records of measurements, bundled models and texts, and the patterns themselves.
-"""
+The patterns are tools/retired_words.txt. Every hit is a line `file:line: match`; any hit makes the exit
+code 1. Checked are the tracked files of the folders below and the output of `llmopt --help` and `llmopt
+COMMAND --help`. Exempt are the page of old names, measured records, bundled models and texts, and the
+patterns themselves."""
 
 from __future__ import annotations
 

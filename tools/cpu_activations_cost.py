@@ -1,8 +1,8 @@
-"""What 8-bit inputs of quantized linears cost: `python tools/cpu_activations_cost.py CHECKPOINT ...`.
+"""Quality cost of 8-bit activations: `python tools/cpu_activations_cost.py CHECKPOINT ...`.
 
 Every checkpoint is scored on the bundled evaluation text with `cpu_activations` 16 and 8, against the
 plain model: the mean KL of the next token's distribution, and perplexity. Beside them stands the KL
-between the two runs of the checkpoint itself, which is the rounding alone.
+between the two runs of the same checkpoint: the effect of quantizing activations alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def engine(model: str, **options: Any) -> Engine:
 
 
 def cost(checkpoint: str, passage: Passage, plain: list[Any]) -> dict[str, Any]:
-    """Scores of one checkpoint in both ways."""
+    """Scores of one checkpoint with 16-bit and with 8-bit activations."""
     found: dict[str, Any] = {"checkpoint": Path(checkpoint).name}
     runs = {}
     for bits in (16, 8):
@@ -43,7 +43,7 @@ def cost(checkpoint: str, passage: Passage, plain: list[Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoints", nargs="+")
-    parser.add_argument("--reference", default="stories3M", help="the plain model")
+    parser.add_argument("--reference", default="stories3M", help="the unquantized model")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

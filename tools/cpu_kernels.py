@@ -1,10 +1,11 @@
-"""Linear layers on this CPU, ours beside torch's: `python tools/cpu_kernels.py [--threads 2] [--json FILE]`.
+"""Microbenchmark of linear layers on a CPU, beside torch's: `python tools/cpu_kernels.py [--threads 2] [--json FILE]`.
 
 Weights are cold: each operation goes through copies that together are larger than the last cache. All
-operations of a shape take turns in every round, and the two roofs (bytes read and 8-bit products a second)
-are measured in every round too; the best round so far is the roof, since what else runs only takes from it.
-Printed are the median over the rounds, the lowest and highest round, and how much of the roof that is: the
-time that the bytes of the weight, or the products, would take at the roofs, over the time taken.
+operations of a shape are interleaved in every round, and the two roofline ceilings (bytes read and 8-bit
+multiply-adds per second) are measured in every round too; the ceiling is the best round so far, since
+background load only lowers it.
+Printed are the median over the rounds, the lowest and highest round, and the share of the ceiling: the
+time that the bytes of the weight, or its multiply-adds, would take at the ceilings, over the time taken.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ W8A8 = IntScheme(8, -1, True, Activations("int8"))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one operation did at one shape; times in microseconds."""
+    """Timing of one operation at one shape, in microseconds."""
 
     out_features: int
     in_features: int
@@ -57,7 +58,7 @@ class Row:
 
 
 def operations(out: int, inputs: int) -> dict[str, tuple[Callable[[], LinearKernel], bool]]:
-    """What is compared: a way to make each, and whether it multiplies 8-bit integers."""
+    """The operations compared: a factory for each, and whether it is an 8-bit integer GEMM."""
 
     def ours(scheme: IntScheme, bits: int) -> Callable[[], LinearKernel]:
         kernel_query = QuantizedLinearKernelQuery("cpu", torch.bfloat16, out, inputs, scheme, bits)
@@ -99,7 +100,7 @@ def random_weight(out: int, inputs: int, scheme: IntScheme) -> IntTensor:
 def measure(
     out: int, inputs: int, counts: list[int], rounds: int, seconds: float, roofs: Roofs
 ) -> list[Row]:
-    """Every operation at one shape, in turns."""
+    """Every operation at one shape, interleaved."""
     made = {}
     for name, (make, is_int8) in operations(out, inputs).items():
         first = make()

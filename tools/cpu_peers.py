@@ -1,16 +1,15 @@
-"""This engine beside what else a CPU user can install, on random Llamas, in turns in one run.
+"""CPU speed of this engine beside llama.cpp, vLLM, transformers and OpenVINO, in interleaved rounds.
 
     python tools/cpu_peers.py --models DIR --environments DIR --install --output cpu-peers-1.1B.json
     python tools/cpu_peers.py --show cpu-peers-1.1B.json
 
 Makes the checkpoints that are missing in `--models` (minutes, the first time), loads every engine in a
-process of its own (`tools/peers`; a package's interpreter is `DIR/NAME/bin/python`), and then takes turns: a
-case at a time, every engine once a round. Rates are tokens a second, of decoding from the moment at which all
-sequences have a token, of a prefill until its first; ratios are taken within a round. Printed are medians,
-the lowest and highest round, and the share of the roof that is: the bytes of the weights a step reads at the
-bandwidth measured in the same rounds. Engines whose threads wait for each other collapse when anything else
-runs: `--pause` waits for Enter once all are loaded, so that the machine can be made quiet.
-"""
+process of its own (`tools/peers`; a package's interpreter is `DIR/NAME/bin/python`), and then measures a
+case at a time, every engine once per round. Rates are tokens per second, of decoding from the moment at
+which all sequences have a token, of a prefill until its first; ratios are taken within a round. Printed are
+medians, the lowest and highest round, and the share of the bandwidth roof: the bytes of the weights a step
+reads at the bandwidth measured in the same rounds. Engines whose threads wait for each other collapse when
+anything else runs: `--pause` waits for Enter once all are loaded, so that the machine can be made quiet."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is asked of every engine; without new tokens it is the prefill that is timed."""
+    """One workload; without new tokens the prefill is timed."""
 
     batch: int
     context: int
@@ -207,7 +206,7 @@ def measure(
     roofs: Roofs,
     keep: Callable[[list[dict[str, Any]]], None],
 ) -> None:
-    """Ask every worker in every round, and hand on after each what all have answered so far."""
+    """Run every worker in every round, and pass on all results so far after each."""
     found: list[dict[str, Any]] = []
     for number in range(rounds):
         for case in cases:
@@ -238,7 +237,7 @@ def rates(found: Sequence[Mapping[str, Any]], row: str, case: str) -> dict[int, 
 def ratio(
     found: Sequence[Mapping[str, Any]], ours: str, theirs: Sequence[str], case: str
 ) -> dict[str, Any] | None:
-    """Ours over the best of theirs, round by round."""
+    """Our rate over the best peer's, round by round."""
     mine = rates(found, ours, case)
     others = [rates(found, name, case) for name in theirs]
     by_round = [

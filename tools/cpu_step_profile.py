@@ -1,11 +1,11 @@
-"""Where the time of a step goes on this CPU: `python tools/cpu_step_profile.py CHECKPOINT ... [--json FILE]`.
+"""Profile of an engine step on a CPU: `python tools/cpu_step_profile.py CHECKPOINT ... [--json FILE]`.
 
 The engine's own steps, with a clock that gives every moment to the innermost part that is running, so that
 the parts of a step sum to it. Greedy requests of random tokens: decode steps of 1, 8 and 16 sequences, and
-prefills of 512 tokens; checkpoints take turns. "python" is what is neither computed in the model nor drawn:
-scheduling, the tensors of a step, outputs; "repeated" is the model where a step is repeated from a recording.
+prefills of 512 tokens; checkpoints are interleaved. "python" is what is neither the model nor sampling:
+scheduling, the tensors of a step, outputs; "replayed" is the model where a step is replayed from a CPU graph.
 With `--enforce-eager` its operations have columns of their own; "between" is what it takes outside of them.
-The roof is the time that the bytes of a step, or its products, would take at the roofs measured here.
+The roof is the time that the bytes of a step, or its multiply-adds, would take at the ceilings measured here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.common.roofs import Roofs
-from llmopt.engine.kernels.graphs.cpu_graph import Recording
+from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
 from llmopt.engine.kernels.linear.native_linear import native_linear
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.norm import Norm
@@ -35,7 +35,7 @@ from llmopt.engine.model.layers.projection import Projection
 BATCHES = {"alone": 1, "batch 8": 8, "batch 16": 16}
 PREFILL, PREFILL_TOKENS = "prefill 512", 512
 PARTS = (
-    *("repeated", "linears", "head", "attention", "norms", "gate", "turning", "between"),
+    *("replayed", "linears", "head", "attention", "norms", "gate", "rope", "between"),
     *("sampler", "python"),
 )
 SKIPPED = 3
@@ -44,7 +44,7 @@ SKIPPED = 3
 
 @dataclass(slots=True)
 class Clock:
-    """Gives every moment to the innermost part under way."""
+    """Attributes every moment to the innermost part that runs."""
 
     now: Callable[[], float]
     spent: dict[str, float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Clock:
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             self._rope_and_cache()
-            # The head is a projection like others, told apart by who calls it.
+            # The LM head is a projection like others, told apart by its caller.
             self._parts.append("head" if self._parts[-1:] == ["head"] else part)
             try:
                 return call(*args, **kwargs)
@@ -85,10 +85,10 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [
         (engine, "step", "python"),
         (runner._sampler, "begin", "sampler"),
-        (Recording, "repeat", "repeated"),
+        (CpuGraph, "replay", "replayed"),
         (decoder, "forward", "between"),
         (decoder, "logits", "head"),
-        (decoder, "_rope_and_cache", "turning"),
+        (decoder, "_rope_and_cache", "rope"),
         (Norm, "__call__", "norms"),
         (Norm, "of_sum", "norms"),
         (GatedMlp, "__call__", "gate"),
@@ -145,7 +145,7 @@ def prefill(engine: Engine, clock: Clock, repeats: int) -> list[Any]:
 
 
 def least_seconds(engine: Engine, roofs: Roofs, rows: int, context: int) -> float:
-    """What a step would take at the roofs: the bytes of weights and cache, or the products in 8 bits."""
+    """Lower bound of a step's time: the bytes of weights and cache, or 8-bit multiply-adds, at the ceilings."""
     memory = engine.memory
     moved = memory.weight_bytes_per_step + rows * context * memory.kv_bytes_per_token
     decoder: Any = engine.runner.decoder
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument(
         "--busy",
         action="store_true",
-        help="for a machine on which others work: one thread, and its own time on the processor",
+        help="for a busy machine: one thread, timed by its own processor time",
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -224,7 +224,7 @@ def main() -> None:
             f"{one['checkpoint']:>9} {one['case']:>9} "
             + " ".join(f"{value:>9.2f}" for value in numbers)
             + f" {one['tokens_per_second']:>9.1f} "
-            # Beside others the bytes that could be read are not known.
+            # On a busy machine the available bandwidth is not known.
             + ("        -" if options.busy else f"{one['of_roof']:>9.0%}")
         )
     if options.json:

@@ -1,4 +1,4 @@
-"""A part of a document that a script makes, between two lines that name the script."""
+"""Generated sections of documents, between two marker lines that name the script."""
 
 from __future__ import annotations
 

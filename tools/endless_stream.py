@@ -1,14 +1,14 @@
-"""Let a stream run far beyond a model's context: perplexity and blocks, with and without attention sinks.
+"""Streaming far beyond a model's context (StreamingLLM): perplexity and blocks, with and without sinks.
 
     python tools/endless_stream.py --tokens 50000 --window 256 --sinks 4
 
-The bundled stories3M (context 512) reads bundled evaluation stories behind one another as one request: the
+The bundled stories3M (context 512) reads concatenated bundled evaluation stories as one request: the
 same `--stretch` tokens again and again, so that every row of the table is about the same text. First with
 the first `--sinks` tokens and the last `--window` in the cache, then with the window alone. Ends with 1 if
 the number of blocks grew or if perplexity with sinks rose by more than `--flat`.
 
-How much a model loses with its first tokens depends on the model: large ones have learnt to rest on them and
-break down, the bundled small ones have not.
+How much a model loses without its sink tokens depends on the model: large ones have learnt to attend to them
+and break down, the bundled small ones have not.
 
 Source of what is measured: Xiao et al., "Efficient Streaming Language Models with Attention Sinks"
 (arXiv:2309.17453), figures 3 and 5.
@@ -34,7 +34,7 @@ from llmopt.recipes import DATA
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One way through the text.
+    """One run over the text.
 
     Attributes:
         ends: where the rows of the table end, in tokens.
@@ -75,7 +75,7 @@ def run_stream(arguments: argparse.Namespace, sinks: int) -> Stream:
             attention_sinks=sinks,
             kv_cache_dtype=arguments.kv_cache_dtype,
             max_num_seqs=1,
-            # What a step computes is kept beside the window, and attended to by all of it.
+            # The tokens of a step are cached beside the window, and all of them attend to it.
             prefill_chunk_size=max(1, arguments.window // 2),
             enable_prefix_caching=False,
         )
@@ -83,7 +83,7 @@ def run_stream(arguments: argparse.Namespace, sinks: int) -> Stream:
     tokens = _text(engine, arguments.tokens, arguments.stretch)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     engine.add_request("stream", tokens, params)
-    # The first tokens by themselves: as long as they are in the window, both ways are the same.
+    # As long as the sink tokens are within the window, both runs are the same.
     ends = [arguments.window, *range(arguments.stretch, len(tokens) + 1, arguments.stretch)]
     blocks = [0] * len(ends)
     scores: list[float] = []

@@ -1,11 +1,11 @@
-"""Other load clients and ours against one `serve-local`, side by side, as a Markdown table.
+"""Load clients compared on one `serve-local`: guidellm, aiperf and ours, as a Markdown table.
 
     python tools/external_clients.py --guidellm ENV/bin/guidellm --aiperf ENV/bin/aiperf
 
 Each tool lives in an environment of its own (`python -m venv ENV && ENV/bin/pip install guidellm`). All
 send the same 48 prompts to `/v1/completions` at the same concurrency and ask for the same number of tokens;
-they take turns, `--rounds` times, each round beginning with another one, so that nobody always comes after
-the same neighbour. The table holds the median of the rounds. Ours comes twice: once asking for the count
+they are interleaved, `--rounds` times, and each round begins with another one, so that no client always
+follows the same one. The table holds the median of the rounds. Ours comes twice: once asking for the count
 of tokens in every chunk, as `llmopt bench` does, and once for the total at the end, as the others do: the
 server pays for the difference. `server CPU` is what the server's process took. Nothing leaves the machine.
 """
@@ -36,7 +36,7 @@ Row = dict[str, float]
 
 
 def run(command: list[str], **environment: str) -> None:
-    """Run a client; its words are shown only when it fails."""
+    """Run a client; its output is shown only when it fails."""
     done = subprocess.run(
         command,
         capture_output=True,
@@ -188,7 +188,7 @@ def main() -> None:
         work, prompts = Path(folder), Path(folder) / "prompts.jsonl"
         write_prompts(prompts)
         code = "from llmopt.cli.main import main; main()"
-        # Without the prefix cache, whoever comes second gains nothing from who came first.
+        # Without the prefix cache a client gains nothing from those that ran before it.
         serve = [
             sys.executable,
             "-c",

@@ -1,11 +1,11 @@
-"""schemathesis against `serve-local`'s own OpenAPI document: no answer of 500 or above, none that hangs.
+"""Fuzz `serve-local` from its OpenAPI document (schemathesis): no status of 500 or above, no hang.
 
     python tools/fuzz_server.py --schemathesis ENV/bin/schemathesis --json numbers.json
 
 schemathesis lives in an environment of its own (`pip install schemathesis`). It makes requests from the
-document, right and wrong ones, run after run with other seeds, until `--cases` of them have been answered;
-what they were answered is counted in the server's own access log. A request that takes more than
-`--hang-seconds` counts as one that hangs. Between two runs the server must be healthy, and in the end its KV
+document, valid and invalid ones, run after run with other seeds, until `--cases` of them have a response;
+statuses are counted in the server's own access log. A request that takes more than `--hang-seconds` counts
+as a hang. Between two runs the server must be healthy, and in the end its KV
 blocks must be free. Exit code 1 if any of this does not hold.
 """
 
@@ -44,13 +44,13 @@ def answers(log: Path, paths: list[str]) -> Counter[tuple[str, int]]:
 
 
 def is_its_own(said: str) -> bool:
-    """Whether schemathesis stumbled over itself, and found nothing in the server."""
+    """Whether the failure is schemathesis' own, not the server's."""
     stumbled = "Runtime Error" in said or "Internal Error" in said
     return stumbled and "Failures:" not in said and "Network Error" not in said
 
 
 def fuzz(program: str, url: str, seed: int, hang_seconds: float, report: Path) -> tuple[int, str]:
-    """One run of schemathesis: exit code and the end of what it said."""
+    """One run of schemathesis: exit code and the end of its output."""
     command = [
         program, "run", f"{url}/openapi.json", "--checks", "not_a_server_error", "--workers", "2",
         "--phases", "coverage,fuzzing", "--seed", str(seed), "--max-examples", "150", "--no-color",
@@ -62,13 +62,13 @@ def fuzz(program: str, url: str, seed: int, hang_seconds: float, report: Path) -
             command, capture_output=True, text=True, timeout=3 * RUN_SECONDS, cwd=report
         )
     except subprocess.TimeoutExpired:
-        # Making up a request may take it that long; the server's own requests are looked at afterwards.
+        # Generating a request may take that long; the server's own requests are checked afterwards.
         return 1, "Internal Error: it did not end by itself"
     return done.returncode, done.stdout[-6000:]
 
 
 def earlier(record: Path | None) -> tuple[Counter[tuple[str, int]], int]:
-    """Answers and runs that the file holds already."""
+    """Responses and runs that the file holds already."""
     found: Counter[tuple[str, int]] = Counter()
     if record is None or not record.exists():
         return found, 0

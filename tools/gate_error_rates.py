@@ -1,4 +1,4 @@
-"""Print how often the gate is wrong on recorded runs.
+"""Error rates of the regression gate on recorded runs: false alarms and missed slowdowns.
 
     python tools/gate_error_rates.py docs/measured/cpu/identical-runs*.parquet
 

@@ -1,10 +1,9 @@
-"""The engine on this machine's GPU, in one file: `python -m tools.gpu_bench --out FILE`.
+"""GPU benchmark of the engine, one record: `python -m tools.gpu_bench --out FILE`.
 
-Every section runs in a process of its own, within its time: one that fails or takes too long loses what it
-had not yet found, and no more. The roofs (bytes copied and products a second) are measured in each of them.
+Every section runs in a process of its own, within its time: one that fails or takes too long loses only
+what it had not yet measured. The roofline ceilings (bytes copied and FLOP per second) are measured in each.
 The file is written after every section. `--small` takes tiny shapes, `--interpret` has Triton interpret its
-kernels on the CPU: together they are how this runs where no GPU is.
-"""
+kernels on the CPU: together they run it without a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny shapes; serves the CPU too")
     parser.add_argument("--interpret", action="store_true", help="Triton's interpreter on the CPU")
     parser.add_argument("--commit", help="to note, where this is no clone")
-    # One section, in a process of its own, with a folder for checkpoints and findings.
+    # One section, in a process of its own, with a folder for checkpoints and results.
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.interpret:
@@ -83,7 +82,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 def in_a_process(
     name: str, limit: float, given: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a section found, and the environment that it found it in."""
+    """Results of a section, and the environment that it ran in."""
     with tempfile.TemporaryDirectory(dir=roomy()) as home:
         lines = Path(home) / LINES
         words = [*SELF, "--measure", name, home]
@@ -106,7 +105,7 @@ def in_a_process(
 
 
 def measure(name: str, home: Path, small: bool, interpret: bool) -> None:
-    """Measure a section here; every finding is a line of JSON in `home` as soon as it is known."""
+    """Measure a section here; every result is a line of JSON in `home` as soon as it is known."""
     import torch
     from llmopt.bench.machine.environment import describe
     from llmopt.engine.doctor.kernel_table import table
@@ -137,7 +136,7 @@ def measure(name: str, home: Path, small: bool, interpret: bool) -> None:
 
 
 def roomy() -> str | None:
-    """Where checkpoints go: into memory, where there is enough of it, else to the usual place."""
+    """Folder for checkpoints: in memory where there is enough of it, else the temporary folder."""
     shared, needed = Path("/dev/shm"), 40 * 2**30
     if not shared.is_dir():
         return None

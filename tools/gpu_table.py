@@ -1,8 +1,8 @@
 """The figures of GPUs in docs/gpu.md, from the files of `make gpu-bench` under docs/measured:
 `python tools/gpu_table.py [--check]`.
 
-A run counts once it is committed as docs/measured/<GPU>/gpu-bench.json. What no run has measured is not
-there.
+A run counts once it is committed as docs/measured/<GPU>/gpu-bench.json. Figures
+without a run are left out.
 """
 
 from __future__ import annotations

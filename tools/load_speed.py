@@ -1,4 +1,4 @@
-"""How long loading takes beside reading, and the memory it leaves: `tools/load_speed.py CHECKPOINT ...`.
+"""Load time of checkpoints against raw read time, and memory after it: `tools/load_speed.py CHECKPOINT ...`.
 
 Rounds over the checkpoints, each in a process of its own. Before a file is read or loaded it is dropped
 from the page cache, so that both come from the disk. Reading is the file in pieces of 16 MiB; loading is

@@ -1,7 +1,7 @@
-"""The overlapped loop against the serial one: `python tools/loops.py MODEL ... [--json FILE]`.
+"""Async scheduling against the serial loop: `python tools/loops.py MODEL ... [--json FILE]`.
 
-The same greedy requests through two engines of each model, in turns over some rounds. What the overlapped
-loop can win is what the serial one spends on the host beside the model: scheduling, booking, text.
+The same greedy requests through two engines of each model, in interleaved rounds. What async
+scheduling can hide is the serial loop's host time beside the model: scheduling, bookkeeping, text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from static_batching import continuous, one_pass
 
 
 def compare(model: str, batch_size: int, output_len: int, rounds: int) -> dict[str, Any]:
-    """Tokens a second of both loops in every round, and the share of a serial step that is the host's."""
+    """Tokens per second of both loops in every round, and the host's share of a serial step."""
     engines = {
         name: Engine(EngineConfig(model, max_num_seqs=batch_size, async_scheduling=overlapped))
         for name, overlapped in (("serial", False), ("overlapped", True))

@@ -1,4 +1,4 @@
-"""Quantize a checkpoint that is several times larger than the memory the process may use.
+"""Quantize a checkpoint several times larger than the memory limit of the process (RLIMIT_DATA).
 
     python tools/memory_limit_run.py --method gptq --hidden 512 --layers 270
 

@@ -1,8 +1,8 @@
-"""The server's /metrics beside what a client measured: `python tools/metrics_agree.py [--json FILE]`.
+"""Agreement of /metrics with a client's measurements: `python tools/metrics_agree.py [--json FILE]`.
 
 Starts `serve-local` on the bundled model, sends it a load with `llmopt bench --base-url`, which certifies its
-own error first, and compares what the histograms gained with the client's means. The client's times begin
-before the request is written and end after the answer is read, so they are the longer ones: what is left
+own error first, and compares the increase of the histograms with the client's means. The client's times begin
+before the request is written and end after the response is read, so they are the longer ones: what is left
 beside the client's own error is HTTP on both sides.
 """
 

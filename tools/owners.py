@@ -1,11 +1,11 @@
-"""Checkpoints of every format in the packages that own the formats, their answers beside this engine's.
+"""Cross-check checkpoints of every format in the packages that own the formats, against this engine's logits.
 
     make owners                                   # installs what is missing, which takes a while
     python tools/owners.py --environments DIR --output owners.json
 
 Quantizes the bundled stories3M, then lets each package, in an environment of its own (`DIR/NAME`, made
-here with --install), load the checkpoints that it can read and answer two prompts: the likeliest tokens at
-each position, and twelve greedy tokens. The table gives the difference of their log-probabilities from
+here with --install), load the checkpoints that it can read and run two prompts: the top tokens at each
+position, and twelve greedy tokens. The table gives the difference of their log-probabilities from
 this engine's in float32, and the share of greedy tokens that agree. Ends with 1 where the mean is beyond
 its limit; a package that refuses a checkpoint is named with its reason, which is no failure.
 """
@@ -60,7 +60,7 @@ class Reading:
     """One package that reads a checkpoint.
 
     Attributes:
-        limit: how far log-probabilities may be off in the mean: what its own arithmetic costs.
+        limit: bound of the mean difference of log-probabilities: what its own arithmetic costs.
     """
 
     owner: str
@@ -79,7 +79,7 @@ ROUNDED = Reading("transformers", "float32", 0.1)  # 8-bit inputs: a code may fa
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A checkpoint, and who is asked to read it."""
+    """A checkpoint, and the packages that read it."""
 
     name: str
     request: Mapping[str, Any]
@@ -111,7 +111,7 @@ CASES = (
         {"method": "fp8", "granularity": "block", "format": "compressed-tensors"},
         (ROUNDED, INT8_INPUTS),
     ),
-    # transformers makes plain bfloat16 of it on a CPU, and rounds no inputs.
+    # transformers dequantizes it to bfloat16 on a CPU, and does not quantize activations.
     Case(
         "fp8 block",
         {"method": "fp8", "granularity": "block"},
@@ -130,7 +130,7 @@ CASES = (
         {"method": "awq"},
         (Reading("autoawq", "float16", 0.1), GPTQMODEL, VLLM),
     ),
-    # bitsandbytes computes 4-bit products in bfloat16 pieces and 8-bit ones from float16 inputs.
+    # bitsandbytes computes 4-bit GEMMs in bfloat16 chunks and 8-bit ones from float16 inputs.
     Case("bitsandbytes nf4", {"method": "nf4"}, (Reading("transformers", "float32", 0.1),)),
     Case(
         "bitsandbytes nf4 double",
@@ -175,7 +175,7 @@ def install(owner: str, folder: Path) -> None:
 
 
 def ask(python: Path, owner: str, tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers of one package; where its process died, what it said last."""
+    """Results of one package; where its process died, the last line of its output."""
     with tempfile.TemporaryDirectory() as folder:
         given, answered = Path(folder) / "tasks.json", Path(folder) / "answers.json"
         given.write_text(json.dumps(tasks))
@@ -268,7 +268,7 @@ def main() -> int:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """A row of the printed table."""
     start = f"{row['checkpoint']:40} {row['owner']:13}"
     if "refused" in row:
         return f"{start} refused: {row['refused']}"

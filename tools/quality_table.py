@@ -1,10 +1,10 @@
-"""Quantize a model with every method at every width, and measure what is left of it.
+"""Quality of every quantization method at every width: perplexity, KL and top-1 agreement.
 
     python tools/quality_table.py --output docs/measured/cpu/quality-table.json --docs docs/quantization.md
 
 The bundled stories3M by default. Perplexity, KL from the original and top-1 agreement are taken on the
 bundled evaluation text, with inputs and arithmetic in float32, so that a difference is the weights'
-(and where a scheme rounds inputs, theirs). The methods that share a grid are given the same one:
+(and where a scheme quantizes activations, theirs). The methods that share a grid are given the same one:
 asymmetric, with one group size. Ends with 1 if a method's KL does not fall as its bits grow.
 """
 
@@ -51,7 +51,7 @@ BEGIN, END = "<!-- quality table: begin -->", "<!-- quality table: end -->"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to quantize."""
+    """One method, scheme and width."""
 
     method: str
     bits: int
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of the model."""
+    """Scores of a quantized model."""
 
     method: str
     scheme: str
@@ -88,7 +88,7 @@ def cases(methods: Sequence[str], group_size: int) -> Iterator[Case]:
 
 
 def measure(case: Case, model: Path, num_samples: int, quality: Any) -> Row:
-    """Quantize into a temporary folder, and score what lies there.
+    """Quantize into a temporary folder, and score the checkpoint.
 
     Args:
         quality: from the folder of a checkpoint to its scores.
@@ -129,7 +129,7 @@ def measure(case: Case, model: Path, num_samples: int, quality: Any) -> Row:
 
 
 def rising(rows: Sequence[Row]) -> list[str]:
-    """Methods of which more bits do not mean less KL, in words."""
+    """Methods whose KL does not fall with more bits, as messages."""
     found = []
     for method in dict.fromkeys(row.method for row in rows):
         own = sorted((row for row in rows if row.method == method), key=lambda row: row.bits)

@@ -1,13 +1,13 @@
-"""How long quantizers take for the same work, side by side in one run, and how good their layers are.
+"""Quantization time and layer error of llmopt, llm-compressor and GPTQModel on the same work.
 
     python tools/quantizer_speed.py --environments DIR --shapes 0.13B --output quantizer-speed.json
 
 Makes random Llama checkpoints, then has each quantizer, in a process and an environment of its own
 (`DIR/NAME/bin/python`; this package runs in the present one), make W4 g128 of it with gptq and awq, from
-the same calibration tokens and with the same number of threads, in turns. The time is from reading the
+the same calibration tokens and with the same number of threads, interleaved. The time is from reading the
 checkpoint to the written result, without imports. A layer's error is measured here for all of them, from
 what they wrote: `|Y - Y'|² / |Y - X|²` over the outputs of a decoder layer whose inputs X are the float
-model's on tokens that no quantizer saw; scales folded into norms or neighbours do not change it.
+model's on held-out tokens; scales folded into norms or adjacent linears do not change it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def make_model(shape: str, folder: Path) -> None:
 
 
 def run(python: Path, name: str, task: dict[str, Any]) -> dict[str, Any]:
-    """Time and version that a quantizer gives, or the last line of what it said."""
+    """Time and version that a quantizer gives, or the last line of its output."""
     with tempfile.TemporaryDirectory() as folder:
         given, answered = Path(folder) / "task.json", Path(folder) / "answer.json"
         given.write_text(json.dumps(task))
@@ -188,7 +188,7 @@ def compare(
     task: dict[str, Any],
     calibration: Any,
 ) -> list[dict[str, Any]]:
-    """One row for each quantizer: its times in turns, and the errors of what it wrote last."""
+    """One row for each quantizer: its times in interleaved rounds, and the errors of its last checkpoint."""
     times: dict[str, list[float]] = {name: [] for name in names}
     rows: dict[str, dict[str, Any]] = {name: {"quantizer": name} for name in names}
     held_out = torch.as_tensor(calibration.held_out)

@@ -3,7 +3,7 @@
     python tools/record_gate_runs.py docs/measured/cpu/identical-runs.parquet
 
 Every start loads the model anew and makes as many passes as `llmopt bench` does. The table has a row a
-request: start, pass, the pass's duration and the share of the machine that others kept busy meanwhile,
+request: start, pass, the pass's duration and the background load of the machine,
 and the request's latencies. `llmopt.bench.gate.rates` reads it.
 """
 

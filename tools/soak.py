@@ -1,14 +1,15 @@
-"""A server under more load than it can carry, for as long as you like: `python tools/soak.py --seconds 1800`.
+"""Soak test of a server under overload: `python tools/soak.py --seconds 1800`.
 
-It starts `llmopt serve-local` with two random adapters and a KV cache far too small for its clients, so that
-sequences are preempted all the time. Its clients ask for completions and chats, whole and streamed, one and
-several, of the model and of its adapters; some hang up in the middle, some send nonsense, and processes of
-their own are killed with SIGKILL while they read a stream. At the end SIGTERM comes under full load.
+It starts `llmopt serve-local` with two random adapters and a KV cache far too small for its clients, so
+that sequences are preempted all the time. Its clients ask for completions and chats, whole and streamed,
+one and several, of the model and of its adapters; some hang up in the middle, some send malformed requests,
+and separate processes are killed with SIGKILL while they read a stream. At the end SIGTERM is sent under
+full load.
 
-What must hold: every request is answered or cleanly refused; once the load is gone every block of the KV
-cache is free, and a greedy answer is what it was before; the server's memory does not grow; after SIGTERM
-every stream ends or is told, and the process ends with 0. The exit code is 1 where one of them does not.
-"""
+What must hold: every request is served or cleanly refused; once the load is gone every block of the KV
+cache is free, and a greedy completion is what it was before; the server's memory does not grow; after
+SIGTERM every stream ends or gets an error event, and the process exits with 0. The exit code is 1 where one
+of them does not."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ async def watch(session: aiohttp.ClientSession, soak: Soak) -> list[dict[str, fl
 async def run(
     seconds: float, num_clients: int, seed: int, server_words: list[str]
 ) -> dict[str, Any]:
-    """The whole soak; returns what is to be written down."""
+    """The whole soak; returns the record."""
     with tempfile.TemporaryDirectory() as folder:
         adapters = [write_adapter(Path(folder) / name, i) for i, name in enumerate(ADAPTERS)]
         process = await asyncio.create_subprocess_exec(
@@ -176,7 +177,7 @@ async def greedy(session: aiohttp.ClientSession, url: str) -> str:
 
 
 async def wait_until_idle(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """The metrics once nothing runs and nothing waits; as they are after 30 s if that never comes."""
+    """The metrics once no request runs or waits; after 30 s those of that moment."""
     deadline = time.monotonic() + 30
     while True:
         found = await scrape(session, url)
@@ -189,7 +190,7 @@ async def wait_until_idle(session: aiohttp.ClientSession, url: str) -> dict[str,
 async def end_under_load(
     process: asyncio.subprocess.Process, session: aiohttp.ClientSession, url: str, num_clients: int
 ) -> dict[str, Any]:
-    """SIGTERM while every client waits for an answer of its own."""
+    """SIGTERM while every client waits for a response."""
 
     async def ask(is_stream: bool) -> str:
         body = {"prompt": "Once", "max_tokens": 300, "n": 1, "stream": is_stream}

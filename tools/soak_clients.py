@@ -1,4 +1,4 @@
-"""The clients of `tools/soak.py`: what they ask for, how they misbehave, and what an answer is worth."""
+"""The clients of `tools/soak.py`: requests, misbehaviour, and verdicts on responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NONSENSE: tuple[dict[str, Any], ...] = (
 
 
 class Soak:
-    """The load, and what became of every request."""
+    """The load, and the outcome of every request."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.url = url
@@ -35,7 +35,7 @@ class Soak:
         self.ended = asyncio.Event()
 
     async def client(self, session: aiohttp.ClientSession) -> None:
-        """Ask for one thing after another, until the end."""
+        """Send one request after another, until the end."""
         while not self.ended.is_set():
             kind = self.random.choices(
                 (self.whole, self.stream, self.abort, self.leave, self.hang_up, self.nonsense),
@@ -108,7 +108,7 @@ class Soak:
         return "answered"
 
     async def hang_up(self, session: aiohttp.ClientSession) -> str:
-        """Hang up before a whole answer."""
+        """Hang up before a complete response."""
         path, body = self.question(max_tokens=120)
         limit = aiohttp.ClientTimeout(total=self.random.uniform(0.001, 0.5))
         with suppress(TimeoutError):
@@ -125,7 +125,7 @@ class Soak:
 
 
 def judge_whole(status: int, found: Any, body: dict[str, Any]) -> str:
-    """What a whole answer is worth."""
+    """Verdict on a complete response."""
     if status == 200:
         num_prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
         reasons = [choice["finish_reason"] for choice in found["choices"]]
@@ -137,7 +137,7 @@ def judge_whole(status: int, found: Any, body: dict[str, Any]) -> str:
 
 
 def judge_stream(lines: list[bytes], body: dict[str, Any]) -> str:
-    """What a stream that ran to its end is worth."""
+    """Verdict on a stream that ran to its end."""
     events = [line[6:].strip() for line in lines if line.startswith(b"data: ")]
     if events and events[-1] == b"[DONE]":
         documents = [json.loads(event) for event in events[:-1]]

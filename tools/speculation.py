@@ -1,15 +1,14 @@
-"""Speed with and without guesses, and how many of them stand.
+"""Speed with and without speculative decoding, and the acceptance rate.
 
     python tools/speculation.py --model stories3M --draft-model stories260K --output speculation.json
     python tools/speculation.py --model stories3M --heads heads --output heads.json
 
-`--heads` takes the folder that `tools/train_heads.py` writes: Medusa and EAGLE heads guess in place of a
+`--heads` takes the folder that `tools/train_heads.py` writes: Medusa and EAGLE heads propose in place of a
 draft model, as chains and as trees of several widths.
 
-Prompts are beginnings of the evaluation text. Every arm completes all of them once a round, arms in turns;
-the ratio to the arm without guesses is of the same round. With float32 and the coupled rule the tokens must
-be the same as without guesses, and the run fails where they are not.
-"""
+Prompts are beginnings of the evaluation text. Every variant completes all of them once per round,
+interleaved; the ratio to the variant without speculation is of the same round. With float32 and coupled
+acceptance the tokens must be those without speculation, and the run fails where they are not."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ PROMPT_TOKENS = 48
 
 
 class Variant:
-    """One way to guess, with an engine of its own."""
+    """A proposer, or none, with an engine of its own."""
 
     def __init__(self, given: argparse.Namespace, speculation: SpeculationConfig | None) -> None:
         self.speculation = speculation
@@ -44,7 +43,7 @@ class Variant:
         self.tokens_per_second: list[float] = []
 
     def run(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-        """Complete the prompts, and keep the speed."""
+        """Complete the prompts, and record the speed."""
         began = time.perf_counter()
         tokens = [one.token_ids for one in self.llm.generate(prompts, params)]
         seconds = time.perf_counter() - began
@@ -52,7 +51,7 @@ class Variant:
         return tokens
 
     def row(self, base: Variant) -> dict[str, Any]:
-        """What was found, beside the arm without guesses."""
+        """The variant's record, relative to the one without speculation."""
         stats = self.llm.engine.stats
         ratios = [
             own / other

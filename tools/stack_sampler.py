@@ -14,7 +14,7 @@ INTERVAL_SECONDS = 5e-4
 
 
 class StackSampler:
-    """Counts ticks of a clock while it is entered, by the innermost of the functions that it knows.
+    """Counts timer ticks while it is entered, by the innermost of the named functions on the stack.
 
     Python runs a signal's handler once the C function that it interrupted has returned. The ticks that passed
     meanwhile are that function's, so that long calls of native code count in full.
@@ -34,7 +34,7 @@ class StackSampler:
     def __enter__(self) -> StackSampler:
         handler = signal.signal(signal.SIGALRM, self._tick)
         self._begun, self._last = time.perf_counter(), 0
-        # Somebody else may use the same timer, to end what takes too long: it goes on afterwards.
+        # Others may use the same timer (a test's timeout): it is restored afterwards.
         timer = signal.setitimer(signal.ITIMER_REAL, INTERVAL_SECONDS, INTERVAL_SECONDS)
         self._before = handler, timer
         return self

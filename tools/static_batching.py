@@ -1,17 +1,17 @@
 """Continuous against static batching on the same engine: `python tools/static_batching.py`.
 
-Requests have ShareGPT's lengths: the bundled stand-in's, or a real file's with `--dataset-path`. Three ways
-to serve them, taken in turns over some rounds:
+Requests have ShareGPT's lengths: the bundled stand-in's, or a real file's with `--dataset-path`. Three
+modes, interleaved over some rounds:
 
-* continuous: all requests are queued at once, and whoever ends makes room for the next.
+* continuous: all requests are queued at once, and a finished one frees its slot for the next.
 * static: batches of as many requests as the engine runs at once; the next batch waits for the longest of the
   one before, and until then the rows of those that have ended are computed on, as in a batch of tensors.
 * static, idle rows: the same, but a row that has ended costs nothing. No batch of tensors does that; it
-  shows how much is won by filling places and how much by not computing what nobody reads.
+  separates what is won by filling slots from what is won by not computing padding rows.
 
-Only the tokens that were asked for count. Then the continuous way once with each block size: how much of the
+Only the tokens that were asked for count. Then continuous batching once with each block size: how much of the
 KV blocks in use held no token. A sequence leaves half a block empty in the mean, so the share is about
-(block - 1) / 2 over the tokens of a sequence under way: short conversations want small blocks.
+(block - 1) / 2 over the tokens of a running sequence: short conversations want small blocks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def one_pass(
 
 
 def compare(engine: Engine, workload: Workload, rounds: int) -> dict[str, Any]:
-    """Output tokens a second of every way in every round, the first of a round being another each time."""
+    """Output tokens per second of every mode in every round; each round begins with another mode."""
     names = list(WAYS)
     rates: dict[str, list[float]] = {name: [] for name in names}
     steps: dict[str, int] = {}

@@ -1,8 +1,8 @@
 """The engine's phases of a decode step beside a profiler's: `python tools/step_profile.py [CHECKPOINT ...]`.
 
-Of each checkpoint, steps that are replayed from captured graphs, and eager ones. The phases are what the
-engine itself measures; the profiler knows nothing of them: it interrupts the same steps and looks at the
-stack. Shares of a step; on a CPU, in a serial loop.
+For each checkpoint, steps that are replayed from captured graphs, and eager ones. The phases are the
+engine's own measurement; the profiler is independent of them: it samples the stack during the same
+steps. Shares of a step; on a CPU, in a serial loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.step_graphs import StepGraphs
 from llmopt.engine.execution.step_trace import StepRecorder
-from llmopt.engine.kernels.graphs.cpu_graph import Recording
+from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
 from llmopt.engine.sampling.sampler import Draw, Sampler
 from llmopt.engine.scheduling.scheduler import Scheduler
 from llmopt.engine.text.output_processor import OutputProcessor
@@ -32,7 +32,7 @@ from stack_sampler import StackSampler
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Decode steps, seen twice.
+    """Decode steps, measured by the engine and by a sampling profiler.
 
     Attributes:
         split: the engine's own means, as `bench` records them.
@@ -51,7 +51,7 @@ class Profile:
 
 
 def functions_of(engine: Engine) -> dict[Callable[..., Any], str]:
-    """The functions whose stack frames tell the part of a step."""
+    """The functions whose stack frames identify the part of a step."""
     decoder: Any = type(engine.runner.decoder)
     return {
         Scheduler.schedule: "scheduling",
@@ -61,7 +61,7 @@ def functions_of(engine: Engine) -> dict[Callable[..., Any], str]:
         ModelRunner._inputs: "preparing",
         ModelRunner._ends: "preparing",
         StepGraphs.prepare: "preparing",
-        Recording.repeat: "kernels",
+        CpuGraph.repeat: "kernels",
         decoder.forward: "kernels",
         decoder.logits: "kernels",
         ModelRunner._begin_draw: "sampling",
@@ -73,7 +73,7 @@ def functions_of(engine: Engine) -> dict[Callable[..., Any], str]:
 
 
 def profile(engine: Engine, batch: int, seconds: float) -> Profile:
-    """Decode steps of `batch` greedy requests, for as long as that."""
+    """Decode steps of `batch` greedy requests, for `seconds`."""
     sampler = StackSampler(functions_of(engine), within=Engine.step)
     recorder = StepRecorder(engine.scheduler, phases=True)
     length = min(engine.max_model_len, 512) - 1

@@ -1,4 +1,4 @@
-"""JSON schemas of growing nesting: is what a constrained model writes valid, and what does it cost?
+"""Validity and cost of structured output, over JSON schemas of growing nesting.
 
     python tools/structured_output.py --json numbers.json
 
@@ -100,7 +100,7 @@ def _rooted(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Run:
-    """What one or several sequences that run together came to."""
+    """Timings of one or several sequences that run together."""
 
     def __init__(self, engine: Engine, params: Sequence[SamplingParams]) -> None:
         self.token_ids: list[list[int]] = [[] for _ in params]

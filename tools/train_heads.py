@@ -1,4 +1,4 @@
-"""Train Medusa heads and an EAGLE head for a small model, on what the model itself says.
+"""Train Medusa heads and an EAGLE head for a small model, distilled from the model's own output.
 
     python tools/train_heads.py --model stories3M --output heads
 
@@ -32,7 +32,7 @@ RATE = 1e-3
 
 
 class Medusa(nn.Module):
-    """Heads of one residual block each; head k scores the token k + 2 places ahead."""
+    """Heads of one residual block each; head k scores the token k + 2 positions ahead."""
 
     def __init__(self, hidden: int, vocab: int, count: int, output: torch.Tensor) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Medusa(nn.Module):
 
 
 class Eagle(nn.Module):
-    """A layer without a norm before its attention, over token embeddings joined with hidden states."""
+    """A layer without a norm before its attention, over token embeddings concatenated with hidden states."""
 
     def __init__(self, config: Any, embedding: torch.Tensor) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def _own_words(given: argparse.Namespace) -> torch.Tensor:
-    """Beginnings of the text and what the model makes of them, int64 [sequences, LENGTH]."""
+    """Beginnings of the text with the model's completions, int64 [sequences, LENGTH]."""
     llm = LLM(given.model, dtype="float32", num_threads=given.threads, max_num_seqs=64)
     stories = (DATA / "calibration.txt").read_text(encoding="utf-8").split("\n\n")
     encoded = [llm.engine.encode(story)[:PROMPT_TOKENS] for story in stories]
@@ -133,7 +133,7 @@ def _own_words(given: argparse.Namespace) -> torch.Tensor:
 
 @torch.no_grad()
 def _hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """What the vocabulary projection reads behind each token."""
+    """Final hidden states, the input of the LM head, at each token."""
     return model.model(tokens).last_hidden_state
 
 
@@ -175,7 +175,7 @@ def _medusa_loss(
 def _eagle_loss(
     eagle: Eagle, output: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Of the hidden state behind each token, and of what it says; then again from its own answer."""
+    """Regression of hidden states plus cross-entropy of logits; again from the head's own output."""
     wanted, total = hidden[:, 1:], torch.zeros(())
     before = hidden[:, :-1]
     for _ in range(2):

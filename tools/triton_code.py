@@ -1,7 +1,7 @@
-"""Triton's kernels compiled for a GPU that is not there: `python tools/triton_code.py`.
+"""Compile Triton's kernels without a GPU, for their registers: `python tools/triton_code.py`.
 
 A launch compiles in place of running, for the shapes and types that it was given, with the assembler that
-Triton brings. Printed is what the assembler says: registers and bytes of local memory a thread, bytes of
+Triton brings. Printed are registers and bytes of local memory a thread, bytes of
 shared memory a block, and the matrix instructions in the machine code. It takes two minutes on one core.
 """
 
@@ -57,7 +57,7 @@ class Compiled:
 
 @contextmanager
 def compiling(capability: int = 90) -> Iterator[list[Compiled]]:
-    """Within it, launches compile for that capability; the list says what came of each."""
+    """Context in which launches compile for that capability; yields the list of compiled kernels."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile, make_backend
@@ -108,7 +108,7 @@ def attention(
     dtype: torch.dtype = BF16,
     **rule: Any,
 ) -> None:
-    """Launch it for a step of six sequences that bring one token and one that brings 64."""
+    """Launch paged attention for six decode rows and one prefill chunk of 64 tokens."""
     from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
     in_keys = dims[0] > dims[1]
@@ -125,7 +125,7 @@ def attention(
 
 
 def rows() -> None:
-    """Launch norm, gates, and rotation with the cache write for every stored type."""
+    """Launch norm, gates, and fused RoPE + KV write for every stored type."""
     from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
     from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
     from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
@@ -147,7 +147,7 @@ def rows() -> None:
 
 
 def sampling() -> None:
-    """Launch what turns scores of a large vocabulary into tokens."""
+    """Launch the sampling kernels on logits of a large vocabulary."""
     from llmopt.engine.kernels.sampling import triton_sampling as kernels
 
     scores, rows = torch.zeros(4, 128256), torch.arange(4)
@@ -161,7 +161,7 @@ def sampling() -> None:
 
 
 def products(weight: QuantizedTensor, kind: Literal["floats", "quantized"] = "floats") -> None:
-    """Launch products of one token, few, many, and too many, with inputs in floats or in 8 bits."""
+    """Launch GEMMs of 1 to 65 tokens, on both sides of the crossover, with float or 8-bit inputs."""
     from llmopt.engine.kernels.linear.triton_linear import FloatInputLinear, QuantizedInputLinear
 
     quantized = kind == "quantized"
@@ -189,7 +189,7 @@ def blocks(kind: str) -> QuantizedTensor:
 
 
 def experts() -> None:
-    """Launch the products of experts for few visits each, and for many."""
+    """Launch the grouped GEMMs of experts, with few and with many tokens per expert."""
     from llmopt.engine.kernels.linear.triton_gemm import gemm
     from llmopt.engine.kernels.moe.triton_token_permutation import permute_tokens
 

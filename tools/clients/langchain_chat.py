@@ -1,4 +1,4 @@
-"""What LangChain's chat class makes of a server: `python langchain_chat.py URL MODEL`, a JSON line each."""
+"""Check a server with LangChain's chat class: `python langchain_chat.py URL MODEL`, a JSON line each."""
 
 from __future__ import annotations
 

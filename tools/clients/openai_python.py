@@ -1,4 +1,4 @@
-"""What the official Python client makes of a server: `python openai_python.py URL MODEL`."""
+"""Check a server with the official Python client: `python openai_python.py URL MODEL`."""
 
 from __future__ import annotations
 

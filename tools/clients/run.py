@@ -4,7 +4,7 @@
 
 FOLDER is where `npm install openai` was run; LangChain and the load clients live in environments of their
 own (`pip install langchain-openai`, `guidellm`, `aiperf`). The official Python client and curl are always
-tried. A client whose path is not given is left out, and said to be. Exit code 1 if one fails.
+tried. A client whose path is not given is skipped with a message. Exit code 1 if one fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Checks = list[dict[str, Any]]
 
 
 def script(command: list[str]) -> Checks:
-    """What a client's script says, a JSON line for each check."""
+    """Output of a client's script, a JSON line for each check."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     checks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode:
@@ -61,7 +61,7 @@ def curl(url: str) -> Checks:
 
 
 def load(client: Callable[..., external_clients.Row], program: str, url: str) -> Checks:
-    """A load client, streaming: what it counted."""
+    """A load client, streaming: its counts."""
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         external_clients.write_prompts(prompts)
@@ -80,7 +80,7 @@ def of_package(python: str, name: str) -> str:
 
 
 def clients(asked: argparse.Namespace, url: str) -> dict[str, tuple[str, Callable[[], Checks]]]:
-    """Name → (version, what runs it), of the clients whose paths were given."""
+    """Name → (version, function that runs it), of the clients whose paths were given."""
     told = [url, DEFAULT_MODEL]
     found: dict[str, tuple[str, Callable[[], Checks]]] = {
         "openai (Python)": (

@@ -1,4 +1,4 @@
-"""A measured figure, what a run's file holds of them, and the Markdown that people read."""
+"""Measured figures: records of a run's file, and their Markdown table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Figure:
     Attributes:
         model: a shape of the planner's table, with random weights.
         weights: how its linears are stored, `bf16` or the label of a scheme.
-        engine: who computed: `llmopt`, or what was measured beside it.
+        engine: `llmopt`, or the peer measured beside it.
         phase: `decode` (a step that gives each of `batch` sequences of `context` tokens its next token),
             `prefill` (a prompt of `context` tokens), `host` (time of a decode step in which the device
             waits), `stream` and `requests` (answers a second to one request, and to `batch` at once).
@@ -46,7 +46,7 @@ class Figure:
 
     @property
     def case(self) -> tuple[str, str, int, int]:
-        """What figures have in common that may be compared."""
+        """The key that comparable figures share."""
         return self.model, self.phase, self.batch, self.context
 
     @property
@@ -74,9 +74,9 @@ def figure(
 
 
 def compared(figures: Sequence[Figure]) -> Iterator[tuple[Figure, list[str]]]:
-    """Each figure with how many times as fast it is as others of its case.
+    """Each figure with its speedup over the baselines of its case.
 
-    Quantized weights stand beside the plain ones, our engine beside the others.
+    Quantized weights are compared with bf16, our engine with its peers.
     """
     for one in figures:
         others = [
@@ -98,7 +98,7 @@ def _short(one: Figure) -> str:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table of a run's file, and what it says of its circumstances."""
+    """The table of a run's file, and its environment."""
     environment, sections = record["environment"], record["sections"]
     gpu = environment.get("gpu", {}).get("name", environment.get("machine", "this machine"))
     libraries = environment.get("libraries", {})

@@ -23,7 +23,7 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 
 def prompts_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[list[int]]:
-    """Random prompts: no two begin alike, so that no block is shared."""
+    """Random prompts: no two share a prefix, so that no block is shared."""
     draw = random.Random(seed)
     return [[draw.randrange(vocab) for _ in range(length)] for length in lengths]
 
@@ -52,7 +52,7 @@ class Ours:
         self._longest = max_model_len
 
     def decode(self, batch: int, context: int, steps: int) -> tuple[list[float], float | None]:
-        """Seconds of steps that give each of `batch` sequences its next token, `context` in the middle; and,
+        """Seconds of decode steps of `batch` sequences, at `context` tokens in the middle; and,
         with CUDA, in how many seconds of a step the device computes or copies, from a few steps more.
         """
         with self._decoding(batch, context, steps) as step:
@@ -65,7 +65,7 @@ class Ours:
         return [self.answer([prompt], [1]) for prompt in prompts][1:]
 
     def answer(self, prompts: Sequence[list[int]], num_tokens: Sequence[int]) -> float:
-        """Seconds to give every prompt its number of tokens."""
+        """Seconds to generate every prompt's number of tokens."""
         begin = time.perf_counter()
         for index, (prompt, count) in enumerate(zip(prompts, num_tokens, strict=True)):
             self.engine.add_request(str(index), prompt, greedy(count))
@@ -74,7 +74,7 @@ class Ours:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""
         self.engine.close()
         del self.engine
         gc.collect()

@@ -1,4 +1,4 @@
-"""What `gpu_bench.py` measures. A section has a process of its own and says what it finds as it finds it."""
+"""Sections of `gpu_bench.py`. Each has a process of its own and reports a figure once it is measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KV_BYTES = 2
 
 @dataclass
 class World:
-    """The machine, the sizes of the run, and a folder for checkpoints. `left_out` says what failed."""
+    """The machine, the sizes of the run, and a folder for checkpoints. `left_out` lists what failed."""
 
     device: str
     scale: Scale
@@ -41,7 +41,7 @@ class World:
 
     @contextmanager
     def tried(self, what: str) -> Iterator[None]:
-        """What is measured beside our engine may fail without taking our figures with it."""
+        """Run a peer's measurement; its failure leaves our figures as they are."""
         try:
             yield
         except Exception as error:
@@ -77,7 +77,7 @@ class Model:
             ours.close()
 
     def decode(self, ours: Ours, batch: int, context: int, steps: int) -> Iterator[Figure]:
-        """A step, against the bytes that it must read; and how long the device waits in it."""
+        """Time of a decode step against its bytes at the bandwidth roof, and the device's idle time in it."""
         seconds, busy = ours.decode(batch, context, steps)
         read = decode_step_bytes(
             self.shape, batch, context, ours.engine.memory.weight_bytes, KV_BYTES
@@ -95,7 +95,7 @@ class Model:
         return self._figure(OURS, "prefill", 1, length, "ms", _ms(seconds), least, MATRIX)
 
     def answers(self, answer: Callable[..., float], who: str, batch: int, repeats: int) -> Figure:
-        """Answers to one request, or to many of random lengths: tokens a second."""
+        """Throughput of one request, or of many of random lengths, in tokens per second."""
         scale, (low, high) = self._world.scale, self._world.scale.lengths
         draw = random.Random(1)
         if batch == 1:
@@ -127,7 +127,7 @@ def _ms(seconds: list[float]) -> list[float]:
 
 
 def _beside(world: World, model: Model, counts: tuple[int, ...]) -> Iterator[Figure]:
-    """transformers on the same requests; the device is free by now."""
+    """transformers on the same requests, once the engine has freed the device."""
     theirs = None
     with world.tried("transformers"):
         theirs = Theirs(model.folder, world.device)
@@ -170,7 +170,7 @@ def _quantized_8b(world: World, scheme: IntScheme | FloatScheme) -> Iterator[Fig
 
 
 def requests(world: World) -> Iterator[Figure]:
-    """Many requests of many lengths on a small model, beside transformers' two ways."""
+    """Many requests of many lengths on a small model, beside transformers, static and continuous."""
     model, scale = Model(world, "qwen3-0.6b"), world.scale
     with model.opened(2 * scale.lengths[1], scale.num_requests) as ours:
         yield from model.decode(ours, 1, scale.short, scale.steps)
@@ -191,7 +191,7 @@ def _some_layers(world: World, name: str, batches: tuple[int, ...]) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`seconds` it may take; what one leaves over is its successors'."""
+    """`seconds`: its time limit; unused time goes to later sections."""
 
     name: str
     seconds: float

@@ -24,7 +24,7 @@ FP8 = FloatScheme("channel", Activations("fp8"))
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much of everything.
+    """Sizes of a run.
 
     Attributes:
         config: what replaces fields of a model's config.
@@ -83,7 +83,7 @@ def config_of(name: str, scale: Scale, layers: int | None = None) -> dict[str, A
 def write_checkpoint(
     folder: Path, config: dict[str, Any], scheme: IntScheme | FloatScheme | None, device: str
 ) -> None:
-    """Random weights in bf16, the linears of the layers rounded to `scheme`; all layers hold the same.
+    """Random bf16 weights, the layers' linears quantized (RTN) to `scheme`; all layers are equal.
 
     Equal layers are as slow as different ones: each has memory of its own, larger than any cache.
     """
@@ -143,7 +143,7 @@ def _first_layer(config: dict[str, Any], folder: Path, device: str) -> dict[str,
 
 
 def _write_tokenizer(folder: Path, size: int) -> None:
-    """A word for each token, so that whoever makes text has text to make."""
+    """A tokenizer with a word for each token, so that detokenization has text."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace

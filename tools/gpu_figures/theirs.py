@@ -27,8 +27,8 @@ class Theirs:
         self.generate([[1, 2, 3]], [2])
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: Sequence[int]) -> float:
-        """Seconds for all, in batches of answers of about one length: in each of them every row goes on until
-        the longest answer ends."""
+        """Seconds for all, in static batches of about equal output length: every row of a batch goes on until
+        the longest ends."""
         order = sorted(range(len(prompts)), key=lambda index: num_tokens[index])
         batches = [order[begin : begin + MAX_ROWS] for begin in range(0, len(order), MAX_ROWS)]
         return sum(

@@ -11,7 +11,7 @@ from worker import Run, serve
 
 
 class _Stamp(transformers.StoppingCriteria):
-    """Notes the time of every token, and stops nothing."""
+    """Stopping criterion that records the time of every token and never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

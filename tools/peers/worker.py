@@ -1,6 +1,6 @@
-"""What the workers of tools/cpu_peers.py have in common; it runs in any package's environment.
+"""Protocol of the workers of tools/cpu_peers.py; it runs in any package's environment.
 
-A worker loads its model, says so, and answers each task, one JSON line each, on what was its standard
+A worker loads its model, reports it, and replies to each task, one JSON line each, on what was its standard
 output; what its package prints goes to the standard error.
 """
 
