@@ -1,4 +1,4 @@
-"""Microbenchmark of linear layers on a CPU, beside torch's: `python tools/cpu_kernels.py [--threads 2] [--json FILE]`.
+"""Benchmark linear layers on CPU, beside torch's: `python tools/cpu_kernels.py [--threads 2] [--json FILE]`.
 
 Weights are cold: each operation goes through copies that together are larger than the last cache. All
 operations of a shape are interleaved in every round, and the two roofline ceilings (bytes read and 8-bit

@@ -145,7 +145,7 @@ def prefill(engine: Engine, clock: Clock, repeats: int) -> list[Any]:
 
 
 def least_seconds(engine: Engine, roofs: Roofs, rows: int, context: int) -> float:
-    """Lower bound of a step's time: the bytes of weights and cache, or 8-bit multiply-adds, at the ceilings."""
+    """Lower bound of a step's time: bytes of weights and cache, or 8-bit multiply-adds, at the ceilings."""
     memory = engine.memory
     moved = memory.weight_bytes_per_step + rows * context * memory.kv_bytes_per_token
     decoder: Any = engine.runner.decoder

@@ -61,13 +61,13 @@ def functions_of(engine: Engine) -> dict[Callable[..., Any], str]:
         ModelRunner._inputs: "preparing",
         ModelRunner._ends: "preparing",
         StepGraphs.prepare: "preparing",
-        CpuGraph.repeat: "kernels",
+        CpuGraph.replay: "kernels",
         decoder.forward: "kernels",
         decoder.logits: "kernels",
         ModelRunner._begin_draw: "sampling",
         Sampler.begin: "sampling",
         Draw.result: "sampling",
-        OutputProcessor.pieces: "detokenizing",
+        OutputProcessor.outputs: "detokenizing",
         OutputProcessor.shown: "detokenizing",
     }
 
