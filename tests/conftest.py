@@ -1,4 +1,4 @@
-"""Where no GPU is, Triton interprets its kernels. It must know before anybody imports it first."""
+"""Run Triton's interpreter where no GPU is; the variable must be set before triton is imported."""
 
 from __future__ import annotations
 

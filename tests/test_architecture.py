@@ -1,5 +1,5 @@
-"""The plan of the house, held against the source: who imports whom, what stays free of torch, how large a
-file may grow, what is packaged."""
+"""Architecture rules, held against the source: import directions, torch-free modules, file sizes, and
+package data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_imports_run_one_way(module: str) -> None:
 
 
 def test_folders_of_a_floor_import_one_way() -> None:
-    """Imports for types alone count too: who reads a module must know what they name."""
+    """Imports for types alone count too."""
     assert not structure.cycles(structure.folder_graph(MODULES))
 
 

@@ -1,4 +1,4 @@
-"""What the README and the docs tell people to type is what the commands take."""
+"""Commands shown in the README and the docs parse."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def commands() -> Mapping[str, Any]:
 
 @pytest.fixture
 def configs(commands, monkeypatch) -> Captured:
-    """What `serve-local` or `bench` would give its engine, for words."""
+    """The engine config that `serve-local` or `bench` makes of an argument list."""
 
     def serve(config: EngineConfig, *_: Any) -> None:
         raise Stopped(config)
@@ -155,7 +155,7 @@ def test_defaults_are_those_of_the_config(configs) -> None:
 
 
 def test_what_bench_takes_beside_has_one_default(commands) -> None:
-    """None on the command line: nothing was said, and the option's own default holds."""
+    """None on the command line: not given, and the option's own default holds."""
     known = BenchOptions.model_fields
     of_the_command = {
         "sweep_concurrency",

@@ -1,4 +1,4 @@
-"""Beam search against transformers' on the trained models, and completions that compete."""
+"""Beam search against transformers' on the trained models, and best_of."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_hypotheses_are_those_of_transformers(
 
 
 def test_a_wide_search_in_a_narrow_engine(prompts):
-    """Fewer places and blocks than beams, chunks, and no prefix cache to rely on."""
+    """Fewer batch slots and blocks than beams, chunks, and no prefix cache to rely on."""
     params, prompts = BeamSearchParams(4, 4), prompts[:3]
     wide = LLM("stories3M", dtype="float32", num_threads=1).beam_search(prompts, params)
     narrow = LLM(
@@ -147,7 +147,7 @@ def test_searches_that_cannot_be(options, complaint):
 
 @pytest.mark.parametrize("small", [False, True])
 def test_best_of_hands_out_the_likeliest(prompts, small):
-    """The winners are those of six single requests, ranked by the sum of their log-probabilities."""
+    """best_of keeps the best of six single requests by cumulative logprob."""
     options: dict[str, Any] = {"num_blocks": 40, "max_num_seqs": 3} if small else {}
     llm = LLM("stories3M", dtype="float32", block_size=4, num_threads=1, **options)
     common: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0}

@@ -1,4 +1,4 @@
-"""Two ways must give the same tokens: transformers' and ours, and ours under every schedule."""
+"""Token equality: with transformers, and under every schedule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(prompts) -> list[list[int]]:
-    """What transformers' generate says, one prompt at a time."""
+    """Output of transformers' generate, one prompt at a time."""
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     outputs = []
     for prompt in prompts:
@@ -126,7 +126,7 @@ def test_random_tokens_do_not_depend_on_the_batch_either(prompts):
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_every_completion_of_a_fork_equals_its_own_request(prompts, overlapped):
-    """n = 3 draws what three requests with the three seeds would draw."""
+    """n = 3 samples what three requests with the three seeds sample."""
     built = engine(block_size=4, async_scheduling=overlapped)
     prompt = prompts[0] + [7]
     built.add_request("n", prompt, SamplingParams(n=3, seed=9, max_tokens=12, ignore_eos=True))

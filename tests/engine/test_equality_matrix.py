@@ -27,7 +27,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "exact KV cache": {"kv_cache_dtype": "float32"},
     "ngram": {"speculation": SpeculationConfig("ngram", ngram_min=1)},
     "draft": {"speculation": SpeculationConfig("draft", MODELS / "stories260K")},
-    "overlapped loop": {"async_scheduling": True},
+    "async scheduling": {"async_scheduling": True},
     "policy": {"scheduling_policy": "shortest-prefill"},
 }
 PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"ngram", "draft"}]
@@ -93,7 +93,7 @@ def test_two_features_leave_the_tokens_as_they_are(prompts, expected, pair):
 @pytest.fixture(scope="module")
 def divided() -> Iterator[list[Engine]]:
     """Processes take seconds to start: every feature is met by one of two pairs of them."""
-    first = ["chunks", "preemption", "exact KV cache", "draft", "overlapped loop"]
+    first = ["chunks", "preemption", "exact KV cache", "draft", "async scheduling"]
     second = ["no prefix cache", "batch mix", "ngram", "policy"]
     assert {*first, *second} == set(FEATURES)
     engines = []

@@ -68,7 +68,7 @@ def answers(built: Engine) -> tuple[list[list[int]], list[list[float]]]:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[list[int]], list[list[float]]]:
-    """What transformers says on the CPU."""
+    """transformers' output on the CPU."""
     model: Any = AutoModelForCausalLM.from_pretrained(MODELS / "stories3M", dtype=torch.float32)
     tokens, logprobs = [], []
     for prompt in PROMPTS:
@@ -137,7 +137,7 @@ def test_every_format_stays_near_what_its_codes_mean(case, tmp_path):
         linear.register_forward_pre_hook(lambda _, inputs: fake_quantize_inputs(inputs[0], case[1]))
     with torch.no_grad():
         exact = model(torch.tensor([PROMPTS[1]])).logits[0]
-    for count in (1, 20, len(PROMPTS[1])):  # a product by vector, tiles, and the way of many tokens
+    for count in (1, 20, len(PROMPTS[1])):  # GEMV, fused GEMM, and dequantize + cuBLAS
         got = engine(tmp_path, "bfloat16").prompt_logits(PROMPTS[1][:count])
         assert divergence(exact[:count], got) < 3e-2
 

@@ -139,7 +139,7 @@ def test_gemm(scheme: Scheme, shape: tuple[int, int]) -> None:
     ids=str,
 )
 def test_experts(scheme: Scheme | None) -> None:
-    """64 experts of the size of Qwen3-30B-A3B's, of which a token visits eight."""
+    """64 experts of the size of Qwen3-30B-A3B's, top-8 routing."""
     rows = RowKernelQuery("cuda", BF16, 768)
 
     def linear(out: int, inputs: int) -> Projection:

@@ -3,8 +3,8 @@
     LLAMA_CPP_PYTHON=<python with llama-cpp-python> python tests/owners/check_llama_cpp.py [--tokenizers DIR]
 
 llama.cpp lives in an environment of its own; this script writes the files, sends paths and token ids to it,
-and compares. llama.cpp rounds activations to 8 bits before each product, so its logits are near ours, not
-equal: the distance is given as KL divergence. Its cache is in float32. It takes no such rounding with float weights, so each kind of
+and compares. llama.cpp quantizes activations to 8 bits before each GEMM, so its logits are near ours, not
+equal: the distance is given as KL divergence. Its cache is in float32. It quantizes no activations with float weights, so each kind of
 file is also given to it with its blocks dequantized by the `gguf` package ("as F32"); these must agree with
 our reading of the blocks. `--tokenizers` names a folder of folders with `tokenizer.json`, whose texts are compared too.
 Exit code 1 where a limit is broken.
@@ -195,7 +195,7 @@ def compare_tokenizers(python: str, folder: Path, given: Path | None) -> int:
 
 
 def ask(python: str, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """llama.cpp's answers; what it says on stderr is shown where it fails."""
+    """llama.cpp's results; its stderr is shown where it fails."""
     done = subprocess.run(
         [shutil.which(python) or python, "-c", CHILD],
         input=json.dumps(tasks),

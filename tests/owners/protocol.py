@@ -1,9 +1,9 @@
-"""What the loaders of other packages have in common: a list of tasks in, a list of answers out, as JSON.
+"""Protocol of the loaders of other packages: a list of tasks in, a list of results out, as JSON.
 
     python load_PACKAGE.py TASKS.json ANSWERS.json
 
 A task has `folder` (a checkpoint), `prompts` (token ids), `max_tokens` to generate greedily, `top` (how
-many of the likeliest tokens of each position are wanted), `dtype`, and options of single loaders. Its
+many top tokens of each position are wanted), `dtype`, and options of single loaders. Its
 answer has `loader` (what ran), `tokens` (generated, for each prompt) and `logprobs`: for each prompt and
 each of its tokens but the first, the likeliest tokens and their log-probabilities. Where the package
 refuses the checkpoint it has `error` instead.
@@ -24,7 +24,7 @@ Answer = dict[str, Any]
 
 
 def serve(load_and_answer: Callable[[Task], Answer]) -> None:
-    """Answer every task of the command line; what was answered before a crash is kept."""
+    """Run every task of the command line; results before a crash are kept."""
     tasks = json.loads(Path(sys.argv[1]).read_text())
     answers: list[Answer] = []
     for task in tasks:
@@ -37,7 +37,7 @@ def serve(load_and_answer: Callable[[Task], Answer]) -> None:
 
 
 def table(logprobs: torch.Tensor, top: int) -> list[dict[str, float]]:
-    """The likeliest tokens of each row of `[positions, vocabulary]`, by token id as text."""
+    """The top tokens of each row of `[positions, vocabulary]`, by token id as text."""
     best = logprobs.topk(top)
     return [
         {str(token): value for token, value in zip(ids, values, strict=True)}
@@ -47,7 +47,7 @@ def table(logprobs: torch.Tensor, top: int) -> list[dict[str, float]]:
 
 @torch.no_grad()
 def answer_of(model: Any, task: Task) -> Answer:
-    """The answer of a transformers model, without a cache: nothing but the model's own arithmetic."""
+    """The result of a transformers model, without a cache: only the model's own arithmetic."""
     tokens, logprobs = [], []
     for prompt in task["prompts"]:
         logits = model(torch.tensor([prompt])).logits[0].float()

@@ -84,7 +84,7 @@ def test_a_torch_that_is_there_is_kept(installer: ModuleType) -> None:
 def test_pip_says_why_not_in_one_line(
     installer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pip's own answer, from a place that holds nothing."""
+    """pip's own resolution, from an empty index."""
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     nothing = ("--no-index", "--find-links", str(SCRIPT.parent), "no-such-distribution-of-ours")

@@ -1,4 +1,4 @@
-"""Sequences over shuffled blocks, as tests of attention want them."""
+"""Batches over shuffled KV blocks, for tests of paged attention."""
 
 from __future__ import annotations
 

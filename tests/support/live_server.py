@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass
 class RunningServer:
-    """A server that answers, and a look into its engine."""
+    """A running server, with access to its engine."""
 
     url: str
     engine: Engine
@@ -57,7 +57,7 @@ class RunningServer:
             time.sleep(0.005)
 
     def wait_until_idle(self) -> EngineStats:
-        """Wait until the engine is idle, check its books, and return its counters."""
+        """Wait until the engine is idle, check its invariants, and return its counters."""
         self.wait_for(lambda engine: not engine.has_unfinished())
 
         def books(engine: Engine) -> EngineStats:

@@ -1,4 +1,4 @@
-"""A scheduler with a make-believe model, whose every output and every KV slot can be foretold."""
+"""A scheduler with a fake model, whose outputs and KV slots are all predictable."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Past = tuple[bytes | int, ...]
 
 
 def next_token(history: Sequence[int], seed: int, salt: bytes = b"") -> int:
-    """What the make-believe model says after `history`; with another salt it is another model."""
+    """The fake model's next token after `history`; another salt is another model."""
     return hash((tuple(history), seed, len(salt))) % VOCAB
 
 
 def draft_of(row: ScheduledRow, salt: bytes, width: int) -> tuple[list[int], Tree]:
-    """Some draft tokens for a row, `width` for a place, with the right one among them for two of three places,
+    """Some draft tokens for a row, `width` per position, with the right one among them for two of three positions,
     and not always as many as there are slots for."""
     tokens: list[int] = []
     parents: list[int] = []
     at = -1
     for _ in range(row.num_draft_tokens // width):
         history = [*row.history, *path_of(tokens, Tree(tuple(parents)), at)]
-        chance = hash((tuple(history), row.seed, "guess")) % 12
+        chance = hash((tuple(history), row.seed, "draft")) % 12
         if chance == 11:
             break
         right, place = next_token(history, row.seed, salt), chance % width
@@ -60,7 +60,7 @@ is scheduled, or when somebody waits for it, which is the span that a thread has
 
 @dataclass(slots=True)
 class _InFlight:
-    """A step that was scheduled, the one before it, and what it drew once it is computed."""
+    """A scheduled step, its predecessor, and its sampled tokens once it is computed."""
 
     plan: StepPlan
     before: _InFlight | None = None
@@ -70,11 +70,11 @@ class _InFlight:
 
 
 class World:
-    """Runs steps and keeps, for each slot of the cache, the whole past of the token that lies there.
+    """Runs steps and keeps, for each KV slot, the whole prefix of the token cached there.
 
     Attention reads every slot of a sequence up to the current token, or those within the window. So before
-    each draw, every one of them must hold exactly that sequence's past and its salt; a block that was
-    shared, copied, freed or reused wrongly shows at once. Draft tokens are written too, right and wrong ones.
+    each token is sampled, every slot must hold exactly that sequence's prefix and salt; a block that was
+    shared, copied, freed or reused wrongly fails at once. Draft tokens are written too, right and wrong ones.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class World:
         return request
 
     def step(self) -> tuple[StepPlan, list[Token]]:
-        """One step of the loop; returns what was settled in it."""
+        """One step of the loop; returns the outputs processed in it."""
         before = self._in_flight
         if before is not None and before.plan.blocks_next_step:
             self._in_flight = None
@@ -266,7 +266,7 @@ class World:
         self.scheduler.check_integrity()
 
     def drain(self, limit: int = 2000) -> None:
-        """Step until nothing is left; a scheduler that stalls or thrashes does not get there."""
+        """Step until nothing is left; fails if the scheduler stalls or thrashes."""
         for _ in range(limit):
             if not self.scheduler.has_unfinished():
                 break

@@ -45,7 +45,7 @@ def random_model(**overrides: Any) -> Any:
 
 
 def quantized(weight: torch.Tensor, scheme: Any, dtype: torch.dtype) -> QuantizedTensor:
-    """Plain rounding; permuted groups get an order of their own, static inputs a fixed scale."""
+    """RTN; permuted groups get a random order, static activations a fixed scale."""
     static = scheme.activations is not None and not scheme.activations.dynamic
     fixed = torch.tensor([INPUT_SCALE[scheme.activations.kind]]) if static else None
     if isinstance(scheme, IntScheme):

@@ -1,4 +1,4 @@
-"""The client's own error: measured against a known server, judged, and seen when it is starved."""
+"""Client certification: its overhead measured against a server of known latency, judged, and high when starved."""
 
 from __future__ import annotations
 

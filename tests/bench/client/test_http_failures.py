@@ -1,4 +1,4 @@
-"""Every way in which a server can fail, each with its words, no hang and the right exit code."""
+"""Failures of a server: each has its message, none hangs, and the exit code is right."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ GOOD += b"0\r\n\r\n"
 HALF = HEAD + chunk(EVENT % (b"null", 1))
 FAULT = b'{"error": {"message": "out of memory"}}'
 # What is written; None waits for ever, a number of seconds waits so long. Then the connection closes,
-# unless the answer is whole.
+# unless the response is complete.
 SCRIPTS: dict[str, list[bytes | float | None]] = {
     "good": [GOOD],
     "slow-headers": [0.3, GOOD],
@@ -70,7 +70,7 @@ SCRIPTS: dict[str, list[bytes | float | None]] = {
 
 
 class Server:
-    """Answers by script: the first folder of the path names it; `flaky` is good every second time."""
+    """Responds by script: the first folder of the path names it; `flaky` is good every second time."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -111,7 +111,7 @@ class Server:
 
 
 def stop(server: Server, thread: threading.Thread) -> None:
-    """End the answers that hang, then the loop."""
+    """End the responses that hang, then the loop."""
 
     def end() -> None:
         for task in asyncio.all_tasks(server.loop):
@@ -220,9 +220,9 @@ def test_plain_against_tls_and_an_unknown_certificate(fleet: Fleet, tmp_path: Pa
 def test_connections_are_kept_and_reopened(server: Server, fleet: Fleet) -> None:
     before = server.connections
     fleet.run(endpoint(f"http://127.0.0.1:{server.port}/good"), requests(20), 4)
-    # Each of the two workers may have all four places, and opens what it may need before the clock starts.
+    # Each of the two workers may hold all four permits, and opens its connections before the clock starts.
     assert server.connections - before == 8
-    # A server that closes after each answer makes the client open again, while the clock runs.
+    # A server that closes after each response makes the client reconnect, while the clock runs.
     found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/closed-early"), requests(16), 4)
     assert found.late_connections == 8
 
@@ -232,10 +232,10 @@ def test_one_limit_holds_over_all_workers(server: Server, fleet: Fleet) -> None:
     spans = [(one.sent, one.ended) for one in found.exchanges]
     in_flight = [sum(begin <= sent < end for begin, end in spans) for sent, _ in spans]
     assert len(spans) == 13 and max(in_flight) == 3
-    # With a share for each worker one of them would end alone.
+    # With a fixed number of permits per worker one of them would end alone.
     last = max(sent for sent, _ in spans[:-1])
     assert sum(begin <= last < end for begin, end in spans) >= 2
-    # The places are all there again: for a larger limit, and after a pass that was cut short.
+    # All permits are released: for a larger limit, and after a pass that was cut short.
     again = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/good"), requests(40), 5)
     assert len(again.exchanges) == 40
 
@@ -309,7 +309,7 @@ def test_bad_input_in_one_line(
 
 
 def test_ctrl_c_writes_what_finished(server: Server, tmp_path: Path) -> None:
-    # Every answer takes 0.3 s, so that a hundred of them leave time to interrupt.
+    # Every response takes 0.3 s, so that a hundred of them leave time to interrupt.
     url = f"http://127.0.0.1:{server.port}/slow-headers"
     words = [
         "bench",

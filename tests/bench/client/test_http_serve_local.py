@@ -135,7 +135,7 @@ def test_two_servers_are_measured_in_pairs(url: str, tmp_path: Path, capsys) -> 
         "--name", "new", "--result-dir", tmp_path, "--json",
     )  # fmt: skip
     said = capsys.readouterr()
-    # A client that was not checked certifies nothing, so there is no verdict on a speed.
+    # An uncertified client proves nothing, so there is no verdict on a speed.
     assert code == 3, said.err
     ours = json.loads(said.out)["llmopt"]
     port = url.rpartition(":")[2]
@@ -144,7 +144,7 @@ def test_two_servers_are_measured_in_pairs(url: str, tmp_path: Path, capsys) -> 
     results = [json.loads((one / "result.json").read_text()) for one in tmp_path.iterdir()]
     assert len(results) == 2 and len({r["llmopt"]["arms"] for r in results}) == 1
     assert len({r["llmopt"]["identity"]["workload_sha256"] for r in results}) == 1
-    # The server is on this machine: its counters count, and what it uses is not called others' load.
+    # The server is on this machine: its counters count, and its processor time is not background load.
     assert ours["energy"]["gpu_reason"] and "cpu_joules" in ours["energy"]
     assert ours["cost"]["usd_per_million_output_tokens"] > 0
     assert [run["other_load"] for run in ours["runs"]] == [None, None]

@@ -27,7 +27,7 @@ def run_of(
     weights: int = 1000,
     kl: float | None = None,
 ) -> RunData:
-    """A run with these TTFTs, a pass each; everything else is as regular as can be."""
+    """A run with these TTFTs, one per pass; everything else is constant."""
     runs: list[dict[str, Any]] = [
         {
             "output_throughput": 20000 / value,
@@ -123,7 +123,7 @@ def test_relative_limits_need_effect_and_support() -> None:
     base = run_of(STEADY)
     assert outcome("median_ttft_ms<=+10%", base, run_of([v * 1.3 for v in STEADY])) == "regression"
     assert outcome("median_ttft_ms<=+10%", base, run_of([v * 1.02 for v in STEADY])) == "pass"
-    # The same mean effect of 30 %, but from passes that say nothing.
+    # The same mean effect of 30 %, but from passes too noisy to support it.
     wild = [26.0 * factor for factor in (0.2, 4.0, 0.5, 2.5, 1.0)]
     assert outcome("median_ttft_ms<=+10%", base, run_of(wild)) == "no verdict"
     # An improvement that is demanded and does not come is a regression.

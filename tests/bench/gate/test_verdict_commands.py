@@ -49,7 +49,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--baseline", folder_of(root, "base"), "--gate", "median_tpot_ms<=+15% weight_bytes<=+0% kl<=0.01",
         "--junit", root / "verdict.xml", "--benchmark-json", root / "bench.json",
     )  # fmt: skip
-    # On a machine that others keep busy no verdict is the honest answer; a pass never is.
+    # On a machine with background load no verdict is right; a pass never is.
     assert code in (1, 3)
     (root / "code").write_text(str(code))
     return root
@@ -178,7 +178,7 @@ def test_pages_fetch_nothing(root: Path, tmp_path: Path) -> None:
         assert parser.found == [], page
         assert "@import" not in text and not re.search(r"url\(\s*['\"]?(?!#)", text)
         assert "@media print" in text and 'name="viewport"' in text
-        # The verdict stands before every number and figure.
+        # The verdict comes before every number and figure.
         assert text.index('class="verdict') < min(text.index("<table"), text.index("<svg"))
     text = out.read_text()
     assert 'aria-label="Quality against size of 2 runs"' in text and "base" in text

@@ -1,4 +1,4 @@
-"""A delay that is injected into steps lengthens what it is meant to, and nothing else."""
+"""Injected delays: they lengthen their part of a step, and nothing else."""
 
 from __future__ import annotations
 

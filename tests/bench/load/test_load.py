@@ -19,7 +19,7 @@ STEP = 0.010
 
 @dataclass
 class Clock:
-    """A clock that moves only when it is told to."""
+    """A clock that advances only when set."""
 
     now: float = 100.0
 
@@ -163,7 +163,7 @@ def test_a_refused_request_fails_alone() -> None:
 
 
 class LineEngine:
-    """One prompt a step first, then one token for everybody: the phases are known."""
+    """One prompt per step first, then one token for every request: the phases are known."""
 
     def __init__(self) -> None:
         self.waiting: list[str] = []

@@ -1,4 +1,4 @@
-"""Where a decode step goes: parts of a real engine, and the reason in words from numbers made by hand."""
+"""Breakdown of a decode step: parts of a real engine, and the explanation from hand-made numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The roofline against what it is about: measured points lie under measured roofs, and the bytes that are
-counted for a decode step are those of the tensors that it reads."""
+"""The roofline model: measured points are below measured ceilings, and the bytes counted for a decode step are
+those of the tensors that it reads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class TensorsRead(TorchDispatchMode):
-    """Collects the memory that operations take in and that none of them made."""
+    """Collects the memory that operations read and none of them allocated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_packed_weights(seen: TensorsRead) -> Callable[..., torch.Tensor]:
-    """`PackedLinear.__call__` that adds the memory which the C kernel is given: no operation shows it."""
+    """`PackedLinear.__call__` that adds the memory passed to the C kernel, which no torch operation shows."""
     honest = PackedLinear.__call__
 
     def call(linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_counted_bytes_are_those_of_the_tensors_read(
     kind: str, quantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = quantized if kind == "quantized" else MODELS / "stories3M"
-    # Steps that are repeated run below Python, where nobody can watch.
+    # Replayed steps run below Python, out of reach of a dispatch mode.
     engine = load_engine(BenchOptions(num_threads=1, enforce_eager=True), folder)
     engine.add_request("one", [1, 20, 30], SamplingParams(max_tokens=8, ignore_eos=True))
     engine.step()  # the prompt

@@ -137,7 +137,7 @@ def test_peaks_as_vllm_counts() -> None:
 def test_exact_peaks_count_tokens_and_moments() -> None:
     # Within (0.6, 1.6]: the 6 tokens of BURST.
     assert exact_peaks(ALL.traces) == {"output_tokens_in_one_second": 6, "requests_in_flight": 1}
-    freed = trace("freed", [(0.8, 1)], sent=0.4)  # takes the place that PLAIN frees at 0.4
+    freed = trace("freed", [(0.8, 1)], sent=0.4)  # takes the slot that PLAIN frees at 0.4
     assert exact_peaks([PLAIN, freed])["requests_in_flight"] == 1
     beside = trace("beside", [(0.8, 1)], sent=0.39)
     assert exact_peaks([PLAIN, beside])["requests_in_flight"] == 2

@@ -1,4 +1,4 @@
-"""The steady window against passes whose figures can be counted by hand."""
+"""The steady-state window, on passes whose figures can be counted by hand."""
 
 from __future__ import annotations
 

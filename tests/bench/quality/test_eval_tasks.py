@@ -1,4 +1,4 @@
-"""lm-eval's three questions against transformers, its windows against its own, and a task end to end."""
+"""lm-eval's three request types against transformers, its windows against its own, and a task end to end."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_generation_is_greedy_and_stops(scorer: EngineScorer, reference: Any) ->
     assert [
         one.startswith(two) or two.startswith(one) for one, two in zip(free, stopped, strict=True)
     ] == [True, True]
-    # A context that leaves no room for 60 tokens loses its beginning.
+    # A context too long for 60 more tokens is truncated on the left.
     (text,) = scorer.generate([(LONG + " Once upon a", {"until": ".", "max_gen_toks": 60})])
     ids = torch.tensor([scorer.encode(LONG + " Once upon a")[-452:]])
     wanted = reference.generate(ids, max_new_tokens=60, do_sample=False)[0, 452:]
@@ -216,7 +216,7 @@ def write_task(folder: Path, name: str, rows: list[dict[str, Any]], body: str) -
 
 
 def story_tasks(folder: Path) -> list[Path]:
-    """A choice between endings, the perplexity of stories, and a generation."""
+    """A multiple-choice task, the perplexity of stories, and a generation task."""
     rng = random.Random(0)
     parts = [(story[:150], story[150:162]) for story in STORIES[:24]]
     rows = []

@@ -1,4 +1,4 @@
-"""Recipes: the bundled ones are whole, a dry run does nothing, a mistake is answered with its line."""
+"""Recipes: the bundled ones are whole, a dry run does nothing, an error names its line."""
 
 from __future__ import annotations
 

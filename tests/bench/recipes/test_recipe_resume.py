@@ -59,7 +59,7 @@ def test_a_stopped_recipe_goes_on_stage_by_stage(
     made = (folder / "checkpoints" / "one" / "config.json").stat().st_mtime_ns
 
     monkeypatch.setattr(workflow, "run_bench", real)
-    # What a killed process had begun to write is in the way of nothing.
+    # Partial output of a killed process does not block a resume.
     (folder / "two").mkdir()
     assert llmopt("--resume", folder) == 0
     assert [run_id(folder / name) for name in ("original", "one")] == before

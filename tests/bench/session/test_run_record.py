@@ -1,4 +1,4 @@
-"""The keys of a run's record, of an engine in this process and of a server: others read them by name."""
+"""The keys of a run's record, of an engine in this process and of a server: a stable interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps, the knee and the search for a limit, on curves that are known and on the bundled model."""
+"""Load sweeps, the knee and the search for the highest load within an SLO, on curves that are known and on the bundled model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def point(load: float, throughput: float, latency: float, kept_up: bool = True) 
 
 
 def test_knee_is_where_power_peaks() -> None:
-    # A server of four places: beyond them only the wait grows.
+    # A server with four slots: beyond them only the queueing time grows.
     curve = [point(n, min(n, 4) * 100, max(n, 4) / 4) for n in (1, 2, 3, 4, 5, 8)]
     assert find_knee(curve)["load"] == 4
     assert find_knee([*curve, point(9, 1e6, 0.1, kept_up=False)])["load"] == 4

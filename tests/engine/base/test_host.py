@@ -1,4 +1,4 @@
-"""What of the machine this process may use."""
+"""Processor cores and memory available to this process."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_neither_preemption_nor_company_changes_a_constrained_request(
     llm, tokenizer, prompts, temperature
 ):
     mask = AutomatonMask(Sentence(tokenizer))
-    # The tails keep some blocks busy, so that the short constrained answers are preempted as well.
+    # The tails occupy blocks, so that the short constrained requests are preempted as well.
     params = [
         SamplingParams(max_tokens=24, temperature=temperature, seed=7, token_mask=own)
         if own is not None

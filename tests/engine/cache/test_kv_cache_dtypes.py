@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: what is read back, what attention makes of it, and what it takes of memory."""
+"""8-bit KV cache: stored values, attention over them, and memory."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_attention_over_codes_is_attention_over_what_they_mean(dtype, rule):
     wanted = pa.attend_reference(queries, meant_keys, meant_values, batch, given)
     torch.testing.assert_close(got, wanted)
     exact = pa.attend_reference(queries, keys, values, batch, given)
-    # Errors of a code average out over many keys; nobody promises less than a few steps of one value.
+    # Quantization errors average out over many keys; the bound is a few steps of one value.
     worst = {torch.int8: 0.05, torch.float8_e4m3fn: 0.4}[dtype]
     assert 0 < (got - exact).abs().max() < worst
 
@@ -174,7 +174,7 @@ def test_bfloat16_gemm_without_widening_changes_little(prompts):
     "family", ["deepseek-v3", "gemma-2", "gpt-oss", "gpt-2", "olmo-2", "bloom-alibi"]
 )
 def test_every_kind_of_attention_runs_over_codes(tmp_path, family, kv):
-    """Latents too: their values are the front of their keys, under the keys' scale."""
+    """Latents too: their values are the first elements of their keys, under the keys' scale."""
     folder = tmp_path / family
     save_model(folder, *{**FAMILIES, **ADAPTED}[family][:2])
     tokens = [(7 * i) % 90 + 1 for i in range(40)]

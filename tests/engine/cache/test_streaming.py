@@ -1,4 +1,4 @@
-"""Streams without end: the first tokens and the last ones stay, positions count inside what stays."""
+"""Attention sinks + sliding window (StreamingLLM): sink and window tokens stay, positions are cache positions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def streaming_llm(model: Any, ids: torch.Tensor, sinks: int, window: int) -> torch.Tensor:
     """Xiao et al., section 3.2, word for word: keys are cached before their rotation, and at each token
-    those in the cache turn by their place in the cache. Logits [tokens, vocab]."""
+    those in the cache are rotated (RoPE) by their cache position. Logits [tokens, vocab]."""
     config, count = model.config, len(ids)
     size = sinks + window
     visible = torch.zeros(count, size, dtype=torch.int64)
@@ -83,7 +83,7 @@ def test_logits_are_those_of_the_paper(tokens, sinks, count):
 
 
 def test_a_long_stream_holds_a_constant_number_of_blocks(tokens):
-    """A prompt of four contexts and an answer of two: no limit of length, no block more than at first."""
+    """A prompt of four contexts and a completion of two: no limit of length, no more blocks than at first."""
     built = engine(block_size=8, prefill_chunk_size=50, num_blocks=16, enable_prefix_caching=False)
     answer = 2000 - 900
     params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, prompt_logprobs=0)
@@ -143,7 +143,7 @@ def test_tokens_depend_on_nothing_but_the_prompt(tokens, kv):
     assert run(engine(kv_cache_dtype=kv, block_size=8), prompts[-1:], n=2) == expected[-1:] * 2
 
 
-# Llama 4 norms queries behind their rotation, and heats those of layers without one by their place.
+# Llama 4 norms queries behind their rotation, and scales those of layers without one by their position.
 FULL = {"attention_chunk_size": None, "layer_types": ["full_attention"]}
 NORMED = {**FULL, "no_rope_layers": [1], "attn_temperature_tuning": False}
 SCALED = {**FULL, "no_rope_layers": [0], "floor_scale": 8}
@@ -161,7 +161,7 @@ ONE_LAYER: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "changes"), ONE_LAYER)
 def test_one_layer_sees_what_is_in_sight_and_nothing_else(family, changes, tmp_path):
-    """With a single layer a token is what the plain model says after the tokens in sight alone."""
+    """With a single layer the logits are the plain model's on the visible tokens alone."""
     kind, overrides = FAMILIES[family][:2]
     save_model(tmp_path, kind, {**overrides, "num_hidden_layers": 1, **changes})
     given = torch.randint(3, 500, (300,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -61,7 +61,7 @@ LOSSLESS = {
     *("chunks", "no-prefix-cache", "policy", "overlap", "eager", "swap", "prompt-logprobs"),
     *("ngram", "draft", "medusa", "eagle", "rejection"),
 }
-# A process for each part takes seconds to start: these share a few engines.
+# A process per tensor-parallel shard takes seconds to start: these share a few engines.
 DIVIDED = (
     {"chunks", "policy", "overlap", "swap", "kv-int8", "ngram", "streams", "lora"},
     {"no-prefix-cache", "kv-fp8", "draft", "rejection", "activations-8", "quantized", "windows"},
@@ -71,7 +71,7 @@ DIVIDED = (
 
 
 class FirstHalf:
-    """A mask that leaves the tokens from 256 on out."""
+    """A token mask that suppresses ids from 256 on."""
 
     def allowed(self, prompt: Any, output: Any) -> torch.Tensor:
         return torch.arange(512) < 256
@@ -169,7 +169,7 @@ def tokens(llm: LLM, names: frozenset[str]) -> list[list[int]]:
 def test_a_pair_runs_or_is_refused_with_its_line(engines, pair):
     names = frozenset(pair)
     if names in ALTERNATIVES or ("tensor-parallel" in names and names not in REFUSALS):
-        return  # the next test has the parts of a model
+        return  # the next test has the shards of a model
     if names in REFUSALS:
         with pytest.raises(BadInput) as refused:
             engines(names)
@@ -192,7 +192,7 @@ def test_a_divided_model_goes_with_everything(engines, others):
     try:
         for own in (frozenset[str](), *(frozenset({name}) for name in REQUEST)):
             found = tokens(llm, divided | own)
-            # Each part rounds its own share of a token to 8 bits, which is not what one process rounds.
+            # Each shard quantizes its own slice of a token to 8 bits, unlike a single process.
             if "activations-8" not in others:
                 assert found == tokens(engines(alone), alone | own)
     finally:

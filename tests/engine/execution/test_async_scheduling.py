@@ -1,4 +1,4 @@
-"""The loop that schedules a step before the one before it is settled: what only it can get wrong."""
+"""Async scheduling: a step is scheduled before the outputs of its predecessor are processed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = [1, 403, 407, 261, 378]
 
 @pytest.fixture(params=[ThreadedLoop, DeviceAsyncLoop], autouse=True)
 def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
-    """The two kinds, of which a device has one."""
+    """The two async loops, of which a device has one."""
 
     def opened(runner: ModelRunner, device: torch.device, *, overlapped: bool) -> Any:
         return request.param(runner) if overlapped else SerialLoop(runner)
@@ -75,7 +75,7 @@ def test_whatever_looks_at_tokens_sees_those_of_the_step_before(serial, own):
 
 
 def test_nothing_is_left_of_a_request_that_ends_with_a_step_in_flight():
-    """A stop string shows one step late: the blocks go back, and the text does not grow."""
+    """A stop string is detected one step late: the blocks are freed, and the text does not grow."""
     built = engine()
     params = SamplingParams(max_tokens=200, temperature=0, stop=("a",))
     first = run(built, "a", params)
@@ -161,7 +161,7 @@ MIXED = [
     ids=str,
 )
 def test_requests_of_every_kind_beside_each_other(options: dict[str, Any]) -> None:
-    """Preempted, in chunks, behind a window, with guesses: the tokens of the serial loop."""
+    """Preemption, chunked prefill, sliding windows, draft tokens: the tokens of the serial loop."""
     results = []
     for overlapped in (False, True):
         built = engine(async_scheduling=overlapped, **options)

@@ -1,4 +1,4 @@
-"""Steps that are repeated give the bits of steps that are computed."""
+"""Replayed steps are bit-identical to eager ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_rows_up_to_the_next_size_change_nothing(
         monkeypatch.setattr("llmopt.engine.build.capture_on", lambda _: step_graphs.EagerGraph)
     tokens, scored, used = decoded(**options)
     assert tokens == expected
-    # torch's own products sum in another order where there are more rows.
+    # torch's own GEMMs sum in another order where there are more rows.
     torch.testing.assert_close(torch.tensor(scored), torch.tensor(near), atol=1e-4, rtol=0)
     assert used <= set(sizes) and bool(used) == RECORDS
 
@@ -88,7 +88,7 @@ def test_what_was_captured_before_the_first_request(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
 def test_the_null_block_holds_numbers_once_all_is_captured(kv_cache_dtype: str) -> None:
-    """Tables are padded with it, and zero times what is no number is none."""
+    """Block tables are padded with it, and zero times NaN is NaN."""
     llm = LLM("stories3M", device="cpu", max_model_len=64, kv_cache_dtype=kv_cache_dtype)
     graphs = llm.engine.runner._graphs
     for cache in llm.engine.runner.cache.layers:
@@ -116,7 +116,7 @@ def test_a_model_whose_steps_differ_is_left_alone() -> None:
 
 
 def test_steps_that_look_at_values_are_computed(tmp_path: Path) -> None:
-    """Outliers of LLM.int8() are wherever they are; their model is found out by its first step."""
+    """Outliers of LLM.int8() are data-dependent, which the first capture detects."""
     write_checkpoint(tmp_path, random_model(), "bitsandbytes", VectorwiseScheme(1.0))
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -159,7 +159,7 @@ def test_dropped_tensors_free_graph_memory() -> None:
     pool = GraphMemoryPool()
     result = CpuGraph(call, pool)
     assert torch.equal(result.replay(), torch.full((64,), 10.0))
-    # What a torch operation reads or writes is its recording's for good; nothing here is left over.
+    # Inputs and outputs of torch operations belong to their graph for good; none is shared here.
     assert pool.num_bytes == 10 * 64 * 4
 
 

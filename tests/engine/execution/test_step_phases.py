@@ -1,4 +1,4 @@
-"""The phases of a step, as the engine measures them, and as a profiler that knows nothing of them does."""
+"""Phases of a step: the engine's own times against an independent sampling profiler."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_phases_of_a_step_fit_into_it(loop: Any, monkeypatch: pytest.MonkeyP
         assert step.step_seconds >= sum(step.phases.values())
         assert step.schedule_seconds >= step.phases["schedule"]
         assert step.update_seconds >= step.phases["update"] + step.phases["detokenize"]
-        # The other loop counts a step from where the device could begin, behind its predecessor.
+        # The async loop counts a step from the end of its predecessor on the device.
         if loop is not DeviceAsyncLoop:
             inside = ("prepare_inputs", "forward", "sample", "fetch_tokens")
             assert step.execute_seconds >= sum(step.phases[name] for name in inside)

@@ -1,4 +1,4 @@
-"""Plans are data: nothing that happens after a step was scheduled changes what its rows say, in any loop."""
+"""Step plans are immutable: nothing after scheduling changes a plan's rows, in any loop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, loop: str, options: str) -> Engine:
 
 
 def run(built: Engine, after_step: Callable[[], None] = lambda: None) -> None:
-    """Requests of every kind, one of which is given up on its way."""
+    """Requests of every kind, one of which is aborted."""
     for index, prompt in enumerate(PROMPTS):
         built.add_request(str(index), prompt, MIXED[index % len(MIXED)])
     count = 0
@@ -65,7 +65,7 @@ def run(built: Engine, after_step: Callable[[], None] = lambda: None) -> None:
 
 
 def contents(plan: StepPlan) -> Any:
-    """All that a plan says, copied."""
+    """A deep copy of a plan's values."""
     rows = [
         (
             row._replace(tokens=TokenView(())),
@@ -112,12 +112,12 @@ WRITERS = {one.__module__ for one in (Scheduler, Request, PrefixCache, evict_blo
 
 
 def writer() -> tuple[str, str]:
-    """The thread and the module of who called the caller."""
+    """Thread and module of the caller's caller."""
     return threading.current_thread().name, sys._getframe(2).f_globals["__name__"]
 
 
 class Watched(list[int]):
-    """A list that notes who changes it."""
+    """A list that records its writers."""
 
     writers: ClassVar[set[tuple[str, str]]] = set()
 
@@ -141,7 +141,7 @@ for _name in (
 
 @pytest.fixture
 def writers(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """Everybody who writes a request or one of its lists."""
+    """All writers of a request or of one of its lists."""
 
     def write(self: Request, name: str, value: Any) -> None:
         Watched.writers.add(writer())
@@ -208,7 +208,7 @@ def row(name: str, start: int, end: int, tokens: TokenView) -> ScheduledRow:
 
 def test_a_resolved_plan_is_another_plan() -> None:
     known, waiting = TokenView([5, 6, 7]), TokenView([5, 6, 7], last=OUTPUT_PLACEHOLDER)
-    behind = row("c", 1, 3, waiting)  # its chunk ends before the token that is being drawn
+    behind = row("c", 1, 3, waiting)  # its chunk ends before the token that is being sampled
     plan = StepPlan((row("a", 2, 3, known), row("b", 3, 4, waiting), behind))
     assert [one.has_placeholder for one in plan.rows] == [False, True, False]
     assert plan.has_placeholders and not StepPlan(plan.rows[:1]).has_placeholders

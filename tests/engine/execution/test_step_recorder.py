@@ -1,4 +1,4 @@
-"""What the trace of the steps says, against what the engine was given."""
+"""The step trace against the requests given to the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C kernels between a layer's linears on every path that this processor has, against torch."""
+"""C kernels for norms, gates and RoPE + KV write, on every path that this processor has, against torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rows_of(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.T
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """bfloat16: a sum in another order may round to the neighbour."""
+    """bfloat16: a sum in another order may round to an adjacent value."""
     bound = 1e-5 if got.dtype is torch.float32 else 1.6e-2
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=bound)
 
@@ -68,7 +68,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 def test_quantized_activations_are_what_a_linear_would_make_of_them(
     path: str, levels: float
 ) -> None:
-    """The same bits, with a row of zeros, and gates that do not fill a vector."""
+    """Bit-identical, with a row of zeros, and gate widths that do not fill a vector."""
     scheme = IntScheme(8, -1, True, Activations("int8") if levels == 127.5 else None)
     activation_quant = ActivationQuant(Activations("int8"), int8_levels=levels)
 
@@ -169,7 +169,7 @@ def test_rope_and_cache_write(path: str, stored: torch.dtype) -> None:
             queries = kernel(stacked, num_heads, cos, sin, caches[0], caches[1], slots)
             read = [cache.read(torch.arange(3), torch.float32) for cache in caches]
             found.append((queries, *read))
-        # A code of 8 bits, or a last digit of bfloat16, may be the neighbour.
+        # An 8-bit code, or the last bit of bfloat16, may differ by one.
         bound = (
             0.07 if stored.itemsize == 1 else 1.6e-2 if torch.bfloat16 in (dtype, stored) else 1e-5
         )

@@ -75,7 +75,7 @@ def inputs_of(rows: int, width: int, seed: int = 1) -> torch.Tensor:
 
 
 def error(got: torch.Tensor, x: torch.Tensor, weight: QuantizedTensor) -> float:
-    """The worst row's distance from the product in float64, over the product of the norms' scale."""
+    """The worst row's error against the float64 GEMM, relative to the product of the norms."""
     exact = x.double() @ weight.dequantize().double().T
     scale = x.double().norm(dim=1) * weight.dequantize().double().norm(dim=1).mean()
     return float(((got.double() - exact).norm(dim=1) / (scale * exact.shape[1] ** 0.5)).max())
@@ -101,7 +101,7 @@ others = st.sampled_from(
 
 
 def width_for(scheme: Scheme, around: int) -> int:
-    """A width near `around` that the scheme has: odd ones wherever there can be."""
+    """A width near `around` that the scheme allows, odd where possible."""
     unit = 1
     if isinstance(scheme, IntScheme) and scheme.group_size > 0:
         unit = scheme.group_size

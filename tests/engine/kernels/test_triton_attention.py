@@ -68,7 +68,7 @@ def test_values_in_the_first_elements_of_the_keys(dims: tuple[int, int]) -> None
 
 
 def test_what_a_table_leaves_out_was_not_seen() -> None:
-    """First tokens stay in sight; the blocks between them and the window are not in the table."""
+    """Attention sinks stay visible; the evicted span is not in the block table."""
     from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
     shape: Any = {"heads": 4, "kv_heads": 2, "block_size": 4, "device": DEVICE}
@@ -117,7 +117,7 @@ def test_a_row_depends_on_its_own_past_alone() -> None:
     "given", [{}, {"sinks": SINKS}, {"window": 300, "num_sink_tokens": 3}], ids=str
 )
 def test_the_grid_changes_no_bit(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    """One program for all parts of a sequence, or one for each, and more programs than parts."""
+    """Split-KV: one program for all segments, one per segment, and more programs than segments."""
     from llmopt.engine.kernels.attention import triton_attention as attention
 
     world = World([700, 20, 300], [1, 1, 2], heads=4, kv_heads=2, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Up to how many tokens which product is used: what is tried, and that the answer is kept."""
+"""Crossover between fused GEMM and dequantize + cuBLAS: the sizes tried, and that the result is cached."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_rows_that_fill_a_graph_change_no_token(
 
 
 def test_steps_with_experts_are_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Which experts the rows visit changes, what is launched does not."""
+    """Routing changes from step to step, the launches do not."""
     save_model(tmp_path, "MixtralConfig", {"num_local_experts": 4, "num_hidden_layers": 1})
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
     expected = tokens(tmp_path, enforce_eager=True)
@@ -77,7 +77,7 @@ def test_greedy_tokens_of_a_quantized_model(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Where the scheme rounds inputs, two norms and a gate of each layer hand them over in 8 bits."""
+    """With 8-bit activations two norms and a gate of each layer write quantized activations."""
     write_checkpoint(tmp_path, random_model(), "compressed-tensors", scheme)
     monkeypatch.setenv(VARIABLE, "off")
     expected = tokens(tmp_path)

@@ -1,4 +1,4 @@
-"""Experts in two products of Triton's against one after the other."""
+"""Grouped GEMMs of experts in Triton, against a loop over experts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def expert(number: int, scheme: Scheme | None, bias: bool, activation: str) -> G
 
 
 def routing(tokens: int, per_token: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs, weights, and experts, of which the last is never visited."""
+    """Inputs, top-k weights, and expert ids; no token is routed to the last expert."""
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, HIDDEN, generator=g)
     chosen = torch.rand(tokens, COUNT - 1, generator=g).topk(per_token, dim=1)

@@ -1,4 +1,4 @@
-"""Triton's kernels between a layer's linears against torch's operations."""
+"""Triton kernels for norms, gates, per-token quantization and RoPE + KV write, against torch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ ACTIVATION_QUANTS = [
 def test_norms_and_gates_quantize_what_they_write(
     size: int, activations: Activations, dtype: torch.dtype
 ) -> None:
-    """To the bit as it is rounded where it comes in floats."""
+    """Bit-identical to quantizing the float output."""
     from llmopt.engine.kernels.activations.triton_per_token_quant import round_rows
     from llmopt.engine.kernels.elementwise.triton_gate import TritonGate
     from llmopt.engine.kernels.elementwise.triton_norm import TritonNorm
@@ -162,7 +162,7 @@ def test_rope_and_cache(shape: dict[str, Any], stored: torch.dtype, dtype: torch
         )
         blocks = torch.arange(3, device=DEVICE)
         results.append([queries, *(cache.read(blocks, torch.float32) for cache in caches)])
-    # Torch rounds between its operations, so the last bit differs, and with it a code of a cache.
+    # torch rounds between its operations, so the last bit differs, and with it an 8-bit cache code.
     ulp = 1e-5 if dtype is torch.float32 else 3e-2
     step = {torch.int8: 0.05, torch.float8_e4m3fn: 0.3, torch.bfloat16: 1e-2}.get(stored, 1e-5)
     for expected, got, bound in zip(*results, (ulp, ulp + step, step), strict=True):
@@ -171,7 +171,7 @@ def test_rope_and_cache(shape: dict[str, Any], stored: torch.dtype, dtype: torch
 
 
 def test_values_are_stored_bit_for_bit() -> None:
-    """They are only copied, so no rounding may differ: halves go to even codes, as with torch."""
+    """They are only copied, so codes are equal: round half to even, as torch."""
     from llmopt.engine.kernels.elementwise.triton_rope_and_cache import TritonRopeAndCache
 
     codes = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 3.49], device=DEVICE)

@@ -1,4 +1,4 @@
-"""Triton's products with quantized weights against the floats that the codes stand for."""
+"""Quantized GEMMs in Triton against the dequantized weights."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_codes_stay_packed() -> None:
 
 
 def test_a_token_depends_on_no_neighbour() -> None:
-    """Bit for bit, among the widths that the matrix units serve."""
+    """Bit-identical among the batch sizes of the tensor-core path."""
     linear = prepare_quantized_linear(weight_of(IntScheme(4, 32, False), 64, 640), torch.float32)
     x = inputs_of(640, 16)
     together = linear(x)
@@ -144,7 +144,7 @@ ROUNDED: list[tuple[Scheme, int, int]] = [
 
 @pytest.mark.parametrize("case", ROUNDED, ids=str)
 def test_quantized_inputs(case: tuple[Scheme, int, int]) -> None:
-    """Inputs on the grid of the reference, which the product leaves as they are."""
+    """Inputs already on the quantization grid, which the GEMM leaves as they are."""
     scheme, out, inputs = case
     weight, x = weight_of(scheme, out, inputs), inputs_of(inputs, 70)
     kernel_query = QuantizedLinearKernelQuery(DEVICE, torch.float32, out, inputs, scheme)
@@ -184,7 +184,7 @@ def test_per_token_quantization_is_bit_exact(size: int, kind: Any, granularity: 
 
 
 def test_a_delta_gets_the_input_as_it_is() -> None:
-    """An adapter reads floats, so nobody else rounds what a projection with one takes."""
+    """A LoRA adapter reads floats, so the input of a projection with one is not quantized upstream."""
     scheme = IntScheme(8, -1, True, Activations("int8"))
     projection = Projection([weight_of(scheme, 32, 64)], None, torch.float32)
     assert projection.activation_quant is not None

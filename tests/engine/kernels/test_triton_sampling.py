@@ -1,4 +1,4 @@
-"""Draws by Triton's kernels against those of torch, row by row."""
+"""Sampling kernels in Triton against torch's, row by row."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FILTERS = st.tuples(
 def test_what_stays_of_a_row(
     vocab: int, steps: float | None, suppressed_ids: float, filters: list[Any], seed: int
 ) -> None:
-    """The very tokens that a stable sort leaves, ties and all; where rounding decides, either."""
+    """The tokens that a stable sort leaves, ties included; where rounding decides, either."""
     from llmopt.engine.kernels.sampling.triton_sampling import thresholds
 
     logits = scores(len(filters), vocab, seed)
@@ -135,7 +135,7 @@ class Mask:
 
 
 def demanding_rows(vocab: int) -> list[SamplingRow]:
-    """One of each thing that changes scores, and some of several."""
+    """One row per sampling parameter that changes logits, and some with several."""
     known = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     some = torch.arange(vocab) % 3 == 0
     words = torch.tensor([-(2**31) + 5, 77], dtype=torch.int32)
@@ -220,7 +220,7 @@ def test_the_best_of_a_vocabulary_in_several_parts(batched: SamplingKernel) -> N
 
 
 def test_counts_follow_the_sequences() -> None:
-    """Places are given away and taken again, sequences grow, start over, and have guesses behind them."""
+    """Slots of penalty counts are reused; sequences grow, are preempted, and have draft tokens."""
     generator = np.random.default_rng(0)
     counts, vocab = TokenCounts(), 13
     tokens = [generator.integers(0, vocab, 60).tolist() for _ in range(7)]

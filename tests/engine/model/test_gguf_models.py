@@ -1,4 +1,4 @@
-"""The engine on GGUF files: what the dequantized weights say, whichever way the file is named."""
+"""The engine on GGUF files: the logits of the dequantized weights, for every way to name the file."""
 
 from __future__ import annotations
 

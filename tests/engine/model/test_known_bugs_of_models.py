@@ -1,4 +1,4 @@
-"""Bugs that users of other engines met in what a model computes and what is drawn, each held off here.
+"""Regressions of other engines in model code and sampling, each tested here.
 
 A test's name begins with the project and the number of its issue. Offsets beyond 2^31 elements
 (vllm#47671, vllm#50427, sglang#20389) take gigabytes and are for a GPU's tests; recurrent state
@@ -54,7 +54,7 @@ def plain() -> Engine:
 
 @pytest.fixture(scope="module")
 def alone(plain) -> list[list[int]]:
-    """What each of `PROMPTS` is answered alone."""
+    """The completion of each of `PROMPTS` alone."""
     return [run(plain, [prompt])[0] for prompt in PROMPTS]
 
 
@@ -89,7 +89,7 @@ def test_vllm_40875_and_40831_prompt_lookup_of_two_tokens_with_every_kind_of_cac
 
 
 def test_vllm_14649_and_3951_a_draft_that_is_the_model_itself_is_never_wrong(alone):
-    """Wherever the draft's cache misses a token, or keeps one that was refused, it guesses otherwise."""
+    """The draft model proposes other tokens if its cache misses a token or keeps a rejected one."""
     built = engine(speculation=ITSELF)
     assert run(built, PROMPTS) == alone
     assert run(built, PROMPTS) == alone, "behind hits"

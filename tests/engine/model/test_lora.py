@@ -1,4 +1,4 @@
-"""Adapters: the numbers of the merged model, in any batch, over any base; and folders that are refused."""
+"""LoRA adapters: the logits of the merged model, in any batch, over any base; and bad folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that transformers computes: how they are run, and which are refused."""
+"""Models run through transformers' modules: their batches, and which are refused."""
 
 from __future__ import annotations
 

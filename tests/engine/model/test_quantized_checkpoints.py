@@ -1,4 +1,4 @@
-"""Quantized checkpoints run packed, and say what their dequantized weights say."""
+"""Quantized checkpoints run packed, with the logits of their dequantized weights."""
 
 from __future__ import annotations
 

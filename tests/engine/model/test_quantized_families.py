@@ -1,4 +1,4 @@
-"""Quantized checkpoints of families with experts, fused projections or a latent: packed, and right."""
+"""Quantized checkpoints of families with experts, fused projections or a latent: packed, against transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine(folder: Path) -> Engine:
 
 
 def expected_logits(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What transformers says of plain weights; `folder` has the config."""
+    """transformers' logits of plain weights; `folder` has the config."""
     plain = folder.parent / "plain"
     plain.mkdir()
     save_file(
@@ -79,7 +79,7 @@ def test_a_quantized_family_says_what_its_dequantized_weights_say(family, tmp_pa
 
 @pytest.fixture
 def mxfp4(tmp_path):
-    """A gpt-oss whose experts are random codes, as OpenAI lays them out, and its plain tensors."""
+    """A gpt-oss whose experts are random codes, in OpenAI's layout, and its plain tensors."""
     source, folder = tmp_path / "source", tmp_path / "mxfp4"
     model = save_model(source, *FAMILIES["gpt-oss"])
     checkpoint, g = Checkpoint(source), torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Every grid in every format: the engine's logits against the weights and inputs that the codes mean."""
+"""Every grid in every format: the engine's logits against dequantized weights and activations."""
 
 from __future__ import annotations
 

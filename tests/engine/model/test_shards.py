@@ -1,4 +1,4 @@
-"""The parts of a model, computed by threads that add their sums up, are the model: families and formats."""
+"""Tensor-parallel shards, run by threads that all-reduce, give the model's logits: families and formats."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKENS = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(
 
 
 class ThreadGroup:
-    """What the group of processes does, between threads: `of(rank)` is one member's view."""
+    """The process group's collectives, between threads: `of(rank)` is one rank's view."""
 
     def __init__(self, size: int) -> None:
         self._parts: list[Any] = [None] * size

@@ -1,4 +1,4 @@
-"""`llmopt kv-plan` as it is typed: what it prints, writes and refuses."""
+"""`llmopt kv-plan`: output, files and errors."""
 
 from __future__ import annotations
 

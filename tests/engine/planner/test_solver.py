@@ -1,4 +1,4 @@
-"""What the solver finds in each direction, and that what it promises holds."""
+"""The solver in each direction, and that its plans hold."""
 
 from __future__ import annotations
 

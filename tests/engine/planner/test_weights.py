@@ -123,7 +123,7 @@ def test_ranks_split_linears_and_repeat_the_rest() -> None:
     assert weight_bytes_per_rank(model, BF16, 1) == weight_bytes(model, BF16)
     norms = 2 * 161 * 8192
     assert weight_bytes_per_rank(model, BF16, 8) == (weight_bytes(model, BF16) - norms) / 8 + norms
-    keys = 2 * 80 * 2 * 1024 * 8192  # past 8 ranks the KV projections are repeated
+    keys = 2 * 80 * 2 * 1024 * 8192  # past 8 ranks the KV projections are replicated
     assert weight_bytes_per_rank(model, BF16, 16) == (
         (weight_bytes(model, BF16) - norms - keys) / 16 + norms + keys / 8
     )

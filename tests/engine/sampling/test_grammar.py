@@ -1,4 +1,4 @@
-"""Grammars as token masks: what they let through, alone, forked, preempted and with guesses."""
+"""Grammars as token masks: allowed tokens alone, forked, preempted and with draft tokens."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_every_kind_of_grammar(llm, compiler):
 
 
 class Counted:
-    """Counts what is read by the matcher behind it."""
+    """Counts the tokens that its matcher reads."""
 
     def __init__(self, matcher: Any, log: list[str]) -> None:
         self.matcher, self.log = matcher, log

@@ -1,4 +1,4 @@
-"""Bugs that users of other engines met in their schedulers, allocators and prefix caches, each held off here.
+"""Regressions of other engines in schedulers, allocators and prefix caches, each tested here.
 
 A test's name begins with the project and the number of its issue.
 """
@@ -22,7 +22,7 @@ def answer(world: World, name: str) -> list[int]:
 
 
 def fill(world: World, count: int, length: int = 6, max_tokens: int = 8) -> dict[str, list[int]]:
-    """Requests with prompts of their own, and what each of them must answer."""
+    """Requests with distinct prompts, and the tokens expected of each."""
     expected = {}
     for index in range(count):
         prompt = [1 + (index + i) % 3 for i in range(length)]
@@ -112,7 +112,7 @@ def test_vllm_15996_under_pressure_no_schedule_stays_empty(loop):
 
 @pytest.mark.parametrize("loop", ["early", "late"])
 def test_vllm_57562_and_28787_output_placeholders_with_chunks_and_preemption(loop):
-    """No placeholder is counted twice, and none is left in an answer."""
+    """No output placeholder is counted twice, and none is left in an output."""
     world = World(num_blocks=7, block_size=2, prefill_chunk_size=1, max_num_seqs=3, loop=loop)
     expected = fill(world, 6, length=4, max_tokens=6)
     while world.scheduler.has_unfinished():
@@ -194,7 +194,7 @@ def test_vllm_49449_a_rewritten_history_hits_only_what_is_the_same():
 
 @everywhere
 def test_vllm_37076_a_block_that_is_evicted_is_not_read_by_its_last_reader(loop):
-    """The make-believe cache knows what lies in every slot, and whoever reads checks it."""
+    """The fake cache records the contents of every slot, and every read checks them."""
     world = World(num_blocks=7, block_size=2, max_num_seqs=2, loop=loop)
     for round_ in range(6):
         expected = fill(world, 4, length=4 + round_ % 3, max_tokens=4)
@@ -238,7 +238,7 @@ def test_mini_sglang_43_blocks_that_several_hold_outlive_all_but_the_last(loop):
 
 @everywhere
 def test_minivllm_98_a_block_is_shared_only_once_it_has_been_computed(loop):
-    """Two equal prompts in one step: the second has no hit, and both answer as if alone."""
+    """Two equal prompts in one step: the second has no hit, and both give the tokens of a run alone."""
     world = World(num_blocks=30, block_size=2, max_num_batched_tokens=20, loop=loop)
     first, second = (world.add(name, [1] * 8, 3) for name in ("a", "b"))
     world.drain()

@@ -253,7 +253,7 @@ def test_what_a_step_drew_for_one_that_was_aborted_is_not_its_namesakes():
 
 
 def test_a_lost_step_costs_no_known_token():
-    """In every loop; sequences that ran are computed anew, and what was promised is drawn again."""
+    """In every loop; running sequences are recomputed, and output placeholders are sampled again."""
     for loop in ("serial", "early", "late"):
         world = World(num_blocks=20, loop=loop)
         requests = [world.add(name, [1] * 6, 6) for name in ("a", "b")]

@@ -1,4 +1,4 @@
-"""Preempted sequences whose blocks go to the host and come back: the policy, the copies, the engine."""
+"""Swapping of preempted sequences to the host and back: the policy, the copies, the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def crowded(num_host_blocks: int, **options: Any) -> World:
 
 
 def run(world: World) -> list[StepPlan]:
-    """Every plan until nothing is left; the tokens are those that were foretold."""
+    """Every plan until nothing is left; the tokens are the expected ones."""
     plans = []
     while world.scheduler.has_unfinished():
         plans.append(world.step()[0])
@@ -44,7 +44,7 @@ def run(world: World) -> list[StepPlan]:
 
 
 def until_swapped(world: World) -> str:
-    """Step until a sequence is kept on the host; returns its name."""
+    """Step until a sequence is swapped out; returns its name."""
     swap = world.scheduler.swap
     while swap.num_free == swap.num_blocks:
         world.step()
@@ -70,8 +70,8 @@ def test_without_free_host_blocks_it_is_recomputed():
 
 
 def alone(**options: Any) -> tuple[World, StepPlan]:
-    """A sequence of 9 + 8 tokens, of which 16 are computed, that is preempted with nobody beside it; and
-    the plan that goes on with it."""
+    """A sequence of 9 + 8 tokens, of which 16 are computed, that is preempted as the only one; and
+    the plan that resumes it."""
     world = World(11, num_host_blocks=20, max_num_batched_tokens=40, **options)
     world.add("a", PROMPTS["a"], MAX_TOKENS, ignore_eos=True)
     for _ in range(8):
@@ -160,7 +160,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def answers(**options: Any) -> tuple[list[list[int]], Engine]:
-    """Greedy tokens of six requests, and the engine that drew them."""
+    """Greedy tokens of six requests, and the engine that sampled them."""
     own = {"block_size": 4, "num_blocks": 40, **options}
     built = Engine(EngineConfig("stories3M", dtype="float32", num_threads=1, **own))
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Bodies that no client should send: every endpoint answers each of them at once, and not with a fault."""
+"""Malformed and hostile bodies: every endpoint responds at once, and never with 500."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_the_model_name_chooses_the_adapter(adapted: RunningServer) -> None:
 
 
 def test_three_adapters_at_once_give_the_numbers_of_peft(tmp_path: Path) -> None:
-    """Every answer has the log-probabilities of transformers with PEFT's merged weights."""
+    """Every completion has the log-probabilities of transformers with PEFT's merged weights."""
     base = AutoModelForCausalLM.from_pretrained(MODELS / "stories3M", dtype=torch.float32).eval()
     loras = {
         name: write_adapter(tmp_path / name, base, seed=seed, rank=rank, alpha=2.0 * rank)

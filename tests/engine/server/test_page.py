@@ -101,7 +101,7 @@ def test_one_talks_stops_and_sees_the_blocks_change(locked: RunningServer) -> No
                 "document.getElementById('ttft-note').textContent.startsWith('p50')"
             )
 
-            # A whole answer, in the other colours, on a telephone.
+            # A complete response, in the other colour scheme, on a phone.
             await page.run("document.getElementById('theme').click()")
             await page.run("document.getElementById('theme').click()")
             assert (

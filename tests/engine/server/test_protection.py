@@ -1,4 +1,4 @@
-"""Keys, limits and turns, against a real server and raw sockets."""
+"""API keys, limits and per-key concurrency, against a real server and raw sockets."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_pages_of_the_named_origin_may_call_and_no_others(
 
 
 def test_a_page_elsewhere_cannot_make_the_browser_post(server: RunningServer) -> None:
-    """A form or a script without leave sends text/plain; that is not taken for JSON."""
+    """A form or a cross-origin script sends text/plain, which is not read as JSON."""
     with server.http() as http:
         response = http.post(
             "/v1/completions",
@@ -133,7 +133,7 @@ def test_large_headers_and_addresses_are_refused(strict: RunningServer) -> None:
 
 
 def talk(server: RunningServer, sent: bytes) -> bytes:
-    """What the server answers to these bytes before it hangs up."""
+    """The server's response to these bytes before it hangs up."""
     host, port = server.url.removeprefix("http://").split(":")
     received = b""
     with socket.create_connection((host, int(port)), timeout=10) as plug:
@@ -201,7 +201,7 @@ def test_who_leaves_the_queue_gives_up_the_place(strict: RunningServer) -> None:
         working = [pool.submit(post, strict, "sesame", max_tokens=120) for _ in range(2)]
         strict.wait_for(lambda engine: engine.stats.num_running == 2)
         with strict.http(headers=key()) as http:
-            assert http.post("/abort", json={"id": "nobody"}).status_code == 200  # takes no turn
+            assert http.post("/abort", json={"id": "nobody"}).status_code == 200  # takes no permit
         with strict.http(headers=key()) as http, pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=LONG, timeout=0.1)
         time.sleep(0.05)

@@ -51,7 +51,7 @@ VLLM_NAMES = [
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[RunningServer]:
-    """One whose cache is too small for what is asked at once."""
+    """A server whose cache is too small for the concurrent requests."""
     with running(make_engine(num_blocks=24, max_num_seqs=8, block_size=16)) as it:
         yield it
 
@@ -202,7 +202,7 @@ def lint(text: str) -> list[str]:
 def test_the_text_passes_prometheus_lint(small: RunningServer) -> None:
     lines = scrape(small).splitlines(keepends=True)
     assert lint("".join(line for line in lines if "vllm:" not in line)) == []
-    # Others' names are others' names: the colon, and `_total` of a histogram.
+    # vLLM's names break the rules: the colon, and `_total` of a histogram.
     complaints = lint("".join(line for line in lines if "vllm:" in line))
     known = ("should not contain ':'", "iteration_tokens_total non-counter metrics should not have")
     assert [one for one in complaints if not any(part in one for part in known)] == []

@@ -1,4 +1,4 @@
-"""`response_format`, `structured_outputs` and `guided_*`: what comes back, and what is refused."""
+"""`response_format`, `structured_outputs` and `guided_*`: outputs, and refused requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools: formats of calls, the template that tells of them, and calls that are forced."""
+"""Tool calls: their formats, the chat template, and forced calls."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def tooled() -> Iterator[RunningServer]:
 
 
 def read(form: ToolFormat, text: str, size: int, **options: Any) -> tuple[str, list[Any]]:
-    """What a reader makes of a text that comes in pieces of `size` characters."""
+    """A parser's result for a text that arrives in deltas of `size` characters."""
     reader = ToolReader(form, **options)
     shown, calls = "", []
-    # What ends a text is one token, so it comes in one piece.
+    # The stop marker is one token, so it arrives in one delta.
     body, ending, _ = text.partition("<|eot_id|>")
     pieces = [body[begin : begin + size] for begin in range(0, len(body), size)] + [ending]
     for index, part in enumerate(pieces, 1):
@@ -153,7 +153,7 @@ def test_a_tool_that_must_be_called_is(tooled: RunningServer) -> None:
 
 
 def saying(server: RunningServer, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Make the model say `text`."""
+    """Make the model generate `text`."""
     engine = server.engine
     compiler = GrammarCompiler(engine.tokenizer, engine.vocab_size, engine.eos_token_ids)
     add_request = engine.add_request

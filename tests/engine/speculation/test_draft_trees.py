@@ -1,4 +1,4 @@
-"""Trees of guesses: what each guess sees, and that they change the number of steps and nothing else."""
+"""Tree attention: the ancestors each draft token sees; trees change the number of steps and nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llmopt.quant.open import open_checkpoint
 from ...support.heads_world import write_medusa
 from ...support.model_families import FAMILIES, save_model
 
-#     0 1       a guess for the first place and another
+#     0 1       two draft tokens for the first position
 #    2 3 4      two behind 0, one behind 1
 #      5 6      behind 3 and behind 4
 TREE = Tree((-1, -1, 0, 0, 1, 3, 4))
@@ -72,7 +72,7 @@ def test_paths_and_depths_agree(parents: tuple[int, ...]) -> None:
 def test_attention_over_a_tree_agrees_with_its_definition(
     parents: tuple[int, ...], known: int, computed: int, rule: pa.AttentionRule
 ) -> None:
-    """Some of the guesses may have been computed before."""
+    """Some of the draft tokens may have been computed before."""
     generator = torch.Generator().manual_seed(known)
     tokens = [1] * (1 + len(parents))
     first = min(computed, len(parents) - 1)
@@ -107,7 +107,7 @@ def test_each_draft_token_scores_as_if_its_path_were_alone(
     blocks = [3, 1, 7, 4, 2, 6]
 
     def scores(run: Run) -> torch.Tensor:
-        """Of a run behind the computed prompt but its last token, in a cache of its own."""
+        """Logits of a run after the computed prompt (all but its last token), in a cache of its own."""
         cache = KvCache(model.kv_layouts, 8, 3, CPU, stored_dtype(stored, torch.float32))
         for own in (Run(0, prompt[:-1], blocks), run):
             hidden = model.forward(step_inputs([own], 3, CPU, torch.float32), cache.layers)
@@ -125,7 +125,7 @@ def test_each_draft_token_scores_as_if_its_path_were_alone(
 
 
 class Oracle:
-    """Knows what comes, and hides it among wrong guesses, rarely in the first place of a level."""
+    """Proposer that knows the next tokens and hides them among wrong ones, rarely first in a level."""
 
     bytes_held = 0
     aux_hidden_state_layers: tuple[int, ...] = ()
@@ -165,7 +165,7 @@ class Oracle:
             parents += [right] * self._width
             tokens += level
             if token not in level:
-                # A wrong guess may well be followed by others.
+                # A wrong draft token may well have descendants.
                 right = len(tokens) - self._width
                 continue
             right = len(tokens) - self._width + level.index(token)
@@ -234,14 +234,14 @@ def test_the_tokens_are_those_without_speculation(
     assert found == expected
     stats = llm.engine.stats
     assert oracle.num_moved > 15 and stats.num_accepted_tokens > 30
-    if "max_num_batched_tokens" not in options:  # there guesses take turns with prompts
+    if "max_num_batched_tokens" not in options:  # there draft tokens share the budget with prompts
         assert stats.num_steps < plain.engine.stats.num_steps
     if "num_blocks" in options:
         assert stats.num_preemptions > 0
 
 
 def test_the_cache_after_a_tree_is_the_cache_without(heads: Path) -> None:
-    """Bit by bit, in codes and scales: the guesses that stood were moved to their places."""
+    """Bit-identical codes and scales: accepted draft tokens were compacted into their slots."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     for dtype in ("float32", "int8"):
         caches = []

@@ -1,4 +1,4 @@
-"""Medusa and EAGLE heads: the numbers of the published modules, the published files, and broken ones."""
+"""Medusa and EAGLE heads: outputs of the published modules, published files, and broken ones."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PlainEagle:
         self._layer.load_state_dict(own)
 
     def known(self, tokens: Sequence[int]) -> torch.Tensor:
-        """What it goes on from, behind each token."""
+        """Hidden states that it continues from, at each token."""
         with torch.no_grad():
             return self._model.model(torch.tensor([list(tokens)])).last_hidden_state[0]
 
@@ -103,7 +103,7 @@ class PlainEagle:
 
 
 class PlainEagle3(PlainEagle):
-    """The same of EAGLE-3, which has another way in and its own way out."""
+    """The same of EAGLE-3, which fuses aux hidden states and has a vocabulary of its own."""
 
     def _prepare(self) -> None:
         config, size = self._config, 2 * self._config.hidden_size
@@ -158,10 +158,10 @@ Proposed = list[tuple[tuple[int, ...], DraftTokens]]
 
 
 def watched(speculation: SpeculationConfig, **options: Any) -> tuple[Proposed, LLM]:
-    """What an engine's proposer guesses behind which tokens, over a few prompts."""
+    """Draft tokens of an engine's proposer and their contexts, over a few prompts."""
     llm = LLM("stories3M", dtype="float32", num_threads=1, speculation=speculation, **options)
     scheduler = llm.engine.scheduler
-    # The rule of the costs would seldom let so small a model's guesses reach far.
+    # The cost model would seldom draft far for so small a model.
     drafting = DraftLength(speculation.num_tokens, 0.0, speculation.width)
     scheduler.config = replace(scheduler.config, drafting=drafting)
     proposer = llm.engine.runner._proposer
@@ -222,7 +222,7 @@ def test_medusa_drafts_are_those_of_the_published_module(
 def test_eagle_drafts_are_those_of_the_published_module(
     tmp_path: Path, model: Any, options: dict[str, Any], write: Any, head: dict[str, Any]
 ) -> None:
-    """Its whole past is computed anew for each guess; the engine has it in a cache, as a tree."""
+    """The reference recomputes the prefix for each draft token; the engine has it in a tree cache."""
     folder = write(tmp_path, **head)
     plain = (PlainEagle if write is write_eagle else PlainEagle3)(folder, model)
     found, _ = watched(SpeculationConfig("eagle", folder, num_tokens=3, tree_width=2), **options)

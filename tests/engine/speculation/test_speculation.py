@@ -1,4 +1,4 @@
-"""Guesses change how many steps there are, and nothing else."""
+"""Speculative decoding changes the number of steps, and nothing else."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_logprobs_penalties_and_forks_are_those_without_speculation() -> None:
 
 @pytest.fixture(scope="module")
 def engines() -> list[LLM]:
-    """Without guesses, and with a draft model's."""
+    """Engines without speculation, and with a draft model."""
     return [
         LLM("stories3M", dtype="float32", num_threads=1, speculation=speculation)
         for speculation in (None, DRAFT)
@@ -120,7 +120,7 @@ def engines() -> list[LLM]:
 def test_what_ends_a_text_ends_it_at_the_same_token(
     engines: list[LLM], stop: tuple[str, ...]
 ) -> None:
-    """Several tokens come at once, and a stop string or the end of sequence may lie among them."""
+    """Several tokens come at once, and a stop string or EOS may be among them."""
     params = SamplingParams(temperature=0, max_tokens=60, stop=stop)
     results = [llm.generate(PROMPTS, params) for llm in engines]
     for one, other in zip(*results, strict=True):

@@ -1,4 +1,4 @@
-"""A model on several processes says what it says on one, and no process outlives the others."""
+"""Tensor parallelism: the tokens of one process, and no worker outlives the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one(loras) -> Engine:
 
 @pytest.fixture(scope="module")
 def two(loras) -> Iterator[Engine]:
-    """Guesses of a draft model are checked by both processes; they leave the tokens as they are."""
+    """Draft tokens are verified by both processes; the tokens stay those without speculation."""
     options = {**OPTIONS, **LIMITS, "tensor_parallel_size": 2}
     draft_tokens = SpeculationConfig("draft", draft_model="stories260K")
     engine = Engine(EngineConfig(MODEL, loras=loras, speculation=draft_tokens, **options))

@@ -1,4 +1,4 @@
-"""What must not get into calibration: repeats, and the words that quality is measured on."""
+"""Calibration data checks: duplicates, and leakage of evaluation text."""
 
 from __future__ import annotations
 

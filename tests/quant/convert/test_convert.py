@@ -1,4 +1,4 @@
-"""From one format to another: the same numbers, or a refusal, or a stated loss."""
+"""Conversion between formats: lossless, refused, or with a reported loss."""
 
 from __future__ import annotations
 

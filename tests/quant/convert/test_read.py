@@ -1,4 +1,4 @@
-"""Checkpoints of other tools, as the engine's loader meets them."""
+"""Loading checkpoints of other tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said in one line, in every format, and the files stay as they are."""
+"""Broken checkpoints give a one-line error, in every format, and the files stay unchanged."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_transformers_loads_compressed_tensors(tiny: Path, tmp_path: Path, name:
 def test_transformers_loads_weights_with_rounded_inputs(
     tiny: Path, tmp_path: Path, name: str
 ) -> None:
-    """It rounds the inputs too, so the logits are near those of the weights alone, and not equal."""
+    """It quantizes activations too, so the logits are near those of the weights alone, not equal."""
     checkpoint = quantize_tiny(tiny, tmp_path, "compressed-tensors", ROUNDED_INPUTS[name])
     expected = expected_logits(checkpoint, IDS, torch.float32)
     found = loaded_logits(tmp_path, IDS)
@@ -214,7 +214,7 @@ def test_transformers_loads_asymmetric_codes_when_asked(tiny: Path, tmp_path: Pa
 
 
 def test_transformers_loads_fp8(tiny: Path, tmp_path: Path) -> None:
-    """Without a GPU for it, transformers turns the weights to bfloat16, and computes in that."""
+    """Without a GPU for it, transformers dequantizes the weights to bfloat16, and computes in that."""
     pytest.importorskip("accelerate")
     scheme = FloatScheme("block", Activations("fp8", "group128"))
     checkpoint = quantize_tiny(tiny, tmp_path, "fp8", [scheme])

@@ -76,7 +76,7 @@ def test_round_trips_of_odd_shapes(
     inner = width * max(columns, group)
     out = height * rows
     if scheme.activations is not None and scheme.activations.granularity == "group128":
-        inner *= 128  # readers round inputs in whole runs only
+        inner *= 128  # readers quantize activations in whole groups only
     if isinstance(scheme, CodebookScheme) and out * inner % 2:
         inner += 1  # two codes to a byte
     tensor = make(scheme, out, inner, seed, torch.float32 if name == "fp8" else torch.float16)

@@ -1,4 +1,4 @@
-"""Plain rounding to every grid but the integer one, which `test_rtn.py` has."""
+"""Round-to-nearest on every grid but the integer one, which `test_rtn.py` covers."""
 
 from __future__ import annotations
 

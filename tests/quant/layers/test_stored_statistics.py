@@ -1,4 +1,4 @@
-"""Statistics measured once, mixed precision that they allow, and the scales of a KV cache."""
+"""Cached calibration statistics, mixed precision from them, and KV-cache scales."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_scales_of_the_cache_are_those_of_the_model(tmp_path: Path, kind: str) -
     scheme = (checkpoint.quantization_config or {})["kv_cache_scheme"]
     assert scheme["num_bits"] == 8 and scheme["type"] == ("float" if kind == "fp8" else "int")
     config = json.loads((result.output / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = None  # or it would round what is looked at
+    config["quantization_config"]["kv_cache_scheme"] = None  # or it would quantize what is compared
     (result.output / "config.json").write_text(json.dumps(config))
     cache = DynamicCache()
     model = AutoModelForCausalLM.from_pretrained(result.output, dtype=torch.float32)

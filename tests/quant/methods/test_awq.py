@@ -215,7 +215,7 @@ def test_clipping_never_hurts_a_row() -> None:
 
 
 def mixture_problem(tokens: tuple[int, ...], outliers: tuple[float, ...]) -> LayerProblem:
-    """A layer of experts of which each sees so many tokens, and inputs with loud channels so loud."""
+    """A layer of experts with the given token counts, and inputs with outlier channels of the given size."""
     generator = torch.Generator().manual_seed(5)
     leaves = [
         f"mlp.experts.{e}.{w}_proj" for e in range(len(tokens)) for w in ("gate", "up", "down")
@@ -250,7 +250,7 @@ def mixture_problem(tokens: tuple[int, ...], outliers: tuple[float, ...]) -> Lay
 
 
 def test_a_router_is_scaled_along_with_the_experts_behind_its_norm() -> None:
-    """Its logits must not change, or tokens would go to other experts."""
+    """Router logits must not change, or tokens would be routed to other experts."""
     problem = mixture_problem((100, 100, 100), (20.0, 20.0, 20.0))
     result = Awq().quantize_layer(problem)
     norm = "post_attention_layernorm"

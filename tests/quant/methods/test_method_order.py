@@ -1,4 +1,4 @@
-"""Which method loses less, on a layer whose inputs are correlated and have a few loud channels."""
+"""Ranking of the methods by error, on a layer with correlated inputs and outlier channels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CELLS = list(itertools.product((2, 3, 4, 8), (32, 128), (True, False)))
 
 
 class Lost(NamedTuple):
-    """Relative output errors of a method and of plain rounding, on calibration and on unseen tokens."""
+    """Relative output errors of a method and of RTN, on calibration and on unseen tokens."""
 
     seen: float
     unseen: float

@@ -111,7 +111,7 @@ def test_folds_leave_the_float_logits_unchanged(alpha: float) -> None:
 
 
 def test_int8_layers_lose_less_when_smoothed() -> None:
-    """The layer as an engine runs it, its inputs rounded for each token, on tokens that were not seen."""
+    """The layer as an engine runs it, with per-token quantized activations, on held-out tokens."""
     problem = measured(loud_model(), 0, token_ids(8))
     smoothed, plain = SmoothQuant().quantize_layer(problem), round_layer(problem)
 
@@ -148,7 +148,7 @@ def test_reports_hold_inputs_and_weights() -> None:
 
 
 def test_reported_bound_holds_for_measured_inputs() -> None:
-    """Rounding the inputs themselves costs no more than the report says, and not much less."""
+    """Quantizing activations costs no more than the report says, and not much less."""
     inputs = correlated_inputs(2000, 64)
     record, columns = statistics_of(inputs), torch.rand(64) + 0.5
     scaled = inputs / columns

@@ -247,7 +247,7 @@ class Steps:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    """Count every durable step of a run, and crash before the one that is asked for."""
+    """Count every write to disk of a run, and crash before the given one."""
     counter = Steps()
 
     def counted(function: Callable[..., object]) -> Callable[..., object]:

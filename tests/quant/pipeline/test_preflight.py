@@ -1,4 +1,4 @@
-"""What is predicted before a run, held against what the run does."""
+"""Preflight predictions against the run itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real command line: what it prints, how it ends, and what it leaves behind."""
+"""`llmopt quantize` as a process: output, exit codes and files."""
 
 from __future__ import annotations
 
