@@ -60,7 +60,7 @@ def test_modules_import_one_way() -> None:
     assert not structure.cycles(structure.module_graph(MODULES))
 
 
-def test_a_circle_is_seen() -> None:
+def test_an_import_cycle_is_found() -> None:
     graph = {"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a"), "d": frozenset("a")}
     assert structure.cycles(graph) == [["a", "b", "c"]]
 

@@ -30,7 +30,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
         (["compare", "only-one"], "new"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_2(capsys, arguments, complaint):
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys, arguments, complaint):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")

@@ -94,7 +94,7 @@ def test_a_section_out_of_time_keeps_what_it_found(tmp_path, monkeypatch):
     assert (section["left_out"], section["figures"], environment) == (["a"], [{}], {})
 
 
-def test_speeds_stand_beside_those_that_they_are_held_against():
+def test_speeds_are_listed_beside_their_baselines():
     quantized = replace(ONE, weights="int4 g128 sym", median=1.0)
     answers = replace(ONE, phase="requests", unit="tokens/s", median=30.0)
     theirs = replace(answers, engine="transformers generate", median=10.0)

@@ -180,7 +180,7 @@ def test_a_document_is_one_delivery() -> None:
     assert "neither a stream" in read_document(at(b"<html>")).error
 
 
-def test_refusals_in_words() -> None:
+def test_refusal_messages() -> None:
     assert refusal(500, at(b'{"error": {"message": "no memory"}}')) == "HTTP 500: no memory"
     assert refusal(404, at(b'{"detail": "Not Found"}')) == "HTTP 404: Not Found"
     assert refusal(502, []) == "HTTP 502"

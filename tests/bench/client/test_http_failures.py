@@ -148,7 +148,7 @@ def requests(count: int) -> list[EncodedRequest]:
 
 
 @pytest.mark.parametrize("script", ["good", "slow-headers", "dribble"])
-def test_good_answers(server: Server, fleet: Fleet, script: str) -> None:
+def test_good_responses(server: Server, fleet: Fleet, script: str) -> None:
     found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/{script}"), requests(6), 4)
     assert [one.answer.error for one in found.exchanges] == [""] * 6
     assert all(one.answer.tokens == [1, 1] and one.answer.text == " x x" for one in found.exchanges)
@@ -169,7 +169,7 @@ def test_good_answers(server: Server, fleet: Fleet, script: str) -> None:
         ("no-http", "not an HTTP response: it begins with b'SSH-2.0"),
     ],
 )
-def test_failures_in_words(server: Server, fleet: Fleet, script: str, said: str) -> None:
+def test_failure_messages(server: Server, fleet: Fleet, script: str, said: str) -> None:
     url = f"http://127.0.0.1:{server.port}/{script}"
     found = fleet.run(endpoint(url, timeout=0.3 if "hang" in script else 5.0), requests(3), 2)
     assert len(found.exchanges) == 3

@@ -133,7 +133,7 @@ def test_against_measures_paired_runs(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--gpu-hour-price", "-1"], "gpu_hour_price"),
     ],
 )
-def test_what_cannot_be_judged_is_said_before_measuring(
+def test_a_comparison_without_verdict_is_refused_before_measuring(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmopt("bench", *FAST, *words, "--result-dir", tmp_path / "runs") == 2
@@ -198,7 +198,7 @@ def test_a_joined_page_says_what_cannot_be_compared(root: Path, tmp_path: Path) 
     assert "No quality was scored alike" in page.verdict.headline
 
 
-def test_the_front_by_hand() -> None:
+def test_the_pareto_front_by_hand() -> None:
     candidates = {
         "original": Candidate(100, 10.0, 3.0, None, "t"),
         "slow": Candidate(100, 5.0, 3.1, 0.1, "t"),

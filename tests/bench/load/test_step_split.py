@@ -124,7 +124,7 @@ def result(kernels: float, weights: int) -> dict[str, Any]:
     }
 
 
-def test_the_reason_in_words() -> None:
+def test_the_explanation() -> None:
     base, slower, faster = result(1.5, 1_000_000), result(2.5, 400_000), result(0.9, 400_000)
     # 600,000 bytes at 1e9 bytes a second are 0.6 ms of a step of 2 ms.
     said = reason_in_words(base, slower) or ""

@@ -111,7 +111,7 @@ def test_cost_by_hand() -> None:
     assert cost_part(1.0, 1.0, 0, 0)["usd_per_million_output_tokens"] is None
 
 
-def test_load_of_others_leaves_ours_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_load_excludes_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu 100 0 50 1000 7 1 2 3 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
     assert machine_busy_seconds(stat) == pytest.approx(1.56)

@@ -28,7 +28,7 @@ RECORDED = Path(__file__).parents[3] / "docs" / "measured" / "cpu" / "rooflines.
 
 
 @pytest.mark.parametrize("name", ["original", "rtn-8bit", "rtn-4bit", "awq-4bit"])
-def test_recorded_points_lie_under_the_recorded_roofs(name: str) -> None:
+def test_recorded_points_are_below_the_recorded_ceilings(name: str) -> None:
     roofline = json.loads(RECORDED.read_text())[name]["roofline"]
     bandwidth, flops = (roofline["ceilings"][key] for key in ("bandwidth", "flops"))
     assert {point["phase"] for point in roofline["points"]} == {"prefill", "decode"}

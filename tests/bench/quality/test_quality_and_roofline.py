@@ -158,7 +158,7 @@ def test_ceilings_of_this_machine_are_sane() -> None:
     assert found.bandwidth == max(found.far_bandwidth, found.near_bandwidth)
 
 
-def test_checkpoint_hash_sees_every_byte(tmp_path: Path) -> None:
+def test_checkpoint_hash_covers_every_byte(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(1000))

@@ -69,9 +69,7 @@ def test_a_dry_run_lists_the_steps_and_does_nothing(
         ("  num_prompts: 8", "  num_prompts: [8", 5, "not YAML"),
     ],
 )
-def test_a_mistake_is_answered_with_its_line(
-    old: str, new: str, line: int, said: str, tmp_path: Path
-) -> None:
+def test_an_error_names_its_line(old: str, new: str, line: int, said: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(BadInput) as caught:

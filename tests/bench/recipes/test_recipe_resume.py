@@ -122,7 +122,7 @@ def test_capacity_puts_the_plan_beside_the_knee(
         ("name: x\nvariants: [{name: a}]\nbench: {serve: vllm}\n", "'serve' is set by the recipe"),
     ],
 )
-def test_mistakes_are_said(
+def test_recipe_errors_have_messages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     (tmp_path / "x.yaml").write_text(text)

@@ -260,7 +260,7 @@ def test_incomparable_runs_get_no_verdict(key: str, value: Any, said: str) -> No
     assert said in found.reasons[0] and found.deltas == ()
 
 
-def test_models_may_differ_and_it_is_said() -> None:
+def test_models_may_differ_and_it_is_reported() -> None:
     base, new = data("base"), data("new")
     new.result["llmopt"]["identity"]["quantization"] = "awq"
     found = compare(base, new)

@@ -27,7 +27,7 @@ class NotingEngine:
         return torch.zeros(1, 1)
 
 
-def test_requests_take_the_adapters_in_turn_by_their_place() -> None:
+def test_requests_take_the_adapters_round_robin() -> None:
     engine: Any = NotingEngine()
     target = InProcessTarget(engine, loras=("a", "b"))
     for number in (0, 1, 2, 5, 4):

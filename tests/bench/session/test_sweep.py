@@ -106,7 +106,7 @@ def test_parse_loads() -> None:
             parse_loads(text, "concurrency")
 
 
-def test_rig_refuses_a_rate_and_a_workload_with_its_own_times() -> None:
+def test_sweep_target_refuses_a_rate_and_a_workload_with_its_own_times() -> None:
     with pytest.raises(BadInput, match="leave --request-rate"):
         SweepTarget(BenchOptions(request_rate=2.0), "rate")
     sweep_target = SweepTarget(

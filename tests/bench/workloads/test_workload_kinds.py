@@ -69,7 +69,7 @@ def test_prefix_repetition_shrinks_defaults_and_refuses_what_was_asked() -> None
         prefix_repetition_workload(WORDS, num_prompts=9, max_model_len=128)
 
 
-def test_fit_lengths_touches_only_what_nobody_asked_for() -> None:
+def test_fit_lengths_changes_only_unset_options() -> None:
     defaults = {"prefix": 100, "suffix": 300, "output": 100}
     found, notes = fit_lengths(
         {"prefix": None, "suffix": None, "output": 50}, defaults, 250, "--flag-"
@@ -153,7 +153,7 @@ def test_constant_ramps() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["linear", "exponential"])
-def test_drawn_ramps_follow_the_rate(strategy: str) -> None:
+def test_sampled_ramps_follow_the_rate(strategy: str) -> None:
     due = ramp_offsets(4000, strategy, 1.0, 10.0, seed=5)
     gaps = np.diff(due, prepend=0)
     assert (gaps >= 0).all()

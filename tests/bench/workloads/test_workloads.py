@@ -63,7 +63,7 @@ def test_sharegpt_filter_boundaries(prompt: int, answer: int, kept: bool) -> Non
     assert (drop_reason(prompt, answer, length_is_forced=False) is None) == kept
 
 
-def test_sharegpt_short_answer_is_kept_when_the_length_is_forced() -> None:
+def test_sharegpt_short_output_is_kept_when_the_length_is_forced() -> None:
     assert drop_reason(10, 1, length_is_forced=True) is None
 
 

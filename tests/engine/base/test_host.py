@@ -19,7 +19,7 @@ def test_threads_that_the_user_asked_for_are_an_upper_bound(
 
 
 @pytest.mark.parametrize("asked", ["0", "many", "-1"])
-def test_words_that_are_no_number_of_threads_mean_nothing(
+def test_a_thread_count_that_is_no_number_is_ignored(
     monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

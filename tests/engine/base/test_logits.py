@@ -150,7 +150,7 @@ def test_neither_preemption_nor_company_changes_a_constrained_request(
     )
 
 
-def test_every_completion_has_its_own_place_in_the_grammar(llm, tokenizer, prompts):
+def test_every_completion_has_its_own_grammar_state(llm, tokenizer, prompts):
     params = SamplingParams(
         n=3, max_tokens=24, temperature=1.2, seed=3, token_mask=AutomatonMask(Sentence(tokenizer))
     )
@@ -296,7 +296,7 @@ def test_packed_masks_unpack(size):
     assert torch.equal(dense_mask(packed, size, torch.device("cpu")), wanted)
 
 
-def test_a_processor_that_fails_takes_nobody_along(llm, prompts):
+def test_a_failing_logits_processor_fails_its_request_alone(llm, prompts):
     def broken(history: Any, scores: torch.Tensor) -> torch.Tensor:
         return scores[:1] if len(history) > len(prompts[0]) + 2 else scores
 

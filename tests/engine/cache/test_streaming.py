@@ -160,7 +160,7 @@ ONE_LAYER: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "changes"), ONE_LAYER)
-def test_one_layer_sees_what_is_in_sight_and_nothing_else(family, changes, tmp_path):
+def test_one_layer_attends_to_visible_tokens_alone(family, changes, tmp_path):
     """With a single layer the logits are the plain model's on the visible tokens alone."""
     kind, overrides = FAMILIES[family][:2]
     save_model(tmp_path, kind, {**overrides, "num_hidden_layers": 1, **changes})

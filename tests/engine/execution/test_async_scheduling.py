@@ -66,7 +66,7 @@ def serial() -> Engine:
     ],
     ids=lambda own: " ".join(own),
 )
-def test_whatever_looks_at_tokens_sees_those_of_the_step_before(serial, own):
+def test_token_dependent_options_use_the_tokens_of_the_step_before(serial, own):
     params = SamplingParams(**{"max_tokens": 24, "temperature": 0, **own})
     built = engine()
     assert run(built, "own", params) == run(serial, "own", params)
@@ -100,7 +100,7 @@ def test_scores_of_a_text_may_be_asked_for_between_steps(serial):
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_after_a_step_that_failed_everybody_else_goes_on(serial, overlapped):
+def test_after_a_failed_step_the_other_requests_go_on(serial, overlapped):
     def failing(tokens: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
         if len(tokens) == 9:
             raise RuntimeError("a user's mistake")

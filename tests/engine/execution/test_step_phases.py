@@ -65,7 +65,7 @@ def test_a_trace_says_whether_its_step_was_replayed(eager: bool) -> None:
     assert not any(step.phases for step in (first, *others)), "nobody asked for phases"
 
 
-def test_no_clock_is_read_where_nobody_asks() -> None:
+def test_no_clock_is_read_without_a_hook() -> None:
     engine = opened()
     assert engine._step_timer() is UNTIMED
     engine.recorder = StepRecorder(engine.scheduler)
@@ -116,7 +116,7 @@ def test_what_a_hook_does_belongs_to_its_phase(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.alone
-def test_the_kernels_share_of_a_step_is_what_a_profiler_says(tmp_path: Path) -> None:
+def test_the_kernels_share_of_a_step_is_that_of_a_profiler(tmp_path: Path) -> None:
     found = tmp_path / "profile.json"
     command = [sys.executable, str(SCRIPT), "stories3M", "--seconds", "2", "--json", str(found)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)

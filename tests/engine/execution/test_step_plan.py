@@ -221,7 +221,7 @@ def test_a_resolved_plan_is_another_plan() -> None:
     assert resolved.rows[0] is plan.rows[0]
 
 
-def test_nobody_can_write_a_plan() -> None:
+def test_a_plan_is_immutable() -> None:
     one: Any = row("a", 2, 3, TokenView([5, 6, 7]))
     plan: Any = StepPlan((one,))
     with pytest.raises(FrozenInstanceError):

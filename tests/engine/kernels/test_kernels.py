@@ -178,7 +178,7 @@ def test_the_table_names_a_kernel_for_every_operation():
 @pytest.mark.parametrize(
     ("block_size", "num_sink_tokens", "window"), [(4, 6, 5), (4, 3, 9), (1, 0, 3)]
 )
-def test_what_a_table_leaves_out_was_not_seen(block_size, num_sink_tokens, window):
+def test_evicted_tokens_were_not_attended_to(block_size, num_sink_tokens, window):
     """Attention sinks stay visible, attended by sink queries; evicted blocks are not read."""
     queries, keys, values, batch = attention_case(
         8, 4, 32, block_size, [30, 50, 7, 21, 33], [1, 1, 1, 4, 9]

@@ -70,7 +70,7 @@ def test_values_in_the_first_elements_of_the_keys(path: str) -> None:
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_a_row_depends_on_its_own_past_alone(path: str) -> None:
+def test_a_row_depends_on_its_own_prefix_alone(path: str) -> None:
     """Bit for bit: alone or beside others, in one chunk or in several, with one thread or two."""
     lengths, news = [600, 40, 9, 1, 300], [1, 40, 1, 1, 77]
     for rule in (pa.AttentionRule(0.2), pa.AttentionRule(0.2, window=100, softcap=5.0)):
@@ -95,7 +95,7 @@ def test_a_row_depends_on_its_own_past_alone(path: str) -> None:
             assert torch.equal(got, together[rows[first:last]])
 
 
-def test_what_nobody_sees_is_not_read(path: str) -> None:
+def test_invisible_tokens_are_not_read(path: str) -> None:
     world = World([40, 3], [1, 2], block_size=8)
     rule = pa.AttentionRule(0.3, window=10)
     before = world.attend(attend_native, rule)

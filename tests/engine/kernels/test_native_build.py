@@ -62,7 +62,7 @@ def test_a_home_that_cannot_be_written(source: Path, monkeypatch: pytest.MonkeyP
     assert build.ctypes.CDLL(str(build.compiled(source, ()))).llmopt_answer() == 42
 
 
-def test_those_who_start_together_all_find_it(source: Path) -> None:
+def test_processes_that_start_together_all_find_it(source: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: build.compiled(source, ()), range(8)))
     assert len(set(found)) == 1

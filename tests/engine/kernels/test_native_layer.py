@@ -192,7 +192,7 @@ def test_a_second_thread_changes_nothing(path: str) -> None:
     assert torch.equal(NativeNorm(weight, 1e-5)(x[5:6])[1], alone[0][5:6])
 
 
-def test_who_serves_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chosen_kernel_and_the_reasons_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = RowKernelQuery("cpu", torch.float32, 24)
     even = RowKernelQuery("cpu", torch.float32, 64)
     monkeypatch.setenv(VARIABLE, HERE[0])

@@ -67,7 +67,7 @@ def test_values_in_the_first_elements_of_the_keys(dims: tuple[int, int]) -> None
     check(World([41, 13], [1, 12], device=DEVICE, **shape), pa.AttentionRule(0.1))
 
 
-def test_what_a_table_leaves_out_was_not_seen() -> None:
+def test_evicted_tokens_were_not_attended_to() -> None:
     """Attention sinks stay visible; the evicted span is not in the block table."""
     from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
@@ -100,7 +100,7 @@ def test_what_a_table_leaves_out_was_not_seen() -> None:
     torch.testing.assert_close(got, whole, atol=2e-5, rtol=2e-5)
 
 
-def test_a_row_depends_on_its_own_past_alone() -> None:
+def test_a_row_depends_on_its_own_prefix_alone() -> None:
     """Bit for bit: alone or beside others."""
     from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
@@ -144,7 +144,7 @@ def test_heads_of_a_wider_tensor_are_read_where_they_lie() -> None:
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_queries_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(device: str, dtype: torch.dtype, trees: bool = False) -> str | None:
         kernel_query = AttentionKernelQuery(device, dtype, 64, 64, trees)
         return dict(PAGED_ATTENTION.explain(kernel_query).reasons)["triton-paged"]

@@ -30,7 +30,7 @@ def test_nothing_is_measured_without_a_gpu() -> None:
     assert crossover_tokens("any", torch.ones(256, 8), gemm, gemm) == DEFAULT_CROSSOVER
 
 
-def test_an_answer_is_measured_once(tmp_path: Path) -> None:
+def test_a_response_is_measured_once(tmp_path: Path) -> None:
     path, asked = tmp_path / "new" / "device.json", []
 
     def measure() -> int:

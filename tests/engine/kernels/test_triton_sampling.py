@@ -176,7 +176,7 @@ def test_distributions_are_those_of_the_rows(batched: SamplingKernel, vocab: int
     torch.testing.assert_close(preferences.sum(-1), torch.ones(12, device=ON))
 
 
-def test_a_draw_does_not_look_beside_itself(batched: SamplingKernel) -> None:
+def test_sampling_depends_on_no_other_row(batched: SamplingKernel) -> None:
     rows, logits = demanding_rows(500), scores(12, 500)
     together = batched.draw(logits, rows).tolist()
     assert [batched.draw(logits[i : i + 1], [own]).item() for i, own in enumerate(rows)] == together
@@ -184,7 +184,7 @@ def test_a_draw_does_not_look_beside_itself(batched: SamplingKernel) -> None:
 
 
 @pytest.mark.parametrize("filters", [(0.7, 0.0, 1.0, 0), (2.0, 0.1, 0.8, 9)])
-def test_draws_follow_the_distribution(
+def test_samples_follow_the_distribution(
     batched: SamplingKernel, filters: tuple[float, float, float, int]
 ) -> None:
     """Chi-squared over 200 draws at different positions; 29.6 is the 99.9 % point for ten degrees."""

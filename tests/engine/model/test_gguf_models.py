@@ -59,7 +59,7 @@ def test_logits_are_those_of_the_dequantized_weights(written):
 
 
 @pytest.mark.parametrize("written", ["stories3M", "qwen2"], indirect=True)
-def test_a_file_alone_says_all(written, tmp_path):
+def test_a_gguf_file_alone_is_complete(written, tmp_path):
     pytest.importorskip("gguf")
     _, path = written
     alone, beside = engine(Path(shutil.copy(path, tmp_path))), engine(path.parent)

@@ -104,7 +104,7 @@ def test_logits_are_those_of_peft(base, engine, folders):
 NAMES = [None, "all", "some", None, "stable", "uneven", "all", None]
 
 
-def test_rows_of_a_batch_do_not_see_each_others_adapters(engine, folders):
+def test_rows_of_a_batch_use_their_own_adapters(engine, folders):
     requests = [(TOKENS[3 * i : 20 + 4 * i], name) for i, name in enumerate(NAMES)]
     alone = [generate(engine, [request])[0][0] for request in requests]
     engine.reset_prefix_cache()

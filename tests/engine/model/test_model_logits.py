@@ -70,7 +70,7 @@ def test_greedy_tokens_of_a_batch_agree_with_transformers(checkpoint):
     assert built.stats.prefix_cache_hits >= 20
 
 
-def test_the_cache_holds_what_the_planner_says(checkpoint):
+def test_the_cache_has_the_planned_size(checkpoint):
     folder, _ = checkpoint
     built = engine(folder, block_size=4, num_blocks=5)
     if folder.name in ADAPTED:

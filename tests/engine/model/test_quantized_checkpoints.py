@@ -93,7 +93,7 @@ def test_a_tied_head_counts_once_unless_its_kernel_copies_it():
     assert copied.weight_bytes - copied.weight_bytes_per_step in (0, 512 * 256 * 2)
 
 
-def test_the_engine_holds_what_the_planner_says():
+def test_the_engine_has_the_planned_memory():
     built = Engine(
         EngineConfig(SOURCE, dtype="bfloat16", device="cpu", block_size=16, num_blocks=10)
     )
@@ -110,7 +110,7 @@ def test_the_engine_holds_what_the_planner_says():
     assert 0 <= 10**6 - held < given.scheduler.config.block_size * shape.kv_bytes_per_token(2)
 
 
-def test_compressed_tensors_loads_with_transformers_and_says_the_same(tmp_path):
+def test_compressed_tensors_loads_with_transformers_with_equal_logits(tmp_path):
     folder = tmp_path / "w4"
     quantize(QuantizeRequest(SOURCE, folder, method="rtn", num_samples=4, seq_len=64))
     theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -48,7 +48,7 @@ def expected_logits(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Ten
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gemma-2", "phi-3", "deepseek-v3"])
-def test_a_quantized_family_says_what_its_dequantized_weights_say(family, tmp_path):
+def test_a_quantized_family_has_the_logits_of_its_dequantized_weights(family, tmp_path):
     source, folder = tmp_path / "source", tmp_path / "quantized"
     save_model(source, *FAMILIES[family])
     quantize(QuantizeRequest(source, folder, method="rtn", group_size=8, num_samples=2, seq_len=32))
@@ -103,7 +103,7 @@ def mxfp4(tmp_path):
     return folder, plain
 
 
-def test_mxfp4_experts_say_what_transformers_makes_of_them(mxfp4):
+def test_mxfp4_experts_have_the_logits_of_transformers(mxfp4):
     folder, plain = mxfp4
     built = engine(folder)
     torch.testing.assert_close(

@@ -110,7 +110,7 @@ def test_vllm_windows_grow_with_the_step() -> None:
     assert gib("vllm", "gemma-3-27b", knobs=small) < gib("vllm", "gemma-3-27b")
 
 
-def test_short_sequences_are_rounded_by_each_engine() -> None:
+def test_short_sequences_are_rounded_to_blocks_by_each_engine() -> None:
     model = shape("llama-3.1-8b")
     slots = {name: rule.slots(model, 100, KNOBS) // 32 for name, rule in RULES.items()}
     assert slots == {"llmopt": 112, "vllm": 112, "llama.cpp": 256, "transformers": 100}

@@ -46,7 +46,7 @@ def test_break_even_is_where_the_api_costs_what_the_gpus_do() -> None:
     assert found.break_even_duty_cycle == pytest.approx(28_800 * 2.3 / 86_400)
 
 
-def test_the_duty_cycle_decides_who_is_cheaper() -> None:
+def test_the_duty_cycle_decides_which_is_cheaper() -> None:
     even = cost().break_even_duty_cycle
     assert cost(duty_cycle=even + 0.01).cheaper == "own GPUs"
     assert cost(duty_cycle=even - 0.01).cheaper == "the API"

@@ -108,7 +108,7 @@ def test_the_rule_takes_the_smaller_of_budget_and_demand() -> None:
         blocks(KvCacheBudget(0), memory_bytes=100)
 
 
-def test_where_it_does_not_fit_the_numbers_are_said() -> None:
+def test_where_it_does_not_fit_the_message_has_the_numbers() -> None:
     """8 GiB of weights on a card of 10 GiB: one sequence needs 4 GiB, and 0.5 GiB is left."""
     shape = find_model("llama-3.1-8b").shape
     budget = KvCacheBudget.on_cuda(10 * 2**30, 0.95, 8 * 2**30, 2**29, 2**29)

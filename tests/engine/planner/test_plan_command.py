@@ -30,7 +30,7 @@ def test_every_engine_is_in_the_json(capsys: pytest.CaptureFixture[str]) -> None
     assert gib == {"llmopt": 62, "vllm": 14.226, "llama.cpp": 10.609, "transformers": 10.406}
 
 
-def test_engines_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_are_listed_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "gpt-oss-20b", "--ctx", "128k", "--kv-dtype", "q8_0"]
     assert call(*options, "--engine", "all") == 0
     out, err = capsys.readouterr()

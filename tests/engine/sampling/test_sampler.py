@@ -34,7 +34,7 @@ def test_greedy_takes_the_first_of_the_best():
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_distribution(temperature):
+def test_samples_follow_the_distribution(temperature):
     """Chi-square over 4,000 draws at different positions; the 99.99 % point for 4 degrees is 23.5."""
     logits = torch.tensor([1.0, 0.0, -1.0, 0.5, 2.0])
     n = 4000
@@ -45,7 +45,7 @@ def test_draws_follow_the_distribution(temperature):
     assert ((observed - expected) ** 2 / expected).sum() < 23.5
 
 
-def test_a_draw_depends_on_seed_and_position_only():
+def test_sampling_depends_on_seed_and_position_only():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     rows = [row(history=[1] * 5, seed=s) for s in (1, 2, 3)]
     together, _ = Sampler().draw(logits, rows)

@@ -63,13 +63,13 @@ def test_freeing_twice_is_caught():
         pool.free(table)
 
 
-def test_integrity_check_sees_a_lost_block():
+def test_integrity_check_finds_a_lost_block():
     pool = BlockPool(4)
     table = pool.allocate(2)
     with pytest.raises(AssertionError):
         pool.check_integrity([table[:1]])
 
 
-def test_a_pool_needs_room_beside_the_null_block():
+def test_a_pool_needs_a_block_beside_the_null_block():
     with pytest.raises(ValueError, match="num_blocks"):
         BlockPool(1)

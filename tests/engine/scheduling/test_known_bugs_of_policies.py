@@ -48,7 +48,7 @@ def test_vllm_25538_a_long_prompt_is_not_preempted_and_resumed_step_after_step()
 
 
 @everywhere
-def test_vllm_45388_the_head_of_the_queue_gets_its_turn_although_others_would_fit(loop):
+def test_vllm_45388_the_head_of_the_queue_is_admitted_although_others_would_fit(loop):
     """Nothing runs, much waits, and the first needs all: it is served, and then the others are."""
     world = World(num_blocks=7, block_size=4, max_num_seqs=4, loop=loop)
     small = fill(world, 3, length=3, max_tokens=3)
@@ -75,7 +75,7 @@ def test_vllm_ascend_16315_a_preemption_frees_its_blocks_at_once_and_no_second_f
 
 
 @everywhere
-def test_vllm_41951_who_was_preempted_keeps_its_place_in_the_queue(loop):
+def test_vllm_41951_a_preempted_request_keeps_its_rank_in_the_queue(loop):
     world = World(num_blocks=6, block_size=4, max_num_seqs=2, policy="fcfs", loop=loop)
     world.add("first", [1] * 6, 12, ignore_eos=True)
     second = world.add("second", [2] * 6, 12, ignore_eos=True)
@@ -139,7 +139,7 @@ def test_vllm_42157_and_6586_an_abort_between_a_step_and_its_tokens(loop):
 
 
 @everywhere
-def test_vllm_25067_an_abort_after_the_end_or_of_nobody_changes_nothing(loop):
+def test_vllm_25067_an_abort_after_the_end_or_of_an_unknown_id_changes_nothing(loop):
     world = World(num_blocks=20, loop=loop)
     fill(world, 1)
     world.drain()
@@ -150,7 +150,7 @@ def test_vllm_25067_an_abort_after_the_end_or_of_nobody_changes_nothing(loop):
 
 @everywhere
 @pytest.mark.parametrize("steps", range(5))
-def test_rapid_mlx_1759_whoever_leaves_leaves_no_block_behind(loop, steps):
+def test_rapid_mlx_1759_an_aborted_request_leaves_no_block_behind(loop, steps):
     world = World(num_blocks=12, prefill_chunk_size=2, loop=loop)
     for _ in range(3):
         fill(world, 3)
@@ -202,7 +202,7 @@ def test_vllm_37076_a_block_that_is_evicted_is_not_read_by_its_last_reader(loop)
         assert {name: answer(world, name) for name in expected} == expected
 
 
-def test_vllm_5188_a_block_that_is_not_full_is_nobody_elses():
+def test_vllm_5188_a_partial_block_is_not_shared():
     world = World(num_blocks=30, block_size=4)
     world.add("a", [1] * 6, 1)
     world.drain()
@@ -211,7 +211,7 @@ def test_vllm_5188_a_block_that_is_not_full_is_nobody_elses():
     assert other.num_cached_tokens == 4
 
 
-def test_sglang_12224_blocks_go_back_in_one_place_and_twice_is_once():
+def test_sglang_12224_blocks_are_freed_once():
     world = World(num_blocks=20)
     fill(world, 2)
     world.step()

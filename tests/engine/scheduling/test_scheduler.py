@@ -103,7 +103,7 @@ def test_prompt_logprobs_compute_every_token():
     assert world.step()[0].rows[0].start == 0
 
 
-def test_the_newest_is_preempted_and_keeps_its_place():
+def test_the_newest_is_preempted_and_keeps_its_rank():
     world = World(num_blocks=7, max_num_seqs=3, max_num_batched_tokens=12)
     first = world.add("a", [1, 1, 1], 12, ignore_eos=True)
     second = world.add("b", [2, 2, 2], 12, ignore_eos=True)
@@ -153,7 +153,7 @@ def test_forks_share_full_blocks_and_copy_the_partial_one():
     }  # fmt: skip
 
 
-def test_a_fork_without_free_blocks_waits_and_says_the_same():
+def test_a_fork_without_free_blocks_waits_and_gives_the_same_tokens():
     world = World(num_blocks=20, max_num_seqs=2, max_num_batched_tokens=20)
     request = world.add("a", [1] * 6, 5, n=4)
     seed = request.seed
@@ -224,7 +224,7 @@ def test_under_shortest_prefill_a_long_prompt_is_overtaken_by_so_many_and_no_mor
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "shortest-prefill"])
-def test_a_priority_that_nobody_looks_at_is_refused(policy):
+def test_an_unused_priority_is_refused(policy):
     world = World(num_blocks=20, policy=policy)
     with pytest.raises(BadInput, match=f"priority = 3: the scheduling policy is {policy}"):
         world.add("a", [1], 2, priority=3)
@@ -242,7 +242,7 @@ def test_the_completions_of_a_request_keep_together():
         assert list(world.finished) == ["many/0", "many/1", "many/2", "late/0"]
 
 
-def test_what_a_step_drew_for_one_that_was_aborted_is_not_its_namesakes():
+def test_a_token_sampled_for_an_aborted_request_does_not_go_to_its_namesake():
     world = World(num_blocks=20, loop="late")
     world.add("a", [1, 2, 3], 5)
     world.step()

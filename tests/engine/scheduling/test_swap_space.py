@@ -116,7 +116,7 @@ def test_host_blocks_are_freed_when_a_swapped_sequence_ends(how):
     run(world)
 
 
-def test_who_ends_before_the_copy_leaves_no_copy():
+def test_a_request_that_ends_before_the_copy_leaves_no_copy():
     world = crowded(20)
     scheduler = world.scheduler
     world.step()

@@ -155,7 +155,7 @@ def test_unknown_names_are_404(server: RunningServer) -> None:
     assert response.status_code == 405 and response.json()["error"]["message"]
 
 
-def test_a_batch_is_taken_whole_or_not_at_all(server: RunningServer) -> None:
+def test_a_batch_is_accepted_whole_or_rejected(server: RunningServer) -> None:
     before = server.wait_until_idle().num_steps
     status, _ = refusal(server, "/v1/completions", json={"prompt": ["fine", "x " * 2000]})
     assert status == 400

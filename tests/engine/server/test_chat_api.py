@@ -52,7 +52,7 @@ def test_a_model_without_a_template_gets_the_stated_one(server: RunningServer, l
     assert "Assistant:" in card["chat_template"]["template"]
 
 
-def test_without_a_limit_the_answer_ends_by_itself_or_with_the_context(
+def test_without_a_limit_the_completion_ends_by_eos_or_with_the_context(
     server: RunningServer,
 ) -> None:
     answer = server.openai().chat.completions.create(
@@ -77,7 +77,7 @@ def test_logprobs_have_the_chat_shape(server: RunningServer) -> None:
         assert len(token.top_logprobs) == 2
 
 
-def test_several_answers_stream_side_by_side(server: RunningServer) -> None:
+def test_several_completions_stream_side_by_side(server: RunningServer) -> None:
     body = {"messages": MESSAGES, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 10}
     with server.http() as http:
         whole = http.post("/v1/chat/completions", json=body).json()

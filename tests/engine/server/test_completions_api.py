@@ -63,7 +63,7 @@ def test_prompts_of_every_kind(server: RunningServer, llm: LLM) -> None:
     assert choices(token_ids) == expected
 
 
-def test_best_of_answers_with_the_likeliest(server: RunningServer, llm: LLM) -> None:
+def test_best_of_returns_the_likeliest(server: RunningServer, llm: LLM) -> None:
     params = SamplingParams(n=2, best_of=5, seed=8, max_tokens=12)
     expected = [completion.text for completion in llm.generate(PROMPT, params)[0].completions]
     answer = server.openai().completions.create(
@@ -77,7 +77,7 @@ def test_best_of_answers_with_the_likeliest(server: RunningServer, llm: LLM) -> 
         )
 
 
-def test_many_clients_at_once_get_their_own_answers(server: RunningServer, llm: LLM) -> None:
+def test_many_clients_at_once_get_their_own_responses(server: RunningServer, llm: LLM) -> None:
     prompts = [f"{name} had a {thing}" for name in ("Tom", "Lily") for thing in ("cat", "red hat")]
     expected = [r.text for r in llm.generate(prompts, GREEDY)]
     answers: dict[int, str] = {}
@@ -224,7 +224,7 @@ def test_the_last_usage_tells_where_the_time_went(server: RunningServer) -> None
     assert set(whole["usage"]["seconds"]) == set(seconds)
 
 
-def test_the_clients_own_id_is_part_of_the_answers(server: RunningServer) -> None:
+def test_the_clients_own_id_is_part_of_the_responses(server: RunningServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1}
     with server.http() as http:
         by_field = http.post("/v1/completions", json={**body, "request_id": "mine-1"}).json()

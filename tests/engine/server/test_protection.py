@@ -96,9 +96,7 @@ def test_a_page_elsewhere_cannot_make_the_browser_post(server: RunningServer) ->
     assert response.status_code in (400, 415)
 
 
-def test_a_name_of_somebody_else_s_does_not_lead_here(
-    strict: RunningServer, server: RunningServer
-) -> None:
+def test_a_foreign_host_name_is_refused(strict: RunningServer, server: RunningServer) -> None:
     with strict.http() as http:
         for host in (
             "localhost:1",
@@ -168,7 +166,9 @@ def test_a_body_that_never_ends_is_given_up(strict: RunningServer) -> None:
     ],
     ids=["endless number", "negative", "two lengths", "no chunk", "TLS", "endless header"],
 )
-def test_what_is_no_http_is_answered_and_forgotten(strict: RunningServer, sent: bytes) -> None:
+def test_malformed_http_is_refused_and_the_server_stays_ready(
+    strict: RunningServer, sent: bytes
+) -> None:
     try:
         answer = talk(strict, sent)
     except ConnectionError:
@@ -196,7 +196,7 @@ def test_a_key_has_its_own_concurrency_limit(strict: RunningServer) -> None:
     assert post(strict, "sesame", max_tokens=5).status_code == 200
 
 
-def test_who_leaves_the_queue_gives_up_the_place(strict: RunningServer) -> None:
+def test_a_client_that_leaves_the_queue_frees_its_slot(strict: RunningServer) -> None:
     with slow_steps(strict), ThreadPoolExecutor(8) as pool:
         working = [pool.submit(post, strict, "sesame", max_tokens=120) for _ in range(2)]
         strict.wait_for(lambda engine: engine.stats.num_running == 2)
@@ -210,7 +210,7 @@ def test_who_leaves_the_queue_gives_up_the_place(strict: RunningServer) -> None:
     assert strict.wait_until_idle().kv_blocks_used == 0
 
 
-def test_an_answer_that_takes_too_long_is_ended(strict: RunningServer) -> None:
+def test_a_response_that_takes_too_long_is_ended(strict: RunningServer) -> None:
     with slow_steps(strict, seconds=0.02):
         whole = post(strict, "sesame")
         assert error(whole, 504)["code"] == "timeout"

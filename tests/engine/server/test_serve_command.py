@@ -155,7 +155,7 @@ def test_a_second_signal_ends_the_drain_and_tells_the_client() -> None:
     assert told(rest[-1])["message"] == "the server is stopping"
 
 
-def test_what_outlasts_the_drain_is_told() -> None:
+def test_requests_that_outlast_the_drain_get_an_event() -> None:
     with slow_stream(SLOW_SERVER.replace("drain_seconds=60", "drain_seconds=1")) as found:
         process, lines = found
         process.send_signal(signal.SIGTERM)

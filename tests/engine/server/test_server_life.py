@@ -95,7 +95,7 @@ def test_it_is_ready_only_when_warm() -> None:
         assert server.wait_until_idle().prefix_cache_queries < 10
 
 
-def test_those_who_stay_are_not_disturbed_by_one_who_leaves(server: RunningServer) -> None:
+def test_other_streams_are_not_disturbed_by_one_that_is_closed(server: RunningServer) -> None:
     body = {"prompt": "Tom saw a big dog", "temperature": 0, "max_tokens": 60}
     with server.http() as http:
         alone = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
@@ -141,7 +141,7 @@ def test_an_idle_engine_takes_no_steps(server: RunningServer) -> None:
         server.engine.step = step  # type: ignore[method-assign]
 
 
-def test_an_engine_fault_is_told_to_everybody(fragile_server: RunningServer) -> None:
+def test_an_engine_fault_is_reported_to_every_client(fragile_server: RunningServer) -> None:
     server = fragile_server
     step = server.engine.step
     failing = threading.Event()
@@ -199,7 +199,7 @@ def test_a_failure_to_take_one_request_is_that_request_s_alone(
         assert http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
 
 
-def test_stragglers_are_told_that_the_server_stops(fragile_server: RunningServer) -> None:
+def test_late_clients_get_an_event_that_the_server_stops(fragile_server: RunningServer) -> None:
     server = fragile_server
     with (
         slow_steps(server),

@@ -165,7 +165,7 @@ def saying(server: RunningServer, monkeypatch: pytest.MonkeyPatch, text: str) ->
     monkeypatch.setattr(engine, "add_request", add)
 
 
-def test_calls_are_found_in_what_the_model_says(
+def test_tool_calls_are_parsed_from_the_output(
     tooled: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saying(tooled, monkeypatch, f"I look.\n<tool_call>\n{JSON_ONE}\n</tool_call>")
@@ -186,7 +186,7 @@ def test_calls_are_found_in_what_the_model_says(
     assert none["choices"][0]["finish_reason"] == "stop"
 
 
-def test_the_template_sees_tools_calls_and_answers(tooled: RunningServer) -> None:
+def test_the_template_gets_tools_calls_and_results(tooled: RunningServer) -> None:
     function = {"name": "weather", "arguments": '{"city": "Köln"}'}
     turns: Any = [
         *USER,

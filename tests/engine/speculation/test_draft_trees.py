@@ -309,7 +309,7 @@ def test_an_expanded_tree_has_the_likeliest_draft_tokens() -> None:
     assert draft_tokens.token_ids == (1, 2, 2, 0) and draft_tokens.tree.parents == (-1, -1, 0, 1)
 
 
-def test_a_preference_is_for_what_is_drawn() -> None:
+def test_preferences_peak_at_the_sampled_token() -> None:
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(2)) * 2
     for params in (GREEDY, SEEDED, SamplingParams(temperature=1.3, top_k=5)):
         rows = [SamplingRow(params, seed, [1, 2, 3], 1) for seed in range(40)]

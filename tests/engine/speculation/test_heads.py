@@ -369,7 +369,7 @@ def test_the_command_line_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "the model's is 256" in capsys.readouterr().err
 
 
-def test_trained_heads_say_what_comes(tmp_path: Path) -> None:
+def test_trained_heads_predict_better_than_chance(tmp_path: Path) -> None:
     """A few seconds of training: far from good, but far from chance, and the same tokens as without."""
     tool = [sys.executable, ROOT / "tools" / "train_heads.py", "--output", tmp_path]
     given = ["--sequences", "6", "--epochs", "4", "--heads", "2"]

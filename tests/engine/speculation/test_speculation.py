@@ -151,7 +151,7 @@ SAMPLES = 50_000
 
 
 @pytest.mark.parametrize("certain", [False, True], ids=["draft", "ngram"])
-def test_rejection_draws_by_the_target(certain: bool) -> None:
+def test_rejection_sampling_follows_the_target(certain: bool) -> None:
     """Chi-squared of the first three tokens, jointly, over a vocabulary of four."""
     vocab = 4
     generator = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ def test_rejection_draws_by_the_target(certain: bool) -> None:
     assert statistic < 103.4  # 63 degrees of freedom: the 0.1 % point
 
 
-def test_distributions_are_what_draw_draws_by() -> None:
+def test_distributions_are_those_that_sampling_uses() -> None:
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(1)) * 2
     for top_k, top_p, min_p in product((0, 5), (1.0, 0.8), (0.0, 0.1)):
         params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)

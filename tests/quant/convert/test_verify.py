@@ -156,7 +156,7 @@ def test_a_checkpoint_without_manifest_is_read_but_not_proven(folder: Path) -> N
     assert report.status == UNPROVEN
 
 
-def test_a_linear_that_nobody_quantized_is_noticed(folder: Path) -> None:
+def test_an_unquantized_linear_is_reported(folder: Path) -> None:
     forget_manifest(folder)
     tensors = load_file(folder / SHARD)
     for suffix in ("qweight", "qzeros", "scales"):

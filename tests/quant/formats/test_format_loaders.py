@@ -194,7 +194,7 @@ def test_transformers_loads_compressed_tensors(tiny: Path, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", ROUNDED_INPUTS)
-def test_transformers_loads_weights_with_rounded_inputs(
+def test_transformers_loads_weights_with_quantized_activations(
     tiny: Path, tmp_path: Path, name: str
 ) -> None:
     """It quantizes activations too, so the logits are near those of the weights alone, not equal."""

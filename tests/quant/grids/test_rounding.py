@@ -101,7 +101,7 @@ def test_weights_beyond_float16_are_refused(scheme: Scheme) -> None:
         round_layer(one_linear(weight, scheme, scale_dtype=torch.float16))
 
 
-def test_gguf_blocks_are_rounded_too() -> None:
+def test_gguf_blocks_are_quantized_too() -> None:
     weight = heavy_weight(8, 64)
     rounded = round_weight(one_linear(weight, GgufScheme("Q8_0")), "linear", weight)
     assert float((rounded.dequantize() - weight).norm() / weight.norm()) < 0.01

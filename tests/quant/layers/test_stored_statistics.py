@@ -214,7 +214,7 @@ def test_scales_of_the_cache_are_those_of_the_model(tmp_path: Path, kind: str) -
             )
 
 
-def test_a_layer_worse_than_rounding_is_taken_back(
+def test_a_layer_worse_than_rtn_falls_back_to_rtn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantized: Callable[..., QuantizeResult]
 ) -> None:
     from llmopt.quant.methods.gptq import Gptq

@@ -171,7 +171,7 @@ def test_scaling_keeps_the_float_layer() -> None:
     assert not torch.allclose(up_rows, problem.weights["mlp.up_proj"].norm(dim=1), rtol=0.03)
 
 
-def test_what_the_norm_loses_by_rounding_the_scales_make_good() -> None:
+def test_scales_compensate_the_rounding_of_the_norm() -> None:
     norm = torch.tensor([1.0, 0.3, 0.0, -0.7]).to(torch.bfloat16)
     stored, scales = fold_into_norm(norm, torch.tensor([1.37, 0.21, 3.0, 2.9]))
     assert stored.dtype == torch.bfloat16

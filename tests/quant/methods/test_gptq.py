@@ -220,7 +220,7 @@ def test_any_shape_any_dead_channels_any_zero_groups(data: st.DataObject) -> Non
         assert report.error <= 1.05 * report.rtn_error
 
 
-def test_a_dead_channel_is_rounded_and_moves_nothing() -> None:
+def test_a_dead_channel_is_quantized_and_compensates_nothing() -> None:
     """No token of a short calibration used it; that does not make its weights zero."""
     weight = torch.randn(8, 48, generator=torch.Generator().manual_seed(1))
     record = correlated(48, 3)
@@ -269,7 +269,7 @@ def test_a_damping_that_means_nothing_is_refused(damp: float) -> None:
         ("unused", "no calibration token"),
     ],
 )
-def test_what_cannot_be_solved_is_rounded_and_reported(damage: str, reason: str) -> None:
+def test_a_singular_hessian_falls_back_to_rtn_and_is_reported(damage: str, reason: str) -> None:
     weight, record = torch.randn(16, 64), correlated(64, 1)
     if damage == "indefinite":
         record.gram[3, 9] = record.gram[9, 3] = 100 * record.gram.diagonal().max()
@@ -302,7 +302,7 @@ def test_corrections_beyond_every_number_end_in_plain_rounding(
     assert same(codes, round_to_nearest(weight, scheme, DTYPE))
 
 
-def test_a_grid_that_is_not_of_integers_is_rounded_and_reported() -> None:
+def test_a_non_integer_grid_falls_back_to_rtn_and_is_reported() -> None:
     problem = problem_of(
         {"a": torch.randn(16, 64), "b": torch.randn(16, 64)},
         correlated(64, 1),

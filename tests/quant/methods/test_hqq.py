@@ -77,7 +77,7 @@ def test_groups_without_a_slope(symmetric: bool) -> None:
     assert bool(torch.isfinite(tensor.scales).all())
 
 
-def test_pieces_of_rows_do_not_change_the_result() -> None:
+def test_chunks_of_rows_do_not_change_the_result() -> None:
     weight, scheme = heavy_weight(300, 32), IntScheme(3, 16, False)
     whole = fit_grid(weight, scheme, torch.float16)
     part = fit_grid(weight[290:].contiguous(), scheme, torch.float16)

@@ -62,7 +62,7 @@ def test_an_important_weight_gets_a_value_of_its_own() -> None:
     assert float((table - values[0, 40]).abs().min()) < 1e-4
 
 
-def test_dead_columns_draw_hardly_any_value() -> None:
+def test_dead_columns_attract_hardly_any_centroid() -> None:
     inputs = correlated_inputs(256, 64)
     inputs[:, 10:20] = 0
     sensitivity = input_sensitivity(statistics_of(inputs))
@@ -125,7 +125,7 @@ def test_kept_weights_are_the_largest_and_the_most_sensitive() -> None:
     assert min(float(sensitivity[place % 100]) for place in sensitive) > 0.1
 
 
-def test_kept_weights_draw_no_value_of_a_table() -> None:
+def test_outlier_weights_attract_no_centroid() -> None:
     weight, statistics = heavy_weight(40, 100), statistics_of(correlated_inputs(256, 100))
     weight[:, 3] = 20
     fitted, rounded = fit_lookup(weight, statistics, LookupScheme(3, 45 / 4000))

@@ -122,7 +122,7 @@ def test_a_model_of_every_family_goes_through_and_transformers_loads_it(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_smoothed_models_stay_as_near_as_rounded_ones(tmp_path: Path, name: str) -> None:
+def test_smoothed_models_err_no_more_than_rtn(tmp_path: Path, name: str) -> None:
     """Norms are uneven, so that scales are moved, and any that were moved wrongly would show."""
     model = make_model(name, vocab_size=VOCAB)
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_smoothing_moves_norms_and_routers_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
-def test_an_expert_that_no_token_reaches_is_rounded_plainly_and_named(
+def test_an_expert_without_tokens_falls_back_to_rtn_and_is_named(
     tmp_path: Path, method: str
 ) -> None:
     model = make_model("deepseek_v3", vocab_size=VOCAB)

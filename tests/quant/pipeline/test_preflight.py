@@ -73,7 +73,7 @@ def test_no_linear_is_forgotten(tmp_path: Path) -> None:
     assert (left.name, left.count, left.bits_per_weight) == ("v_proj", 5, 16)
 
 
-def test_the_engine_runs_what_the_table_says() -> None:
+def test_the_engine_runs_the_kernels_of_the_table() -> None:
     assert frozenset(SUPPORTED_MODEL_TYPES) == ENGINE_TYPES
 
 

@@ -312,7 +312,7 @@ def test_an_embedding_of_another_size_is_named(tmp_path: Path) -> None:
         stream.prepare(token_ids())
 
 
-def test_bfloat16_products_change_little_and_leave_floats_where_they_were(tmp_path: Path) -> None:
+def test_bfloat16_gemms_change_little_and_keep_float_weights(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     checkpoint = Checkpoint(tmp_path)
     found = {}
@@ -330,7 +330,7 @@ def test_bfloat16_products_change_little_and_leave_floats_where_they_were(tmp_pa
     assert not torch.equal(rounded[""], exact[""])
 
 
-def test_the_dtype_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dtype_of_the_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compute_dtype("float32", torch.bfloat16) == torch.float32
     assert compute_dtype("bfloat16", torch.float32) == torch.bfloat16
     for quick in (True, False):
@@ -342,7 +342,7 @@ def test_the_dtype_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
         compute_dtype("fp8", torch.bfloat16)
 
 
-def test_products_of_bfloat16_inputs_are_summed_exactly() -> None:
+def test_gemms_of_bfloat16_inputs_are_summed_exactly() -> None:
     inputs = torch.randn(300, 700).to(torch.bfloat16)
     rounded, exact = InputStatistics(700), InputStatistics(700)
     rounded.add(inputs)
