@@ -105,7 +105,7 @@ class ModelRunner:
         if logits is None:
             return LaunchedStep(lambda: result)
         with timer("sample"):
-            return self._begin_sampling(layout.sampled_rows, logits, result, timer)
+            return self._begin_draw(layout.sampled_rows, logits, result, timer)
 
     def _forward(
         self, layout: StepLayout, sampled: SampledTokens | None, timer: StepTimer
@@ -192,7 +192,7 @@ class ModelRunner:
         """Indices of the hidden states whose logits are needed, int64 [ends]."""
         return packed([layout.ends], self._device)[0]
 
-    def _begin_sampling(
+    def _begin_draw(
         self,
         rows: Sequence[ScheduledRow],
         logits: torch.Tensor,
