@@ -82,7 +82,7 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
     """Every part of the engine's steps on the clock, while the block lasts."""
     runner: Any = engine.runner
     decoder: Any = runner.decoder
-    places: list[tuple[Any, str, str]] = [
+    watched_calls: list[tuple[Any, str, str]] = [
         (engine, "step", "python"),
         (runner._sampler, "begin", "sampler"),
         (CpuGraph, "replay", "replayed"),
@@ -94,8 +94,8 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
         (GatedMlp, "__call__", "gate"),
         (Projection, "__call__", "linears"),
     ]
-    before = [vars(owner).get(name) for owner, name, _ in places]
-    for owner, name, part in places:
+    before = [vars(owner).get(name) for owner, name, _ in watched_calls]
+    for owner, name, part in watched_calls:
         setattr(owner, name, clock.timed(part, getattr(owner, name)))
     kernels = decoder._attend
     decoder._attend = [clock.timed("attention", kernel) for kernel in kernels]
@@ -103,7 +103,7 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
         yield
     finally:
         decoder._attend = kernels
-        for (owner, name, _), own in zip(places, before, strict=True):
+        for (owner, name, _), own in zip(watched_calls, before, strict=True):
             if own is None:
                 delattr(owner, name)
             else:

@@ -107,8 +107,8 @@ def write_checkpoint(
     for shard, tensors in shards.items():
         held = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
         save_file(held, folder / shard, metadata={"format": "pt"})
-    places = {name: shard for shard, tensors in shards.items() for name in tensors}
-    index = {"metadata": {}, "weight_map": places}
+    weight_map = {name: shard for shard, tensors in shards.items() for name in tensors}
+    index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     if scheme is not None:
         schemes = {
