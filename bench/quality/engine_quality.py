@@ -28,7 +28,7 @@ def score_quality(
         num_tokens=options.quality_tokens,
         path=options.quality_text or EVALUATION_TEXT,
     )
-    scored = WithAdapter(engine, next(iter(options.lora), None))
+    scored = WithAdapter(engine, next(iter(options.loras), None))
     ours = log_probabilities(scored, passage, progress=progress, what=options.name or "model")
     if options.reference is None:
         return score(passage, ours).as_dict()

@@ -94,9 +94,9 @@ def test_a_plan_does_not_change_while_later_steps_are_scheduled_and_computed(
         for plan, before in taken:
             assert contents(plan) == before
 
-    def launching(self: ModelRunner, plan: StepPlan, *drawn: Any) -> Any:
+    def launching(self: ModelRunner, plan: StepPlan, *rest: Any, **more: Any) -> Any:
         before = contents(plan)
-        step = launch(self, plan, *drawn)
+        step = launch(self, plan, *rest, **more)
         assert contents(plan) == before
         return step
 
@@ -160,9 +160,9 @@ def test_only_the_scheduler_writes_requests_and_only_in_the_thread_of_the_engine
     threads: set[str] = set()
     launch = ModelRunner.launch
 
-    def watched(self: ModelRunner, *args: Any) -> Any:
+    def watched(self: ModelRunner, *args: Any, **more: Any) -> Any:
         threads.add(threading.current_thread().name)
-        return launch(self, *args)
+        return launch(self, *args, **more)
 
     monkeypatch.setattr(ModelRunner, "launch", watched)
     run(engine(monkeypatch, loop, options))
