@@ -100,9 +100,7 @@ def test_compare_catches_a_slowdown(
         if not is_disturbed:
             break
     else:
-        pytest.skip(
-            "background load through all attempts: no verdict is the right one"
-        )
+        pytest.skip("background load through all attempts: no verdict is the right one")
     assert code == 1, said
 
 

@@ -65,6 +65,6 @@ def test_the_file_is_of_the_device_and_of_the_kernels(
     names = {crossover._file(name) for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")}
     assert len(names) == 2 and all(name.is_relative_to(tmp_path) for name in names)
     crossover._file.cache_clear()
-    monkeypatch.setattr(crossover, "SOURCES", ("product.py",))
+    monkeypatch.setattr(crossover, "SOURCES", ("triton_gemm.py",))
     assert crossover._file("NVIDIA H200") not in names
     crossover._file.cache_clear()

@@ -85,9 +85,9 @@ def test_greedy_tokens_of_a_quantized_model(
     seen: list[bool] = []
     call = Projection.__call__
 
-    def watched(self: Projection, x: Any) -> Any:
+    def watched(self: Projection, x: Any, *adapters: Any) -> Any:
         seen.append(isinstance(x, QuantizedActivations))
-        return call(self, x)
+        return call(self, x, *adapters)
 
     monkeypatch.setattr(Projection, "__call__", watched)
     assert tokens(tmp_path) == expected

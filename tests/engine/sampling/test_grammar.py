@@ -115,8 +115,8 @@ class Counted:
 def counted(compiler: GrammarCompiler, num_sequences: int) -> tuple[GrammarMask, list[str]]:
     log: list[str] = []
     mask = compiler.mask(regex("[a-z ]*"), num_sequences)
-    reader = mask._readers[0]
-    reader.matcher = Counted(reader.matcher, log)  # type: ignore[assignment]
+    state = mask._states[0]
+    state.matcher = Counted(state.matcher, log)  # type: ignore[assignment]
     return mask, log
 
 
