@@ -131,11 +131,11 @@ def test_a_lost_worker_is_one_line_and_leaves_no_process(prompts, capsys):
 DRIVER = """
 import time, torch
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.tensor_parallel.workers import open_parts
+from llmopt.engine.tensor_parallel.workers import open_shards
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
 config = EngineConfig(tensor_parallel_size=2, num_threads=1)
-parts = open_parts(config, Checkpoint(MODELS / "stories260K"), torch.device("cpu"), torch.float32)
+parts = open_shards(config, Checkpoint(MODELS / "stories260K"), torch.device("cpu"), torch.float32)
 print(parts[2].processes[0].pid, flush=True)
 time.sleep(60)
 """
