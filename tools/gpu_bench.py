@@ -21,6 +21,8 @@ from typing import Any
 
 SCHEMA = "llmopt-gpu-bench/1"
 LINES = "findings.jsonl"
+INTERPRETED_FACTOR = 6
+"""Triton's interpreter on a slow CPU takes this many times the time limit that a section has on a GPU."""
 SELF = (sys.executable, "-m", "tools.gpu_bench")
 """How a section is started in a process of its own."""
 
@@ -65,7 +67,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     record |= {"commit": given.commit, "small": given.small, "environment": {}, "sections": []}
     spare = 0.0
     for name in names:
-        limit = known[name].seconds + spare
+        limit = known[name].seconds * (INTERPRETED_FACTOR if given.interpret else 1) + spare
         section, environment = in_a_process(name, limit, given)
         spare = max(0.0, limit - section["seconds"])
         record["environment"] = record["environment"] or environment
