@@ -48,7 +48,7 @@ IN_PROCESS = {
     "enable_prefix_caching num_threads",
     "runs": OF_A_RUN,
     "phases": "decode_seconds prefill_seconds between_steps_seconds num_steps",
-    "step_split": "num_steps step_ms parts_ms",
+    "step_split": "num_steps replayed_steps step_ms parts_ms",
     "step_split.parts_ms": "*",
     "step_trace": "num_steps prefill_tokens decode_tokens mean_rows schedule_seconds execute_seconds "
     "update_seconds preemptions peak_kv_blocks kv_unfilled_share",
