@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#1c2733", "#64748b", "#e2e8f0"
@@ -67,7 +68,8 @@ def to_svg(figure: Figure, alt: str) -> str:
     salt = hashlib.sha256(alt.encode()).hexdigest()[:12]
     buffer = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": salt}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        # `savefig` would draw twice: once for the layout alone.
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

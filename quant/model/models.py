@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from importlib.util import find_spec
@@ -65,7 +66,30 @@ def tokenizer_arguments(model: Path) -> dict[str, Any]:
                 "package that is not installed: pip install 'llmopt[gguf]'"
             )
         arguments["gguf_file"] = file.name
+    elif config := _tokenizer_config(folder):
+        arguments["config"] = config
     return arguments
+
+
+def _tokenizer_config(folder: Path) -> Any:
+    """What `AutoTokenizer` reads of a model's configuration, where the tokenizer names its class; else None.
+
+    Without it, it imports the model type's configuration class, and with that torch's compiler: two seconds
+    of every start, for a class that the tokenizer does not need.
+    """
+    try:
+        declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # transformers says what is wrong
+    if "tokenizer_class" not in declared or "auto_map" in declared or "auto_map" in model:
+        return None
+    from transformers import PreTrainedConfig
+
+    keys = ("model_type", "model_name", "tokenizer_class")
+    config = PreTrainedConfig.from_dict({key: model[key] for key in keys if key in model})
+    config.name_or_path = str(folder)
+    return config
 
 
 def load_tokenizer(model: Path) -> Any:

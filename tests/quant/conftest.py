@@ -12,7 +12,8 @@ import torch
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan.plan import QuantizeRequest
 
-from ..support.quant_support import LENGTH, SAMPLES, STORIES, llmopt_command, llmopt_environment
+from ..support.cli_process import run_llmopt
+from ..support.quant_support import LENGTH, SAMPLES, STORIES, llmopt_environment
 
 
 @pytest.fixture(scope="session")
@@ -45,14 +46,6 @@ def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the real command line in `tmp_path`."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*llmopt_command(), *arguments],
-            cwd=tmp_path,
-            env=llmopt_environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        return run_llmopt(*arguments, cwd=tmp_path, env=llmopt_environment(), timeout=120)
 
     return run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from llmopt.recipes import MODELS
 
@@ -13,11 +12,6 @@ SAMPLES, LENGTH = 24, 128  # small enough to be quick, large enough that AWQ fin
 
 # For tests that look at files, not at errors: a run through the pipeline as quick as may be.
 QUICK: dict[str, object] = {"num_samples": 2, "seq_len": 32, "held_out": 0}
-
-
-def llmopt_command() -> list[str]:
-    """The command line in a new process."""
-    return [sys.executable, "-c", "from llmopt.cli.main import main; main()"]
 
 
 def llmopt_environment() -> dict[str, str]:

@@ -106,6 +106,11 @@ class CpuGraph:
 class _CaptureMode(TorchDispatchMode):
     """Reports every operation, and allocates from a pool instead of torch's allocator."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler at the first capture, two seconds, to guard what is never compiled."""
+        return False
+
     def __init__(
         self, on_operation: Callable[[Any, Any, Any, Any], None], pool: GraphMemoryPool
     ) -> None:

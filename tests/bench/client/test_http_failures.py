@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +19,8 @@ from llmopt.bench.client.job import EncodedRequest, Endpoint
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.quant.base.errors import BadInput
+
+from ...support.cli_process import LlmoptProcess
 
 EVENT = b'data: {"choices":[{"index":0,"text":" x","finish_reason":%s}],"usage":{"completion_tokens":%d}}\n\n'
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -319,21 +319,16 @@ def test_ctrl_c_writes_what_finished(server: Server, tmp_path: Path) -> None:
         "--base-url",
         url,
         "--result-dir",
-        str(tmp_path),
+        tmp_path,
     ]
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "from llmopt.cli.main import main; main()"
     before = server.requests
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *words], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as process:  # fmt: skip
+    with LlmoptProcess(*words) as process:
         deadline = time.monotonic() + 60
         while server.requests < before + 10 and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and b"interrupted: what finished" in said
+    assert process.returncode == 130 and "interrupted: what finished" in said
     (folder,) = tmp_path.iterdir()
     result = json.loads((folder / "result.json").read_text())
     assert result["llmopt"]["interrupted"] and 4 <= result["completed"] < 100

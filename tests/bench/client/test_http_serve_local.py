@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,19 +13,13 @@ from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
 
+from ...support.cli_process import LlmoptProcess
+
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    code = "from llmopt.cli.main import main; main()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, "serve-local", "--port", "0", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as process:
-        assert process.stdout is not None
+    with LlmoptProcess("serve-local", "--port", "0", "--json") as process:
         yield json.loads(process.stdout.readline())["url"]
-        process.terminate()
 
 
 def llmopt(*words: str | Path) -> int:

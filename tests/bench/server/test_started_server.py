@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,8 @@ from llmopt.bench.server.served import served
 from llmopt.bench.session.run_sessions import run_bench
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
+
+from ...support.cli_process import LlmoptProcess
 
 SMALL = {"num_prompts": 4, "num_runs": 1, "output_len": 6, "max_concurrency": 2}
 
@@ -133,13 +133,9 @@ def test_a_missing_program_says_how_to_install_it(
 
 
 def test_an_interrupt_writes_what_finished_and_stops_the_server(tmp_path: Path) -> None:
-    words = "bench --serve llmopt --no-check-client --num-prompts 4000 --num-runs 1 --output-len 8"
-    code = "from llmopt.cli.main import main; main()"
-    command = [sys.executable, "-c", code, *words.split(), "--result-dir", str(tmp_path)]
-    # A shell that runs in the background has its children ignore the interrupt.
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
-        assert process.stderr is not None
+    words = "bench --serve llmopt --no-check-client --num-prompts 600 --num-runs 1 --output-len 8"
+    rate = ("--request-rate", "100")  # a pass of six seconds, on any machine
+    with LlmoptProcess(*words.split(), *rate, "--result-dir", tmp_path) as process:
         port = ""
         for line in process.stderr:
             if line.startswith("starting "):

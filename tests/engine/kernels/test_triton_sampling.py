@@ -59,7 +59,7 @@ FILTERS = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(
     vocab=st.sampled_from([1, 2, 5, 33, 300, 2048, 2500]),
     steps=st.sampled_from([None, 1.0, 0.0]),
@@ -258,10 +258,10 @@ def generate(interpreted: None, tmp_path: Path) -> Generate:
     def generated(prompts: list[list[int]], penalty: float = 1.0, **options: Any) -> Any:
         llm = LLM(tmp_path, device=DEVICE, dtype="float32", **options)
         params = SamplingParams(
-            seed=7, max_tokens=4, top_p=0.9, repetition_penalty=penalty, logprobs=1, ignore_eos=True
+            seed=7, max_tokens=3, top_p=0.9, repetition_penalty=penalty, logprobs=1, ignore_eos=True
         )
         results = llm.generate(prompts, params)
-        assert all(len(result.logprobs or ()) == 4 for result in results)
+        assert all(len(result.logprobs or ()) == 3 for result in results)
         return [list(result.token_ids) for result in results]
 
     return generated
@@ -283,4 +283,4 @@ def test_seeded_tokens_are_the_same_alone_in_a_batch_with_drafts_and_async_sched
 def test_penalties_and_rejection_in_an_engine(generate: Generate, tmp_path: Path) -> None:
     draft = SpeculationConfig("draft", tmp_path, num_tokens=1, acceptance="rejection")
     (tokens,) = generate(PROMPTS[:1], 100.0, speculation=draft)
-    assert len({*PROMPTS[0], *tokens}) == 7, "nothing comes twice"
+    assert len({*PROMPTS[0], *tokens}) == 6, "nothing comes twice"

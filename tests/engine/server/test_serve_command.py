@@ -7,16 +7,20 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from llmopt.cli.main import main
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.engine.server.app import create_app
+from llmopt.engine.server.launch import base_url, bind, serve
+from llmopt.engine.server.protocol.server_options import ServerOptions
 
-COMMAND = [sys.executable, "-m", "llmopt.cli.main", "serve-local"]
+from ...support.cli_process import ForkedProcess, LlmoptProcess, run_llmopt
 
 
 def environment() -> dict[str, str]:
@@ -24,24 +28,13 @@ def environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*options: str) -> Iterator[tuple[LlmoptProcess, str]]:
     """The process and its first line on stdout."""
-    process = subprocess.Popen(
-        [*COMMAND, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert process.stdout is not None
-    try:
+    with LlmoptProcess("serve-local", *options, env=environment()) as process:
         yield process, process.stdout.readline()
-    finally:
-        process.kill()
-        process.wait()
 
 
-def stop(process: subprocess.Popen[str], number: signal.Signals) -> tuple[str, str]:
+def stop(process: LlmoptProcess, number: signal.Signals) -> tuple[str, str]:
     """Rest of stdout, and stderr, of a process that must end well."""
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
@@ -96,36 +89,29 @@ def test_it_says_where_it_is_and_ends_on_ctrl_c() -> None:
         assert f"curl {url}/v1/completions" in out + err
 
 
-SLOW_SERVER = """
-import time
-from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.engine.server.app import create_app
-from llmopt.engine.server.launch import base_url, bind, serve
-from llmopt.engine.server.protocol.server_options import ServerOptions
+def slow_step() -> None:
+    """What a server's step waits for."""
+    time.sleep(0.05)
 
-engine = Engine(EngineConfig(model="stories260K", num_threads=1))
-step = engine.step
-engine.step = lambda: time.sleep(0.05) or step()
-listener = bind("127.0.0.1", 0)
-app = create_app(engine, model_name="slow", options=ServerOptions(drain_seconds=60))
-serve(app, listener, on_ready=lambda: print(base_url(listener), flush=True))
-"""
+
+def failing_step() -> None:
+    raise ZeroDivisionError
+
+
+def slow_server(before_step: Callable[[], None], drain_seconds: float) -> None:
+    engine = Engine(EngineConfig(model="stories260K", num_threads=1))
+    step = engine.step
+    engine.step = lambda: before_step() or step()  # pyright: ignore[reportAttributeAccessIssue]
+    listener = bind("127.0.0.1", 0)
+    app = create_app(engine, model_name="slow", options=ServerOptions(drain_seconds=drain_seconds))
+    serve(app, listener, on_ready=lambda: print(base_url(listener), flush=True))
 
 
 @contextlib.contextmanager
-def slow_stream(script: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
-    """A server of that script, and the lines of a stream from it after its first event."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert process.stdout is not None
+def slow_stream(drain_seconds: float = 60) -> Iterator[tuple[ForkedProcess, Iterator[str]]]:
+    """A slow server, and the lines of a stream from it after its first event."""
     body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    try:
+    with ForkedProcess(slow_server, slow_step, drain_seconds, env=environment()) as process:
         with (
             client(process.stdout.readline().strip()) as http,
             http.stream("POST", "/v1/completions", json=body) as response,
@@ -134,10 +120,7 @@ def slow_stream(script: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[s
             next(lines)
             yield process, (text for text in lines if text)
         _, err = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0 and "Traceback" not in err
+        assert process.returncode == 0 and "Traceback" not in err
 
 
 def told(last: str) -> dict[str, Any]:
@@ -145,7 +128,7 @@ def told(last: str) -> dict[str, Any]:
 
 
 def test_a_second_signal_ends_the_drain_and_tells_the_client() -> None:
-    with slow_stream(SLOW_SERVER) as (process, lines):
+    with slow_stream() as (process, lines):
         process.send_signal(signal.SIGINT)
         for _ in range(20):  # the drain lets it go on
             assert "error" not in next(lines)
@@ -156,8 +139,7 @@ def test_a_second_signal_ends_the_drain_and_tells_the_client() -> None:
 
 
 def test_requests_that_outlast_the_drain_get_an_event() -> None:
-    with slow_stream(SLOW_SERVER.replace("drain_seconds=60", "drain_seconds=1")) as found:
-        process, lines = found
+    with slow_stream(drain_seconds=1) as (process, lines):
         process.send_signal(signal.SIGTERM)
         rest = list(lines)
     error = told(rest[-1])
@@ -165,16 +147,10 @@ def test_requests_that_outlast_the_drain_get_an_event() -> None:
 
 
 def test_an_engine_that_fails_while_it_warms_up_ends_the_server() -> None:
-    script = SLOW_SERVER.replace("lambda: time.sleep(0.05) or step()", "lambda: 1 // 0")
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=60,
-    )
-    assert done.stdout == ""
-    assert done.stderr.splitlines()[-1].endswith(
+    with ForkedProcess(slow_server, failing_step, 60, env=environment()) as process:
+        out, err = process.communicate(timeout=60)
+    assert out == ""
+    assert err.splitlines()[-1].endswith(
         "the engine failed (ZeroDivisionError): restart the server"
     )
 
@@ -204,12 +180,6 @@ def test_bad_options_are_one_line(
 def test_a_port_in_use_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = subprocess.run(
-            [*COMMAND, "--port", str(port)],
-            capture_output=True,
-            text=True,
-            env=environment(),
-            timeout=60,
-        )
+        result = run_llmopt("serve-local", "--port", str(port), env=environment(), timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1 and f"port {port}" in result.stderr

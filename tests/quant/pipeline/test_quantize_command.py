@@ -20,12 +20,12 @@ from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan.plan import QuantizeRequest, make_plan
 from safetensors.torch import load_file, save_file
 
+from ...support.cli_process import LlmoptProcess
 from ...support.quant_support import (
     LENGTH,
     SAMPLES,
     STORIES,
     TINY,
-    llmopt_command,
     llmopt_environment,
 )
 
@@ -38,7 +38,7 @@ def finished_layers(output: Path) -> int:
     return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else -1
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def wait_for(condition: Callable[[], bool], process: LlmoptProcess) -> None:
     deadline = time.monotonic() + 100
     while not condition():
         assert process.poll() is None, "the run ended before it could be killed"
@@ -46,16 +46,9 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
         time.sleep(0.002)
 
 
-def start(output: Path, method: str = "awq") -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*llmopt_command(), "quantize", "--method", method, *SMALL, "-o", str(output)],
-        cwd=output.parent,
-        env=llmopt_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        # A shell starts background jobs with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+def start(output: Path, method: str = "awq") -> LlmoptProcess:
+    words = ("quantize", "--method", method, *SMALL, "-o", output)
+    return LlmoptProcess(*words, cwd=output.parent, env=llmopt_environment())
 
 
 def test_killed_three_times_it_ends_with_the_same_bytes(
@@ -73,13 +66,13 @@ def test_killed_three_times_it_ends_with_the_same_bytes(
             assert process.returncode == -kill
         else:
             assert process.returncode == 130
-            assert f"in {output}.partial; the same command resumes".encode() in errors
-            assert b"Traceback" not in errors
+            assert f"in {output}.partial; the same command resumes" in errors
+            assert "Traceback" not in errors
         assert not output.exists()
     process = start(output)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
-    assert b"going on after layer" in errors
+    assert "going on after layer" in errors
     expected = quantized(method="awq").output
     names = {path.name for path in expected.iterdir()}
     assert {path.name for path in output.iterdir()} == names
