@@ -125,20 +125,8 @@ class Address:
             BadInput: the server is unreachable, or its response is not a list of models.
         """
         url = f"{self.url}/v1/models"
-        names = dict(self.headers)
-        request = urllib.request.Request(
-            url, headers={k: v for k, v in names.items() if k != "Host"}
-        )
-        context = ssl.create_default_context()
-        if not self.verify_tls:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        # Ignore proxies of the environment: the measurement must reach the server directly.
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-        )
         try:
-            with opener.open(request, timeout=CARD_SECONDS) as answer:
-                card = json.load(answer)["data"][0]
+            card = json.loads(self.get("/v1/models"))["data"][0]
             if not isinstance(card, dict) or not isinstance(card.get("id"), str):
                 raise TypeError
         except urllib.error.HTTPError as error:
@@ -153,6 +141,26 @@ class Address:
             # Not HTTP (http.client), not JSON, or a missing key: three unrelated exception families.
             raise BadInput(f"{url} gives no list of models: give --model") from error
         return card
+
+    def get(self, path: str) -> bytes:
+        """The body of a GET with the headers of every request.
+
+        Raises:
+            OSError, http.client.HTTPException: no answer, another status than 2xx, or no HTTP.
+        """
+        names = dict(self.headers)
+        request = urllib.request.Request(
+            self.url + path, headers={k: v for k, v in names.items() if k != "Host"}
+        )
+        context = ssl.create_default_context()
+        if not self.verify_tls:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        # Ignore proxies of the environment: the measurement must reach the server directly.
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+        with opener.open(request, timeout=CARD_SECONDS) as answer:
+            return answer.read()
 
 
 def _reason(error: object) -> str:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...quant.base.errors import BadInput
+from ..record.comparable import incomparable, server_changes, unknown_facts
 from ..record.result import plain
 from ..record.run_data import RunData
 from .gate import Limit, Measured, Outcome, speed_limits
@@ -21,14 +22,6 @@ from .judge import Check, Delta, check, judge
 LENGTH_TOLERANCE = 0.10
 MIN_REQUESTS = 8
 
-IDENTITY_KEYS = {
-    "workload_sha256": "the workloads differ",
-    "load": "the load settings differ",
-    "target": "the targets differ",
-    "engine": "the engine options differ",
-    "device": "the devices differ",
-    "machine": "the machines differ",
-}
 INFORMATIVE_KEYS = {"model": "model", "quantization": "quantization", "dtype": "dtype"}
 
 
@@ -49,7 +42,10 @@ class QualityGate:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The verdict, with the deltas, checks, quality and memory it is based on."""
+    """The verdict, with the deltas, checks, quality and memory it is based on.
+
+    `unknown`: clauses on what of the hardware could not be compared.
+    """
 
     outcome: Outcome
     reasons: tuple[str, ...]
@@ -61,6 +57,12 @@ class Comparison:
     quality: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """The reasons, and what of the hardware could not be compared."""
+        return "; ".join((*self.reasons, *self.unknown))
 
     def as_dict(self) -> dict[str, Any]:
         return plain({**asdict(self), "exit_code": self.outcome.exit_code})
@@ -76,7 +78,8 @@ def compare(
 ) -> Comparison:
     """Judge `new` against `base` by `limits`; by default, by four speed metrics, none of which may get
     worse by `threshold` (0.05: 5 %)."""
-    comparison = Comparison(Outcome.NO_VERDICT, (), base.name, new.name, threshold)
+    unknown = unknown_facts(base.result, new.result)
+    comparison = Comparison(Outcome.NO_VERDICT, (), base.name, new.name, threshold, unknown=unknown)
     blocking = incomparable(base.result, new.result)
     notes = remarks(base.result, new.result)
     if blocking:
@@ -131,28 +134,6 @@ def compare(
     return replace(comparison, outcome=Outcome.PASS, reasons=(said,))
 
 
-def incomparable(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Why these two runs did not do the same work under the same conditions; empty if they did."""
-    base_identity, new_identity = base["llmopt"]["identity"], new["llmopt"]["identity"]
-    reasons = []
-    for key, words in IDENTITY_KEYS.items():
-        if base_identity[key] == new_identity[key]:
-            continue
-        if isinstance(base_identity[key], Mapping):
-            names = [
-                k
-                for k in base_identity[key]
-                if base_identity[key].get(k) != new_identity[key].get(k)
-            ]
-            detail = ", ".join(
-                f"{k}: {base_identity[key].get(k)} and {new_identity[key].get(k)}" for k in names
-            )
-        else:
-            detail = f"{str(base_identity[key])[:40]} and {str(new_identity[key])[:40]}"
-        reasons.append(f"{words} ({detail})")
-    return reasons
-
-
 def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
     """Intended differences, which do not block a comparison."""
     notes = []
@@ -160,6 +141,7 @@ def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
         a, b = (side["llmopt"]["identity"][key] for side in (base, new))
         if a != b:
             notes.append(f"{words}: {a or 'none'} against {b or 'none'}")
+    notes += server_changes(base, new)
     for side, result in (("base", base), ("new", new)):
         if result["llmopt"]["slowdown"] != 1.0:
             record = result["llmopt"]

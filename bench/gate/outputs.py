@@ -25,7 +25,7 @@ def junit(comparison: Comparison) -> str:
     error."""
     rows: list[Delta | Check] = [*comparison.deltas, *comparison.checks]
     cases = [(f"{row.label} {row.limit}", row.outcome, row.reason) for row in rows]
-    cases.append(("verdict", comparison.outcome, "; ".join(comparison.reasons)))
+    cases.append(("verdict", comparison.outcome, comparison.sentence))
     suite = ElementTree.Element(
         "testsuite",
         name=clean(f"llmopt compare: {comparison.new} against {comparison.base}"),
@@ -60,7 +60,7 @@ def benchmark_entries(
 ) -> dict[str, list[dict[str, Any]]]:
     """{`smaller` or `bigger`: entries} in the list form of github-action-benchmark's
     customSmallerIsBetter and customBiggerIsBetter; `range` is the spread over the passes."""
-    extra = f"{comparison.outcome.value}: {'; '.join(comparison.reasons)}" if comparison else ""
+    extra = f"{comparison.outcome.value}: {comparison.sentence}" if comparison else ""
     entries: dict[str, list[dict[str, Any]]] = {"smaller": [], "bigger": []}
     for kind, keys in DASHBOARD.items():
         for key in keys:

@@ -60,6 +60,13 @@ class Nvml:
         code = self._library.nvmlDeviceGetClockInfo(self._device, which, ctypes.byref(value))
         return value.value if code == SUCCESS else None
 
+    def application_clock_mhz(self, which: int) -> int | None:
+        """The clock that applications are set to run at (`nvidia-smi -ac`)."""
+        value = ctypes.c_uint()
+        read = self._library.nvmlDeviceGetApplicationsClock
+        code = read(self._device, which, ctypes.byref(value))
+        return value.value if code == SUCCESS else None
+
     def power_limit_watts(self) -> float | None:
         value = ctypes.c_uint()
         read = self._library.nvmlDeviceGetEnforcedPowerLimit

@@ -89,6 +89,7 @@ class BenchOptions(EngineFields, BaseModel):
     request_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     client_workers: PositiveInt | None = None
     check_client: bool = True
+    server_gpu: str | None = None
     client_burden_ms: Annotated[float, Field(ge=0, le=1000)] = 0.0
 
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")

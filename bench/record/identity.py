@@ -11,6 +11,7 @@ from ...engine.config.config import EngineConfig
 from ...quant.open import open_checkpoint
 from ..load.inprocess import InProcessTarget
 from ..machine.environment import checkpoint_hash, machine_name
+from ..machine.hardware import hardware_facts
 from ..options.options import BenchOptions
 from ..workloads.datasets import arrival_words
 from ..workloads.workload import Workload
@@ -35,6 +36,7 @@ def identity_part(
     engine: Mapping[str, Any],
     device: str,
     machine: str,
+    hardware: Mapping[str, Any],
 ) -> dict[str, Any]:
     """`llmopt.identity`: what was measured and how, which decides whether two results are comparable."""
     return {
@@ -49,6 +51,7 @@ def identity_part(
         "engine": dict(engine),
         "device": device,
         "machine": machine,
+        "hardware": dict(hardware),
     }
 
 
@@ -76,6 +79,7 @@ def engine_identity(
         },
         device=str(engine.device),
         machine=machine_name(str(engine.device)),
+        hardware=hardware_facts(str(engine.device)),
     )
 
 

@@ -40,7 +40,7 @@ RULES = {
 def verdict_of(comparison: Comparison) -> Verdict:
     """The verdict as headline and sentence."""
     headline = f"{HEADLINES[comparison.outcome]}: {comparison.new} against {comparison.base}"
-    return Verdict(TONES[comparison.outcome], headline, "; ".join(comparison.reasons) + ".")
+    return Verdict(TONES[comparison.outcome], headline, f"{comparison.sentence}.")
 
 
 def comparison_page(

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ..gate.compare import incomparable
 from ..page.page import Figure, Page, Section, Table, Tone, Verdict
 from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
+from ..record.comparable import incomparable
 from ..record.run_data import RunData
 from .comparison_plots import bars_svg, latency_samples
 from .formula_table import formula_table

@@ -11,7 +11,9 @@ from ...quant.base.progress import Progress
 from ..client.address import BACKENDS, CHAT, COMPLETIONS, Address
 from ..client.driver import HttpDriver
 from ..client.served_model import find_served
+from ..client.server_facts import server_facts
 from ..machine.environment import machine_name
+from ..machine.hardware import hardware_facts
 from ..machine.machine_meter import MachineMeter
 from ..options.options import BenchOptions
 from ..record.identity import identity_part
@@ -40,6 +42,7 @@ class HttpSession(Session):
     ) -> None:
         address = self._address = server_address(options)
         served = self._served = find_served(options, address)
+        self._facts = server_facts(address)
         workload = build_workload(options, served.tokenizer, served.max_model_len)
         options = resolved_options(options, workload)
         name = options.name or options.label or Path(served.model).name
@@ -68,8 +71,8 @@ class HttpSession(Session):
             self._progress.note("quality is not scored over HTTP: it needs the model's logits")
 
     def identity(self) -> dict[str, Any]:
-        """The identity, as far as the client knows it."""
-        return identity_part(
+        """The identity, as far as the client knows it and the server says it."""
+        identity = identity_part(
             self._options,
             self._workload,
             model=self._served.model,
@@ -85,7 +88,20 @@ class HttpSession(Session):
             },
             device="behind a server",
             machine=f"client: {machine_name('cpu')}",
+            hardware=self._hardware(),
         )
+        return {**identity, "server": self._server()}
+
+    def _hardware(self) -> dict[str, Any]:
+        """This machine's if the server was started here, else the GPU as given or as the server says."""
+        if self._options.started_server is not None:
+            return hardware_facts(local_gpu())
+        return {"gpu": self._options.server_gpu or self._facts["gpu"]}
+
+    def _server(self) -> dict[str, Any]:
+        started = self._options.started_server or {}
+        version = self._facts["version"] or started.get("version")
+        return {"model": self._facts["model"], "version": version}
 
     def finish(self, *, interrupted: bool = False) -> BenchRun:
         """Build the record, with the client's certification. Needs one pass."""

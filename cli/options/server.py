@@ -76,6 +76,12 @@ class TargetOptions:
     insecure: Annotated[bool, typer.Option("--insecure", help="Accept any TLS certificate.")] = (
         False
     )
+    server_gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="The server's hardware, such as 8xH100, for comparisons. Default: what its metrics say."
+        ),
+    ] = None
     request_timeout: Annotated[
         float, typer.Option(help="Seconds after which a request counts as failed.")
     ] = 600.0

@@ -42,4 +42,4 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
         out.print(table)
     for note in comparison.notes:
         out.print(f"note: {note}", markup=False)
-    out.print(f"{comparison.outcome.value.upper()}: {'; '.join(comparison.reasons)}", markup=False)
+    out.print(f"{comparison.outcome.value.upper()}: {comparison.sentence}", markup=False)

@@ -17,7 +17,8 @@ EVERY_TARGET = {
     "spread peaks steady_state client_lag_ms phases preemptions prefix_cache_hit_rate memory quality "
     "roofline energy environment cost",
     "identity": "model model_hash quantization dtype target workload workload_sha256 load engine device "
-    "machine",
+    "machine hardware",
+    "identity.hardware": "*",
     "identity.load": "num_prompts request_rate burstiness max_concurrency ignore_eos temperature seed",
     "workload": "name source is_stand_in notes num_requests prompt_tokens output_tokens",
     "metrics": "ttft tpot itl e2el client_queue_time e2el_including_client_queue token_gap "
@@ -63,6 +64,8 @@ IN_PROCESS = {
 }
 OVER_HTTP = {
     "": "client server",
+    "identity": "server",
+    "identity.server": "model version",
     "identity.engine": "backend path client_workers extra_body",
     "runs": f"{OF_A_RUN} client_machine_load",
     "client": "certified reasons workers client_ttft_error_ms client_itl_error_ms check loop_lag_ms "

@@ -1,0 +1,94 @@
+"""Comparability of two runs by their identities: what must be equal, what may differ, what is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+IDENTITY_KEYS = {
+    "workload_sha256": "the workloads differ",
+    "load": "the load settings differ",
+    "target": "the targets differ",
+    "engine": "the engine options differ",
+    "device": "the devices differ",
+    "machine": "the machines differ",
+}
+SERIES_KEYS = (*IDENTITY_KEYS, "quantization", "dtype")
+# Facts of the hardware (`machine.hardware`), compared one by one: a fact that one side lacks is unknown, not
+# another. Results from before they were recorded have none.
+HARDWARE = "hardware"
+
+
+def incomparable(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Why these two runs did not do the same work under the same conditions; empty if they did."""
+    identities = base["llmopt"]["identity"], new["llmopt"]["identity"]
+    reasons = []
+    for key, words in IDENTITY_KEYS.items():
+        before, after = (identity[key] for identity in identities)
+        if before == after:
+            continue
+        if isinstance(before, Mapping):
+            names = [name for name in before if before.get(name) != after.get(name)]
+            detail = ", ".join(f"{n}: {before.get(n)} and {after.get(n)}" for n in names)
+        else:
+            detail = f"{str(before)[:40]} and {str(after)[:40]}"
+        reasons.append(f"{words} ({detail})")
+    before, after = (identity.get(HARDWARE) or {} for identity in identities)
+    differing = [
+        f"{fact_words(name)}: {before[name]} and {after[name]}"
+        for name in before
+        if None not in (before[name], after.get(name)) and before[name] != after[name]
+    ]
+    if differing:
+        reasons.append(f"the hardware or its settings differ ({', '.join(differing)})")
+    return reasons
+
+
+def unknown_facts(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
+    """Clauses on what of the hardware could not be compared; empty where all of it was."""
+    if base["llmopt"]["run_id"] == new["llmopt"]["run_id"]:
+        return ()
+    identities = base["llmopt"]["identity"], new["llmopt"]["identity"]
+    before, after = (identity.get(HARDWARE) for identity in identities)
+    if before is None and after is None:
+        return ("the hardware is unknown: neither result says what it ran on",)
+    if before is None or after is None:
+        side = "base" if before is None else "new"
+        return (f"the hardware of the {side} run is unknown: its result does not say",)
+    where = "server" if identities[1]["target"] == "http" else "machine"
+    clauses = []
+    for name in dict.fromkeys([*before, *after]):
+        sides = [s for s, known in (("base", before), ("new", after)) if known.get(name) is None]
+        if sides:
+            runs = "both runs" if len(sides) == 2 else f"the {sides[0]} run"
+            clauses.append(f"the {where}'s {fact_words(name)} is unknown in {runs}")
+    return tuple(clauses)
+
+
+def fact_words(name: str) -> str:
+    """`gpu_power_limit_watts` as `GPU power limit watts`."""
+    return name.replace("_", " ").replace("gpu", "GPU").replace("cpu", "CPU")
+
+
+def server_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What the servers say of themselves, where it differs: an upgrade may be the very thing to compare."""
+    before, after = (result["llmopt"]["identity"].get("server") or {} for result in (base, new))
+    return [
+        f"server {name}: {before.get(name) or 'unknown'} against {after.get(name) or 'unknown'}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
+    ]
+
+
+def series_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What the runs of one series of a history share: model, workload, load, engine options, machine.
+
+    The hash of the weights and a server's version are not in it: their changes are what a series shows. A
+    model given as a path is known by its last part, so that another checkout's folder is the same model.
+    """
+    model = str(identity["model"])
+    name = PurePath(model).name if model.startswith(("/", ".", "~")) else model
+    hardware = identity.get(HARDWARE) or {}
+    known = {key: value for key, value in hardware.items() if value is not None}
+    return {"model": name, **{key: identity[key] for key in SERIES_KEYS}, HARDWARE: known}
