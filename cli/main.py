@@ -23,12 +23,14 @@ COMMANDS = {
     "kv-plan": "Plan memory, speed and price of serving a model, from its config alone. No GPU and no "
     "network.",
     "deploy": "Write Kubernetes manifests and a compose file for serving a model as planned.",
+    "history": "Keep a history of runs, and find the commits that changed their speed.",
     "report": "Combine runs into one page: speed, quality and size side by side, and the Pareto front.",
     "run": "Run a recipe: bench, quantize, verify, bench again, compare, report.",
     "doctor": "Show this machine's hardware and the kernel selected for each operation, and check that the "
     "kernels are correct.",
 }
-"""Help summaries of the commands. Each command is a function in the module of the same name."""
+"""Help summaries of the commands. Each command is a function in the module of the same name, or a Typer app
+where it has sub-commands."""
 
 
 def application(*names: str) -> typer.Typer:
@@ -36,8 +38,12 @@ def application(*names: str) -> typer.Typer:
     app = _empty()
     for name in names or COMMANDS:
         word = name.replace("-", "_")
-        command: Callable[..., None] = getattr(import_module(f".{word}", __package__), word)
-        app.command(name)(_interruptible(command))
+        command: Callable[..., None] | typer.Typer
+        command = getattr(import_module(f".{word}", __package__), word)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(_interruptible(command))
     return app
 
 

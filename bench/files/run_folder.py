@@ -50,16 +50,23 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file under a temporary name beside it, then rename it."""
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` to write to, synced and renamed to it when the block succeeds."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         flush(partial)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file under a temporary name beside it, then rename it."""
+    with atomic_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def flush(path: Path) -> None:

@@ -1,0 +1,1 @@
+"""History of runs: a folder of Parquet files, change points of its series, and their verdict."""

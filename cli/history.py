@@ -1,0 +1,113 @@
+"""`llmopt history`: a folder of runs, their change points, and a verdict on the newest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options.common import Json
+from .options.groups import with_groups
+from .options.history import HistoryLimitOptions, Since, runs_since
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The history's folder.")]
+
+history = typer.Typer(
+    no_args_is_help=False,
+    help="Keep a history of runs, and find the commits that changed their speed.",
+)
+
+
+@history.command()
+def add(
+    folder: Folder,
+    runs: Annotated[list[Path], typer.Argument(help="Run folders or result.json files.")],
+    commit: Annotated[
+        str | None, typer.Option(help="Commit that was measured. Default: the one in the record.")
+    ] = None,
+    date: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the runs belong in the series, such as the commit's 2026-11-22T10:00:00. Default: "
+            "when they were made."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Add runs; a run that is there already is left as it is."""
+    from ..bench.history.read import runs_of_results
+    from ..bench.history.store import add_runs, short_id
+    from .output.console import emit_json, result_console
+
+    given = runs_of_results(runs, commit=commit, date=date)
+    added = add_runs(folder, given)
+    if as_json:
+        emit_json({"added": [run.run_id for run in added], "given": len(given)})
+    out = result_console(as_json)
+    for run in added:
+        aside = f", set aside: {run.set_aside}" if run.set_aside else ""
+        line = f"{short_id(run)}: {run.name}, commit {run.commit}, series {run.series_id}{aside}"
+        out.print(line, markup=False, soft_wrap=True)
+    there = len(given) - len(added)
+    left = f", {there} were there already" if there else ""
+    out.print(f"{len(added)} runs added to {folder}{left}", markup=False, soft_wrap=True)
+
+
+@history.command()
+def show(
+    folder: Folder,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A metric of the gate, such as p99_ttft_ms; repeatable. Default: four speeds."
+        ),
+    ] = None,
+    since: Since = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the page to this HTML file.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the tables as Markdown to this file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the series with their change points and the commits of these."""
+    from ..bench.gate.gate import quantity
+    from ..bench.history.page import write_history
+    from ..bench.history.series import series_dict, series_of
+    from ..bench.metrics.run_statistics import HEADLINES
+    from .output.console import emit_json, result_console
+    from .output.history import print_series
+
+    metrics = [quantity(name) for name in metric or HEADLINES]
+    runs = runs_since(folder, since)
+    series = [each for key in metrics for each in series_of(runs, key)]
+    write_history(series, output, markdown)
+    if as_json:
+        emit_json([series_dict(each) for each in series])
+    out = result_console(as_json)
+    print_series(series, out)
+    if output is not None:
+        out.print(f"Page: {output}", markup=False, soft_wrap=True)
+
+
+@history.command()
+@with_groups
+def check(folder: Folder, limits: HistoryLimitOptions, as_json: Json = False) -> None:
+    """Exit 1 if the newest runs hold a change for the worse, 0 if not, 3 without a verdict."""
+    from ..bench.gate.compare import parse_share
+    from ..bench.history.check import check_history, history_limits
+    from .output.console import emit_json, result_console
+
+    bounds = history_limits(limits.gate, parse_share(limits.threshold))
+    verdict = check_history(runs_since(folder, limits.since), bounds, window=limits.window)
+    if as_json:
+        emit_json(verdict.as_dict())
+    out = result_console(as_json)
+    for note in verdict.notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True)
+    said = f"{verdict.outcome.value.upper()}: {verdict.sentence}"
+    out.print(said, markup=False, soft_wrap=True)
+    if verdict.outcome.exit_code:
+        raise typer.Exit(verdict.outcome.exit_code)
