@@ -127,10 +127,18 @@ def series_svg(series: Series) -> str:
         colour = BAD if change.worse > 0 else GOOD
         place = position[change.after.run_id] - 0.5
         axis.axvline(place, color=colour, linewidth=1.2, linestyle="--")
-        words = f"{change.after.commit[:12]} {percent(-change.worse, signed=True)}"
-        where = axis.get_xaxis_transform()
-        style = {"color": colour, "fontsize": 8, "rotation": 90, "va": "top", "transform": where}
-        axis.text(place + 0.1, 0.98, words, **style)
+        way = "worse" if change.worse > 0 else "better"
+        axis.annotate(
+            f"{change.after.commit[:12]}  {percent(abs(change.worse))} {way}",
+            (place, 0.98),
+            xytext=(3, 0),
+            textcoords="offset points",
+            xycoords=axis.get_xaxis_transform(),
+            color=colour,
+            fontsize=8,
+            rotation=90,
+            va="top",
+        )
     step = max(1, -(-len(series.runs) // MAX_TICKS))
     ticks = range(0, len(series.runs), step)
     axis.set_xticks(list(ticks), [series.runs[place].commit[:8] for place in ticks])
