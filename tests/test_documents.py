@@ -133,7 +133,8 @@ def options_of_commands() -> frozenset[str]:
         | {
             name
             for command in commands().values()
-            for parameter in command.params
+            for part in (command, *getattr(command, "commands", {}).values())
+            for parameter in part.params
             for name in (*parameter.opts, *parameter.secondary_opts)
         }
     )

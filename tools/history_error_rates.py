@@ -181,13 +181,12 @@ def main() -> int:
 def of_synthetic(
     noise: Noise, rng: np.random.Generator, count: int
 ) -> dict[tuple[str, str], Tally]:
-    """{(shape, noise): tally}, shapes and noises taking turns."""
+    """{("synthetic", noise): tally}; shapes and noises take turns."""
+    tallies = {("synthetic", kind): Tally() for kind in noise.kinds}
     pairs = [(shape, kind) for shape in SHAPES for kind in noise.kinds]
-    tallies = {pair: Tally() for pair in pairs}
     for number in range(count):
         shape, kind = pairs[number % len(pairs)]
-        truth, values = synthetic(noise, kind, shape, rng)
-        tallies[shape, kind].add(truth, values)
+        tallies["synthetic", kind].add(*synthetic(noise, kind, shape, rng))
     return tallies
 
 

@@ -29,4 +29,7 @@ def commands():
 def test_commands_in_the_docs_parse(commands, page, line):
     _, name, *arguments = shlex.split(line, comments=True)
     assert name in commands
-    commands[name].make_context(name, arguments)
+    command = commands[name]
+    while arguments and arguments[0] in getattr(command, "commands", {}):
+        command = command.commands[arguments.pop(0)]
+    command.make_context(name, arguments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -46,9 +47,10 @@ class Exposition:
     def __init__(self, engine: Engine, loop: EngineLoop, model_name: str) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
-        features = speed_features(engine)
+        features, device = speed_features(engine), device_labels(engine.device)
         for prefix in ("llmopt_", "vllm:"):
-            self._registry.register(_EngineCollector(prefix, loop, model_name, features))
+            collector = _EngineCollector(prefix, loop, model_name, features, device)
+            self._registry.register(collector)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -70,14 +72,23 @@ def speed_features(engine: Engine) -> dict[str, str]:
     }
 
 
+def device_labels(device: torch.device) -> dict[str, str]:
+    """The device, and the GPU's name or `none`: a benchmark's client compares it."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+    return {"device": str(device), "gpu": gpu}
+
+
 class _EngineCollector(Collector):
     """All metrics of the engine under one prefix."""
 
-    def __init__(self, prefix: str, loop: EngineLoop, model_name: str, features: Labels) -> None:
+    def __init__(
+        self, prefix: str, loop: EngineLoop, model_name: str, features: Labels, device: Labels
+    ) -> None:
         self._prefix = prefix
         self._loop = loop
         self._labels = {"model_name": model_name, "engine": "0"}
         self._features = features
+        self._device = device
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._loop.metrics
@@ -175,6 +186,7 @@ class _EngineCollector(Collector):
             1,
             self._features,
         )
+        yield self._gauge("device_info", "The device, in the labels; always 1.", 1, self._device)
 
     def _name(self, name: str) -> str:
         return self._prefix + (VLLM_NAMES.get(name, name) if self._prefix == "vllm:" else name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -50,6 +51,8 @@ def test_completions_have_exact_lengths(url: str, tmp_path: Path) -> None:
     assert ours["client"]["token_counts_by"] == {"server, per chunk": 24}
     assert ours["client"]["late_connections"] == 0 and ours["client"]["workers"] == 2
     assert ours["identity"]["target"] == "http" and ours["quality"] is None
+    assert ours["identity"]["hardware"] == {"gpu": "none"}
+    assert ours["identity"]["server"] == {"model": "stories3M", "version": version("llmopt")}
     # Each pass has prompts of its own, so only what the prompts share among themselves is cached.
     assert ours["prefix_cache_hit_rate"] < 0.2
     assert 0 < result["median_ttft_ms"] < result["median_e2el_ms"]
