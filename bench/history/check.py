@@ -111,8 +111,9 @@ def check_history(
         return HistoryVerdict(())
     newest = runs[-1].commit
     current = {run.series_id for run in runs if run.commit == newest} | {runs[-1].series_id}
+    several = len(current) > 1
     verdicts = [
-        _judge(series, limit, window)
+        _judge(series, limit, window, f" of {series.name}" if several else "")
         for metric, limit in limits.items()
         for series in series_of([run for run in runs if run.series_id in current], metric)
     ]
@@ -124,18 +125,19 @@ def check_history(
     return HistoryVerdict(tuple(verdicts), notes)
 
 
-def _judge(series: Series, limit: float, window: int) -> SeriesVerdict:
-    label = f"{series.metric.label} of {series.name}"
+def _judge(series: Series, limit: float, window: int, of_series: str) -> SeriesVerdict:
+    """`of_series` names the series in the reason, where there are several."""
+    label = f"{series.metric.label}{of_series}"
     changes = [change for change in series.changes if change.num_newer <= window]
     broken = [change for change in changes if change.worse > 0 and loss(change) > limit]
     if broken:
         worst = max(broken, key=loss)
         return SeriesVerdict(series, limit, Outcome.REGRESSION, loss_words(label, worst), worst)
     if because := series.runs[-1].set_aside:
-        reason = f"the newest run of {series.name} was set aside: {because}"
+        reason = f"the newest run{of_series} was set aside: {because}"
         return SeriesVerdict(series, limit, Outcome.NO_VERDICT, reason)
     if len(series.analysed) < MIN_RUNS:
-        reason = f"{series.name} has {len(series.analysed)} runs: {MIN_RUNS} are needed"
+        reason = f"{label} has {len(series.analysed)} runs: {MIN_RUNS} are needed"
         return SeriesVerdict(series, limit, Outcome.NO_VERDICT, reason)
     visible = series.smallest_visible_change(window)
     reason = f"{label} has lost no more than {percent(limit)} in its newest {window} runs"

@@ -97,7 +97,7 @@ def _read(path: Path) -> HistoryRun:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path, partitioning=None)
+        table = pq.ParquetFile(path).read()
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"{path} is damaged ({error}): remove it, and add its run again") from error
     if set(COLUMNS) - set(table.column_names) or not table.num_rows:
