@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ..record.comparable import incomparable, server_changes, unknown_facts
+from ..record.comparable import clock_change, incomparable, server_changes, unknown_facts
 from ..record.result import plain
 from ..record.run_data import RunData
 from .gate import Limit, Measured, Outcome, speed_limits
@@ -142,6 +142,8 @@ def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
         if a != b:
             notes.append(f"{words}: {a or 'none'} against {b or 'none'}")
     notes += server_changes(base, new)
+    if clocks := clock_change(base, new):
+        notes.append(clocks)
     for side, result in (("base", base), ("new", new)):
         if result["llmopt"]["slowdown"] != 1.0:
             record = result["llmopt"]

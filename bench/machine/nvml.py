@@ -63,7 +63,10 @@ class Nvml:
     def application_clock_mhz(self, which: int) -> int | None:
         """The clock that applications are set to run at (`nvidia-smi -ac`)."""
         value = ctypes.c_uint()
-        read = self._library.nvmlDeviceGetApplicationsClock
+        try:
+            read = self._library.nvmlDeviceGetApplicationsClock
+        except AttributeError:
+            return None  # deprecated in CUDA 13: a later driver may lack it
         code = read(self._device, which, ctypes.byref(value))
         return value.value if code == SUCCESS else None
 

@@ -18,6 +18,7 @@ SERIES_KEYS = (*IDENTITY_KEYS, "quantization", "dtype")
 # Facts of the hardware (`machine.hardware`), compared one by one: a fact that one side lacks is unknown, not
 # another. Results from before they were recorded have none.
 HARDWARE = "hardware"
+CLOCK_TOLERANCE = 0.05
 
 
 def incomparable(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -64,6 +65,17 @@ def unknown_facts(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str,
             runs = "both runs" if len(sides) == 2 else f"the {sides[0]} run"
             clauses.append(f"the {where}'s {fact_words(name)} is unknown in {runs}")
     return tuple(clauses)
+
+
+def clock_change(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """The GPU's clocks right after the runs, where they differ by more than 5 %: heat, or another setting."""
+    clocks = []
+    for result in (base, new):
+        state = (result["llmopt"].get("environment") or {}).get("after") or {}
+        clocks.append((state.get("gpu") or {}).get("sm_mhz"))
+    if not all(clocks) or abs(clocks[1] / clocks[0] - 1) <= CLOCK_TOLERANCE:
+        return None
+    return f"the GPU's SM clock was {clocks[0]} MHz after the base run and {clocks[1]} after the new one"
 
 
 def fact_words(name: str) -> str:

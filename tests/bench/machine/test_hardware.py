@@ -27,6 +27,15 @@ class Card(FakeNvml):
         return super().__getattr__(name)
 
 
+class OldCard(FakeNvml):
+    """A driver without the call for application clocks."""
+
+    def __getattr__(self, name: str):
+        if name == "nvmlDeviceGetApplicationsClock":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
 def test_microcode_is_read_where_there_is_one(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     assert microcode(cpuinfo) is None
@@ -67,5 +76,6 @@ def test_settings_of_a_card_are_facts() -> None:
         "gpu_power_limit_watts": 350.0,
         "gpu_sm_mhz": 1980,
     }
+    assert "gpu_sm_mhz" not in driver_facts(0, OldCard())
     # No such card: what it is set to is unknown.
     assert set(driver_facts(1, Card()).values()) == {None}

@@ -77,6 +77,15 @@ def test_results_without_hardware_still_compare() -> None:
     assert unknown_facts(old, old) == ()
 
 
+def test_clocks_that_differ_under_load_are_said() -> None:
+    base, cool, hot = result(1, hardware=GPU), result(2, hardware=GPU), result(3, hardware=GPU)
+    for run, clock in ((base, 1980), (cool, 1935), (hot, 1410)):
+        run["llmopt"]["environment"]["after"] = {"gpu": {"sm_mhz": clock}}
+    assert compare(RunData(base), RunData(cool)).notes == ()
+    (note,) = compare(RunData(base), RunData(hot)).notes
+    assert "1980 MHz after the base run and 1410 after the new one" in note
+
+
 def server(number: int, gpu: str | None, version: str | None) -> dict[str, Any]:
     said = {"model": "org/model", "version": version}
     return result(number, target="http", hardware={"gpu": gpu}, server=said)
