@@ -68,6 +68,7 @@ class HistoryVerdict:
                         "limit": each.limit,
                         "outcome": each.outcome.value,
                         "reason": each.reason,
+                        "commit": each.broken_by and each.broken_by.after.commit,
                     }
                     for each in self.verdicts
                 ],

@@ -111,8 +111,18 @@ def identity_table(result: Mapping[str, Any]) -> Table:
         ["Passes", f"{ours['num_runs']}, prefix cache emptied before each"],
         ["Engine", f"{identity['target']}, {engine}"],
         ["Machine", f"{identity['machine']}, device {identity['device']}"],
+        ["Hardware", facts_text(identity.get("hardware"))],
     ]
+    if server := identity.get("server"):
+        rows.append(["Server", facts_text(server)])
     return Table(["", ""], rows, is_prose=True)
+
+
+def facts_text(facts: Mapping[str, Any] | None) -> str:
+    """Facts of the hardware or of a server; an older result has none."""
+    if not facts:
+        return "not recorded"
+    return ", ".join(f"{name.replace('_', ' ')} {flat(value)}" for name, value in facts.items())
 
 
 def environment_table(environment: Mapping[str, Any]) -> Table:

@@ -82,6 +82,7 @@ def test_the_exit_code_is_the_verdict(tmp_path, capsys, levels, code, said) -> N
     got, out, err = llmopt(capsys, "check", folder, "--json")
     verdict = json.loads(out)
     assert got == verdict["exit_code"] == code and verdict["sentence"] in err.replace("\n", " ")
+    assert {each["commit"] for each in verdict["series"]} == {"c025" if code == 1 else None}
     assert {each["metric"] for each in verdict["series"]} == {
         "output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms",
     }  # fmt: skip
