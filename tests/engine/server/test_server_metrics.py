@@ -172,6 +172,7 @@ def test_names_are_vllm_s_beside_ours(small: RunningServer) -> None:
     assert {f"vllm:{name}" for name in VLLM_NAMES} <= names
     ours = {
         "llmopt_feature_info{prefix_caching=on}",
+        "llmopt_device_info{gpu=none}",
         "llmopt_ready",
         "process_resident_memory_bytes",
     }
