@@ -33,14 +33,23 @@ def add(
             "when they were made."
         ),
     ] = None,
+    max_other_load: Annotated[
+        str,
+        typer.Option(
+            help="Leave out passes during which other processes used more of the CPUs than this: 25% or "
+            "0.25. A run without any other pass is set aside."
+        ),
+    ] = "25%",
     as_json: Json = False,
 ) -> None:
     """Add runs; a run that is there already is left as it is."""
+    from ..bench.gate.compare import parse_share
     from ..bench.history.read import runs_of_results
     from ..bench.history.store import add_runs, short_id
     from .output.console import emit_json, result_console
 
-    given = runs_of_results(runs, commit=commit, date=date)
+    share = parse_share(max_other_load)
+    given = runs_of_results(runs, commit=commit, date=date, max_other_load=share)
     added = add_runs(folder, given)
     if as_json:
         emit_json({"added": [run.run_id for run in added], "given": len(given)})
@@ -50,8 +59,9 @@ def add(
         line = f"{short_id(run)}: {run.name}, commit {run.commit}, series {run.series_id}{aside}"
         out.print(line, markup=False, soft_wrap=True)
     there = len(given) - len(added)
-    left = f", {there} were there already" if there else ""
-    out.print(f"{len(added)} runs added to {folder}{left}", markup=False, soft_wrap=True)
+    left = f" ({there} of {len(given)} there already)" if there else ""
+    what = "1 run" if len(added) == 1 else f"{len(added)} runs"
+    out.print(f"{what} added to {folder}{left}", markup=False, soft_wrap=True)
 
 
 @history.command()

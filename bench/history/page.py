@@ -44,7 +44,7 @@ def history_page(series: Sequence[Series]) -> Page:
     rules = Table(("", ""), [list(rule) for rule in RULES.items()], is_prose=True)
     return Page(
         title="History of runs",
-        subtitle=f"{len(runs)} runs in {len(by_identity)} series",
+        subtitle=f"{len(runs)} run{'' if len(runs) == 1 else 's'} in {len(by_identity)} series",
         verdict=history_verdict(series),
         cards=(),
         sections=[
@@ -58,6 +58,8 @@ def history_verdict(series: Sequence[Series]) -> Verdict:
     """How many change points there are, and the worst of them."""
     changes = [(each, change) for each in series for change in each.changes]
     worse = [pair for pair in changes if pair[1].worse > 0]
+    if not any(each.analysed for each in series):
+        return Verdict("unsure", "Nothing was analysed.", "Every run was set aside.")
     if not changes:
         return Verdict("plain", "No change points.", "The series vary around one level each.")
     headline = f"{len(changes)} change points, {len(worse)} for the worse."

@@ -8,11 +8,15 @@ from pathlib import Path
 
 from ...quant.base.errors import BadInput
 from ..record.result import read_result
-from .run import HistoryRun
+from .run import MAX_OTHER_LOAD, HistoryRun
 
 
 def runs_of_results(
-    paths: Sequence[Path], *, commit: str | None = None, date: str | None = None
+    paths: Sequence[Path],
+    *,
+    commit: str | None = None,
+    date: str | None = None,
+    max_other_load: float = MAX_OTHER_LOAD,
 ) -> list[HistoryRun]:
     """The runs of run folders or `result.json` files; `commit` and `date` replace the recorded ones.
 
@@ -26,9 +30,12 @@ def runs_of_results(
     for path in paths:
         result = read_result(path)
         try:
-            runs.append(HistoryRun.of_result(result, commit=commit, date=stamp))
+            run = HistoryRun.of_result(
+                result, commit=commit, date=stamp, max_other_load=max_other_load
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise BadInput(f"{path} is no whole result of llmopt bench: {error}") from error
+        runs.append(run)
     return runs
 
 

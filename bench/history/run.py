@@ -52,15 +52,22 @@ class HistoryRun:
 
     @classmethod
     def of_result(
-        cls, result: Mapping[str, Any], *, commit: str | None = None, date: str | None = None
+        cls,
+        result: Mapping[str, Any],
+        *,
+        commit: str | None = None,
+        date: str | None = None,
+        max_other_load: float = MAX_OTHER_LOAD,
     ) -> HistoryRun:
         """The run of a `result.json`; `commit` and `date` replace the recorded ones.
+
+        `max_other_load`: passes during which other processes used more of the CPUs than this are left out.
 
         Raises:
             KeyError, ValueError: a key of a result is missing or malformed.
         """
         record = result["llmopt"]
-        passes = quiet_passes(record["runs"])
+        passes = quiet_passes(record["runs"], max_other_load)
         date = date or result["date"]
         if not DATE.fullmatch(date) or not RUN_ID.fullmatch(record["run_id"]):
             raise ValueError(f"no date or run id: {date!r}, {record['run_id']!r}")
@@ -70,17 +77,21 @@ class HistoryRun:
             commit=commit or record["environment"].get("commit") or UNKNOWN_COMMIT,
             name=record["name"],
             series=series_identity(record["identity"]),
-            set_aside=set_aside_because(result, len(passes)),
+            set_aside=set_aside_because(result, len(passes), max_other_load),
             values=metric_values(result, passes or record["runs"]),
         )
 
 
-def quiet_passes(passes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def quiet_passes(
+    passes: Sequence[Mapping[str, Any]], max_other_load: float
+) -> list[Mapping[str, Any]]:
     """The passes during which other processes left the machine to the run."""
-    return [each for each in passes if (each.get("other_load") or 0.0) <= MAX_OTHER_LOAD]
+    return [each for each in passes if (each.get("other_load") or 0.0) <= max_other_load]
 
 
-def set_aside_because(result: Mapping[str, Any], num_quiet_passes: int) -> str | None:
+def set_aside_because(
+    result: Mapping[str, Any], num_quiet_passes: int, max_other_load: float
+) -> str | None:
     """Why a run's speed says nothing about its commit; None for a sound run."""
     record = result["llmopt"]
     if record["interrupted"]:
@@ -92,7 +103,7 @@ def set_aside_because(result: Mapping[str, Any], num_quiet_passes: int) -> str |
     if (client := record.get("client")) and not client["certified"]:
         return f"its client was not certified: {client['reasons'][0]}"
     if not num_quiet_passes:
-        return f"other processes used more than {MAX_OTHER_LOAD:.0%} of the CPUs in every pass"
+        return f"other processes used more than {max_other_load:.0%} of the CPUs in every pass"
     return None
 
 

@@ -18,7 +18,7 @@ def print_series(series: Sequence[Series], out: Console) -> None:
 
     for each in series:
         runs, aside = len(each.runs), len(each.runs) - len(each.analysed)
-        said = f"{each.metric.label} of {each.name}: {runs} runs"
+        said = f"{each.metric.label} of {each.name}: {runs} run{'' if runs == 1 else 's'}"
         said += f", {aside} set aside" if aside else ""
         if each.levels:
             said += f", now {number(each.levels[-1][2])} {each.metric.unit}"

@@ -111,6 +111,10 @@ def test_a_newest_run_that_is_set_aside_has_no_verdict(tmp_path: Path, capsys) -
     assert "set aside: 3 of its requests failed" in out
     code, out, _ = llmopt(capsys, "check", folder)
     assert code == 3 and "was set aside: 3 of its requests failed" in out
+    busy = write_results(tmp_path / "busy", [result_of(60, 2.0, other_load=0.5)])
+    code, out, _ = llmopt(capsys, "add", folder, *busy, "--max-other-load", "60%")
+    assert code == 0 and "set aside" not in out and "1 run added" in out
+    assert llmopt(capsys, "check", folder)[0] == 0
     page = tmp_path / "page.html"
     assert llmopt(capsys, "show", folder, "-o", page)[0] == 0
     assert "3 of its requests failed" in page.read_text()
@@ -137,6 +141,7 @@ def test_commit_and_date_may_be_given(tmp_path: Path, capsys) -> None:
         (["add", "new", "cut"], "cut is no whole result of llmopt bench"),
         (["add", "new", "run", "--date", "yesterday"], "--date 'yesterday'"),
         (["add", "new", "run", "--commit", " "], "--commit is empty"),
+        (["add", "new", "run", "--max-other-load", "some"], "'some' is no share"),
         (["check", "history", "--since", "zz"], "--since zz: no run"),
         (["check", "history", "--threshold", "lots"], "'lots' is no share"),
         (["check", "history", "--gate", "kl<=0.02"], "a history limits changes"),

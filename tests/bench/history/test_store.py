@@ -116,6 +116,8 @@ def test_a_disturbed_run_is_set_aside() -> None:
     assert "requests failed" in str(run_of(1, failed=3).set_aside)
     assert "other processes used more than 25%" in str(run_of(1, other_load=0.5).set_aside)
     assert run_of(1, other_load=None).set_aside is None
+    shared = HistoryRun.of_result(result_of(1, 2.0, other_load=0.5), max_other_load=0.6)
+    assert shared.set_aside is None
     result = result_of(1, 2.0)
     busy = {**result["llmopt"]["runs"][0], "median_tpot_ms": 9.0, "other_load": 0.9}
     result["llmopt"]["runs"] = [*result["llmopt"]["runs"], busy]
