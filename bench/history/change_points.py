@@ -139,7 +139,8 @@ def _merge(
     edges = [0, *splits, len(logs)]
     while True:
         points = [
-            _compare(logs, *edges[i - 1 : i + 2], min_segment) for i in range(1, len(edges) - 1)
+            _compare(logs, start, split, end, min_segment)
+            for start, split, end in zip(edges, edges[1:], edges[2:], strict=False)
         ]
         weakest = max(points, key=lambda point: point.pvalue, default=None)
         if weakest is None or weakest.pvalue <= max_pvalue:

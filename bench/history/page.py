@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..files.run_folder import write_atomically
-from ..page.page import Figure, Page, Section, Table, Verdict, to_html, to_markdown
+from ..page.page import Figure, Page, Section, Table, Tone, Verdict, to_html, to_markdown
 from ..page.plot_style import BAD, BASE, GOOD, MUTED, canvas, title, to_svg
 from ..page.text import number, percent
 from .change_points import MAX_PVALUE, MIN_SEGMENT, WINDOW
 from .series import Series, SeriesChange
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 HEADER = ("metric", "since commit", "date", "before", "from", "to", "change", "since best", "p")
 RULES = {
@@ -94,7 +98,9 @@ def changes_table(series: Sequence[Series]) -> Table:
     """The change points of several metrics, oldest first."""
     pairs = [(each, change) for each in series for change in each.changes]
     pairs.sort(key=lambda pair: pair[1].after.date)
-    tones = {row: "bad" if change.worse > 0 else "good" for row, (_, change) in enumerate(pairs)}
+    tones: dict[int, Tone] = {
+        row: "bad" if change.worse > 0 else "good" for row, (_, change) in enumerate(pairs)
+    }
     return Table(HEADER, [change_row(each, change) for each, change in pairs], tones=tones)
 
 
@@ -149,6 +155,8 @@ def series_svg(series: Series) -> str:
     return to_svg(figure, f"{series.metric.label} of {series.name}")
 
 
-def _dots(axis, position: Mapping[str, int], values: Mapping[str, float], colour: str) -> None:
+def _dots(
+    axis: Axes, position: Mapping[str, int], values: Mapping[str, float], colour: str
+) -> None:
     places = [position[run_id] for run_id in values]
     axis.plot(places, list(values.values()), "o", color=colour, markersize=4, alpha=0.75)

@@ -68,12 +68,12 @@ class HistoryRun:
         """
         record = result["llmopt"]
         passes = quiet_passes(record["runs"], max_other_load)
-        date = date or result["date"]
-        if not DATE.fullmatch(date) or not RUN_ID.fullmatch(record["run_id"]):
-            raise ValueError(f"no date or run id: {date!r}, {record['run_id']!r}")
+        when = date or str(result["date"])
+        if not DATE.fullmatch(when) or not RUN_ID.fullmatch(record["run_id"]):
+            raise ValueError(f"no date or run id: {when!r}, {record['run_id']!r}")
         return cls(
             run_id=record["run_id"],
-            date=date,
+            date=when,
             commit=commit or record["environment"].get("commit") or UNKNOWN_COMMIT,
             name=record["name"],
             series=series_identity(record["identity"]),

@@ -37,7 +37,7 @@ def server(answers: Mapping[str, str]) -> Iterator[Address]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as httpd:
