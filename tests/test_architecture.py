@@ -172,6 +172,7 @@ assert not heavy, heavy
         ["kv-plan", "--model", "llama-70b", "--ctx", "128k", "--json"],
         ["quantize", "--help"],
         ["bench", "--help"],
+        ["history", "check", "--help"],
         ["serve-local", "--help"],
     ],
     ids=" ".join,
