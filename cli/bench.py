@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .options.common import ModelOptions
+from .options.conversation import ConversationOptions
 from .options.engine import EngineOptions
 from .options.groups import values_of, with_groups
 from .options.load import LoadOptions
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 def bench(
     model: ModelOptions,
     data: DataOptions,
+    conversation: ConversationOptions,
     arrivals: ArrivalOptions,
     load: LoadOptions,
     sweep: SweepOptions,
@@ -51,7 +53,7 @@ def bench(
         return
     result.check()
     name, wanted = model.name, verdict.wanted()
-    said = values_of(data, arrivals, load, target, metrics, quality, record)
+    said = values_of(data, conversation, arrivals, load, target, metrics, quality, record)
     given = {**said, **engine.keywords(), **_parsed(target, metrics, record), "model": name}
     # Options that were not given stay unset: some data sets have their own defaults.
     given = {key: value for key, value in given.items() if value is not None}

@@ -10,6 +10,7 @@ import typer
 from ..engine.config.config import EngineConfig
 from .options.common import Json, ModelOptions
 from .options.config_words import words_of
+from .options.conversation import ConversationOptions
 from .options.groups import Hidden, values_of, with_groups
 from .options.workload import ArrivalOptions, DataOptions
 
@@ -22,6 +23,7 @@ class FittedOptions(words_of(EngineConfig, ArrivalOptions.PANEL, ("max_model_len
 def freeze(
     model: ModelOptions,
     data: DataOptions,
+    conversation: ConversationOptions,
     arrivals: ArrivalOptions,
     fitted: FittedOptions,
     output: Annotated[
@@ -39,7 +41,7 @@ def freeze(
     from ..bench.workloads.datasets import freeze_workload
     from .output.console import emit_json, people, result_console
 
-    asked = values_of(data, arrivals, fitted) | {"model": model.name}
+    asked = values_of(data, conversation, arrivals, fitted) | {"model": model.name}
     given = {key: value for key, value in asked.items() if value is not None}
     workload = freeze_workload(checked(BenchOptions, given, "option"), output)
     for note in workload.notes:
@@ -47,15 +49,17 @@ def freeze(
     found = {
         "path": str(output),
         "sha256": workload.sha256,
-        "num_requests": len(workload.items),
+        "num_requests": workload.num_requests,
+        "num_conversations": len(workload.items) if workload.is_multi_turn else None,
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": workload.output_tokens,
         "last_arrival_seconds": workload.items[-1].arrival_seconds,
     }
     if as_json:
         emit_json(found)
+    threads = f"{len(workload.items)} conversations, " if workload.is_multi_turn else ""
     result_console(as_json).print(
-        f"{output}: {found['num_requests']} requests, {workload.prompt_tokens:,} prompt and "
+        f"{output}: {threads}{found['num_requests']} requests, {workload.prompt_tokens:,} prompt and "
         f"{workload.output_tokens:,} output tokens, the last due at "
         f"{found['last_arrival_seconds']:.2f} s\nsha256 {workload.sha256}",
         markup=False,

@@ -6,7 +6,7 @@ import json
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
@@ -165,70 +165,3 @@ class Address:
 
 def _reason(error: object) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """Encodes a prompt as a request body.
-
-    Attributes:
-        model: the model's name on the server.
-        backend: `CHAT` sends the prompt as the text of one user message; `COMPLETIONS` as token ids;
-            `TRANSFORMERS` as text, with the length set through `generation_config`.
-        decode: token ids to text.
-        extra: fields to add or replace; a field set to None is left out.
-    """
-
-    model: str
-    backend: str
-    decode: Callable[[Sequence[int]], str]
-    ignore_eos: bool = True
-    temperature: float = 0.0
-    seed: int = 0
-    extra: tuple[tuple[str, Any], ...] = ()
-
-    def encode(self, prompt: Sequence[int], output_len: int) -> bytes:
-        """The request body as JSON bytes."""
-        fields: dict[str, Any] = {"model": self.model}
-        if self.backend == TRANSFORMERS:
-            return self._plain(fields, prompt, output_len)
-        if self.backend == CHAT:
-            fields["messages"] = [{"role": "user", "content": self.decode(prompt)}]
-            fields["max_completion_tokens"] = output_len
-        else:
-            fields["prompt"] = list(prompt)
-            fields["max_tokens"] = output_len
-        fields["temperature"] = self.temperature
-        if self.temperature > 0:
-            fields["seed"] = self.seed
-        if self.ignore_eos:
-            # Some servers suppress only one of several EOS tokens under ignore_eos, hence the second field.
-            fields |= {"ignore_eos": True, "min_tokens": output_len}
-        fields |= {
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-        return self._written(fields)
-
-    def _plain(self, fields: dict[str, Any], prompt: Sequence[int], output_len: int) -> bytes:
-        """The body for `transformers serve`, which rejects unknown fields."""
-        fields |= {
-            "prompt": self.decode(prompt),
-            "max_tokens": output_len,
-            "temperature": self.temperature,
-            "stream": True,
-        }
-        if self.temperature > 0:
-            fields["seed"] = self.seed
-        if self.ignore_eos:
-            fixed = {
-                "max_new_tokens": output_len,
-                "min_new_tokens": output_len,
-                "do_sample": self.temperature > 0,
-            }
-            fields["generation_config"] = json.dumps(fixed)
-        return self._written(fields)
-
-    def _written(self, fields: Mapping[str, Any]) -> bytes:
-        kept = {k: v for k, v in {**fields, **dict(self.extra)}.items() if v is not None}
-        return json.dumps(kept, separators=(",", ":")).encode()

@@ -12,15 +12,22 @@ from typing import Any
 import numpy as np
 
 from ...quant.base.progress import Progress
+from ..load.dialogue import request_id
+from ..load.load import window_duration
 from ..metrics.trace import LoadPass, RequestTrace
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
+from ..workloads.cycles import cycle_seconds
 from ..workloads.workload import Workload, WorkloadItem
-from .address import BACKENDS, Address, Body
+from .address import BACKENDS, Address
 from .answer import Answer, chunk_tokens
+from .body import Body
 from .certify import ClientError, judge, measure_client
 from .fleet import Fleet, FleetPass, default_workers
-from .job import EncodedRequest, Exchange
+from .job import Exchange, Window
 from .served_model import ServedModel
+
+# Cycles of a pass of fixed duration that get first tokens of their own; then they are used again.
+CYCLES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,9 @@ class HttpDriver:
         self._endpoint = address.endpoint(options.request_timeout)
         self._streams = options.concurrency or DEFAULT_CONCURRENCY
         self.num_workers = options.client_workers or default_workers(self._streams)
-        self._first_tokens = first_tokens(served.tokenizer, options.num_runs + 1)
+        self._first_tokens = first_tokens(
+            served.tokenizer, options.num_runs + 1, CYCLES if options.duration else 1
+        )
         self._error: ClientError | None = None
         self._reset_account()
         self._fleet = Fleet(self.num_workers)
@@ -87,13 +96,21 @@ class HttpDriver:
         self._reset_account()
         return not warmup.load.interrupted
 
-    def drive(self, workload: Workload, number: int, description: str) -> HttpPass:
-        """Pass `number` over the workload, 0 being the warm-up."""
+    def drive(
+        self, workload: Workload, number: int, description: str, window: float | None = None
+    ) -> HttpPass:
+        """Pass `number` over the workload, 0 being the warm-up.
+
+        A server's prefix cache cannot be emptied from here. A different first token per pass, and per cycle
+        within a `window`, makes every prompt miss it, while prefixes shared within the cycle stay shared.
+        """
         seconds = self._fleet.cpu_seconds()
         seen = self._fleet.run(
             self._endpoint,
-            [self._request(item, self._first_tokens[number]) for item in workload.items],
+            [self._body.encode(item) for item in workload.items],
             self._options.concurrency,
+            marks=[self._body.mark(token) for token in self._first_tokens[number]],
+            window=None if window is None else Window(window, cycle_seconds(workload)),
             burden=self._options.client_burden_ms / 1000,
             progress=self._progress,
             description=description,
@@ -101,7 +118,7 @@ class HttpDriver:
         self._lags.append(seen.lag_ms)
         self._late_connections += seen.late_connections
         return HttpPass(
-            self._load_pass(workload, seen),
+            self._load_pass(workload, seen, window),
             prefix_cache_hit_rate(seen.exchanges),
             self._fleet.cpu_seconds() - seconds,
         )
@@ -127,7 +144,7 @@ class HttpDriver:
             "burden_ms": self._options.client_burden_ms,
             "request_timeout_s": self._options.request_timeout,
             "token_counts_by": dict(self._counters),
-            "first_token_of_pass": self._first_tokens,
+            "first_token_of_pass": [tokens[0] for tokens in self._first_tokens],
         }
 
     def _lateness_ms(self, passes: Sequence[LoadPass]) -> float | None:
@@ -143,22 +160,18 @@ class HttpDriver:
         self._lags: list[dict[str, float]] = []
         self._late_connections = 0
 
-    def _request(self, item: WorkloadItem, first_token: int) -> EncodedRequest:
-        # A server's prefix cache cannot be emptied from here. A different first token per pass makes
-        # every prompt miss it, while prefixes shared within the pass stay shared.
-        prompt = (first_token, *item.prompt_token_ids[1:])
-        body = self._body.encode(prompt, item.output_len)
-        return EncodedRequest(item.request_id, body, item.arrival_seconds)
-
-    def _load_pass(self, workload: Workload, seen: FleetPass) -> LoadPass:
-        by_id = {exchange.request_id: exchange for exchange in seen.exchanges}
-        traces = [
-            self._trace(item, by_id[item.request_id], seen.origin)
-            for item in workload.items
-            if item.request_id in by_id
-        ]
+    def _load_pass(self, workload: Workload, seen: FleetPass, window: float | None) -> LoadPass:
+        items = {item.request_id: item for item in workload.items}
+        place = {name: number for number, name in enumerate(items)}
+        ordered = sorted(seen.exchanges, key=lambda e: (e.cycle, place[e.request_id], e.turn))
+        traces = [self._trace(items[each.request_id], each, seen.origin) for each in ordered]
         began_at = time.time() - (time.perf_counter() - seen.origin)
-        return LoadPass(traces, seen.ended - seen.origin, [], seen.interrupted, began_at)
+        seconds = seen.ended - seen.origin
+        load = LoadPass(traces, seconds, [], seen.interrupted, began_at)
+        if window is not None:
+            load.duration = load.window = window_duration(window, seconds, seen.interrupted)
+            load.drain_seconds = max(0.0, seconds - load.duration)
+        return load
 
     def _trace(self, item: WorkloadItem, exchange: Exchange, origin: float) -> RequestTrace:
         answer = exchange.answer
@@ -166,15 +179,18 @@ class HttpDriver:
         if not answer.error:
             self._counters[source] += 1
         trace = RequestTrace(
-            item.request_id,
-            answer.prompt_tokens or len(item.prompt_token_ids),
-            item.output_len,
-            scheduled=item.arrival_seconds,
+            request_id(item.request_id, exchange.cycle, exchange.turn),
+            answer.prompt_tokens or item.prompt_lens[exchange.turn],
+            item.output_lens[exchange.turn],
+            scheduled=exchange.due,
             sent=exchange.sent - origin,
             chunk_times=[time - origin for time in answer.times],
             chunk_tokens=tokens,
             text=answer.text,
             cached_tokens=answer.cached_tokens or 0,
+            conversation=item.request_id,
+            turn=exchange.turn,
+            cycle=exchange.cycle,
         )
         trace.error = answer.error or ("" if trace.output_len else "the response has no token")
         trace.success = not trace.error
@@ -194,9 +210,14 @@ def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:
     return hits / tokens if tokens else None
 
 
-def first_tokens(tokenizer: Any, count: int) -> list[int]:
-    """`count` different non-special token ids, random in every run and recorded: seeded ones would still be
-    in the prefix cache of a server that has run this benchmark before."""
+def first_tokens(tokenizer: Any, num_passes: int, num_cycles: int) -> list[list[int]]:
+    """For every pass, different non-special token ids for its cycles, random in every run and recorded.
+
+    Seeded ones would still be in the prefix cache of a server that has run this benchmark before. Where
+    the vocabulary is small, a pass has fewer.
+    """
     special = set(tokenizer.all_special_ids)
     ordinary = [token for token in range(len(tokenizer)) if token not in special]
-    return random.SystemRandom().sample(ordinary, count)
+    each = max(1, min(num_cycles, len(ordinary) // num_passes))
+    tokens = random.SystemRandom().sample(ordinary, num_passes * each)
+    return [tokens[number * each :][:each] for number in range(num_passes)]

@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...quant.base.progress import Progress, Silent
+from ..load.pass_progress import PassProgress
 from ..machine.machine_load import process_seconds
-from .job import EncodedRequest, Endpoint, Exchange, Job, Report
+from .job import EncodedRequest, Endpoint, Exchange, Job, Report, Window
 
 PIPE_BYTES = 1 << 16  # capacity of a pipe on Linux
 START_SECONDS = 0.05  # from all workers ready to the first request
@@ -89,6 +90,8 @@ class Fleet:
         requests: Sequence[EncodedRequest],
         limit: int | None,
         *,
+        marks: Sequence[bytes] = (b"",),
+        window: Window | None = None,
         burden: float = 0.0,
         progress: Progress | None = None,
         description: str = "bench",
@@ -96,13 +99,19 @@ class Fleet:
         """Send `requests`, in the order in which they are due, split round-robin over the workers.
 
         A concurrency limit holds over all workers together. An interrupt ends the pass; finished requests
-        are kept.
+        are kept. With a `window` every worker repeats its requests until it closes.
         """
-        count = self._hand_out(endpoint, requests, limit, burden)
-        progress = progress or Silent()
-        progress.start(description, len(requests), "requests")
-        origin, stopped, reports = self._collect(count, progress)
-        progress.finish()
+        # Without a window, a limit above the number of requests is none; a pipe has a finite capacity.
+        limited = limit is not None and (limit < len(requests) or window is not None)
+        permits = self._places if limited else None
+        job = Job(endpoint, (), limit, burden, permits, tuple(marks), window)
+        count = self._hand_out(job, requests)
+        total = sum(1 + len(request.turns) for request in requests)
+        shown = PassProgress(
+            progress or Silent(), description, total, window.seconds if window else None
+        )
+        origin, stopped, reports = self._collect(count, shown)
+        shown.finish()
         exchanges = [exchange for report in reports for exchange in report.exchanges]
         # Without an interrupt a pass ends with its last request, as in vLLM.
         last = max((exchange.ended for exchange in exchanges), default=time.perf_counter())
@@ -115,26 +124,17 @@ class Fleet:
             interrupted=stopped is not None,
         )
 
-    def _hand_out(
-        self,
-        endpoint: Endpoint,
-        requests: Sequence[EncodedRequest],
-        limit: int | None,
-        burden: float,
-    ) -> int:
+    def _hand_out(self, job: Job, requests: Sequence[EncodedRequest]) -> int:
         """Distribute the requests over the workers; returns how many workers got some."""
-        count = min(len(self._workers), len(requests), limit or len(requests))
-        # A limit above the number of requests is none, and a pipe has a finite capacity.
-        permits = self._places if limit is not None and limit < len(requests) else None
-        if permits is not None and limit is not None:
-            self._set_places(min(limit, PIPE_BYTES))
+        count = min(len(self._workers), len(requests), job.limit or len(requests))
+        if job.permits is not None and job.limit is not None:
+            self._set_places(min(job.limit, PIPE_BYTES))
         ordered = sorted(requests, key=lambda request: request.due)
         for number in range(count):
-            job = Job(endpoint, tuple(ordered[number::count]), limit, burden, permits)
-            self._send(number, job)
+            self._send(number, replace(job, requests=tuple(ordered[number::count])))
         return count
 
-    def _collect(self, count: int, progress: Progress) -> tuple[float, float | None, list[Report]]:
+    def _collect(self, count: int, shown: PassProgress) -> tuple[float, float | None, list[Report]]:
         """Start the clock when all `count` workers are ready, and wait for their reports.
 
         Returns the origin of the clock, the time of an interrupt (None without one), and the reports.
@@ -150,7 +150,7 @@ class Fleet:
                         origin = time.perf_counter() + START_SECONDS
                         self._send_all(count, origin)
                 elif message == "ended":
-                    progress.advance()
+                    shown.request_ended(time.perf_counter() - origin)
                 elif isinstance(message, Report):
                     reports.append(message)
                 else:

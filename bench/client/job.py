@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -27,13 +28,52 @@ class Endpoint:
     timeout: float = 600.0
 
 
+MARK = b"\0"
+"""In an encoded body, where the first token (or its text) of a cycle goes. JSON has no such byte."""
+
+
+def encoded_message(role: str, content: str) -> bytes:
+    """A chat message as JSON."""
+    return json.dumps({"role": role, "content": content}, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTurn:
+    """A later turn of a conversation: the body around its messages, and what it appends to them.
+
+    Attributes:
+        messages: the new messages as JSON objects, comma-separated.
+        think: seconds from the end of the answer before to when this turn is due.
+        answer: the data set's answer to the turn before as a JSON object; None sends back the server's own.
+    """
+
+    head: bytes
+    messages: bytes
+    tail: bytes
+    think: float = 0.0
+    answer: bytes | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """One request, encoded before the clock starts, and when it is due (seconds from the origin)."""
+    """One request or conversation, encoded before the clock starts, due seconds after the origin.
+
+    `body` is that of the first turn, and `messages` are its messages where `turns` follow.
+    """
 
     request_id: str
     body: bytes
     due: float = 0.0
+    messages: bytes = b""
+    turns: tuple[EncodedTurn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A pass of fixed duration: its seconds, and those from one cycle over the requests to the next."""
+
+    seconds: float
+    period: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +84,8 @@ class Job:
         limit: maximum requests in flight over all workers; None is no limit.
         places: (read, write) file descriptors of the permit pipe, which holds a byte per free concurrency
             permit; None without a limit.
+        marks: what replaces `MARK` in the bodies of each cycle.
+        window: repeat the requests until it closes, and drain what is in flight then; None is one cycle.
         burden: seconds of every 50 ms in which the worker busy-waits, to test that a starved client is
             detected.
     """
@@ -53,16 +95,26 @@ class Job:
     limit: int | None
     burden: float = 0.0
     permits: tuple[int, int] | None = None
+    marks: tuple[bytes, ...] = (b"",)
+    window: Window | None = None
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and its response. Times are `time.perf_counter()`, one clock for all processes."""
+    """One request and its response. Times are `time.perf_counter()`, one clock for all processes.
+
+    Attributes:
+        request_id: of the encoded request, the same for all its turns and cycles.
+        due: seconds from the origin.
+    """
 
     request_id: str
     sent: float
     ended: float
     answer: Answer = field(default_factory=Answer)
+    due: float = 0.0
+    turn: int = 0
+    cycle: int = 0
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ pass early; end of input ends the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import pickle
@@ -17,11 +18,13 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from itertools import count
 from typing import Any, BinaryIO
 
 from .answer import Answer, read_document, read_stream, refusal
 from .http1 import Connection, NotHttp, Response
-from .job import EncodedRequest, Endpoint, Exchange, Job, Report
+from .job import MARK, EncodedRequest, Endpoint, Exchange, Job, Report, encoded_message
 
 MAX_OPENED_AHEAD = 1024
 OPENING_AT_ONCE = 64
@@ -83,6 +86,14 @@ def _tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
     return context
 
 
+def openings(job: Job) -> Iterator[tuple[int, EncodedRequest, float]]:
+    """(cycle, request, seconds from the origin): the requests once, or again and again in a window."""
+    period = job.window.period if job.window else 0.0
+    for cycle in count() if job.window else range(1):
+        for request in job.requests:
+            yield cycle, request, request.due + cycle * period
+
+
 class SharedSemaphore:
     """Cross-process semaphore for concurrency permits: a pipe with a byte per free permit, like GNU make's
     jobserver. The limit holds over all workers; faster workers take more permits."""
@@ -122,21 +133,20 @@ class Pass:
         self._pool = pool
         self._say = say
         self._stop = stop
-        self._heads = [
-            job.endpoint.head + b"Content-Length: %d\r\n\r\n" % len(s.body) for s in job.requests
-        ]
-        self._ended: list[tuple[EncodedRequest, float, float, Response, str]] = []
+        self._origin = 0.0
+        self._ended: list[tuple[Exchange, Response]] = []
         self._lags: list[float] = []
 
     async def run(self, origin: float) -> None:
         """Send every request when it is due and a permit is free; ends with the last response or `stop`."""
+        self._origin = origin
         semaphore = SharedSemaphore(self._job.permits) if self._job.permits else None
         tasks: set[asyncio.Task[None]] = set()
         helpers = [asyncio.create_task(self._watch_lag())]
         if self._job.burden:
             helpers.append(asyncio.create_task(self._waste()))
         stopped = asyncio.create_task(self._stop.wait())
-        sender = asyncio.create_task(self._send_all(origin, semaphore, tasks))
+        sender = asyncio.create_task(self._send_all(semaphore, tasks))
         await asyncio.wait({stopped, sender}, return_when=asyncio.FIRST_COMPLETED)
         if not self._stop.is_set() and tasks:
             whole = asyncio.gather(*tasks)
@@ -147,28 +157,60 @@ class Pass:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def _send_all(
-        self, origin: float, semaphore: SharedSemaphore | None, tasks: set[asyncio.Task[None]]
+        self, semaphore: SharedSemaphore | None, tasks: set[asyncio.Task[None]]
     ) -> None:
-        for request, head in zip(self._job.requests, self._heads, strict=True):
-            if (wait := origin + request.due - time.perf_counter()) > 0:
-                await asyncio.sleep(wait)
-            if semaphore is not None:
-                await semaphore.take()
-            task = asyncio.create_task(self._exchange(request, head))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            if semaphore is not None:
-                task.add_done_callback(semaphore.give_back)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds_left()):
+                for cycle, request, due in openings(self._job):
+                    await self._until(due)
+                    if semaphore is not None:
+                        await semaphore.take()
+                    task = asyncio.create_task(self._converse(request, cycle, due))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                    if semaphore is not None:
+                        task.add_done_callback(semaphore.give_back)
 
-    async def _exchange(self, request: EncodedRequest, head: bytes) -> None:
+    async def _converse(self, request: EncodedRequest, cycle: int, due: float) -> None:
+        """Send a request, and where it opens a conversation every later turn, after its think time."""
+        marks = self._job.marks
+        mark = marks[cycle % len(marks)]
+        exchange = Exchange(request.request_id, 0.0, 0.0, due=due, cycle=cycle)
+        response = await self._exchange(exchange, request.body.replace(MARK, mark, 1))
+        messages = request.messages.replace(MARK, mark, 1)
+        for number, turn in enumerate(request.turns, start=1):
+            # The history needs the answer now; it is parsed in the think time.
+            answer = _read(response)
+            due = exchange.ended - self._origin + turn.think
+            window = self._job.window
+            if exchange.answer.error or answer.error or (window and due >= window.seconds):
+                return
+            said = turn.answer or encoded_message("assistant", answer.text)
+            messages = b",".join((messages, said, turn.messages))
+            await self._until(due)
+            exchange = Exchange(request.request_id, 0.0, 0.0, due=due, turn=number, cycle=cycle)
+            response = await self._exchange(exchange, turn.head + messages + turn.tail)
+
+    async def _until(self, due: float) -> None:
+        if (wait := self._origin + due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+
+    def _seconds_left(self) -> float | None:
+        """Seconds until the window closes; None without one."""
+        window = self._job.window
+        return window and max(0.0, self._origin + window.seconds - time.perf_counter())
+
+    async def _exchange(self, exchange: Exchange, body: bytes) -> Response:
+        """One request and its response, with its times and any error in `exchange`."""
         response, error = Response(), ""
-        sent = time.perf_counter()
+        head = self._job.endpoint.head + b"Content-Length: %d\r\n\r\n" % len(body)
+        exchange.sent = time.perf_counter()
         timeout = self._job.endpoint.timeout
         try:
             async with asyncio.timeout(timeout):
                 connection = await self._pool.take()
                 try:
-                    sent = await connection.exchange(head + request.body, response)
+                    exchange.sent = await connection.exchange(head + body, response)
                 finally:
                     self._pool.give_back(connection)
         except TimeoutError:
@@ -179,8 +221,10 @@ class Pass:
             error = f"TLS: {fault.reason or fault}"
         except OSError as fault:
             error = _connection_error(fault, response)
-        self._ended.append((request, sent, time.perf_counter(), response, error))
+        exchange.ended, exchange.answer.error = time.perf_counter(), error
+        self._ended.append((exchange, response))
         _tell(self._say, "ended")
+        return response
 
     async def _watch_lag(self) -> None:
         while True:
@@ -198,10 +242,10 @@ class Pass:
     def report(self, late_connections: int) -> Report:
         """Parse the responses, deferred until no request is in flight."""
         exchanges = []
-        for request, sent, ended, response, error in self._ended:
-            answer = _read(response)
-            answer.error = error or answer.error
-            exchanges.append(Exchange(request.request_id, sent, ended, answer))
+        for exchange, response in self._ended:
+            error, exchange.answer = exchange.answer.error, _read(response)
+            exchange.answer.error = error or exchange.answer.error
+            exchanges.append(exchange)
         lags = sorted(lag * 1000 for lag in self._lags) or [0.0]
         return Report(
             exchanges,

@@ -11,6 +11,7 @@ from ...engine.base.sampling_params import SamplingParams
 from ...quant.base.errors import BadInput
 from ..metrics.trace import StepRecord
 from ..workloads.workload import WorkloadItem
+from .dialogue import position
 from .target import Chunk
 
 if TYPE_CHECKING:
@@ -116,10 +117,10 @@ class InProcessTarget:
         return [replace(step, start=step.start - origin, end=step.end - origin) for step in steps]
 
     def _lora_of(self, item: WorkloadItem) -> str | None:
-        """The adapter by position in the workload, so that every pass is the same."""
+        """The adapter by position in the workload: the same in every pass and every turn."""
         if not self._loras:
             return None
-        return self._loras[int(item.request_id.rpartition("-")[2]) % len(self._loras)]
+        return self._loras[position(item.request_id) % len(self._loras)]
 
     def _note_step(
         self, start: float, end: float, outputs: list[RequestOutput], computed_tokens: int
@@ -156,4 +157,11 @@ class InProcessTarget:
             finished,
             "the engine aborted it" if output.finish_reason == "abort" else "",
             output.num_cached_tokens,
+            self._spoken(output),
         )
+
+    def _spoken(self, output: RequestOutput) -> tuple[int, ...]:
+        """The new tokens, without the end token that stopped the request: the chat template writes it."""
+        tokens = output.new_token_ids
+        at_end = output.finish_reason == "stop" and tokens[-1:]
+        return tokens[:-1] if at_end and tokens[-1] in self._engine.eos_token_ids else tokens

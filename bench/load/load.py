@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections import deque
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -13,6 +12,8 @@ from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from ..metrics.trace import LoadPass, RequestTrace
 from ..workloads.workload import Workload
+from .dialogue import Dialogue, Dialogues
+from .pass_progress import PassProgress
 from .target import Chunk, Target
 
 
@@ -41,55 +42,69 @@ def drive(
     workload: Workload,
     max_concurrency: int | None,
     *,
+    window: float | None = None,
     progress: Progress | None = None,
     description: str = "bench",
 ) -> LoadPass:
     """Send every item when it is due and the concurrency limit allows, and record the deliveries.
 
+    A conversation occupies its place until its last answer has ended: each turn is due its think time after
+    the answer before, and a failed turn ends it. With a `window` (seconds) the workload is repeated until it
+    closes, and what is in flight then is drained.
+
     An interrupt ends the pass: finished requests are kept, requests in flight are dropped, and the pass is
     marked as interrupted.
     """
-    progress = progress or Silent()
-    pending = deque(sorted(workload.items, key=lambda item: item.arrival_seconds))
-    in_flight: dict[str, RequestTrace] = {}
+    shown = PassProgress(progress or Silent(), description, workload.num_requests, window)
+    dialogues = Dialogues(workload, max_concurrency, window)
+    in_flight: dict[str, tuple[RequestTrace, Dialogue]] = {}
     ended: list[RequestTrace] = []
-    limit = max_concurrency or len(pending)
     interrupted = False
-    progress.start(description, len(pending), "requests")
     # Garbage collection would pause the loop at arbitrary moments.
     gc.collect()
     gc.freeze()
     origin, began_at = time.perf_counter(), datetime.now().timestamp()
     try:
-        while pending or in_flight:
-            now = time.perf_counter() - origin
-            while pending and len(in_flight) < limit and pending[0].arrival_seconds <= now:
-                item = pending.popleft()
+        while True:
+            while dialogue := dialogues.take_due(time.perf_counter() - origin):
                 now = time.perf_counter() - origin
-                in_flight[item.request_id] = RequestTrace(
-                    item.request_id,
-                    len(item.prompt_token_ids),
-                    item.output_len,
-                    scheduled=item.arrival_seconds,
-                    sent=now,
-                )
-                target.send(item)
-            may_send = pending and len(in_flight) < limit
-            until = origin + pending[0].arrival_seconds if may_send else None
-            for chunk in target.receive(until):
-                if record(in_flight[chunk.request_id], chunk, origin):
-                    ended.append(in_flight.pop(chunk.request_id))
-                    progress.advance()
+                in_flight[dialogue.request_id] = dialogue.trace(now), dialogue
+                target.send(dialogue.request())
+            due = dialogues.next_due()
+            if due is None and not in_flight:
+                break
+            for chunk in target.receive(None if due is None else origin + due):
+                trace, dialogue = in_flight[chunk.request_id]
+                if record(trace, chunk, origin):
+                    ended.append(trace)
+                    del in_flight[chunk.request_id]
+                    dialogues.answered(dialogue, trace)
+                    shown.request_ended(trace.ended)
     except KeyboardInterrupt:
         interrupted = True
         target.cancel()
     finally:
-        duration = time.perf_counter() - origin
+        seconds = time.perf_counter() - origin
         gc.unfreeze()
-        progress.finish()
+        shown.finish()
     order = {item.request_id: place for place, item in enumerate(workload.items)}
-    ended.sort(key=lambda trace: order[trace.request_id])
-    return LoadPass(ended, duration, target.take_steps(origin), interrupted, began_at)
+    ended.sort(key=lambda trace: (trace.cycle, order[trace.conversation], trace.turn))
+    duration = seconds if window is None else window_duration(window, seconds, interrupted)
+    steps = [step for step in target.take_steps(origin) if step.end <= duration or window is None]
+    return LoadPass(
+        ended,
+        duration,
+        steps,
+        interrupted,
+        began_at,
+        window=None if window is None else duration,
+        drain_seconds=seconds - duration if window is not None else 0.0,
+    )
+
+
+def window_duration(window: float, seconds: float, interrupted: bool) -> float:
+    """Seconds that a pass of fixed duration counts: the window, or what an interrupt left of it."""
+    return min(window, seconds) if interrupted else window
 
 
 def record(trace: RequestTrace, chunk: Chunk, origin: float) -> bool:
@@ -98,6 +113,8 @@ def record(trace: RequestTrace, chunk: Chunk, origin: float) -> bool:
         trace.chunk_times.append(chunk.time - origin)
         trace.chunk_tokens.append(chunk.num_tokens)
     trace.text += chunk.text
+    if trace.prompt_token_ids:
+        trace.token_ids.extend(chunk.token_ids)
     trace.cached_tokens = max(trace.cached_tokens, chunk.cached_tokens)
     if chunk.finished:
         trace.error = chunk.error or ("" if trace.chunk_times else "the response has no token")

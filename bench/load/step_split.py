@@ -54,7 +54,9 @@ def step_split(
 
     Sends the first requests of `workload` again.
     """
-    items = tuple(replace(item, arrival_seconds=0.0) for item in workload.items[:MAX_REQUESTS])
+    items = tuple(
+        replace(item, arrival_seconds=0.0, turns=()) for item in workload.items[:MAX_REQUESTS]
+    )
     few = Workload(workload.name, workload.source, items)
     engine.reset_prefix_cache()
     recorder = engine.recorder = StepRecorder(engine.scheduler, phases=True)

@@ -17,6 +17,7 @@ class Chunk:
         time: `time.perf_counter()` at the delivery.
         num_tokens: tokens in the chunk; 0 for one that carries only the end or an error.
         error: why the request failed; empty otherwise.
+        token_ids: the tokens without an end token, where the target knows them.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class Chunk:
     finished: bool = False
     error: str = ""
     cached_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
 
 
 class Target(Protocol):

@@ -34,7 +34,8 @@ FORMULAS = {
     "e2el_including_client_queue": "last chunk − scheduled, per request",
     "token_gap": "the gap before a chunk divided over its tokens: one value per token",
     "ttft_from_schedule": "first chunk − scheduled, per request",
-    "duration": "start of the pass to the last completion, ramp and drain included; passes are summed",
+    "duration": "start of the pass to the last completion, ramp and drain included; with --duration that "
+    "window alone, and throughput counts the completions and tokens within it; passes are summed",
     "request_throughput": "completed requests / duration",
     "output_throughput": "generated tokens of completed requests / duration",
     "total_token_throughput": "(prompt + generated tokens of completed requests) / duration",
@@ -96,13 +97,20 @@ def aggregate(
     """The aggregate keys of `vllm bench serve`, over one pass or several.
 
     Several passes are pooled: durations and counts are summed, latencies form one sample, and peaks
-    are the largest of any pass.
+    are the largest of any pass. Of a pass with a window, throughput and token totals count what the window
+    saw; `completed` and the latencies also have the requests that were drained behind it.
     """
     traces = [trace for load_pass in passes for trace in load_pass.traces]
     done = [trace for trace in traces if trace.success]
     duration = sum(load_pass.duration for load_pass in passes)
-    prompt_tokens = sum(trace.prompt_len for trace in done)
-    output_tokens = sum(trace.output_len for trace in done)
+    counts = [load_pass.tokens_in_window() for load_pass in passes]
+    prompt_tokens, output_tokens = (sum(count[side] for count in counts) for side in (0, 1))
+    within = [
+        trace
+        for load_pass in passes
+        for trace in load_pass.traces
+        if trace.success and not load_pass.is_drained(trace)
+    ]
     peaks = [peaks_by_second(load_pass.traces) for load_pass in passes]
 
     def per_second(count: float) -> float | None:
@@ -114,8 +122,8 @@ def aggregate(
         "failed": len(traces) - len(done),
         "total_input_tokens": prompt_tokens,
         "total_output_tokens": output_tokens,
-        "request_throughput": per_second(len(done)),
-        "request_goodput": per_second(count_good(done, goodput_ms)) if goodput_ms else None,
+        "request_throughput": per_second(len(within)),
+        "request_goodput": per_second(count_good(within, goodput_ms)) if goodput_ms else None,
         "output_throughput": per_second(output_tokens),
         "total_token_throughput": per_second(prompt_tokens + output_tokens),
         "max_output_tokens_per_s": max((float(peak[0]) for peak in peaks), default=0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -13,6 +14,13 @@ class RequestTrace:
     """One request as seen by the load driver. Times are seconds from the start of the pass.
 
     A chunk is one streamed delivery; it may hold several tokens, all with the time of the delivery.
+
+    Attributes:
+        conversation: the id of the workload's item.
+        turn: position in its conversation, from 0.
+        cycle: how often the workload had been repeated before.
+        scheduled: when it was due: its arrival, or the end of the turn before plus the think time.
+        prompt_token_ids, token_ids: prompt and answer of a conversation's turn, where the target tells them.
     """
 
     request_id: str
@@ -26,6 +34,11 @@ class RequestTrace:
     error: str = ""
     text: str = ""
     cached_tokens: int = 0
+    conversation: str = ""
+    turn: int = 0
+    cycle: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def output_len(self) -> int:
@@ -41,6 +54,11 @@ class RequestTrace:
     def e2el(self) -> float:
         """Seconds from sending to the last chunk."""
         return self.chunk_times[-1] - self.sent
+
+    @property
+    def ended(self) -> float:
+        """When the last chunk came, or the request was sent if none did."""
+        return self.chunk_times[-1] if self.chunk_times else self.sent
 
     @property
     def queued(self) -> float:
@@ -102,6 +120,8 @@ class LoadPass:
 
     `steps` are as seen by the client, `engine_steps` the engine's step trace.
     `began_at` is the wall clock at its start, in seconds since the epoch.
+    A pass of fixed duration has a `window`: seconds after which nothing was sent. What was in flight then was
+    drained; `duration` is the window, and `drain_seconds` what followed it.
     """
 
     traces: list[RequestTrace]
@@ -110,3 +130,23 @@ class LoadPass:
     interrupted: bool = False
     began_at: float = 0.0
     engine_steps: list[StepTrace] = field(default_factory=list)
+    window: float | None = None
+    drain_seconds: float = 0.0
+
+    def is_drained(self, trace: RequestTrace) -> bool:
+        """Whether a request was still in flight when the window closed."""
+        return self.window is not None and trace.ended > self.window
+
+    def tokens_in_window(self) -> tuple[int, int]:
+        """(prompt, output) tokens of the successful requests; with a window, those that it saw: prompts whose
+        first chunk came within it, and output tokens delivered within it."""
+        end = math.inf if self.window is None else self.window
+        done = [trace for trace in self.traces if trace.success]
+        prompt = sum(trace.prompt_len for trace in done if trace.chunk_times[0] <= end)
+        output = sum(
+            count
+            for trace in done
+            for time, count in zip(trace.chunk_times, trace.chunk_tokens, strict=True)
+            if time <= end
+        )
+        return prompt, output

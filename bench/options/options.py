@@ -12,7 +12,9 @@ from ...engine.config.config import EngineConfig
 from ...engine.config.option import options_of
 from ...quant.base.errors import BadInput
 from ..metrics.metrics import METRICS, parse_goodput
+from .durations import parse_duration
 from .engine_fields import model_of
+from .think_time import ThinkTime
 
 DEFAULT_CONCURRENCY = 8
 Model = TypeVar("Model", bound=BaseModel)
@@ -59,12 +61,25 @@ class BenchOptions(EngineFields, BaseModel):
     disable_shuffle: bool = False
     no_oversample: bool = False
 
+    multi_turn: bool = False
+    multi_turn_min_turns: PositiveInt = 2
+    multi_turn_max_turns: PositiveInt | None = None
+    multi_turn_history: Literal["model", "dataset"] = "model"
+    think_time: str = "0"
+    agentic_num_turns: PositiveInt | None = None
+    agentic_system_len: PositiveInt | None = None
+    agentic_task_len: PositiveInt | None = None
+    agentic_tool_output_len: PositiveInt | None = None
+    agentic_tool_output_growth: Annotated[float, Field(gt=0, le=10)] | None = None
+    agentic_output_len: PositiveInt | None = None
+
     request_rate: Annotated[float, Field(gt=0)] | None = None
     burstiness: Annotated[float, Field(gt=0)] = 1.0
     ramp_up_strategy: Literal["linear", "exponential"] | None = None
     ramp_up_start_rps: PositiveRate | None = None
     ramp_up_end_rps: PositiveRate | None = None
     max_concurrency: PositiveInt | None = None
+    duration: PositiveRate | None = None
     num_warmups: Annotated[int, Field(ge=0)] | None = None
     num_runs: PositiveInt = 5
     ignore_eos: bool = True
@@ -124,6 +139,17 @@ class BenchOptions(EngineFields, BaseModel):
                 raise ValueError(f"{name!r} is none of {', '.join(METRICS)}")
         return names
 
+    @field_validator("duration", mode="before")
+    @classmethod
+    def _seconds(cls, value: Any) -> Any:
+        return parse_duration(value) if isinstance(value, str) else value
+
+    @field_validator("think_time", mode="before")
+    @classmethod
+    def _pauses(cls, value: Any) -> str:
+        ThinkTime.parse(str(value))
+        return str(value)
+
     @field_validator("goodput")
     @classmethod
     def _limits(cls, words: tuple[str, ...]) -> tuple[str, ...]:
@@ -144,6 +170,23 @@ class BenchOptions(EngineFields, BaseModel):
             )
         if self.ramp_up_strategy is not None and self.request_rate is not None:
             raise ValueError("give --request-rate or a ramp-up, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _sensible_turns(self) -> Self:
+        most = self.multi_turn_max_turns
+        if most is not None and most < self.multi_turn_min_turns:
+            raise ValueError(
+                f"--multi-turn-max-turns {most} is below --multi-turn-min-turns {self.multi_turn_min_turns}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bounded_duration(self) -> Self:
+        if self.duration is None:
+            return self
+        if self.ramp_up_strategy is not None:
+            raise ValueError("a ramp lasts as long as its prompts: leave --duration away")
         return self
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from ..machine.hardware import hardware_facts
 from ..options.options import BenchOptions
 from ..workloads.datasets import arrival_words
 from ..workloads.workload import Workload
+from .conversations import conversation_words
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
@@ -91,6 +92,8 @@ def load_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
         "burstiness": options.burstiness,
         **arrival_words(options, workload),
         "max_concurrency": options.concurrency,
+        **({"duration": options.duration} if options.duration is not None else {}),
+        **conversation_words(workload),
         "ignore_eos": options.ignore_eos,
         "temperature": options.temperature,
         "seed": options.seed,

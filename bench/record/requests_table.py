@@ -24,6 +24,10 @@ def requests_table(passes: Sequence[LoadPass]) -> dict[str, list[Any]]:
                 {
                     "run": number,
                     "request_id": t.request_id,
+                    "conversation": t.conversation,
+                    "turn": t.turn + 1,
+                    "cycle": t.cycle,
+                    "drained": load_pass.is_drained(t),
                     "prompt_len": t.prompt_len,
                     "wanted_len": t.wanted_len,
                     "output_len": t.output_len,

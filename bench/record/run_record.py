@@ -13,6 +13,7 @@ from ..metrics.cost import cost_part
 from ..metrics.run_statistics import client_lag, peaks, spread, summarize_pass
 from ..metrics.steady import steady_state
 from ..metrics.trace import LoadPass
+from ..metrics.turns import window_part
 from ..options.options import BenchOptions
 from ..workloads.workload import Workload
 from .result import SCHEMA_VERSION, BenchRun, plain
@@ -31,6 +32,8 @@ KEYS = (
     "workload",
     "num_warmups",
     "num_runs",
+    "conversations",
+    "window",
     "runs",
     "metrics",
     "spread",
@@ -94,6 +97,13 @@ class Measurement:
     def loads(self) -> list[LoadPass]:
         """The passes as recorded by the load driver."""
         return [measured.load for measured in self.passes]
+
+    @property
+    def all_tokens(self) -> tuple[int, int]:
+        """(prompt, output) tokens of the successful requests, those drained behind a window included: the
+        energy counters run until the last of them."""
+        done = [trace for load in self.loads for trace in load.traces if trace.success]
+        return sum(t.prompt_len for t in done), sum(t.output_len for t in done)
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
@@ -161,7 +171,7 @@ def workload_part(workload: Workload) -> dict[str, Any]:
         "source": workload.source,
         "is_stand_in": workload.is_stand_in,
         "notes": workload.notes,
-        "num_requests": len(workload.items),
+        "num_requests": workload.num_requests,
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": workload.output_tokens,
     }
@@ -177,6 +187,7 @@ def _load_parts(measured: Measurement) -> dict[str, Any]:
         "interrupted": measured.interrupted,
         "slowdown": options.slowdown,
         "workload": workload_part(measured.workload),
+        **({"window": window_part(measured.loads)} if options.duration is not None else {}),
         "num_warmups": options.warmups,
         "num_runs": len(measured.passes),
     }
@@ -204,7 +215,7 @@ def _machine_parts(measured: Measurement, totals: Mapping[str, Any]) -> dict[str
     """Energy, environment and, with a price, cost."""
     tokens = totals["total_input_tokens"], totals["total_output_tokens"]
     parts = {
-        "energy": measured.machine.energy(*tokens),
+        "energy": measured.machine.energy(*measured.all_tokens),
         "environment": measured.machine.environment(),
     }
     if (price := measured.options.gpu_hour_price) is not None:

@@ -75,7 +75,8 @@ def rps_change_events(options: BenchOptions, passes: Sequence[LoadPass]) -> list
     for load_pass in passes:
         events.append(_rps_event(load_pass, first, 0.0))
         reached = int(first)
-        ordered = sorted(load_pass.traces, key=lambda trace: trace.scheduled)
+        opening = [trace for trace in load_pass.traces if trace.turn == 0]
+        ordered = sorted(opening, key=lambda trace: trace.scheduled)
         for rate, trace in zip(rates, ordered, strict=False):
             passed = range(reached + 1, int(rate) + 1)
             events += [_rps_event(load_pass, rps, trace.sent) for rps in passed]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..client import certify
 from ..machine import roofline
-from ..metrics import metrics, steady
+from ..metrics import metrics, steady, turns
 from ..page.page import Table
 from ..quality import quality
 
@@ -24,6 +24,7 @@ def formulas() -> dict[str, str]:
     return {
         **metrics.FORMULAS,
         **steady.FORMULAS,
+        **turns.FORMULAS,
         **quality.FORMULAS,
         **roofline.FORMULAS,
         **certify.FORMULAS,

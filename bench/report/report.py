@@ -9,6 +9,7 @@ from typing import Any
 from ..load.step_split import split_sentence, split_table
 from ..metrics.step_trace import step_trace_sentence
 from ..metrics.trace import LoadPass
+from ..metrics.turn_report import turn_section, window_sentence
 from ..page.page import Card, Figure, Page, Section, Verdict
 from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
@@ -37,10 +38,15 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
     timeline = [f for f in found if f.name == "timeline"]
     steps = [f for f in found if f.name == "steps"]
     roof = [f for f in found if f.name == "roofline"]
+    timeline_words = [phase_sentence(record)]
+    if window := record.get("window"):
+        timeline_words.append(f"{window_sentence(window)}.")
     sections = [
         Section("Latency", (), latency, latency_tables(result)),
-        Section("Timeline", (phase_sentence(record),), timeline),
+        Section("Timeline", timeline_words, timeline),
     ]
+    if conversations := record.get("conversations"):
+        sections.append(turn_section(conversations))
     if steps:
         sections.append(Section("Steps", (step_trace_sentence(record["step_trace"]),), steps))
     if roof:

@@ -98,7 +98,7 @@ def identity_table(result: Mapping[str, Any]) -> Table:
         ["Precision", f"{identity['dtype']}, quantization {identity['quantization'] or 'none'}"],
         [
             "Workload",
-            f"{workload['source']}: {workload['num_requests']} requests, "
+            f"{workload['source']}: {_counted(ours)}, "
             f"{workload['prompt_tokens']:,} prompt and {workload['output_tokens']:,} output tokens, "
             f"sha256 {identity['workload_sha256'][:16]}",
         ],
@@ -123,6 +123,13 @@ def facts_text(facts: Mapping[str, Any] | None) -> str:
     if not facts:
         return "not recorded"
     return ", ".join(f"{name.replace('_', ' ')} {flat(value)}" for name, value in facts.items())
+
+
+def _counted(record: Mapping[str, Any]) -> str:
+    """`48 requests`, or `12 conversations with 48 requests`."""
+    requests = f"{record['workload']['num_requests']} requests"
+    talks = record.get("conversations")
+    return f"{talks['num_conversations']} conversations with {requests}" if talks else requests
 
 
 def environment_table(environment: Mapping[str, Any]) -> Table:

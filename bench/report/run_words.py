@@ -20,20 +20,27 @@ def subtitle(result: Mapping[str, Any]) -> str:
 
 
 def load_words(load: Mapping[str, Any]) -> str:
-    """`closed loop of 8`, `5 requests/s`."""
+    """`closed loop of 8`, `5 requests/s`, `closed loop of 8 conversations for 60 s`."""
+    what = "conversations" if load.get("history") else "requests"
+    seconds = load.get("duration")
+    return _arrivals(load, what) + (f" for {seconds:g} s" if seconds else "")
+
+
+def _arrivals(load: Mapping[str, Any], what: str) -> str:
     limit = load["max_concurrency"]
+    closed = f"closed loop of {limit}" + (" conversations" if what == "conversations" else "")
     if strategy := load.get("ramp_up_strategy"):
         first, last = load["ramp_up_start_rps"], load["ramp_up_end_rps"]
-        ramp = f"{strategy} ramp from {first:g} to {last:g} requests/s"
+        ramp = f"{strategy} ramp from {first:g} to {last:g} {what}/s"
         return f"{ramp}, at most {limit} in flight" if limit else ramp
     if load["request_rate"] == "inf":
-        return f"closed loop of {limit}" if limit else "all requests at once"
+        return closed if limit else f"all {what} at once"
     shape = {1: "Poisson", math.inf: "constant"}.get(
         load["burstiness"] or math.inf, f"gamma, burstiness {load['burstiness']}"
     )
     if load.get("arrivals") == "replayed":
         shape = "mean of the replayed times"
-    rate = f"{load['request_rate']:g} requests/s ({shape})"
+    rate = f"{load['request_rate']:g} {what}/s ({shape})"
     return f"{rate}, at most {limit} in flight" if limit else rate
 
 

@@ -16,10 +16,12 @@ from ..machine.environment import machine_name
 from ..machine.hardware import hardware_facts
 from ..machine.machine_meter import MachineMeter
 from ..options.options import BenchOptions
+from ..record.conversations import conversations_part
 from ..record.identity import identity_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, TargetFacts, build_run
-from ..workloads.datasets import build_workload, resolved_options, warmup_workload
+from ..workloads.datasets import build_workload, resolved_options
+from ..workloads.warmup import warmup_workload
 from .session_base import Session
 
 TARGET = "http"
@@ -44,6 +46,10 @@ class HttpSession(Session):
         served = self._served = find_served(options, address)
         self._facts = server_facts(address)
         workload = build_workload(options, served.tokenizer, served.max_model_len)
+        if workload.is_multi_turn and BACKENDS[options.backend] != CHAT:
+            raise BadInput(
+                "conversations go to a server as chat messages: give --backend openai-chat"
+            )
         options = resolved_options(options, workload)
         name = options.name or options.label or Path(served.model).name
         machine = MachineMeter(
@@ -115,6 +121,7 @@ class HttpSession(Session):
                 ("weight_bytes", "checkpoint_bytes", "kv_cache_bytes", "peak_resident_bytes")
             ),
             of_kind={
+                **conversations_part(measured.loads, self._workload, None),
                 "client": self._driver.client_part(measured.metrics, measured.loads),
                 "server": {
                     "url": self._address.url,
@@ -128,7 +135,8 @@ class HttpSession(Session):
 
     def _measure(self, number: int, description: str) -> MeasuredPass:
         self._machine.start()
-        sent = self._driver.drive(self._workload, number, description)
+        window = self._options.duration
+        sent = self._driver.drive(self._workload, number, description, window)
         others = self._machine.stop(sent.worker_seconds)
         # With a server on this machine, its CPU use cannot be told from background load.
         is_here = self._address.is_loopback

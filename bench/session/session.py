@@ -24,11 +24,13 @@ from ..options.options import BenchOptions
 from ..quality.engine_quality import score_quality
 from ..quality.eval_tasks import prepare_tasks, run_tasks
 from ..quality.layer_errors import recorded_layer_errors
+from ..record.conversations import conversations_part
 from ..record.identity import engine_identity, speculation_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts, build_run
 from ..report.plan_residuals import plan_for_folder, residuals
-from ..workloads.datasets import build_workload, resolved_options, warmup_workload
+from ..workloads.datasets import build_workload, resolved_options
+from ..workloads.warmup import warmup_workload
 from ..workloads.workload import Workload
 from .session_base import Session
 
@@ -137,10 +139,14 @@ class BenchSession(Session):
 
     def _facts(self, measured: Measurement, scores: Scores) -> TargetFacts:
         options, engine, passes = self._options, self._engine, measured.loads
+        size = engine.scheduler.config.block_size
         of_kind = {
+            **conversations_part(
+                passes, self._workload, size if options.enable_prefix_caching else None
+            ),
             "slowdown_where": options.slowdown_where,
             "step_split": scores.step_split,
-            "step_trace": step_trace_part(passes, engine.scheduler.config.block_size),
+            "step_trace": step_trace_part(passes, size),
             "speculation": speculation_part(options, engine.stats),
             "layer_errors": recorded_layer_errors(self._model),
             "tasks": scores.tasks,
@@ -164,7 +170,7 @@ class BenchSession(Session):
         before = self._engine.stats
         recorder = self._engine.recorder = StepRecorder(self._engine.scheduler)
         self._machine.start()
-        load = self._drive(self._workload, description)
+        load = self._drive(self._workload, description, self._options.duration)
         others = self._machine.stop()
         self._engine.recorder = None
         load.engine_steps = in_pass(recorder.steps, load)
@@ -179,10 +185,14 @@ class BenchSession(Session):
         if warmup is not None and self._drive(warmup, f"{self.name}, warm-up").interrupted:
             raise KeyboardInterrupt
 
-    def _drive(self, workload: Workload, description: str) -> LoadPass:
-        limit = self._load.max_concurrency
+    def _drive(self, workload: Workload, description: str, window: float | None = None) -> LoadPass:
         return drive(
-            self._target, workload, limit, progress=self._progress, description=description
+            self._target,
+            workload,
+            self._load.max_concurrency,
+            window=window,
+            progress=self._progress,
+            description=description,
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +10,10 @@ from ...quant.model.models import load_tokenizer, resolve_model
 from ...quant.open import open_checkpoint
 from ..options.options import BenchOptions
 from .arrivals import arrival_offsets, ramp_offsets
-from .custom import custom_workload
-from .freeze import is_frozen, read_frozen, write_frozen
-from .hub import download_sharegpt, hub_rows, hub_workload
-from .prefix import prefix_repetition_workload
-from .random_workload import random_workload
-from .sharegpt import sharegpt_workload
-from .sonnet import sonnet_workload
-from .traces import trace_workload
-from .workload import Tokenizer, Workload, numbered
-
-TRACES = ("azure", "burstgpt", "mooncake")
-NAMES = (
-    "sharegpt",
-    "random",
-    "prefix_repetition",
-    "sonnet",
-    "custom",
-    "hf",
-    *TRACES,
-    "frozen",
-)
-# The value of `--dataset-path` that downloads ShareGPT's file.
-HUB = "hub"
+from .cycles import check_endless
+from .freeze import is_frozen, write_frozen
+from .kinds import NAMES, requests_of
+from .workload import Tokenizer, Workload
 
 
 def locate_dataset(dataset: str, path: Path | None) -> tuple[str, Path | None]:
@@ -68,9 +47,21 @@ def build_workload(options: BenchOptions, tokenizer: Tokenizer, max_model_len: i
     """Build the requests of `options`, with their arrival times.
 
     Raises:
-        BadInput: the data set is unusable, or it has arrival times and a rate is given too.
+        BadInput: the data set is unusable, it has arrival times and a rate is given too, or a run of fixed
+            duration has no limit.
     """
+    workload = _arriving(options, tokenizer, max_model_len)
+    if options.duration is not None:
+        check_endless(workload, resolved_options(options, workload).concurrency)
+    return workload
+
+
+def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -> Workload:
     name, path = locate_dataset(options.dataset, options.dataset_path)
+    if options.multi_turn and name not in ("sharegpt", "agentic", "frozen"):
+        raise BadInput(
+            f"--multi-turn wants conversations, and {name} has none: give sharegpt or agentic"
+        )
     workload = requests_of(name, path, options, tokenizer, max_model_len)
     held = len(workload.items)
     asked = options.num_prompts if "num_prompts" in options.model_fields_set else held
@@ -118,152 +109,6 @@ def freeze_workload(options: BenchOptions, path: Path) -> Workload:
     return workload
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A requested data set, with its options, tokenizer and context length."""
-
-    name: str
-    path: Path | None
-    options: BenchOptions
-    tokenizer: Tokenizer
-    max_model_len: int
-
-    @property
-    def shuffle(self) -> bool:
-        return not self.options.disable_shuffle
-
-
-def requests_of(
-    name: str, path: Path | None, options: BenchOptions, tokenizer: Tokenizer, max_model_len: int
-) -> Workload:
-    """The requests of one kind of data set; only timed kinds have arrival times."""
-    return _BUILDERS[name](_Request(name, path, options, tokenizer, max_model_len))
-
-
-def _random(asked: _Request) -> Workload:
-    options = asked.options
-    return random_workload(
-        asked.tokenizer,
-        num_prompts=options.num_prompts,
-        max_model_len=asked.max_model_len,
-        input_len=options.random_input_len,
-        output_len=options.random_output_len or options.output_len,
-        prefix_len=options.random_prefix_len,
-        range_ratio=options.random_range_ratio,
-        seed=options.seed,
-    )
-
-
-def _prefix_repetition(asked: _Request) -> Workload:
-    options = asked.options
-    return prefix_repetition_workload(
-        asked.tokenizer,
-        num_prompts=options.num_prompts,
-        max_model_len=asked.max_model_len,
-        prefix_len=options.prefix_repetition_prefix_len,
-        suffix_len=options.prefix_repetition_suffix_len,
-        output_len=options.prefix_repetition_output_len or options.output_len,
-        num_prefixes=options.prefix_repetition_num_prefixes,
-        seed=options.seed,
-        shuffle=asked.shuffle,
-    )
-
-
-def _sonnet(asked: _Request) -> Workload:
-    options = asked.options
-    return sonnet_workload(
-        asked.tokenizer,
-        num_prompts=options.num_prompts,
-        max_model_len=asked.max_model_len,
-        input_len=options.sonnet_input_len,
-        output_len=options.sonnet_output_len or options.output_len,
-        prefix_len=options.sonnet_prefix_len,
-        seed=options.seed,
-    )
-
-
-def _trace(asked: _Request) -> Workload:
-    options = asked.options
-    return trace_workload(
-        asked.tokenizer,
-        asked.name,
-        num_prompts=options.num_prompts,
-        max_model_len=asked.max_model_len,
-        path=asked.path,
-        start_seconds=options.trace_start,
-        speed=options.trace_speed,
-        lengths=options.trace_lengths,
-        seed=options.seed,
-    )
-
-
-def _hub(asked: _Request) -> Workload:
-    options = asked.options
-    rows = hub_rows(
-        str(asked.path),
-        subset=options.hf_subset,
-        split=options.hf_split,
-        seed=options.seed,
-        shuffle=asked.shuffle,
-    )
-    return hub_workload(
-        asked.tokenizer,
-        rows,
-        source=f"hub data set {asked.path}",
-        num_prompts=options.num_prompts,
-        max_model_len=asked.max_model_len,
-        output_len=options.output_len,
-    )
-
-
-def _frozen(asked: _Request) -> Workload:
-    assert asked.path is not None
-    return read_frozen(asked.path, asked.tokenizer, max_model_len=asked.max_model_len)
-
-
-def _custom(asked: _Request) -> Workload:
-    assert asked.path is not None
-    options = asked.options
-    return custom_workload(
-        asked.tokenizer,
-        asked.path,
-        num_prompts=options.num_prompts,
-        max_model_len=asked.max_model_len,
-        output_len=options.output_len,
-        seed=options.seed,
-        shuffle=asked.shuffle,
-        oversample=not options.no_oversample,
-    )
-
-
-def _sharegpt(asked: _Request) -> Workload:
-    options, path = asked.options, asked.path
-    if path is not None and str(path) == HUB and not path.exists():
-        path = download_sharegpt()
-    return sharegpt_workload(
-        asked.tokenizer,
-        num_prompts=options.num_prompts,
-        max_model_len=asked.max_model_len,
-        path=path,
-        seed=options.seed,
-        output_len=options.output_len,
-        shuffle=asked.shuffle,
-        oversample=not options.no_oversample,
-    )
-
-
-_BUILDERS: Mapping[str, Callable[[_Request], Workload]] = {
-    "sharegpt": _sharegpt,
-    "custom": _custom,
-    "random": _random,
-    "prefix_repetition": _prefix_repetition,
-    "sonnet": _sonnet,
-    "hf": _hub,
-    **dict.fromkeys(TRACES, _trace),
-    "frozen": _frozen,
-}
-
-
 def resolved_options(options: BenchOptions, workload: Workload) -> BenchOptions:
     """`options` with the actual number of requests and, for timed workloads, the mean rate of the arrival
     times, without a concurrency limit unless one was set."""
@@ -286,26 +131,3 @@ def arrival_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
         "ramp_up_start_rps": options.ramp_up_start_rps,
         "ramp_up_end_rps": options.ramp_up_end_rps,
     }
-
-
-def warmup_workload(
-    workload: Workload, count: int, tokenizer: Tokenizer, *, seed: int
-) -> Workload | None:
-    """`count` requests with the lengths of the first of `workload` but different tokens, so that the
-    measurement gets no prefix-cache hits from the warm-up. None when `count` is 0."""
-    if count == 0:
-        return None
-    pairs = []
-    for number in range(count):
-        like = workload.items[number % len(workload.items)]
-        length = len(like.prompt_token_ids)
-        twin = random_workload(
-            tokenizer,
-            num_prompts=1,
-            max_model_len=length + like.output_len,
-            input_len=length,
-            output_len=like.output_len,
-            seed=seed + 1 + number,
-        )
-        pairs.append((twin.items[0].prompt_token_ids, like.output_len))
-    return Workload("random", "warm-up prompts", numbered(pairs))

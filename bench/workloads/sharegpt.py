@@ -22,6 +22,10 @@ STAND_IN = DATA / "sharegpt_stand_in.json"
 MIN_TOKENS = 4
 MAX_PROMPT_TOKENS = 1024
 MAX_TOTAL_TOKENS = 2048
+STAND_IN_NOTE = (
+    "the prompts are a bundled stand-in in ShareGPT's shape, not ShareGPT: give the real "
+    "file with --dataset-path for numbers to compare with others"
+)
 
 
 def load_conversations(path: Path) -> list[dict[str, Any]]:
@@ -113,11 +117,7 @@ def sharegpt_workload(
         raise BadInput(f"{source}: the filter leaves no prompt ({reasons})")
     notes = [f"{count} conversations dropped: {reason}" for reason, count in dropped.items()]
     if path is None:
-        notes.insert(
-            0,
-            "the prompts are a bundled stand-in in ShareGPT's shape, not ShareGPT: give the real "
-            "file with --dataset-path for numbers to compare with others",
-        )
+        notes.insert(0, STAND_IN_NOTE)
     if len(pairs) < num_prompts and oversample:
         missing = num_prompts - len(pairs)
         notes.append(f"{missing} of {num_prompts} prompts are repeats: the file has too few")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,18 +25,71 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationTurn:
+    """A later turn of a conversation: what is appended to the answer before it.
+
+    Attributes:
+        token_ids: the end of that answer's message, the new messages and the generation prompt.
+        messages: the new messages, for servers that apply the chat template themselves.
+        think_seconds: from the end of the answer before to when this turn is due.
+        answer_token_ids, answer: the data set's answer to the turn before; None where the history holds the
+            model's own.
+    """
+
+    token_ids: tuple[int, ...]
+    output_len: int
+    messages: tuple[Message, ...]
+    think_seconds: float = 0.0
+    answer_token_ids: tuple[int, ...] | None = None
+    answer: str | None = None
+
+    def prompt(self, before: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
+        """The prompt of this turn: the one `before`, its answer (the model's `answer`, or the data set's),
+        and what is new."""
+        history = answer if self.answer_token_ids is None else self.answer_token_ids
+        return (*before, *history, *self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkloadItem:
-    """One request: its exact prompt tokens, how many tokens to generate, and when it is due."""
+    """One request or conversation: its exact prompt tokens, how many tokens to generate, when it is due.
+
+    A conversation has `turns` behind the first, and the `messages` of its first prompt.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     output_len: int
     arrival_seconds: float = 0.0
+    messages: tuple[Message, ...] = ()
+    turns: tuple[ConversationTurn, ...] = ()
+
+    @property
+    def output_lens(self) -> tuple[int, ...]:
+        """Output tokens of every turn."""
+        return (self.output_len, *(turn.output_len for turn in self.turns))
+
+    @property
+    def prompt_lens(self) -> tuple[int, ...]:
+        """Prompt tokens of every turn, history included, if each answer of the model has its length."""
+        lengths = [len(self.prompt_token_ids)]
+        for turn, answered in zip(self.turns, self.output_lens, strict=False):
+            history = answered if turn.answer_token_ids is None else len(turn.answer_token_ids)
+            lengths.append(lengths[-1] + history + len(turn.token_ids))
+        return tuple(lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests of a run, in the order of their arrival.
+    """The requests or conversations of a run, in the order of their arrival.
 
     Attributes:
         name: the kind of data set, such as `sharegpt` or `random`.
@@ -59,22 +113,49 @@ class Workload:
 
     @property
     def sha256(self) -> str:
-        """Identity of the requests: ids of every prompt, output lengths and arrival times."""
+        """Identity of the requests: ids of every prompt, output lengths and arrival times; of a conversation
+        also its later turns, messages and think times."""
         digest = hashlib.sha256()
         for item in self.items:
             tokens = np.asarray(item.prompt_token_ids, dtype="<i8")
             head = f"{len(tokens)} {item.output_len} {item.arrival_seconds:.9f}\n"
             digest.update(head.encode())
             digest.update(tokens.tobytes())
+            if item.turns:
+                later = [asdict(turn) for turn in item.turns]
+                spoken = [asdict(message) for message in item.messages]
+                digest.update(json.dumps([spoken, later], sort_keys=True).encode())
         return digest.hexdigest()
 
     @property
+    def is_multi_turn(self) -> bool:
+        """Whether any item is a conversation of several turns."""
+        return any(item.turns for item in self.items)
+
+    @property
+    def history(self) -> str:
+        """Whose answers the prompts of conversations repeat: `model` or `dataset`."""
+        later = [turn for item in self.items for turn in item.turns]
+        return "dataset" if any(turn.answer_token_ids is not None for turn in later) else "model"
+
+    @property
+    def mean_think_seconds(self) -> float:
+        """Mean pause before the later turns of conversations; 0 without any."""
+        pauses = [turn.think_seconds for item in self.items for turn in item.turns]
+        return sum(pauses) / len(pauses) if pauses else 0.0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of all items: every turn is one."""
+        return sum(1 + len(item.turns) for item in self.items)
+
+    @property
     def prompt_tokens(self) -> int:
-        return sum(len(item.prompt_token_ids) for item in self.items)
+        return sum(sum(item.prompt_lens) for item in self.items)
 
     @property
     def output_tokens(self) -> int:
-        return sum(item.output_len for item in self.items)
+        return sum(sum(item.output_lens) for item in self.items)
 
     def with_arrivals(self, offsets: Sequence[float]) -> Workload:
         """The same requests, due at `offsets` seconds from the start of the run."""

@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from .groups import Hidden
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
@@ -16,7 +18,20 @@ class LoadOptions:
 
     max_concurrency: Annotated[
         int | None,
-        typer.Option(help="Maximum requests in flight. Default: 8; no limit with --request-rate."),
+        typer.Option(
+            "--max-concurrency",
+            "--multi-turn-concurrency",
+            help="Maximum requests or conversations in flight. Default: 8; no limit with --request-rate.",
+        ),
+    ] = None
+    duration: Annotated[
+        str | None,
+        typer.Option(
+            "--duration",
+            help="Length of a pass, such as 60s: the workload repeats, requests in flight at the end are "
+            "drained and counted apart.",
+        ),
+        Hidden("--max-seconds"),
     ] = None
     num_runs: Annotated[
         int | None,

@@ -20,8 +20,9 @@ class DataOptions:
         typer.Option(
             "--dataset",
             "--dataset-name",
-            help="sharegpt, random, prefix_repetition, sonnet, custom, hf, azure, burstgpt, mooncake, or a "
-            "file. sharegpt without a path is a bundled stand-in; azure and mooncake have bundled slices.",
+            help="sharegpt, agentic, random, prefix_repetition, sonnet, custom, hf, azure, burstgpt, "
+            "mooncake, or a file. sharegpt without a path is a bundled stand-in; azure and mooncake have "
+            "bundled slices.",
         ),
     ] = "sharegpt"
     dataset_path: Annotated[
@@ -32,7 +33,9 @@ class DataOptions:
     ] = None
     num_prompts: Annotated[
         int | None,
-        typer.Option(help="Requests per run. Default: 48, or all of a frozen workload."),
+        typer.Option(
+            help="Requests or conversations per run. Default: 48, or all of a frozen workload."
+        ),
     ] = None
     output_len: Annotated[
         int | None,

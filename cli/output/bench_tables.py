@@ -29,6 +29,7 @@ def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> Non
 
 def _summary(result: Mapping[str, Any]) -> str:
     """Quality, memory and precision of the run in a few lines."""
+    from ...bench.metrics.turn_report import turns_in_words, window_sentence
     from ...bench.page.text import number, percent, size
 
     ours = result["llmopt"]
@@ -38,6 +39,10 @@ def _summary(result: Mapping[str, Any]) -> str:
         if scored["kl_nats"] is not None:
             line += f", KL {scored['kl_nats']:.4f} nats, top-1 {percent(scored['top1_agreement'])}"
         lines.append(line)
+    if conversations := ours.get("conversations"):
+        lines.append(turns_in_words(conversations))
+    if window := ours.get("window"):
+        lines.append(window_sentence(window))
     memory = ours["memory"]
     if client := ours.get("client"):
         from ...bench.report.client_report import certificate

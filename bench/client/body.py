@@ -1,0 +1,132 @@
+"""Request bodies: prompts, chats and whole conversations as JSON, encoded before the clock starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..workloads.workload import ConversationTurn, Message, WorkloadItem
+from .address import CHAT, TRANSFORMERS
+from .job import MARK, EncodedRequest, EncodedTurn, encoded_message
+
+# Where `MARK` goes: a text and a number that no prompt holds, until the JSON is written.
+_MARK_TEXT, _MARK_NUMBER = "\ue002", 10**15 + 1
+_MESSAGES = "\ue003"
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Encodes workload items as request bodies, with `MARK` in the place of the first token.
+
+    Attributes:
+        model: the model's name on the server.
+        backend: `CHAT` sends the prompt as the text of one user message, or the messages of a conversation;
+            `COMPLETIONS` as token ids; `TRANSFORMERS` as text, with the length set through
+            `generation_config`.
+        decode: token ids to text.
+        extra: fields to add or replace; a field set to None is left out.
+    """
+
+    model: str
+    backend: str
+    decode: Callable[[Sequence[int]], str]
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    seed: int = 0
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    def encode(self, item: WorkloadItem) -> EncodedRequest:
+        """The request, or all turns of the conversation."""
+        name, due = item.request_id, item.arrival_seconds
+        if item.turns or (item.messages and self.backend == CHAT):
+            opened = item.messages[0]
+            marked = Message(opened.role, _MARK_TEXT + opened.content)
+            messages = _marked(_written(marked, *item.messages[1:]))
+            head, tail = self._around(item.output_len)
+            turns = tuple(map(self._turn, item.turns))
+            return EncodedRequest(name, head + messages + tail, due, messages, turns)
+        if self.backend == TRANSFORMERS:
+            fields = self._plain(self._marked_text(item), item.output_len)
+        elif self.backend == CHAT:
+            spoken = [{"role": "user", "content": self._marked_text(item)}]
+            fields = self._streamed({"messages": spoken}, "max_completion_tokens", item.output_len)
+        else:
+            prompt = [_MARK_NUMBER, *item.prompt_token_ids[1:]]
+            fields = self._streamed({"prompt": prompt}, "max_tokens", item.output_len)
+        return EncodedRequest(name, _marked(self._json(fields)), due)
+
+    def mark(self, token: int) -> bytes:
+        """What replaces `MARK`, so that prompts begin with this token."""
+        if self.backend in (CHAT, TRANSFORMERS):
+            return json.dumps(self.decode([token]))[1:-1].encode()
+        return b"%d" % token
+
+    def _turn(self, turn: ConversationTurn) -> EncodedTurn:
+        head, tail = self._around(turn.output_len)
+        answer = None if turn.answer is None else encoded_message("assistant", turn.answer)
+        return EncodedTurn(head, _written(*turn.messages), tail, turn.think_seconds, answer)
+
+    def _around(self, output_len: int) -> tuple[bytes, bytes]:
+        """The body of a chat before and behind its messages."""
+        fields = self._streamed({"messages": [_MESSAGES]}, "max_completion_tokens", output_len)
+        head, _, tail = self._json(fields).partition(json.dumps(_MESSAGES).encode())
+        return head, tail
+
+    def _marked_text(self, item: WorkloadItem) -> str:
+        """The prompt's text with the mark in the place of its first token."""
+        first, text = self.decode(item.prompt_token_ids[:1]), self.decode(item.prompt_token_ids)
+        if text.startswith(first):
+            return _MARK_TEXT + text[len(first) :]
+        return _MARK_TEXT + self.decode(item.prompt_token_ids[1:])
+
+    def _streamed(self, prompt: dict[str, Any], length: str, output_len: int) -> dict[str, Any]:
+        fields = {"model": self.model, **prompt, length: output_len}
+        fields["temperature"] = self.temperature
+        if self.temperature > 0:
+            fields["seed"] = self.seed
+        if self.ignore_eos:
+            # Some servers suppress only one of several EOS tokens under ignore_eos, hence the second field.
+            fields |= {"ignore_eos": True, "min_tokens": output_len}
+        fields |= {
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        return fields
+
+    def _plain(self, prompt: str, output_len: int) -> dict[str, Any]:
+        """The fields for `transformers serve`, which rejects unknown ones."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": output_len,
+            "temperature": self.temperature,
+            "stream": True,
+        }
+        if self.temperature > 0:
+            fields["seed"] = self.seed
+        if self.ignore_eos:
+            fixed = {
+                "max_new_tokens": output_len,
+                "min_new_tokens": output_len,
+                "do_sample": self.temperature > 0,
+            }
+            fields["generation_config"] = json.dumps(fixed)
+        return fields
+
+    def _json(self, fields: Mapping[str, Any]) -> bytes:
+        kept = {k: v for k, v in {**fields, **dict(self.extra)}.items() if v is not None}
+        return json.dumps(kept, separators=(",", ":")).encode()
+
+
+def _written(*messages: Message) -> bytes:
+    return b",".join(encoded_message(message.role, message.content) for message in messages)
+
+
+def _marked(body: bytes) -> bytes:
+    """JSON with `MARK` in the place of the mark's text or number."""
+    for mark in (json.dumps(_MARK_TEXT)[1:-1].encode(), b"%d" % _MARK_NUMBER):
+        if mark in body:
+            return body.replace(mark, MARK, 1)
+    return body
