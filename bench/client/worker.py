@@ -163,6 +163,8 @@ class Pass:
             async with asyncio.timeout(self._seconds_left()):
                 for cycle, request, due in openings(self._job):
                     await self._until(due)
+                    if cycle and self._is_lost:
+                        return
                     if semaphore is not None:
                         await semaphore.take()
                     task = asyncio.create_task(self._converse(request, cycle, due))
@@ -190,6 +192,14 @@ class Pass:
             await self._until(due)
             exchange = Exchange(request.request_id, 0.0, 0.0, due=due, turn=number, cycle=cycle)
             response = await self._exchange(exchange, turn.head + messages + turn.tail)
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the first requests all failed, so that there is no server to go on loading."""
+        first = self._ended[: len(self._job.requests)]
+        return len(first) == len(self._job.requests) and all(
+            exchange.answer.error or response.status != 200 for exchange, response in first
+        )
 
     async def _until(self, due: float) -> None:
         if (wait := self._origin + due - time.perf_counter()) > 0:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ..record.comparable import clock_change, incomparable, server_changes, unknown_facts
-from ..record.result import plain
+from ..record.result import mean_output_len, plain
 from ..record.run_data import RunData
 from .gate import Limit, Measured, Outcome, speed_limits
 from .judge import Check, Delta, check, judge
@@ -172,10 +172,10 @@ def disturbed(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
         client = result["llmopt"].get("client")
         if client and not client["certified"]:
             return f"the client disturbed the {side} run: {client['reasons'][0]}"
-    lengths = [r["total_output_tokens"] / r["completed"] for r in (base, new)]
-    if abs(lengths[1] / lengths[0] - 1) > LENGTH_TOLERANCE:
+    before, after = (mean_output_len(result) or 0.0 for result in (base, new))
+    if abs(after - before) > LENGTH_TOLERANCE * before:
         return (
-            f"the mean output length went from {lengths[0]:.1f} to {lengths[1]:.1f} tokens: the "
+            f"the mean output length went from {before:.1f} to {after:.1f} tokens: the "
             "speeds are of different work (fix the lengths with --ignore-eos)"
         )
     return None

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ..metrics.metrics import METRICS
+from ..record.result import mean_output_len
 
 STATISTICS = ("mean", "median", "std", "p50", "p90", "p95", "p99")
 RATES = {
@@ -100,10 +101,6 @@ def _share_failed(result: Mapping[str, Any]) -> float | None:
     return result["failed"] / total if total else None
 
 
-def _mean_length(result: Mapping[str, Any]) -> float | None:
-    return result["total_output_tokens"] / result["completed"] if result["completed"] else None
-
-
 COUNTED = {
     one.key: one
     for one in (
@@ -117,7 +114,7 @@ COUNTED = {
         Counted("error_rate", "Failed requests", "share", _share_failed),
         Counted("failed", "Failed requests", "requests", lambda result: result["failed"]),
         Counted("completed", "Completed requests", "requests", lambda result: result["completed"]),
-        Counted("mean_output_len", "Mean output length", "tokens", _mean_length),
+        Counted("mean_output_len", "Mean output length", "tokens", mean_output_len),
         Counted(
             "preemptions",
             "Preemptions",

@@ -85,7 +85,8 @@ class Dialogues:
         self._next = next(self._openings, None)
         self._limit = max_concurrency
         self._window = window
-        self._num_open = 0
+        self._num_open = self._num_failed = self._num_answered = 0
+        self._num_items = len(workload.items)
         self._thinking: list[tuple[float, int, Dialogue]] = []
         self._count = 0
 
@@ -114,7 +115,14 @@ class Dialogues:
         return min(times) if self._window is None else min(self._window, *times)
 
     def answered(self, dialogue: Dialogue, trace: RequestTrace) -> None:
-        """The present turn of `dialogue` has ended: its next one waits, or its place is free."""
+        """The present turn of `dialogue` has ended: its next one waits, or its place is free.
+
+        A workload of which every item failed at first is not repeated: the target is not there.
+        """
+        self._num_answered += trace.success
+        self._num_failed += not trace.success
+        if self._num_failed >= self._num_items and not self._num_answered:
+            self._close()
         if dialogue.answered(trace):
             self._count += 1
             heapq.heappush(self._thinking, (dialogue.due, self._count, dialogue))

@@ -129,7 +129,9 @@ def block_chain(tokens: Sequence[int], block_size: int) -> Iterable[int]:
 
 def window_part(passes: Sequence[LoadPass]) -> dict[str, Any]:
     """`llmopt.window` of a run of fixed duration: how much it sent, and what was drained behind it."""
+    lengths = [t.output_len for load_pass in passes for t in load_pass.traces if t.success]
     return {
+        "mean_output_len": sum(lengths) / len(lengths) if lengths else None,
         "seconds": [load_pass.duration for load_pass in passes],
         "drain_seconds": [load_pass.drain_seconds for load_pass in passes],
         "sent": [len(load_pass.traces) for load_pass in passes],

@@ -57,15 +57,15 @@ class ThinkTime:
 
     def sample(self, rng: np.random.Generator, count: int) -> list[float]:
         """`count` pauses in seconds."""
-        first, *rest = self.seconds
+        first, second = (*self.seconds, 0.0)[:2]
         if self.shape == "exponential":
             values = rng.exponential(first, count)
         elif self.shape == "uniform":
-            values = rng.uniform(first, rest[0], count)
+            values = rng.uniform(first, second, count)
         elif self.shape == "normal":
-            values = rng.normal(first, rest[0], count)
+            values = rng.normal(first, second, count)
         elif self.shape == "lognormal":
-            variance = math.log1p((rest[0] / first) ** 2)
+            variance = math.log1p((second / first) ** 2)
             values = rng.lognormal(math.log(first) - variance / 2, math.sqrt(variance), count)
         else:
             values = np.full(count, first)

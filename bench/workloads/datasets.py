@@ -63,6 +63,11 @@ def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -
             f"--multi-turn wants conversations, and {name} has none: give sharegpt or agentic"
         )
     workload = requests_of(name, path, options, tokenizer, max_model_len)
+    if options.think_time != "0" and (name == "frozen" or not workload.is_multi_turn):
+        raise BadInput(
+            "--think-time is drawn when conversations are built: give it with --multi-turn or --dataset "
+            "agentic, or to llmopt freeze"
+        )
     held = len(workload.items)
     asked = options.num_prompts if "num_prompts" in options.model_fields_set else held
     if name == "frozen" and asked != held:

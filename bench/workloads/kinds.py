@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..options.options import BenchOptions
 from ..options.think_time import ThinkTime
@@ -27,6 +27,8 @@ TRACES = ("azure", "burstgpt", "mooncake")
 # The value of `--dataset-path` that downloads ShareGPT's file.
 HUB = "hub"
 
+Built = TypeVar("Built")
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -38,7 +40,7 @@ class Asked:
     tokenizer: Tokenizer
     max_model_len: int
 
-    def build(self, builder: Callable[..., Workload], **known: Any) -> Workload:
+    def build(self, builder: Callable[..., Built], **known: Any) -> Built:
         """Call a builder. A parameter `x` that is not `known` takes the data set's own option (`NAME_x`)
         if it is set, else the value that all data sets share, else the builder's default."""
         options = self.options

@@ -92,6 +92,11 @@ def test_a_window_sends_no_turn_after_it(clock: Clock) -> None:
     assert found.duration == pytest.approx(0.1)
 
 
+def test_a_workload_that_fails_whole_is_not_repeated(clock: Clock) -> None:
+    found = drive(SteppingTarget(clock, fails="bench-0"), workload(2), 1, window=5.0)
+    assert [t.success for t in found.traces] == [False]
+
+
 def test_an_interrupted_window_counts_what_it_was(clock: Clock) -> None:
     found = drive(SteppingTarget(clock, interrupt_after=4), workload(2, 2), 2, window=5.0)
     assert found.interrupted and found.duration == pytest.approx(0.03)

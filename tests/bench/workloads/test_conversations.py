@@ -178,6 +178,8 @@ def test_frozen_conversations_come_back(tokenizer: Any, tmp_path: Path) -> None:
     write_frozen(workload, path, model="stories3M")
     again = read_frozen(path, tokenizer, max_model_len=512)
     assert again.items == workload.items and again.history == "dataset"
+    with pytest.raises(BadInput, match="--think-time is drawn when"):
+        build_workload(BenchOptions(dataset=str(path), think_time="1"), tokenizer, 512)
     changed = path.read_text().replace("think_seconds", "think", 1)
     path.write_text(changed)
     with pytest.raises(BadInput, match="line 2: wants"):
