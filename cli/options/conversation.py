@@ -7,8 +7,6 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .groups import Hidden
-
 
 @dataclass(frozen=True, slots=True)
 class ConversationOptions:
@@ -26,9 +24,7 @@ class ConversationOptions:
         int, typer.Option(help="Leave threads with fewer turns out.")
     ] = 2
     multi_turn_max_turns: Annotated[
-        int | None,
-        typer.Option("--multi-turn-max-turns", help="Cut threads after this turn."),
-        Hidden("--max-turns"),
+        int | None, typer.Option(help="Cut threads after this turn.")
     ] = None
     multi_turn_history: Annotated[
         str, typer.Option(help="Answers in the history: the model's own, or the dataset's.")

@@ -20,9 +20,9 @@ class LoadOptions:
         int | None,
         typer.Option(
             "--max-concurrency",
-            "--multi-turn-concurrency",
             help="Maximum requests or conversations in flight. Default: 8; no limit with --request-rate.",
         ),
+        Hidden("--multi-turn-concurrency"),
     ] = None
     duration: Annotated[
         str | None,
