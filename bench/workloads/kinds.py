@@ -97,7 +97,7 @@ def _trace(asked: Asked) -> Workload:
 
 
 def _hub(asked: Asked) -> Workload:
-    rows = asked.build(hub_rows, name=str(asked.path))
+    rows = asked.build(hub_rows, name=str(asked.path), subset=asked.options.hf_subset)
     return asked.build(hub_workload, rows=rows, source=f"hub data set {asked.path}")
 
 
