@@ -57,7 +57,7 @@ class ThinkTime:
 
     def sample(self, rng: np.random.Generator, count: int) -> list[float]:
         """`count` pauses in seconds."""
-        first, second = (*self.seconds, 0.0)[:2]
+        first, second = self.seconds[0], self.seconds[-1]
         if self.shape == "exponential":
             values = rng.exponential(first, count)
         elif self.shape == "uniform":
