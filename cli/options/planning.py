@@ -39,6 +39,12 @@ class PlannedModelOptions:
     file_format: Annotated[
         str | None, typer.Option("--format", help="int4, int8: awq or compressed-tensors.")
     ] = None
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="Run code that the checkpoint brings, to learn its sizes."
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from rich.text import Text
 
 from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.model.kv_dtypes import kv_dtype
+from ...engine.planner.model.probed_shape import ProbedShape, cache_line
+from ...engine.planner.probe.facts import PARTS
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -88,15 +90,19 @@ def _facts(plan: Plan) -> Table:
 
     row("model", model.name, *([model.note] if model.note else []))
     row("read from", model.source)
+    if isinstance(shape, ProbedShape):
+        row("sizes", f"{model.how}: parameters and cache as its module has them")
     row("shape", _shape_line(shape))
-    row("parameters", parameters)
+    row("parameters", parameters, *_parts(shape))
     row("weights", f"{format_gib(plan.weight_bytes)}  ({plan.recipe.label})")
     row(
         "KV per token",
         f"{format_gib(shape.kv_bytes_per_token(element))}  ({_kv_line(shape, element)})",
     )
+    if shape.state_bytes:
+        row("state per sequence", f"{format_gib(shape.state_bytes)}  (whatever its length)")
     row(
-        "KV per sequence",
+        "KV and state of one" if shape.state_bytes else "KV per sequence",
         f"{format_gib(one)}  ({format_tokens(work.context)} tokens, {plan.setup.engine}, "
         f"{work.kv_dtype})",
     )
@@ -107,6 +113,16 @@ def _facts(plan: Plan) -> Table:
         row(f"KV of {work.sequences} sequences", format_gib(work.sequences * one))
     row("weights + KV", format_gib(plan.weight_bytes + work.sequences * one))
     return table
+
+
+def _parts(shape: ModelShape) -> list[str]:
+    """Parameters of text model, vision tower and projector, if there is more than text."""
+    if not isinstance(shape, ProbedShape):
+        return []
+    sizes = {part: shape.measured.num_parameters(part) for part in PARTS}
+    if sizes["text"] == shape.num_parameters:
+        return []
+    return [", ".join(f"{part} {size:,}" for part, size in sizes.items() if size)]
 
 
 def _shape_line(shape: ModelShape) -> str:
@@ -123,7 +139,7 @@ def _shape_line(shape: ModelShape) -> str:
     ]
     if shape.experts:
         parts.insert(2, f"{shape.experts.per_token} of {shape.experts.count} experts")
-    windowed = [window for window in shape.windows if window is not None]
+    windowed = [window for window in shape.windows if window]
     if windowed:
         kind = "chunks of" if shape.chunked else "window"
         parts.append(f"{kind} {windowed[0]:,} on {len(windowed)} layers")
@@ -132,6 +148,8 @@ def _shape_line(shape: ModelShape) -> str:
 
 def _kv_line(shape: ModelShape, element: Fraction) -> str:
     size = f"{float(element):.5g} B"
+    if isinstance(shape, ProbedShape):
+        return f"{cache_line(shape)}, x {size}"
     if shape.latent:
         return f"{shape.num_layers} layers x {shape.cached_elements} latent elements x {size}"
     return (

@@ -33,9 +33,7 @@ def streamed_weight_bytes(
     size of all weights; `unquantized_bytes` is the element size of the embedding and the other
     unquantized tensors.
     """
-    looked_up = 0 if shape.tied else shape.vocab_size * shape.hidden_size
-    looked_up += shape.learned_positions * shape.hidden_size
-    read = weight_bytes - looked_up * unquantized_bytes
+    read = weight_bytes - shape.looked_up_elements * unquantized_bytes
     if shape.experts is None:
         return read
     expert = linear = other = 0
@@ -63,7 +61,8 @@ def decode_step_bytes(
     """Bytes that a decode step reads: the weights once, and the KV cache of `batch` sequences of
     `context` tokens, each layer within its window. `weight_bytes` is the size of all weights."""
     weights = streamed_weight_bytes(shape, weight_bytes, batch, unquantized_bytes)
-    return weights + batch * _visible(shape, context) * shape.cached_elements * kv_bytes_per_element
+    cache = shape.visible_elements(context) * kv_bytes_per_element + shape.state_bytes
+    return weights + batch * cache
 
 
 def decode_step_flops(shape: ModelShape, batch: int, context: float) -> float:

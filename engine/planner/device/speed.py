@@ -68,10 +68,12 @@ def decode_time(
     """
     shape = plan.shape
     micro_batch = ceil(batch / plan.pp)
-    keys = sum(context if w is None else min(context, w) for w in shape.windows)
     # Each rank holds its shard of the KV heads, or a replica of one.
-    elements = plan.stages[0].cache.cached_elements
-    cache = micro_batch * keys * elements * plan.kv_bytes_per_element
+    held = [stage.cache for stage in plan.stages]
+    cache = micro_batch * sum(
+        part.visible_elements(context) * plan.kv_bytes_per_element + part.state_bytes
+        for part in held
+    )
     tokens = micro_batch * tokens_per_sequence
     return _time(
         plan,

@@ -14,7 +14,10 @@ from typing import Any
 from ....quant.base.errors import BadInput
 from ....quant.model.checkpoint import read_json
 from ....recipes import MODELS as BUNDLED
+from ..probe.answers import probed
+from .families import current_names, has_table_rule
 from .headers import stored_weight_bytes
+from .probed_shape import ProbedShape
 from .shapes import ModelShape
 from .weights import BF16, UNQUANTIZED_BYTES, WeightRecipe, recipe_for, stored_recipe
 
@@ -24,7 +27,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
     """A model to plan for. `note` explains the name if an alias was resolved; `stored_bytes` is the size of
-    the checkpoint's tensors, if there is a local checkpoint."""
+    the checkpoint's tensors, if there is a local checkpoint. Its shape is the table's, or was probed."""
 
     name: str
     shape: ModelShape
@@ -34,9 +37,25 @@ class PlannedModel:
     stored_bytes: int | None = None
 
     @property
+    def how(self) -> str:
+        """Where its sizes come from: the table's rules, or a probe of transformers' module."""
+        if isinstance(self.shape, ProbedShape):
+            return f"probe of transformers {self.shape.measured.transformers_version}"
+        return "table"
+
+    @property
     def plain_bytes(self) -> int:
-        """Bytes per element of unquantized tensors."""
-        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        """Bytes per element of unquantized tensors; of a wrapped model, its text model's."""
+        text = self.config.get("text_config") or {}
+        dtype = next(
+            (
+                part[key]
+                for part in (self.config, text)
+                for key in ("dtype", "torch_dtype")
+                if part.get(key)
+            ),
+            None,
+        )
         return 4 if dtype == "float32" else UNQUANTIZED_BYTES
 
     def as_stored(self) -> WeightRecipe:
@@ -67,9 +86,26 @@ def model_names() -> list[str]:
     return list(_table()["models"])
 
 
-def find_model(name: str) -> PlannedModel:
+def shape_of(
+    raw: dict[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
+) -> ModelShape:
+    """The shape of a config: by the table where it has a rule, else as probed.
+
+    Raises:
+        BadInput: the config is invalid, or transformers does not know it either.
+    """
+    if not raw.get("model_type") or not isinstance(raw["model_type"], str):
+        raise BadInput("config.json has no model_type: it does not say which architecture it is")
+    if has_table_rule(raw):
+        return ModelShape.from_config(raw)
+    renamed = dict(current_names(raw))
+    facts = probed(renamed, folder, trust_remote_code=trust_remote_code)
+    return ProbedShape.from_facts(facts, renamed)
+
+
+def find_model(name: str, *, trust_remote_code: bool = False) -> PlannedModel:
     """Look up a model: a folder or a config.json, a table name, an alias, a bundled checkpoint, or a hub
-    id. Only a hub id uses the network.
+    id. Only a hub id uses the network. Code of a checkpoint is run only with `trust_remote_code`.
 
     Raises:
         BadInput: no model of that name (close matches are named), an unsupported config, or a failed
@@ -77,25 +113,26 @@ def find_model(name: str) -> PlannedModel:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        return _from_file(path / "config.json", path.name)
+        return _from_file(path / "config.json", path.name, trust_remote_code)
     if path.is_file():
-        return _from_file(path, path.parent.name if path.name == "config.json" else path.stem)
+        label = path.parent.name if path.name == "config.json" else path.stem
+        return _from_file(path, label, trust_remote_code)
     key, models, aliases = name.lower(), _table()["models"], _table()["aliases"]
     note = None
     if alias := aliases.get(key):
         key = alias["means"]
         note = f"{name} means {key}: {alias['because']}"
     if entry := models.get(key):
-        shape = ModelShape.from_config(entry["config"])
+        shape = shape_of(entry["config"])
         return PlannedModel(key, shape, entry["config"], entry["source"], note)
     if (BUNDLED / name / "config.json").is_file():
-        return _from_file(BUNDLED / name / "config.json", name)
+        return _from_file(BUNDLED / name / "config.json", name, trust_remote_code)
     if _HUB_ID.fullmatch(name) and not name.endswith(".json"):
-        return _from_hub(name, _unknown(name, [*models, *aliases]))
+        return _from_hub(name, _unknown(name, [*models, *aliases]), trust_remote_code)
     raise BadInput(_unknown(name, [*models, *aliases]))
 
 
-def _from_hub(hub_id: str, unknown: str) -> PlannedModel:
+def _from_hub(hub_id: str, unknown: str, trust_remote_code: bool) -> PlannedModel:
     from huggingface_hub import hf_hub_download
 
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
@@ -105,14 +142,14 @@ def _from_hub(hub_id: str, unknown: str) -> PlannedModel:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
         raise BadInput(f"{unknown}; {where} did not give it: {reason}") from error
-    config = read_json(path)
-    shape = ModelShape.from_config(config)
+    config = read_json(Path(path))
+    shape = shape_of(config, Path(path).parent, trust_remote_code=trust_remote_code)
     return PlannedModel(hub_id, shape, config, f"the hub, {hub_id}/config.json")
 
 
-def _from_file(path: Path, name: str) -> PlannedModel:
+def _from_file(path: Path, name: str, trust_remote_code: bool) -> PlannedModel:
     config = read_json(path)
-    shape = ModelShape.from_config(config)
+    shape = shape_of(config, path.parent, trust_remote_code=trust_remote_code)
     stored = stored_weight_bytes(path.parent) if path.name == "config.json" else None
     return PlannedModel(name, shape, config, str(path), stored_bytes=stored)
 

@@ -11,6 +11,8 @@ model wide. The rules differ in the handling of sliding windows and in their rou
     llama.cpp     a windowed layer holds min(W + n_ubatch, S); all layers in steps of 256 tokens, with a
                   separate stream per sequence
     transformers  a windowed layer holds min(W - 1, S); no blocks
+
+Layers of a probed model differ in width and hold state: `probed_rules` has the same rules for them.
 """
 
 from __future__ import annotations
@@ -23,20 +25,10 @@ from math import ceil
 
 from ....quant.base.errors import BadInput
 from ...scheduling.window import Window
+from .cache_knobs import CacheKnobs, round_up
+from .probed_rules import LLAMA_CPP_STEP, PROBED_RULES
+from .probed_shape import ProbedShape
 from .shapes import ModelShape
-
-LLAMA_CPP_STEP = 256
-
-
-@dataclass(frozen=True, slots=True)
-class CacheKnobs:
-    """Parameters of the cache rules besides the model: tokens of a block and of a step (vLLM's
-    max_num_batched_tokens), llama.cpp's n_ubatch, and whether vLLM frees blocks out of the window."""
-
-    block_size: int = 16
-    step_tokens: int = 8192
-    ubatch_tokens: int = 512
-    frees_windows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +47,9 @@ class EngineRule:
         bytes_per_element: float | Fraction,
         knobs: CacheKnobs,
     ) -> int:
-        """KV-cache bytes of one sequence."""
+        """KV-cache bytes of one sequence, its constant state included."""
+        if isinstance(shape, ProbedShape):
+            return PROBED_RULES[self.name](shape, num_tokens, bytes_per_element, knobs)
         slots = self.slots(shape, num_tokens, knobs)
         return ceil(slots * self.cached_elements(shape) * bytes_per_element)
 
@@ -66,11 +60,6 @@ class EngineRule:
             per_group = shape.num_heads // shape.num_kv_heads if shape.num_kv_heads > 1 else 1
             return shape.cached_elements * per_group
         return shape.cached_elements
-
-
-def round_up(value: int, step: int) -> int:
-    """Round up to a multiple of `step`."""
-    return -(-value // step) * step
 
 
 def resident_tokens(shape: ModelShape, tokens: int, step_tokens: int, block_size: int) -> int:
@@ -136,8 +125,9 @@ RULES = {
         EngineRule(
             "vllm",
             _vllm,
-            ("bf16", "float32", "fp8", "fp8_per_token_head", "int8", "nvfp4"),
-            "a window keeps W - 1 + max_num_batched_tokens and a block; layer groups are padded",
+            ("bf16", "float32", "fp8", "fp8_ds_mla", "fp8_per_token_head", "int8", "nvfp4"),
+            "a window keeps W - 1 + max_num_batched_tokens and a block; layer groups are padded; a state "
+            "takes a page",
         ),
         EngineRule(
             "llama.cpp",

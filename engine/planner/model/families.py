@@ -288,11 +288,45 @@ _SYNONYMS = {
     "num_experts_per_tok": ("experts_per_token",),
 }
 
+# Models around a text model: the default of their own `tie_word_embeddings`.
+_TIED_WRAPPERS = {
+    "gemma3": True,
+    "internvl": True,
+    "kimi_k25": True,
+    "llama4": False,
+    "mistral3": True,
+}
+
+# Names of older configs: Falcon's first files.
+_LEGACY_TYPES = {"RefinedWeb": "falcon", "RefinedWebModel": "falcon"}
+
 _WINDOW_KEYS = {
     "full_attention": None,
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
+
+
+def current_names(raw: Config) -> Config:
+    """The config with today's names: Falcon's first files say RefinedWeb, and leave out what it was."""
+    legacy = raw.get("model_type")
+    if legacy not in _LEGACY_TYPES:
+        return raw
+    renamed = {**raw, "model_type": _LEGACY_TYPES[legacy]}
+    if legacy == "RefinedWeb":  # Falcon-40B: grouped KV heads, two norms in parallel
+        renamed.setdefault("new_decoder_architecture", True)
+    return renamed
+
+
+def has_table_rule(raw: Config) -> bool:
+    """Whether the table has this config's architecture: the text model alone, of a type that is listed."""
+    raw = current_names(raw)
+    nested = raw.get("text_config")
+    if not isinstance(nested, Mapping):
+        return raw.get("model_type") in FAMILIES
+    if raw.get("vision_config") or raw.get("audio_config"):
+        return False
+    return f"{raw.get('model_type')}_text" in FAMILIES
 
 
 def complete(raw: Config) -> tuple[str, Family, dict[str, Any]]:
@@ -301,13 +335,16 @@ def complete(raw: Config) -> tuple[str, Family, dict[str, Any]]:
     Raises:
         BadInput: no `model_type`, or an unsupported one.
     """
+    raw = current_names(raw)
     check_kinds(raw)
     config: dict[str, Any] = dict(raw)
     if isinstance(nested := raw.get("text_config"), Mapping):
         outer = raw.get("model_type")
         config = {"model_type": f"{outer}_text", **nested}
-        if "tie_word_embeddings" in raw:
-            config.setdefault("tie_word_embeddings", raw["tie_word_embeddings"])
+        # transformers reads the outer flag alone, whatever the text config says.
+        tied = raw.get("tie_word_embeddings", _TIED_WRAPPERS.get(str(outer)))
+        if tied is not None:
+            config["tie_word_embeddings"] = tied
         check_kinds(config)
     model_type = config.get("model_type")
     if not model_type or not isinstance(model_type, str):

@@ -11,13 +11,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ....quant.base.errors import BadInput
 from .families import Config, Family, complete, has_chunks, layer_windows
 
 Role = Literal[
-    "embedding", "position", "head", "linear", "expert", "router", "norm", "bias", "expert_bias"
+    "embedding",
+    "position",
+    "head",
+    "linear",
+    "expert",
+    "router",
+    "norm",
+    "bias",
+    "expert_bias",
+    "vision",
+    "projector",
 ]
 Shard = Literal["ranks", "kv_heads", "whole"]
 
@@ -231,7 +241,8 @@ class ModelShape:
     def kv_bytes(
         self, num_tokens: int, bytes_per_element: float | Fraction, block_size: int = 1
     ) -> int:
-        """KV-cache bytes of one sequence: each layer holds min(tokens, window), in whole blocks."""
+        """KV-cache bytes of one sequence: each layer holds min(tokens, window), in whole blocks. A constant
+        state is included."""
         held = sum(
             ceil(min(num_tokens, num_tokens if window is None else window) / block_size)
             * block_size
@@ -239,7 +250,23 @@ class ModelShape:
         )
         return ceil(held * self.cached_elements * bytes_per_element)
 
-    def without_windows(self) -> ModelShape:
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the constant state of one sequence (Mamba, linear attention, convolutions)."""
+        return 0
+
+    @property
+    def looked_up_elements(self) -> int:
+        """Elements of the tables that a token is looked up in, and of towers that a decode step skips."""
+        table = 0 if self.tied else self.vocab_size * self.hidden_size
+        return table + self.learned_positions * self.hidden_size
+
+    def visible_elements(self, context: float) -> float:
+        """Cached elements that one token attends to, over all layers."""
+        keys = sum(context if window is None else min(context, window) for window in self.windows)
+        return keys * self.cached_elements
+
+    def without_windows(self) -> Self:
         """The shape with full attention in every layer, for engines that do not free out-of-window blocks."""
         return replace(self, windows=(None,) * self.num_layers)
 
@@ -258,7 +285,7 @@ class ModelShape:
             )
         return max(1, kv_heads // ranks)
 
-    def cache_on_rank(self, ranks: int) -> ModelShape:
+    def cache_on_rank(self, ranks: int) -> Self:
         """The shape whose KV cache is that of one of `ranks` TP ranks; MLA latents are replicated."""
         kv_heads = self.kv_heads_per_rank(ranks)
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
@@ -275,7 +302,7 @@ class ModelShape:
         ends = [per_stage * i + min(i, rest) for i in range(count + 1)]
         return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
-    def cache_of_stage(self, stage: range) -> ModelShape:
+    def cache_of_stage(self, stage: range) -> Self:
         """The shape whose KV cache is that of one pipeline stage. Only valid for KV-cache sizes."""
         windows = self.windows[stage.start : stage.stop]
         return replace(self, num_layers=len(stage), windows=windows)

@@ -12,6 +12,7 @@ from ..device.speed import StepTime
 from ..memory.memory import SAMPLER_COPIES
 from ..model.engine_rules import RULES, CacheKnobs
 from ..model.kv_dtypes import kv_dtype
+from ..model.probed_shape import ProbedShape, cache_line
 from ..model.shapes import ModelShape
 from .plan import DevicePlan, Plan
 
@@ -65,8 +66,42 @@ def _weights(plan: Plan) -> Iterator[Formula]:
         )
 
 
+def _probed_cache(plan: Plan, shape: ProbedShape) -> Iterator[Formula]:
+    work = plan.workload
+    dtype = kv_dtype(work.kv_dtype)
+    element = dtype.bytes_per_element(shape)
+    yield Formula(
+        "KV per token",
+        f"sum over the tensors of the cache, as {plan.model.how} holds them",
+        f"({cache_line(shape)}) x {_number(element)} ({dtype.description})",
+        f"{shape.kv_bytes_per_token(element):,} B",
+    )
+    if shape.state_bytes:
+        states = Counter(
+            (t.name, t.heads * t.width) for t in shape.layer_tensors if t.law != "growing"
+        )
+        yield Formula(
+            "state of a sequence",
+            "sum over the layers of elements x bytes, in the model's own dtypes",
+            " + ".join(f"{count} x {size:,} {name}" for (name, size), count in states.items()),
+            f"{shape.state_bytes:,} B = {format_gib(shape.state_bytes)}",
+        )
+    knobs = CacheKnobs(work.block_size, plan.devices[0].reserve.chunk_tokens)
+    for rule in RULES.values():
+        size = rule.kv_bytes(shape, work.context, element, knobs)
+        yield Formula(
+            f"KV and state of a sequence in {rule.name}",
+            rule.description,
+            f"{work.context:,} tokens, blocks of {work.block_size}",
+            f"{size:,} B = {format_gib(size)}",
+        )
+
+
 def _cache(plan: Plan) -> Iterator[Formula]:
     shape, work = plan.model.shape, plan.workload
+    if isinstance(shape, ProbedShape):
+        yield from _probed_cache(plan, shape)
+        return
     dtype = kv_dtype(work.kv_dtype)
     element = dtype.bytes_per_element(shape)
     per_layer = _elements_line(shape)

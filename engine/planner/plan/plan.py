@@ -214,8 +214,10 @@ def _engine_cache(
         max_num_seqs=sequences,
         memory_bytes=setup.kv_cache_bytes,
     )
+    states = sequences * deployment.shape.state_bytes
     if device.kind == "cpu":
-        budget = KvCacheBudget.on_cpu(max(0, device.memory_bytes - deployment.weight_bytes))
+        free = device.memory_bytes - deployment.weight_bytes - states
+        budget = KvCacheBudget.on_cpu(max(0, free))
     else:
         profile_run = replace(reserve, chunk_tokens=step_tokens, max_num_seqs=sequences)
         budget = KvCacheBudget.on_cuda(
@@ -223,8 +225,10 @@ def _engine_cache(
             reserve.utilization,
             deployment.weight_bytes,
             deployment.activation_bytes(profile_run),
-            deployment.overhead_bytes(),
+            deployment.overhead_bytes() + states,
         )
+    if not deployment.shape.kv_bytes_per_token(1):
+        return None
     try:
         return size_cache(deployment.shape, request, budget)
     except BadInput:

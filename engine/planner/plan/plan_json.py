@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from fractions import Fraction
+from math import ceil
 from typing import Any
 
 from ..device.speed import StepTime
@@ -11,6 +12,9 @@ from ..memory.memory import Deployment
 from ..model.checkpoint_file import checkpoint_file_bytes
 from ..model.engine_rules import RULES, CacheKnobs
 from ..model.kv_dtypes import kv_dtype
+from ..model.probed_shape import ProbedShape
+from ..model.shapes import ModelShape
+from ..probe.facts import PARTS
 from .plan import DevicePlan, Plan
 
 SCHEMA = 1
@@ -30,10 +34,12 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "model": plan.model.name,
         "model_note": plan.model.note,
         "source": plan.model.source,
+        "shape_from": plan.model.how,
         "warnings": list(plan.warnings),
         "model_type": shape.model_type,
         "param_count": shape.num_parameters,
         "active_param_count": shape.num_active_parameters,
+        "param_count_by_part": _parameters_by_part(shape),
         "max_model_context": shape.max_context,
         "weights": plan.recipe.label,
         "weight_bytes": plan.weight_bytes,
@@ -50,6 +56,8 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "block_size": block,
         "kv_bytes_per_token": shape.kv_bytes_per_token(element),
         "kv_bytes_per_extra_token": shape.kv_bytes_per_extra_token(element),
+        "indexer_bytes_per_token": _indexer_bytes(shape, element),
+        "state_bytes_per_sequence": shape.state_bytes,
         "kv_bytes_total": count * shape.kv_bytes(context, element),
         "kv_bytes_total_no_window": count * full.kv_bytes(context, element),
         "kv_bytes_paged": count * shape.kv_bytes(context, element, block),
@@ -61,6 +69,18 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "efficiency": asdict(plan.efficiency),
         "gpus": [_device_dict(device) for device in plan.devices],
     }
+
+
+def _parameters_by_part(shape: ModelShape) -> dict[str, int]:
+    """Parameters of the text model, and of towers and projectors beside it; their sum is the whole."""
+    if not isinstance(shape, ProbedShape):
+        return {"text": shape.num_parameters}
+    return {part: size for part in PARTS if (size := shape.measured.num_parameters(part))}
+
+
+def _indexer_bytes(shape: ModelShape, element: Fraction) -> int:
+    elements = shape.indexer_elements if isinstance(shape, ProbedShape) else 0
+    return ceil(elements * element)
 
 
 def engines_as_dict(plan: Plan, first: DevicePlan, element: Fraction) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ..device.money import Prices
 from ..device.speed import Efficiency
 from ..memory.cache_size import DEFAULT_BLOCK_SIZE
 from ..model.catalog import PlannedModel, find_model
+from ..model.kv_dtypes import kv_dtype
 from ..model.weights import WeightRecipe, recipe_for
 from .measured import read_run
 from .plan import Plan, make_plan
@@ -51,6 +52,7 @@ class PlanRequest:
     api_price_in: float | None = None
     api_price_out: float | None = None
     duty_cycle: float = 1.0
+    trust_remote_code: bool = False
 
 
 def plan_for(ask: PlanRequest) -> Plan:
@@ -59,7 +61,7 @@ def plan_for(ask: PlanRequest) -> Plan:
     Raises:
         BadInput: an invalid option value, or one that contradicts the model.
     """
-    model = find_model(ask.model)
+    model = find_model(ask.model, trust_remote_code=ask.trust_remote_code)
     devices, efficiency = _devices(ask)
     on_cpu = all(device.kind == "cpu" for device in devices)
     block_size = ask.block_size
@@ -68,7 +70,7 @@ def plan_for(ask: PlanRequest) -> Plan:
     workload = Workload(
         model.shape.max_context if ask.context is None else parse_tokens(ask.context),
         ask.sequences,
-        ask.kv_dtype or (host_dtype() if on_cpu else "bf16"),
+        kv_dtype(ask.kv_dtype or (host_dtype() if on_cpu else "bf16")).name,
         block_size,
         ask.output_tokens,
     )

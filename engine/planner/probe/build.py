@@ -1,0 +1,149 @@
+"""A transformers module from a raw config, on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+
+from ....quant.base.errors import BadInput
+
+# RoPE changes no size, and some of its kinds read the longest position, which a meta tensor lacks.
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")
+_KEPT_ROPE = ("rope_theta", "partial_rotary_factor")
+
+
+def read_config(
+    raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
+) -> Any:
+    """The transformers config of a raw `config.json`.
+
+    Raises:
+        BadInput: a type that the installed transformers does not know, remote code that is not trusted,
+            or a config that its class refuses.
+    """
+    model_type = str(raw.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        if not raw.get("auto_map"):
+            raise BadInput(
+                f"model type {model_type!r} is not known to the installed transformers "
+                f"{transformers.__version__}{_written_by(raw)}: upgrade it (pip install -U transformers)"
+            )
+        if not trust_remote_code:
+            raise BadInput(
+                f"model type {model_type!r} needs code that its checkpoint brings (auto_map): read that "
+                "code, then give --trust-remote-code"
+            )
+        if folder is None:
+            raise BadInput(
+                f"model type {model_type!r} runs code of its checkpoint: give its folder"
+            )
+        return AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
+    except Exception as error:  # a config class may raise anything about its fields
+        raise BadInput(
+            f"transformers refuses the {model_type} config: {first_line(error)}"
+        ) from error
+
+
+def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.Module:
+    """The model of a config with its language head, on the meta device.
+
+    Raises:
+        BadInput: no decoder-only language model, or one that cannot be built.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise BadInput(f"{config.model_type} is an encoder-decoder: only decoders are planned")
+    config = copy.deepcopy(config)
+    _plain_rope(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    try:
+        auto = _auto_class(config, trust_remote_code)
+        with torch.device("meta"):
+            model = auto.from_config(
+                config,
+                dtype=_dtype(config),
+                attn_implementation="eager",
+                trust_remote_code=trust_remote_code,
+            )
+    except BadInput:
+        raise
+    except Exception as error:  # a module may raise anything about its config
+        raise BadInput(
+            f"transformers {transformers.__version__} does not build a {config.model_type}: "
+            f"{first_line(error)}"
+        ) from error
+    _use_batched_experts(model)
+    return model.eval()
+
+
+def _auto_class(config: Any, trust_remote_code: bool) -> Any:
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if trust_remote_code and getattr(config, "auto_map", None):
+        return transformers.AutoModelForCausalLM
+    raise BadInput(f"{config.model_type} is no causal or image-text model of transformers")
+
+
+def _dtype(config: Any) -> torch.dtype:
+    dtype = getattr(config, "dtype", None) or getattr(
+        config.get_text_config(decoder=True), "dtype", None
+    )
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.bfloat16
+
+
+def _use_batched_experts(model: Any) -> None:
+    """Experts as one batched GEMM: the loop over hit experts depends on the routing's values."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "batched_mm"
+
+
+def _plain_rope(config: Any) -> None:
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            _plain_rope(value)
+        elif name in _ROPE_KEYS and isinstance(value, dict):
+            setattr(config, name, _plain(value))
+
+
+def _plain(rope: dict[str, Any]) -> dict[str, Any]:
+    """RoPE parameters with the `default` kind, also one level down (per attention kind)."""
+    if any(isinstance(part, dict) for part in rope.values()):
+        return {key: _plain(part) if isinstance(part, dict) else part for key, part in rope.items()}
+    if rope.get("rope_type", rope.get("type")) not in (
+        "dynamic",
+        "longrope",
+        "yarn",
+        "llama3",
+        "linear",
+    ):
+        return rope
+    return {"rope_type": "default", **{key: rope[key] for key in _KEPT_ROPE if key in rope}}
+
+
+def _written_by(raw: Mapping[str, Any]) -> str:
+    version = raw.get("transformers_version")
+    return f" (the config was written by {version})" if version else ""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
