@@ -77,7 +77,9 @@ def _special_keys(folder: Path) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # a missing or broken file fails in many ways in there
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadInput(f"{folder} has no usable tokenizer: {reason}") from error

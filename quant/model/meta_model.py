@@ -175,9 +175,11 @@ def _meta_model(checkpoint: Checkpoint) -> Any:
     """The meta-device model; buffers that no checkpoint holds, such as RoPE frequencies, are real."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(checkpoint.folder)
+    config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
     for module in model.modules():
         computed = [name for name in module._non_persistent_buffers_set if _is_meta(module, name)]
         for name in computed:

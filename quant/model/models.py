@@ -58,7 +58,11 @@ def tokenizer_arguments(model: Path) -> dict[str, Any]:
     """
     file = gguf_file_of(model)
     folder = model if file is None else file.parent
-    arguments: dict[str, Any] = {"pretrained_model_name_or_path": folder, "local_files_only": True}
+    arguments: dict[str, Any] = {
+        "pretrained_model_name_or_path": folder,
+        "local_files_only": True,
+        "trust_remote_code": False,
+    }
     if file is not None and not (folder / "tokenizer.json").is_file():
         if find_spec("gguf") is None:
             raise BadInput(

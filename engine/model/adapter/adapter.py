@@ -72,7 +72,7 @@ class TransformersModel:
         if not checkpoint.folder.is_dir() or checkpoint.quantization_config is not None:
             refuse({"transformers", "quantized"}, f"{self._name}: this checkpoint is quantized")
         try:
-            config = AutoConfig.from_pretrained(checkpoint.folder)
+            config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
         except Exception as error:  # a broken or unknown config may raise anything
             raise BadInput(f"{self._name} is not known to transformers: {_line(error)}") from error
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
@@ -94,7 +94,9 @@ class TransformersModel:
         transformers_logging.disable_progress_bar()
         load: Any = AutoModelForCausalLM.from_pretrained
         try:
-            model, report = load(checkpoint.folder, dtype=dtype, output_loading_info=True)
+            model, report = load(
+                checkpoint.folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            )
         except Exception as error:
             raise BadInput(f"{self._name} does not load: {_line(error)}") from error
         finally:

@@ -19,7 +19,14 @@ from .families import current_names, has_table_rule
 from .headers import stored_weight_bytes
 from .probed_shape import ProbedShape
 from .shapes import ModelShape
-from .weights import BF16, UNQUANTIZED_BYTES, WeightRecipe, recipe_for, stored_recipe
+from .weights import (
+    BF16,
+    UNQUANTIZED_BYTES,
+    WeightRecipe,
+    recipe_for,
+    stored_quantization,
+    stored_recipe,
+)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -69,7 +76,7 @@ class PlannedModel:
         except BadInput:
             if self.stored_bytes is None:
                 raise
-            method = self.config["quantization_config"].get("quant_method")
+            method = (stored_quantization(self.config) or {}).get("quant_method")
             recipe = replace(BF16, name=str(method))
         if recipe is BF16 and self.plain_bytes == 4 and self.stored_bytes is not None:
             recipe = recipe_for("float32", self.shape)
@@ -84,6 +91,11 @@ def _table() -> dict[str, Any]:
 def model_names() -> list[str]:
     """Model names in the bundled table."""
     return list(_table()["models"])
+
+
+def table_configs() -> dict[str, dict[str, Any]]:
+    """The raw config of every model in the bundled table."""
+    return {name: entry["config"] for name, entry in _table()["models"].items()}
 
 
 def shape_of(

@@ -297,8 +297,8 @@ _TIED_WRAPPERS = {
     "mistral3": True,
 }
 
-# Names of older configs: Falcon's first files.
-_LEGACY_TYPES = {"RefinedWeb": "falcon", "RefinedWebModel": "falcon"}
+# Other names of an architecture: Falcon's first files, and DeepSeek-V3's code under Kimi's name.
+_OTHER_NAMES = {"RefinedWeb": "falcon", "RefinedWebModel": "falcon", "kimi_k2": "deepseek_v3"}
 
 _WINDOW_KEYS = {
     "full_attention": None,
@@ -308,11 +308,11 @@ _WINDOW_KEYS = {
 
 
 def current_names(raw: Config) -> Config:
-    """The config with today's names: Falcon's first files say RefinedWeb, and leave out what it was."""
+    """The config with the architecture's own name; Falcon's first files leave out what RefinedWeb was."""
     legacy = raw.get("model_type")
-    if legacy not in _LEGACY_TYPES:
+    if legacy not in _OTHER_NAMES:
         return raw
-    renamed = {**raw, "model_type": _LEGACY_TYPES[legacy]}
+    renamed = {**raw, "model_type": _OTHER_NAMES[legacy]}
     if legacy == "RefinedWeb":  # Falcon-40B: grouped KV heads, two norms in parallel
         renamed.setdefault("new_decoder_architecture", True)
     return renamed

@@ -174,13 +174,19 @@ def _group_size(recipe: WeightRecipe, shape: ModelShape, asked: int | None) -> i
     return asked
 
 
+def stored_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a checkpoint; of a wrapped model it may be its text model's."""
+    text = config.get("text_config") or {}
+    return config.get("quantization_config") or text.get("quantization_config")
+
+
 def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
     """The recipe of a checkpoint, from its `quantization_config`; bf16 without one.
 
     Raises:
         BadInput: an unsupported quantization.
     """
-    stored = config.get("quantization_config")
+    stored = stored_quantization(config)
     if not stored:
         return BF16
     method = stored.get("quant_method")
@@ -209,12 +215,16 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
     zero_bits = 0 if scheme.get("symmetric", True) else bits
     name = f"{'fp' if kind == 'float' else 'int'}{bits}"
     record = _SHAPE_RECORD_BYTES if stored.get("format") == "pack-quantized" else 0
+    ignored = " ".join(map(str, stored.get("ignore") or ()))
+    experts_alone = "self_attn" in ignored and "mlp" in ignored  # Kimi-K2.5
+    roles: tuple[Role, ...] = ("expert",) if experts_alone else ("linear", "expert")
     return WeightRecipe(
         name,
         bits,
         scheme.get("group_size") or -1,
         zero_bits=zero_bits,
         bytes_per_tensor=record,
+        roles=roles,
     )
 
 

@@ -50,7 +50,7 @@ def read_config(
             )
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
     try:
-        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
+        return CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(raw)))
     except Exception as error:  # a config class may raise anything about its fields
         raise BadInput(
             f"transformers refuses the {model_type} config: {first_line(error)}"
@@ -70,11 +70,11 @@ def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.M
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     try:
-        auto = _auto_class(config, trust_remote_code)
+        auto = auto_class(config, trust_remote_code)
         with torch.device("meta"):
             model = auto.from_config(
                 config,
-                dtype=_dtype(config),
+                dtype=text_dtype(config),
                 attn_implementation="eager",
                 trust_remote_code=trust_remote_code,
             )
@@ -89,7 +89,12 @@ def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.M
     return model.eval()
 
 
-def _auto_class(config: Any, trust_remote_code: bool) -> Any:
+def auto_class(config: Any, trust_remote_code: bool = False) -> Any:
+    """The auto class that builds a config with its language head.
+
+    Raises:
+        BadInput: neither a causal nor an image-text model.
+    """
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return transformers.AutoModelForImageTextToText
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -99,7 +104,8 @@ def _auto_class(config: Any, trust_remote_code: bool) -> Any:
     raise BadInput(f"{config.model_type} is no causal or image-text model of transformers")
 
 
-def _dtype(config: Any) -> torch.dtype:
+def text_dtype(config: Any) -> torch.dtype:
+    """The dtype of a config, or of its text model; bfloat16 without one."""
     dtype = getattr(config, "dtype", None) or getattr(
         config.get_text_config(decoder=True), "dtype", None
     )
@@ -137,6 +143,15 @@ def _plain(rope: dict[str, Any]) -> dict[str, Any]:
     ):
         return rope
     return {"rope_type": "default", **{key: rope[key] for key in _KEPT_ROPE if key in rope}}
+
+
+def _with_floats(value: Any) -> Any:
+    """A copy with the infinities that transformers writes as `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
 def _written_by(raw: Mapping[str, Any]) -> str:

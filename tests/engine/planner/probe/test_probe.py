@@ -1,0 +1,195 @@
+"""The probe against real caches of tiny random models on the CPU, and against the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmopt.engine.planner.model.catalog import shape_of, table_configs
+from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
+from llmopt.engine.planner.model.families import current_names, has_table_rule
+from llmopt.engine.planner.model.kv_dtypes import kv_dtype
+from llmopt.engine.planner.model.probed_shape import ProbedShape
+from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.engine.planner.probe import answers
+from llmopt.engine.planner.probe.facts import CachedTensor, ProbedModel
+from llmopt.engine.planner.probe.oracle import probe
+from llmopt.quant.base.errors import BadInput
+
+from tools.survey.case import Case, surveyed_types, unlisted_types
+from tools.survey.plan_column import PlanColumn
+
+# One of each law: state, latent, indexer, compressed, shared layers, windows beside state, convolution.
+MECHANISMS = ("qwen3_next", "mamba2", "deepseek_v32", "deepseek_v4", "gemma3n_text", "lfm2", "nemotron_h")
+# A table model of each family: the rest is held by `tools/model_survey.py` and the family's tiny models.
+ORACLE_OF = (
+    "llama-3.1-70b", "mistral-7b-v0.1", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b",
+    "gemma-2-9b", "phi-3-mini-4k", "gpt-oss-20b", "gpt2", "falcon-7b", "deepseek-v3", "llama-4-scout",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("model_type", MECHANISMS)
+def test_the_plan_is_that_of_a_real_cache(model_type: str, tmp_path: Path) -> None:
+    case = Case(model_type, surveyed_types()[model_type], tmp_path)
+    verdict = PlanColumn().verdict(case)
+    assert (verdict.outcome, verdict.detail) == ("exact", "probe")
+
+
+@pytest.mark.parametrize("name", ORACLE_OF)
+def test_probe_and_table_agree(name: str) -> None:
+    raw = current_names(table_configs()[name])
+    table = ModelShape.from_config(raw)
+    probed = ProbedShape.from_facts(probe(raw), raw)
+    assert probed.num_parameters == table.num_parameters
+    assert probed.num_active_parameters == table.num_active_parameters
+    rule = RULES["transformers"]
+    for length in (4, 512, 20_000):
+        args = (length, 2, CacheKnobs())
+        assert rule.kv_bytes(probed, *args) == rule.kv_bytes(table, *args)
+    assert (probed.tied, probed.max_context) == (table.tied, table.max_context)
+
+
+def test_every_type_of_transformers_is_listed() -> None:
+    assert list(unlisted_types()) == []
+
+
+def test_bundled_answers_are_those_of_the_bundled_models() -> None:
+    """A model of the table needs no torch: by its rule or by a kept answer."""
+    kept = json.loads(Path(answers.__file__).with_name("bundled.json").read_text())
+    without_rule = [raw for raw in table_configs().values() if not has_table_rule(raw)]
+    assert {answers.config_hash(current_names(raw)) for raw in without_rule} == set(kept)
+
+
+def test_a_vision_model_counts_all_its_parts() -> None:
+    shape = shape_of(table_configs()["gemma-3-4b"])
+    assert isinstance(shape, ProbedShape)
+    assert shape.num_parameters == 4_300_079_472
+    assert shape.measured.num_parameters("text") == 3_880_263_168
+    assert sum(shape.measured.num_parameters(part) for part in ("vision", "projector")) == 419_816_304
+
+
+def test_an_answer_is_kept_by_config_and_read_again(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    raw = {"model_type": "olmo2", **TINY}
+    first = answers.probed(raw)
+    (kept,) = (own_cache / "llmopt" / "probe").iterdir()
+    monkeypatch.setattr("llmopt.engine.planner.probe.oracle.probe", _must_not_run)
+    assert answers.probed({**raw, "_name_or_path": "elsewhere"}) == first
+    kept.write_text("{")
+    with pytest.raises(AssertionError, match="probed again"):
+        answers.probed(raw)
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def _must_not_run(*_: object, **__: object) -> ProbedModel:
+    raise AssertionError("probed again")
+
+
+def test_configs_that_were_refused_are_planned() -> None:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "shared_expert_intermediate_size": 32}  # fmt: skip
+    assert shape_of({"model_type": "qwen2_moe", **TINY, **moe, "sliding_window": 0}).num_parameters
+    gemma = {"model_type": "gemma3n_text", **surveyed_types()["gemma3n_text"]}
+    sized = {**TINY, **gemma, "num_hidden_layers": 4, "intermediate_size": [96] * 4}
+    assert shape_of(sized).num_parameters
+
+
+def test_unknown_and_remote_code_are_one_line() -> None:
+    with pytest.raises(BadInput, match=r"installed transformers \d.*written by 9\.9.*upgrade"):
+        shape_of({"model_type": "of_tomorrow", "transformers_version": "9.9"})
+    remote = {"model_type": "of_someone", "auto_map": {"AutoConfig": "config.Config"}}
+    with pytest.raises(BadInput, match="--trust-remote-code"):
+        shape_of(remote)
+    with pytest.raises(BadInput, match="refuses the olmo2 config"):
+        shape_of({"model_type": "olmo2", **TINY, "hidden_size": "wide"})
+    with pytest.raises(BadInput, match="encoder-decoder"):
+        shape_of({"model_type": "bart", "d_model": 64})
+
+
+def test_remote_code_runs_only_when_trusted(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "config.py").write_text(f"open({str(ran)!r}, 'w')\nclass Config: pass\n")
+    raw = {"model_type": "of_someone", "auto_map": {"AutoConfig": "config.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(BadInput):
+        shape_of(raw, tmp_path)
+    assert not ran.exists()
+    with pytest.raises(BadInput):  # this code is no model, but it was run
+        shape_of(raw, tmp_path, trust_remote_code=True)
+    assert ran.exists()
+
+
+def _hybrid() -> ProbedShape:
+    """Eight layers: six with a state of 1,000 B, two of attention with 2 heads x 64."""
+    cache = tuple(
+        CachedTensor("conv_states", layer, 500, 1, 2, "constant") for layer in range(6)
+    ) + tuple(
+        CachedTensor(name, layer, 2, 64, 2, "growing") for layer in (6, 7) for name in ("keys", "values")
+    )
+    facts = ProbedModel("hybrid", "0", 8, 256, 4, 2, 64, 512, 1000, 4096, True, 0, 0, 0, 0, (), cache)
+    return ProbedShape.from_facts(facts, {})
+
+
+def test_state_is_in_every_sum() -> None:
+    shape = _hybrid()
+    assert shape.state_bytes == 6000
+    assert shape.kv_bytes_per_token(2) == 2 * 2 * 2 * 64 * 2 == 1024
+    assert shape.kv_bytes(100, 2) == 100 * 1024 + 6000
+    assert shape.kv_bytes(100, 2, 16) == 112 * 1024 + 6000
+    sizes = {name: rule.kv_bytes(shape, 100, 2, CacheKnobs()) for name, rule in RULES.items()}
+    assert sizes["llmopt"] == 112 * 1024 + 6000
+    assert sizes["transformers"] == 100 * 1024 + 6000
+    assert sizes["llama.cpp"] == 256 * 1024 + 2 * 6000  # its state is float32
+    # A page of 16 tokens x 512 B holds a state of 1,000 B; groups of 2 layers: 3 of state, 1 of attention.
+    assert sizes["vllm"] == 2 * (3 + 7) * 16 * 512
+
+
+def test_a_page_of_vllm_grows_to_hold_a_state() -> None:
+    shape = _hybrid()
+    big = tuple(
+        CachedTensor("conv_states", layer, 10_000, 1, 2, "constant") for layer in range(6)
+    ) + shape.measured.cache[6:]
+    facts = ProbedModel("hybrid", "0", 8, 256, 4, 2, 64, 512, 1000, 4096, True, 0, 0, 0, 0, (), big)
+    # 20,000 B need 40 tokens of 512 B: 48 with vLLM's alignment of 16.
+    size = RULES["vllm"].kv_bytes(ProbedShape.from_facts(facts, {}), 100, 2, CacheKnobs())
+    assert size == 2 * (3 + 3) * 48 * 512
+
+
+def test_ranks_share_heads_and_state() -> None:
+    rank = _hybrid().cache_on_rank(4)
+    assert rank.state_bytes == 6 * 125 * 2
+    assert rank.kv_bytes_per_token(2) == 512  # two KV heads on four ranks: replicated
+
+
+def test_kv_dtypes_are_exact_for_every_width() -> None:
+    shape = shape_of(table_configs()["deepseek-v3.2"])
+    latent = kv_dtype("fp8_ds_mla").bytes_per_element(shape)
+    assert shape.kv_bytes_per_token(latent) == 61 * (656 + 132)
+    gemma = shape_of(table_configs()["gemma-4-26b-a4b"])
+    scaled = kv_dtype("int8_per_token_head").bytes_per_element(gemma)
+    assert gemma.kv_bytes_per_extra_token(scaled) == 5 * 2 * 2 * (512 + 4)
+    with pytest.raises(BadInput, match="does not cache"):
+        kv_dtype("fp8_ds_mla").bytes_per_element(gemma)
+
+
+def test_facts_survive_their_json() -> None:
+    facts = shape_of(table_configs()["qwen3.5-27b"])
+    assert isinstance(facts, ProbedShape)
+    measured = facts.measured
+    again = ProbedModel.from_dict(json.loads(json.dumps(measured.as_dict())))
+    assert again.cache_bytes(512) == measured.cache_bytes(512)
+    assert sorted(again.parameters, key=repr) == sorted(measured.parameters, key=repr)

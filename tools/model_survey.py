@@ -1,0 +1,118 @@
+"""Survey of model types: `python tools/model_survey.py [TYPE...] [--docs] [--output FILE]`.
+
+A tiny random checkpoint of every decoder-only causal and image-text type of the installed transformers
+(`tools/survey/types.json`, where each exclusion has its reason) goes through each column. A type that
+transformers itself cannot build counts as missed. `--docs` writes the table of docs/model-survey.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import transformers
+from llmopt.quant.base.atomic_io import write_atomically
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.survey.case import Case, Column, Verdict, surveyed_types, unlisted_types
+from tools.survey.plan_column import PlanColumn
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "model-survey.md"
+BEGIN, END = (f"<!-- made by tools/model_survey.py: {side} -->" for side in ("begin", "end"))
+COLUMNS: tuple[Column, ...] = (PlanColumn(),)
+Results = dict[str, dict[str, Verdict]]
+
+
+def main() -> int:
+    """Survey, print, and write the table where asked; 1 if a type is unlisted or a column is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*", help="only these types")
+    parser.add_argument("--output", type=Path, help="write the verdicts as JSON")
+    parser.add_argument("--docs", action="store_true", help=f"write the table into {DOCUMENT.name}")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    listed = surveyed_types()
+    results: Results = {}
+    for model_type in options.types or listed:
+        results[model_type] = survey(model_type, listed.get(model_type, {}))
+        says = ", ".join(f"{k} {v.outcome} {v.detail}" for k, v in results[model_type].items())
+        print(f"{model_type}: {says}", flush=True)
+    unlisted = list(unlisted_types())
+    print("\n".join([*summary(results), f"unlisted types: {', '.join(unlisted) or 'none'}"]))
+    if options.output:
+        rows = {t: {c: [v.outcome, v.detail] for c, v in row.items()} for t, row in results.items()}
+        write_atomically(options.output, (json.dumps(rows, indent=1) + "\n").encode())
+    if options.docs:
+        _write_table(table(results))
+    outcomes = {verdict.outcome for row in results.values() for verdict in row.values()}
+    return 1 if unlisted or outcomes & {"wrong", "traceback"} else 0
+
+
+def survey(model_type: str, changes: dict[str, object]) -> dict[str, Verdict]:
+    """The verdict of every column for one type."""
+    with tempfile.TemporaryDirectory() as folder:
+        case = Case(model_type, changes, Path(folder))
+        try:
+            _ = case.raw, case.model
+        except Exception as error:  # transformers may fail to build in any way
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return {column.name: Verdict("missed", reason[:160]) for column in COLUMNS}
+        return {column.name: _verdict(column, case) for column in COLUMNS}
+
+
+def _verdict(column: Column, case: Case) -> Verdict:
+    try:
+        return column.verdict(case)
+    except Exception as error:  # a traceback is a verdict, and the survey goes on
+        line = (str(error).strip().splitlines() or [""])[0]
+        return Verdict("traceback", f"{type(error).__name__}: {line}"[:160])
+
+
+def summary(results: Results) -> list[str]:
+    """One line a column: how many types of each outcome."""
+    lines = []
+    for column in COLUMNS:
+        counts = Counter(row[column.name].outcome for row in results.values())
+        share = counts["exact"] / max(1, len(results))
+        rest = ", ".join(
+            f"{counts[name]} {name}" for name in ("wrong", "refused", "missed", "traceback")
+        )
+        lines.append(
+            f"{column.name}: {counts['exact']} of {len(results)} exact ({share:.1%}), {rest}"
+        )
+    return lines
+
+
+def table(results: Results) -> str:
+    """The survey as a Markdown table: what is not exact with its reason."""
+    names = [column.name for column in COLUMNS]
+    lines = [f"transformers {transformers.__version__}, {len(results)} types.", ""]
+    lines += [
+        *summary(results),
+        "",
+        f"| type | {' | '.join(names)} |",
+        "| --- |" + " --- |" * len(names),
+    ]
+    for model_type, row in results.items():
+        cells = [
+            v.outcome if v.outcome == "exact" else f"{v.outcome}: {v.detail}".replace("|", "/")
+            for v in (row[name] for name in names)
+        ]
+        lines.append(f"| {model_type} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _write_table(text: str) -> None:
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    write_atomically(DOCUMENT, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Write the probe's answers for the bundled models: `python tools/probe_table.py [NAME...]`.
+
+Planning a bundled model must import no torch, so what the probe says of those without a table rule is kept in
+`engine/planner/probe/bundled.json`, by config hash. With names, only those are probed again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from llmopt.engine.planner.model.catalog import table_configs
+from llmopt.engine.planner.model.families import current_names, has_table_rule
+from llmopt.engine.planner.probe.answers import config_hash
+from llmopt.engine.planner.probe.oracle import probe
+from llmopt.quant.base.atomic_io import write_atomically
+
+BUNDLED = Path(__file__).parents[1] / "engine" / "planner" / "probe" / "bundled.json"
+
+
+def main() -> int:
+    """Probe and write."""
+    wanted = set(sys.argv[1:])
+    old = json.loads(BUNDLED.read_text()) if BUNDLED.exists() else {}
+    answers = {}
+    for name, config in table_configs().items():
+        if has_table_rule(config):
+            continue
+        raw = current_names(config)
+        key = config_hash(raw)
+        if key in old and wanted and name not in wanted:
+            answers[key] = old[key]
+            continue
+        started = time.perf_counter()
+        measured = probe(raw)
+        answers[key] = measured.as_dict()
+        print(
+            f"{name}: {measured.num_parameters():,} parameters, {measured.cache_bytes(4096):,} B of cache "
+            f"at 4,096 tokens, {time.perf_counter() - started:.1f} s",
+            flush=True,
+        )
+        write_atomically(BUNDLED, _text({**old, **answers}))
+    write_atomically(BUNDLED, _text(answers))
+    return 0
+
+
+def _text(answers: dict[str, object]) -> bytes:
+    rows = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in answers.items())
+    return ("{\n" + ",\n".join(rows) + "\n}\n").encode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Parts of the model survey: one module a column."""

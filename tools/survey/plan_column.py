@@ -1,0 +1,37 @@
+"""Column `plan`: parameters and cache bytes of kv-plan against the real model on the CPU."""
+
+from __future__ import annotations
+
+from llmopt.engine.planner.model.catalog import shape_of
+from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
+from llmopt.engine.planner.model.probed_shape import ProbedShape
+from llmopt.engine.planner.probe.cache_growth import cache_after, cache_bytes
+from llmopt.quant.base.errors import BadInput
+
+from .case import Case, Verdict
+
+LENGTHS = (4, 8, 256, 512)
+MAX_OPERATORS = 5_000_000
+
+
+class PlanColumn:
+    """Exact: as many parameters, and as many bytes of cache at every length, as transformers holds."""
+
+    name = "plan"
+
+    def verdict(self, case: Case) -> Verdict:
+        """Compare kv-plan's shape with the model that transformers builds."""
+        try:
+            shape = shape_of(case.raw, case.folder)
+        except BadInput as error:
+            return Verdict("refused", str(error))
+        parameters = sum(p.numel() for p in case.model.parameters())
+        if shape.num_parameters != parameters:
+            return Verdict("wrong", f"{shape.num_parameters:,} parameters, not {parameters:,}")
+        element = next(p for p in case.model.parameters() if p.is_floating_point()).element_size()
+        for length in LENGTHS:
+            held = cache_bytes(cache_after(case.model, length, MAX_OPERATORS))
+            planned = RULES["transformers"].kv_bytes(shape, length, element, CacheKnobs())
+            if held != planned:
+                return Verdict("wrong", f"{planned:,} B of cache at {length} tokens, not {held:,}")
+        return Verdict("exact", "probe" if isinstance(shape, ProbedShape) else "table")
