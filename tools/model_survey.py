@@ -32,26 +32,44 @@ def main() -> int:
     """Survey, print, and write the table where asked; 1 if a type is unlisted or a column is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="only these types")
-    parser.add_argument("--output", type=Path, help="write the verdicts as JSON")
+    parser.add_argument(
+        "--output", type=Path, help="JSON of the verdicts: those of other types stay"
+    )
     parser.add_argument("--docs", action="store_true", help=f"write the table into {DOCUMENT.name}")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     listed = surveyed_types()
-    results: Results = {}
+    results = read_results(options.output) if options.types and options.output else {}
     for model_type in options.types or listed:
         results[model_type] = survey(model_type, listed.get(model_type, {}))
         says = ", ".join(f"{k} {v.outcome} {v.detail}" for k, v in results[model_type].items())
         print(f"{model_type}: {says}", flush=True)
+        if options.output:
+            write_results(options.output, results)
+    results = dict(sorted(results.items()))
     unlisted = list(unlisted_types())
     print("\n".join([*summary(results), f"unlisted types: {', '.join(unlisted) or 'none'}"]))
-    if options.output:
-        rows = {t: {c: [v.outcome, v.detail] for c, v in row.items()} for t, row in results.items()}
-        write_atomically(options.output, (json.dumps(rows, indent=1) + "\n").encode())
     if options.docs:
         _write_table(table(results))
     outcomes = {verdict.outcome for row in results.values() for verdict in row.values()}
     return 1 if unlisted or outcomes & {"wrong", "traceback"} else 0
+
+
+def read_results(path: Path) -> Results:
+    """The verdicts of an earlier survey; none without its file."""
+    if not path.is_file():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return {t: {c: Verdict(*says) for c, says in row.items()} for t, row in rows.items()}
+
+
+def write_results(path: Path, results: Results) -> None:
+    """Write the verdicts, in the order of the types."""
+    rows = {
+        t: {c: [v.outcome, v.detail] for c, v in row.items()} for t, row in sorted(results.items())
+    }
+    write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode())
 
 
 def survey(model_type: str, changes: dict[str, object]) -> dict[str, Verdict]:

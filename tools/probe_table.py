@@ -1,7 +1,7 @@
-"""Write the probe's answers for the bundled models: `python tools/probe_table.py [NAME...]`.
+"""Write the probe's answers for the bundled models: `python tools/probe_table.py [NAME... | all]`.
 
 Planning a bundled model must import no torch, so what the probe says of those without a table rule is kept in
-`engine/planner/probe/bundled.json`, by config hash. With names, only those are probed again.
+`engine/planner/probe/bundled.json`, by config hash. What is there stays, but for the models that are named.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
             continue
         raw = current_names(config)
         key = config_hash(raw)
-        if key in old and wanted and name not in wanted:
+        if key in old and not wanted & {name, "all"}:
             answers[key] = old[key]
             continue
         started = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import transformers
-from llmopt.engine.planner.probe.build import auto_class, text_dtype
+from llmopt.engine.planner.probe.build import auto_class
 
 from .tiny import tiny_config
 
@@ -40,6 +40,7 @@ class Case:
     def config(self) -> Any:
         """The tiny config, as a transformers object that was read back from its file."""
         config = tiny_config(self.model_type, self.changes)
+        config.dtype = "float32"
         config.save_pretrained(self.folder)
         return transformers.AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
 
@@ -51,12 +52,12 @@ class Case:
 
     @cached_property
     def model(self) -> Any:
-        """The real model with random weights on the CPU, in the config's dtype."""
+        """The real model with random weights on the CPU, in float32."""
         torch.manual_seed(0)
         build: Any = auto_class(self.config).from_config
         return build(
             self.config,
-            dtype=text_dtype(self.config),
+            dtype=torch.float32,
             attn_implementation="eager",
             trust_remote_code=False,
         ).eval()

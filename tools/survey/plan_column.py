@@ -12,6 +12,7 @@ from .case import Case, Verdict
 
 LENGTHS = (4, 8, 256, 512)
 MAX_OPERATORS = 5_000_000
+ELEMENT_BYTES = 4
 
 
 class PlanColumn:
@@ -28,10 +29,9 @@ class PlanColumn:
         parameters = sum(p.numel() for p in case.model.parameters())
         if shape.num_parameters != parameters:
             return Verdict("wrong", f"{shape.num_parameters:,} parameters, not {parameters:,}")
-        element = next(p for p in case.model.parameters() if p.is_floating_point()).element_size()
         for length in LENGTHS:
             held = cache_bytes(cache_after(case.model, length, MAX_OPERATORS))
-            planned = RULES["transformers"].kv_bytes(shape, length, element, CacheKnobs())
+            planned = RULES["transformers"].kv_bytes(shape, length, ELEMENT_BYTES, CacheKnobs())
             if held != planned:
                 return Verdict("wrong", f"{planned:,} B of cache at {length} tokens, not {held:,}")
         return Verdict("exact", "probe" if isinstance(shape, ProbedShape) else "table")

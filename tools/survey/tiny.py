@@ -20,7 +20,8 @@ SIZES: Mapping[str, Any] = {
     "n_group": 1, "topk_group": 1, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 4,
     "sliding_window": 64, "attention_chunk_size": 64, "image_size": 32, "patch_size": 16,
-    "projection_dim": 64, "out_hidden_size": 64,
+    "projection_dim": 64, "text_hidden_size": 64, "rotary_dim": 8,
+    "out_hidden_size": 64,
 }  # fmt: skip
 
 

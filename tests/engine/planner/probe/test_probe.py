@@ -22,7 +22,15 @@ from tools.survey.case import Case, surveyed_types, unlisted_types
 from tools.survey.plan_column import PlanColumn
 
 # One of each law: state, latent, indexer, compressed, shared layers, windows beside state, convolution.
-MECHANISMS = ("qwen3_next", "mamba2", "deepseek_v32", "deepseek_v4", "gemma3n_text", "lfm2", "nemotron_h")
+MECHANISMS = (
+    "qwen3_next",
+    "mamba2",
+    "deepseek_v32",
+    "deepseek_v4",
+    "gemma3n_text",
+    "lfm2",
+    "nemotron_h",
+)
 # A table model of each family: the rest is held by `tools/model_survey.py` and the family's tiny models.
 ORACLE_OF = (
     "llama-3.1-70b", "mistral-7b-v0.1", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b",
@@ -73,7 +81,9 @@ def test_a_vision_model_counts_all_its_parts() -> None:
     assert isinstance(shape, ProbedShape)
     assert shape.num_parameters == 4_300_079_472
     assert shape.measured.num_parameters("text") == 3_880_263_168
-    assert sum(shape.measured.num_parameters(part) for part in ("vision", "projector")) == 419_816_304
+    assert (
+        sum(shape.measured.num_parameters(part) for part in ("vision", "projector")) == 419_816_304
+    )
 
 
 def test_an_answer_is_kept_by_config_and_read_again(
@@ -104,7 +114,7 @@ def test_configs_that_were_refused_are_planned() -> None:
            "shared_expert_intermediate_size": 32}  # fmt: skip
     assert shape_of({"model_type": "qwen2_moe", **TINY, **moe, "sliding_window": 0}).num_parameters
     gemma = {"model_type": "gemma3n_text", **surveyed_types()["gemma3n_text"]}
-    sized = {**TINY, **gemma, "num_hidden_layers": 4, "intermediate_size": [96] * 4}
+    sized = {**TINY, **gemma, "intermediate_size": [96] * 10}
     assert shape_of(sized).num_parameters
 
 
@@ -138,9 +148,13 @@ def _hybrid() -> ProbedShape:
     cache = tuple(
         CachedTensor("conv_states", layer, 500, 1, 2, "constant") for layer in range(6)
     ) + tuple(
-        CachedTensor(name, layer, 2, 64, 2, "growing") for layer in (6, 7) for name in ("keys", "values")
+        CachedTensor(name, layer, 2, 64, 2, "growing")
+        for layer in (6, 7)
+        for name in ("keys", "values")
     )
-    facts = ProbedModel("hybrid", "0", 8, 256, 4, 2, 64, 512, 1000, 4096, True, 0, 0, 0, 0, (), cache)
+    facts = ProbedModel(
+        "hybrid", "0", 8, 256, 4, 2, 64, 512, 1000, 4096, True, 0, 0, 0, 0, (), cache
+    )
     return ProbedShape.from_facts(facts, {})
 
 
@@ -160,9 +174,10 @@ def test_state_is_in_every_sum() -> None:
 
 def test_a_page_of_vllm_grows_to_hold_a_state() -> None:
     shape = _hybrid()
-    big = tuple(
-        CachedTensor("conv_states", layer, 10_000, 1, 2, "constant") for layer in range(6)
-    ) + shape.measured.cache[6:]
+    big = (
+        tuple(CachedTensor("conv_states", layer, 10_000, 1, 2, "constant") for layer in range(6))
+        + shape.measured.cache[6:]
+    )
     facts = ProbedModel("hybrid", "0", 8, 256, 4, 2, 64, 512, 1000, 4096, True, 0, 0, 0, 0, (), big)
     # 20,000 B need 40 tokens of 512 B: 48 with vLLM's alignment of 16.
     size = RULES["vllm"].kv_bytes(ProbedShape.from_facts(facts, {}), 100, 2, CacheKnobs())
