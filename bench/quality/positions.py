@@ -1,0 +1,182 @@
+"""Scores per position, in columns: `quality.parquet`, written in row groups as they come."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from ...quant.base.errors import BadInput
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+QUALITY_NAME = "quality.parquet"
+# Rows kept in memory until they are written.
+ROW_GROUP = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class PositionScores:
+    """Columns over scored positions, in the order of the passage. Without a reference the last five are None,
+    as is each that a server does not tell.
+
+    Attributes:
+        position: index of the scored token in its window.
+        nll: negative log-likelihood of the token, in nats.
+        rank: of the token in the model's distribution; 1 is the likeliest.
+        kl: KL(reference ‖ model) of the token's distribution, in nats.
+        top1: whether both models' likeliest token is the same.
+    """
+
+    document: np.ndarray
+    window: np.ndarray
+    position: np.ndarray
+    token_id: np.ndarray
+    nll: np.ndarray
+    rank: np.ndarray | None = None
+    reference_nll: np.ndarray | None = None
+    reference_rank: np.ndarray | None = None
+    kl: np.ndarray | None = None
+    top1: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.nll)
+
+
+COLUMNS = tuple(field.name for field in fields(PositionScores))
+TYPES = {
+    "document": np.int32,
+    "window": np.int32,
+    "position": np.int32,
+    "token_id": np.int32,
+    "nll": np.float32,
+    "rank": np.int32,
+    "reference_nll": np.float32,
+    "reference_rank": np.int32,
+    "kl": np.float32,
+    "top1": np.bool_,
+}
+
+
+class QualitySeries:
+    """A readable `quality.parquet`; columns are read one by one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @classmethod
+    def beside(cls, result: Path) -> Self | None:
+        """The series in a run folder, or beside a `result.json`; None where there is none.
+
+        Raises:
+            BadInput: the file is damaged, or is none of llmopt's.
+        """
+        path = (result if result.is_dir() else result.parent) / QUALITY_NAME
+        if not path.is_file():
+            return None
+        series = cls(path)
+        missing = {"window", "position", "token_id", "nll"} - set(series.names)
+        if missing:
+            raise BadInput(f"{path} has no column {', '.join(sorted(missing))}")
+        return series
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that hold values."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return list(pq.read_schema(self.path).names)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise BadInput(f"{self.path} is damaged: {error}") from error
+
+    def column(self, name: str) -> np.ndarray | None:
+        """A column over all positions, or None.
+
+        Raises:
+            BadInput: the file is damaged.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if name not in self.names:
+            return None
+        try:
+            return pq.read_table(self.path, columns=[name]).column(0).to_numpy()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise BadInput(f"{self.path} is damaged: {error}") from error
+
+    def needed(self, name: str) -> np.ndarray:
+        """A column that every series has."""
+        column = self.column(name)
+        assert column is not None, name
+        return column
+
+    def copy_to(self, folder: Path) -> None:
+        """`quality.parquet` into a run folder."""
+        shutil.copyfile(self.path, folder / QUALITY_NAME)
+
+
+class SeriesWriter:
+    """Writes a temporary `quality.parquet`, which lives as long as the series that `finish` returns."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="llmopt-quality-")
+        self._path = Path(self._folder.name) / QUALITY_NAME
+        self._file: Any = None
+        self._kept: list[dict[str, np.ndarray]] = []
+        self._num_kept = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            if self._file is not None:
+                self._file.close()
+            self._folder.cleanup()
+
+    def add(self, scores: PositionScores) -> None:
+        """Append positions. The columns that are None must be the same in every call."""
+        given = {name: getattr(scores, name) for name in COLUMNS}
+        part = {
+            name: np.asarray(column, dtype=TYPES[name])
+            for name, column in given.items()
+            if column is not None
+        }
+        self._kept.append(part)
+        self._num_kept += len(scores)
+        if self._num_kept >= ROW_GROUP:
+            self._flush()
+
+    def finish(self) -> QualitySeries:
+        """The written series. Needs one position."""
+        self._flush()
+        self._file.close()
+        series = QualitySeries(self._path)
+        series._folder = self._folder
+        return series
+
+    def _flush(self) -> None:
+        for table in self._tables():
+            if self._file is None:
+                import pyarrow.parquet as pq
+
+                self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd")
+            self._file.write_table(table, row_group_size=ROW_GROUP)
+        self._kept, self._num_kept = [], 0
+
+    def _tables(self) -> Iterator[pa.Table]:
+        import pyarrow as pa
+
+        if self._kept:
+            names = self._kept[0]
+            yield pa.table({name: np.concatenate([p[name] for p in self._kept]) for name in names})
