@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -15,7 +15,7 @@ from .build import build_engine
 from .cache.kv_cache import stored_name
 from .config.adapters import adapter_salt
 from .config.config import EngineConfig
-from .execution.chunked_forward import forward_in_chunks
+from .execution.prompt_pass import PromptPass, plan_steps
 from .execution.step_loop import InFlightStep, SerialLoop, StepLoop
 from .execution.step_phases import UNTIMED, PhaseTimer, StepHook, StepTimer
 from .execution.step_trace import StepRecorder
@@ -216,15 +216,32 @@ class Engine:
     def prompt_logits(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
         """Logits after each token, float32 [tokens, vocab], through paged attention.
 
+        They grow with tokens × vocabulary: for more than a few tokens take slices of `hidden_states`.
+
         Raises:
             BadInput: no tokens, tokens outside the vocabulary, more than fit in the free cache, or an
                 unknown adapter.
         """
-        return self._over_tokens(self.runner.score, token_ids, lora)
+        return self.runner.decoder.logits(self.hidden_states(token_ids, lora))
 
     def hidden_states(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
         """Final normed hidden states, [tokens, hidden]. Raises as `prompt_logits`."""
-        return self._over_tokens(self.runner.hidden, token_ids, lora)
+        self._check_tokens(token_ids, SamplingParams())
+        with self.prompt_pass(lora) as prompts:
+            prompts.check_fits(len(token_ids))
+            steps = plan_steps([len(token_ids)], [prompts])
+            return torch.cat([prompts.hidden(step, [token_ids]) for step in steps])
+
+    def prompt_pass(self, lora: str | None = None) -> PromptPass:
+        """Prefill of prompts outside the scheduler, in the free blocks; no step may run beside it.
+
+        Raises:
+            BadInput: an unknown adapter.
+        """
+        self._check_lora(lora)
+        self._wait_for_thread()
+        scheduler = self.scheduler
+        return PromptPass(self.runner, scheduler.pool, scheduler.config, lora)
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prefixes and their counters, as a benchmark does between runs."""
@@ -258,15 +275,6 @@ class Engine:
                 for request in scheduler.running
             ),
         )
-
-    def _over_tokens(
-        self, compute: Callable[..., torch.Tensor], token_ids: Sequence[int], lora: str | None
-    ) -> torch.Tensor:
-        self._check_lora(lora)
-        self._check_tokens(token_ids, SamplingParams())
-        self._wait_for_thread()
-        scheduler = self.scheduler
-        return forward_in_chunks(compute, scheduler.pool, scheduler.config, token_ids, lora)
 
     def _check_lora(self, name: str | None) -> None:
         if name is not None and name not in self.config.loras:

@@ -15,9 +15,8 @@ from .dialogue import position
 from .target import Chunk
 
 if TYPE_CHECKING:
-    import torch
-
     from ...engine.engine import Engine
+    from ...engine.execution.prompt_pass import PromptPass
     from ...engine.scheduling.outputs import RequestOutput
 
 # Polling interval of the idle wait: negligible cost, and an interrupt takes effect at once.
@@ -31,8 +30,8 @@ class WithAdapter:
     engine: Engine
     lora: str | None
 
-    def prompt_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        return self.engine.prompt_logits(token_ids, self.lora)
+    def prompt_pass(self) -> PromptPass:
+        return self.engine.prompt_pass(self.lora)
 
 
 @dataclass(slots=True)

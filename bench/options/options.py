@@ -12,6 +12,7 @@ from ...engine.config.config import EngineConfig
 from ...engine.config.option import options_of
 from ...quant.base.errors import BadInput
 from ..metrics.metrics import METRICS, parse_goodput
+from ..quality.protocols import ProtocolName, ProtocolOptions
 from .durations import parse_duration
 from .engine_fields import model_of
 from .think_time import ThinkTime
@@ -114,6 +115,9 @@ class BenchOptions(EngineFields, BaseModel):
     quality: bool = True
     quality_tokens: Annotated[int, Field(ge=2)] = 4096
     quality_text: Path | None = None
+    quality_protocol: ProtocolName = "documents"
+    quality_window: PositiveInt | None = None
+    quality_stride: PositiveInt | None = None
     reference: str | None = None
     tasks: tuple[str, ...] = ()
     tasks_limit: PositiveInt | None = None
@@ -159,6 +163,11 @@ class BenchOptions(EngineFields, BaseModel):
     @model_validator(mode="after")
     def _engine_options_go_together(self) -> Self:
         _ = self.engine
+        return self
+
+    @model_validator(mode="after")
+    def _quality_options_go_together(self) -> Self:
+        ProtocolOptions(self.quality_protocol, self.quality_window, self.quality_stride)
         return self
 
     @model_validator(mode="after")

@@ -82,6 +82,8 @@ class Blocks:
         low, high = self._interval(self.resampled_quantiles(values, share))
         tail = (1 - CONFIDENCE) / 2
         count = len(values)
+        if values.min() == values.max():  # the same at every position, as of equal models
+            return low, high
         return (
             None if (1 - share) ** count > tail else low,
             None if share**count > tail else high,

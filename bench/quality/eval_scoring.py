@@ -198,10 +198,12 @@ class EngineScorer:
 
     def _score_full(self, window: Window) -> list[TokenLogprobs]:
         """Score a window that fills the context and leaves no position to generate."""
-        from ...engine.sampling.logprobs import logprobs_of
+        from ...engine.sampling.logprobs import rows_per_slice, sliced_logprobs
 
-        logits = self._engine.prompt_logits(window.inputs)[-len(window.targets) :]
-        return logprobs_of(logits, window.targets, 0)
+        engine = self._engine
+        hidden = engine.hidden_states(window.inputs)[-len(window.targets) :]
+        logits, num_rows = engine.runner.decoder.logits, rows_per_slice(engine.vocab_size)
+        return sliced_logprobs(logits, hidden, window.targets, 0, num_rows)
 
     def _complete(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], what: str

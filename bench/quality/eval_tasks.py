@@ -10,10 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...quant.base.errors import BadInput
+from ...quant.base.errors import BadInput, first_line
 from ...quant.base.progress import Progress
 from ..page.page import Table
-from ..workloads.hub import first_line
 from .eval_scoring import EngineScorer
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...quant.base.errors import BadInput
 from ..metrics.trace import LoadPass
+from ..quality.positions import QualitySeries
 
 SCHEMA_VERSION = 1
 RESULT_NAME = "result.json"
@@ -20,10 +21,11 @@ RESULT_NAME = "result.json"
 
 @dataclass(slots=True)
 class BenchRun:
-    """A finished benchmark: its record and the passes it was computed from."""
+    """A finished benchmark: its record, and the passes and the quality series it was computed from."""
 
     result: dict[str, Any]
     passes: list[LoadPass]
+    series: QualitySeries | None = None
 
     @property
     def interrupted(self) -> bool:

@@ -7,20 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
+from ..quality.positions import QualitySeries
 from .requests_table import REQUESTS_NAME, requests_table
 from .result import BenchRun, read_result
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """A result and, where present, its request table by column."""
+    """A result and, where present, its request table by column and its quality per position."""
 
     result: dict[str, Any]
     requests: dict[str, list[Any]] | None = None
+    series: QualitySeries | None = None
 
     @classmethod
     def of_run(cls, run: BenchRun) -> RunData:
-        return cls(run.result, requests_table(run.passes))
+        return cls(run.result, requests_table(run.passes), run.series)
 
     @classmethod
     def read(cls, path: Path) -> RunData:
@@ -30,14 +32,15 @@ class RunData:
             BadInput: no such result, or a damaged file.
         """
         result = read_result(path)
+        series = QualitySeries.beside(path)
         table = (path if path.is_dir() else path.parent) / REQUESTS_NAME
         if not table.is_file():
-            return cls(result)
+            return cls(result, series=series)
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            return cls(result, pq.read_table(table).to_pydict())
+            return cls(result, pq.read_table(table).to_pydict(), series)
         except (pa.ArrowInvalid, OSError) as error:
             raise BadInput(f"{table} is damaged: {error}") from error
 

@@ -15,6 +15,7 @@ from ..metrics.steady import steady_state
 from ..metrics.trace import LoadPass
 from ..metrics.turns import window_part
 from ..options.options import BenchOptions
+from ..quality.positions import QualitySeries
 from ..workloads.workload import Workload
 from .result import SCHEMA_VERSION, BenchRun, plain
 from .vllm_record import vllm_part
@@ -135,7 +136,9 @@ class TargetFacts:
     of_kind: Mapping[str, Any] = field(default_factory=dict)
 
 
-def build_run(measured: Measurement, target: TargetFacts) -> BenchRun:
+def build_run(
+    measured: Measurement, target: TargetFacts, series: QualitySeries | None = None
+) -> BenchRun:
     """The run with its record: vLLM's keys at the top level, llmopt's under `llmopt`, plain values only."""
     record = vllm_part(
         measured.options,
@@ -161,7 +164,7 @@ def build_run(measured: Measurement, target: TargetFacts) -> BenchRun:
     }
     assert parts.keys() <= set(KEYS), f"not in the record's order: {parts.keys() - set(KEYS)}"
     record["llmopt"] = {key: parts[key] for key in KEYS if key in parts}
-    return BenchRun(plain(record), measured.loads)
+    return BenchRun(plain(record), measured.loads, series)
 
 
 def workload_part(workload: Workload) -> dict[str, Any]:

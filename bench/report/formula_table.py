@@ -6,7 +6,7 @@ from ..client import certify
 from ..machine import roofline
 from ..metrics import metrics, steady, turns
 from ..page.page import Table
-from ..quality import quality
+from ..quality import summary
 
 
 def formula_table() -> Table:
@@ -25,7 +25,7 @@ def formulas() -> dict[str, str]:
         **metrics.FORMULAS,
         **steady.FORMULAS,
         **turns.FORMULAS,
-        **quality.FORMULAS,
+        **summary.FORMULAS,
         **roofline.FORMULAS,
         **certify.FORMULAS,
     }

@@ -28,6 +28,8 @@ def write_run(run: BenchRun, target: Path, *, with_csv: bool = False) -> Path:
             (folder / ENVIRONMENT_NAME).write_text(environment, encoding="utf-8")
             write_requests(folder / REQUESTS_NAME, run.passes)
             write_steps(folder / STEPS_NAME, run.passes)
+            if run.series is not None:
+                run.series.copy_to(folder)
             if with_csv:
                 write_requests_csv(folder / REQUESTS_CSV_NAME, run.passes)
             write_report(run.result, run.passes, folder)

@@ -21,9 +21,11 @@ from ..metrics.run_statistics import phases
 from ..metrics.step_trace import in_pass, step_trace_part
 from ..metrics.trace import LoadPass
 from ..options.options import BenchOptions
-from ..quality.engine_quality import score_quality
 from ..quality.eval_tasks import prepare_tasks, run_tasks
 from ..quality.layer_errors import recorded_layer_errors
+from ..quality.passage import Passage
+from ..quality.positions import QualitySeries
+from ..quality.summary import Quality
 from ..record.conversations import conversations_part
 from ..record.identity import engine_identity, speculation_part
 from ..record.result import BenchRun
@@ -32,12 +34,13 @@ from ..report.plan_residuals import plan_for_folder, residuals
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.warmup import warmup_workload
 from ..workloads.workload import Workload
+from .engine_quality import score_quality
 from .session_base import Session
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
 
-# KV cache for one window of text.
+# Sequences per decode step of the reference, which makes none.
 SCORING_SEQUENCES = 1
 
 
@@ -47,7 +50,8 @@ class Scores:
 
     peak_bytes: int | None
     preemptions: int
-    quality: dict[str, Any] | None = None
+    quality: Quality | None = None
+    series: QualitySeries | None = None
     step_split: dict[str, Any] | None = None
     tasks: dict[str, Any] | None = None
 
@@ -118,13 +122,15 @@ class BenchSession(Session):
                 interrupted = True
         with interrupts_held():
             measured = self._measurement(interrupted=interrupted)
-            return build_run(measured, self._facts(measured, scores))
+            return build_run(measured, self._facts(measured, scores), scores.series)
 
     def _score(self, scores: Scores) -> None:
         """Fill `scores` one by one, so that an interrupt keeps the finished ones."""
         options, engine = self._options, self._engine
         if options.quality:
-            scores.quality = score_quality(options, engine, load_reference, self._progress)
+            scores.quality, scores.series = score_quality(
+                options, engine, load_reference, self._progress
+            )
         limit = self._load.max_concurrency
         scores.step_split = step_split(engine, self._target, self._workload, limit)
         scores.preemptions = engine.stats.num_preemptions  # of the load, without tasks
@@ -159,7 +165,7 @@ class BenchSession(Session):
             memory=memory_part(engine, self._model, scores.peak_bytes),
             phases=phases(passes),
             preemptions=scores.preemptions,
-            quality=scores.quality,
+            quality=None if scores.quality is None else scores.quality.as_dict(),
             roofline=place_on_roofline(engine, self._model, passes),
             of_kind=of_kind,
         )
@@ -203,19 +209,30 @@ def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
     return Engine(replace(options.engine, model=model, **overrides))
 
 
-def load_reference(options: BenchOptions) -> Engine:
-    """The reference model's engine, with a small KV cache: it only scores text."""
-    from ...engine.base.device import choose_device
+def load_reference(options: BenchOptions, passage: Passage) -> Engine:
+    """The reference model's engine, with KV blocks for two windows: it only scores text.
 
-    on_gpu = choose_device(options.device).type == "cuda"
+    Raises:
+        BadInput: the model cannot be served, or its context is shorter than a window.
+    """
+    from ...engine.base.device import choose_device
+    from ...engine.planner.memory.cache_size import (
+        DEFAULT_BLOCK_SIZE,
+        DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    )
+
+    device = choose_device(options.device).type
+    block_size = options.block_size or DEFAULT_BLOCK_SIZE[device]
+    step = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device]
+    # A window, the step after it, and a block for each document that is shorter than one.
+    num_tokens = passage.longest + 2 * step + block_size * min(step, len(passage.windows))
     return load_engine(
         options,
         resolve_model(options.reference),
         max_num_seqs=SCORING_SEQUENCES,
         kv_cache_memory_bytes=None,
-        num_blocks=None,
-        # The measured engine already holds its share of device memory.
-        gpu_memory_utilization=1.0 if on_gpu else None,
+        num_blocks=-(-num_tokens // block_size),
+        gpu_memory_utilization=None,
         swap_space_bytes=0,
         kv_cache_dtype="auto",
         window=None,

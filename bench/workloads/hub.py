@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...quant.base.errors import BadInput, first_line
 from .custom import DEFAULT_OUTPUT_LEN
 from .workload import Tokenizer, Workload, numbered
 
@@ -154,8 +154,3 @@ def said_in(turn: Any) -> str:
         text = turn.get("value", turn.get("content"))
         return text if isinstance(text, str) else ""
     return ""
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -34,9 +34,25 @@ class QualityOptions:
     quality: Annotated[
         bool, typer.Option("--quality/--no-quality", help="Measure perplexity too.")
     ] = True
-    quality_tokens: Annotated[int, typer.Option(help="Maximum tokens to score.")] = 4096
+    quality_tokens: Annotated[int, typer.Option(help="Maximum tokens of the text to score.")] = 4096
     quality_text: Annotated[
         Path | None, typer.Option(help="Text to score. Default: bundled stories.")
+    ] = None
+    quality_protocol: Annotated[
+        str,
+        typer.Option(
+            help="documents, gptq (WikiText-2 of the papers), strided, or llama.cpp (llama-perplexity)."
+        ),
+    ] = "documents"
+    quality_window: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per window. Default: the context; gptq and strided at most 2,048, llama.cpp 512."
+        ),
+    ] = None
+    quality_stride: Annotated[
+        int | None,
+        typer.Option(help="Tokens between windows of strided. Default: half a window."),
     ] = None
     reference: Annotated[
         str | None,

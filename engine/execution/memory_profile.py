@@ -92,14 +92,15 @@ def profile_kv_cache_budget(
 
 
 def profile_run(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Run the largest step: `max_num_batched_tokens` and `max_num_seqs`, a sampled token per sequence.
+    """Run the largest step: `max_num_batched_tokens` and `max_num_seqs`, a sampled token per sequence, and
+    logprobs of all prompt tokens.
 
     All sequences write the same block of a cache of `PROFILE_BLOCKS`: the values are meaningless.
     """
     share, rest = divmod(limits.max_num_batched_tokens, limits.max_num_seqs)
     longest = min(limits.chunk, limits.max_model_len)
     lengths = [min(longest, share + (index < rest)) for index in range(limits.max_num_seqs)]
-    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
+    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, prompt_logprobs=1)
     rows = tuple(
         ScheduledRow(
             sequence_id=f"largest-step/{index}",

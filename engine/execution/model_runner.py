@@ -15,7 +15,7 @@ from ..cache.step_inputs import Run, step_inputs
 from ..model.layers.attention import StepInputs
 from ..model.lora.bank import rows_by_adapter
 from ..model.open import CausalModel
-from ..sampling.logprobs import logprobs_of
+from ..sampling.logprobs import rows_per_slice, sliced_logprobs
 from ..sampling.row import SamplingRow, sampling_row, sampling_rows
 from ..sampling.sampler import Draw, Sampler
 from ..scheduling.step_plan import ScheduledRow, StepPlan
@@ -144,30 +144,10 @@ class ModelRunner:
         return result
 
     @torch.inference_mode()
-    def score(
-        self,
-        start: int,
-        token_ids: Sequence[int],
-        block_ids: Sequence[int],
-        lora: str | None = None,
-    ) -> torch.Tensor:
-        """Logits after each of `token_ids`, float32 [tokens, vocab]; arguments as of `hidden`."""
-        return self.decoder.logits(self.hidden(start, token_ids, block_ids, lora))
-
-    @torch.inference_mode()
-    def hidden(
-        self,
-        start: int,
-        token_ids: Sequence[int],
-        block_ids: Sequence[int],
-        lora: str | None = None,
-    ) -> torch.Tensor:
-        """Final normed hidden states of `token_ids`, [tokens, hidden], of a sequence from `start` on.
-
-        `block_ids` are blocks that the caller has allocated.
-        """
-        adapters = rows_by_adapter([(lora, len(token_ids))], self._device)
-        inputs = replace(self._inputs_of([Run(start, token_ids, block_ids)]), adapters=adapters)
+    def hidden(self, runs: Sequence[Run], lora: str | None = None) -> torch.Tensor:
+        """Final normed hidden states, [tokens, hidden], of `runs`, whose blocks the caller has allocated."""
+        adapters = rows_by_adapter([(lora, len(run.token_ids)) for run in runs], self._device)
+        inputs = replace(self._inputs_of(runs), adapters=adapters)
         return self.decoder.forward(inputs, self.cache.layers)
 
     def _inputs(self, layout: StepLayout, sampled: SampledTokens | None = None) -> StepInputs:
@@ -211,15 +191,34 @@ class ModelRunner:
         return sampling_row(row, self._eos_token_ids, draft_ids)
 
     def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor, result: StepResult) -> None:
+        """Logprobs of the step's prompt tokens, from slices of logits over all rows that ask for them."""
+        indices: list[int] = []
+        token_ids: list[int] = []
+        spans: list[tuple[ScheduledRow, range]] = []
         for row, begin in zip(layout.rows, layout.begins, strict=True):
-            num_logprobs = row.params.prompt_logprobs
-            if num_logprobs is None:
-                continue
             # The row at position p scores the token at p + 1, which must be part of the prompt.
             count = min(row.end, row.num_prompt_tokens - 1) - row.start
-            if count > 0:
-                logits = self.decoder.logits(hidden[begin : begin + count])
-                positions = range(row.start + 1, row.start + count + 1)
-                token_ids = row.tokens[positions.start : positions.stop]
-                scored = logprobs_of(logits, token_ids, num_logprobs)
-                result.prompt_logprobs[row.sequence_id] = list(zip(positions, scored, strict=True))
+            if row.params.prompt_logprobs is None or count <= 0:
+                continue
+            positions = range(row.start + 1, row.start + count + 1)
+            indices += range(begin, begin + count)
+            token_ids += row.tokens[positions.start : positions.stop]
+            spans.append((row, positions))
+        if not spans:
+            return
+        num_top = max(row.params.prompt_logprobs or 0 for row, _ in spans)
+        (rows,) = packed([indices], self._device)
+        scored = iter(
+            sliced_logprobs(
+                self.decoder.logits,
+                hidden.index_select(0, rows),
+                token_ids,
+                num_top,
+                rows_per_slice(self.decoder.vocab_size),
+            )
+        )
+        for row, positions in spans:
+            num_logprobs = row.params.prompt_logprobs or 0
+            result.prompt_logprobs[row.sequence_id] = [
+                (position, next(scored).with_top(num_logprobs)) for position in positions
+            ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,8 +11,17 @@ from ..base.transfer import HostCopy, packed, to_device
 from ..scheduling.outputs import TokenLogprobs
 from .row import SamplingRow
 
+SLICE_BYTES = 64 << 20
+"""Bytes of the logits, in float32, of a slice of prompt positions: whatever vocabulary and prompt."""
+SLICE_ROWS = 256
+"""Most rows of a slice: enough for an efficient GEMM of the LM head."""
 _ROWS = 64
 """Rows per log-softmax: for a long prompt and a large vocabulary one copy would take gigabytes."""
+
+
+def rows_per_slice(vocab_size: int) -> int:
+    """Prompt positions whose logits are in memory at once."""
+    return max(1, min(SLICE_ROWS, SLICE_BYTES // (4 * vocab_size)))
 
 
 class Logprobs:
@@ -84,6 +93,24 @@ def logprobs_of(
         return []
     tokens = to_device(np.array(token_ids, dtype=np.int64), logits.device)
     return Logprobs(logits, tokens, num_top).result()
+
+
+def sliced_logprobs(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    token_ids: Sequence[int],
+    num_top: int,
+    num_rows: int,
+) -> list[TokenLogprobs]:
+    """Logprobs of given tokens, one per row of `hidden` [rows, hidden], with logits of `num_rows` at once."""
+    tokens = to_device(np.array(token_ids, dtype=np.int64), hidden.device)
+    parts = [
+        Logprobs(
+            logits(hidden[begin : begin + num_rows]), tokens[begin : begin + num_rows], num_top
+        )
+        for begin in range(0, len(token_ids), num_rows)
+    ]
+    return [each for part in parts for each in part.result()]
 
 
 def token_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .request import RequestTimes
 
@@ -18,6 +18,10 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+    def with_top(self, count: int) -> TokenLogprobs:
+        """With no more than the `count` likeliest tokens."""
+        return self if len(self.top) <= count else replace(self, top=self.top[:count])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,3 +17,8 @@ class Failure(RuntimeError):
     The message is one line: what is gone and what to do. The command line prints it without a traceback
     and exits with 3: nothing was decided.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from llmopt.bench.load.inprocess import InProcessTarget, WithAdapter
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.workload import WorkloadItem
@@ -22,9 +21,8 @@ class NotingEngine:
     def add_request(self, *_: object, lora: str | None = None) -> None:
         self.named.append(lora)
 
-    def prompt_logits(self, token_ids: object, lora: str | None = None) -> torch.Tensor:
+    def prompt_pass(self, lora: str | None = None) -> None:
         self.named.append(lora)
-        return torch.zeros(1, 1)
 
 
 def test_requests_take_the_adapters_round_robin() -> None:
@@ -34,7 +32,7 @@ def test_requests_take_the_adapters_round_robin() -> None:
         target.send(WorkloadItem(f"bench-{number}", (1, 2), 3))
     assert engine.named == ["a", "b", "a", "b", "a"]
     InProcessTarget(engine).send(WorkloadItem("bench-0", (1, 2), 3))
-    WithAdapter(engine, "b").prompt_logits([1])
+    WithAdapter(engine, "b").prompt_pass()
     assert engine.named[-2:] == [None, "b"]
 
 

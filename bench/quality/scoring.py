@@ -1,0 +1,238 @@
+"""Streamed scoring: prefill in steps shared by windows, logits in slices, scores reduced as they come.
+
+The model and its reference run the same steps, so that their slices meet. At any time the memory beside
+weights and KV cache is the hidden states of one step and `SCORING_BYTES` of logits, whatever the vocabulary
+and the number of tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ...engine.execution.prompt_pass import PromptPass, Span, plan_steps
+from ...engine.sampling.logprobs import SLICE_BYTES, rows_per_slice
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress, Silent
+from .passage import Passage, Window
+from .positions import PositionScores, QualitySeries, SeriesWriter
+from .slice_scores import reduce_slice
+
+# Logits of both models, a buffer as large, and what the LM head needs to make them.
+SCORING_BYTES = 4 * SLICE_BYTES
+# The prompt whose prefill rate stands beside the rate of scoring, and the tokens scored between two of them.
+PREFILL_TOKENS = 512
+TOKENS_BETWEEN_PREFILLS = 16384
+
+
+class PromptScorer(Protocol):
+    """The engine interface needed for scoring."""
+
+    def prompt_pass(self) -> PromptPass: ...
+
+
+@dataclass(slots=True)
+class ScoringSpeed:
+    """Times of scoring and, in between, of plain prefill of the same models.
+
+    Attributes:
+        prefills: (tokens, seconds) of each model's prefills.
+    """
+
+    num_scored: int = 0
+    num_computed: int = 0
+    seconds: float = 0.0
+    prefills: list[tuple[int, float]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Rates in tokens per second.
+
+        `share_of_prefill_rate` is the time that the models need to prefill the computed tokens, as a share of
+        the time that scoring took.
+        """
+        rates = [tokens / seconds for tokens, seconds in self.prefills]
+        computed = self.num_computed / self.seconds
+        return {
+            "scored_tokens_per_second": self.num_scored / self.seconds,
+            "computed_tokens_per_second": computed,
+            "prefill_tokens_per_second": rates[0],
+            "reference_prefill_tokens_per_second": rates[1] if len(rates) > 1 else None,
+            "share_of_prefill_rate": computed * sum(1 / rate for rate in rates),
+            "seconds": self.seconds,
+        }
+
+
+def score_passage(
+    passage: Passage,
+    model: PromptScorer,
+    reference: PromptScorer | None = None,
+    *,
+    progress: Progress | None = None,
+    what: str = "model",
+) -> tuple[QualitySeries, ScoringSpeed]:
+    """Score every position of a passage.
+
+    Raises:
+        BadInput: a window does not fit a model, the vocabularies differ, or logits are not numbers.
+    """
+    progress = progress or Silent()
+    scorers = [model] if reference is None else [model, reference]
+    progress.start(f"quality of the {what}", passage.num_scored, "tokens")
+    try:
+        with ExitStack() as stack, SeriesWriter() as writer:
+            passes = [stack.enter_context(scorer.prompt_pass()) for scorer in scorers]
+            for each in passes:
+                each.check_fits(passage.longest - 1)
+            speed = _score_groups(passage, passes, writer, progress)
+            return writer.finish(), speed
+    finally:
+        progress.finish()
+
+
+def _score_groups(
+    passage: Passage, passes: Sequence[PromptPass], writer: SeriesWriter, progress: Progress
+) -> ScoringSpeed:
+    speed = ScoringSpeed(passage.num_scored, passage.num_tokens - len(passage.windows))
+    sample = passage.windows[0].token_ids
+    prefills = [_Prefill(each, sample) for each in passes]
+    for first, windows in _groups(passage.windows):
+        for prefill in prefills:
+            prefill.run()
+        begun = time.perf_counter()
+        for scores in _score_windows(first, windows, passes):
+            writer.add(scores)
+            progress.advance(len(scores))
+        speed.seconds += time.perf_counter() - begun
+    for prefill in prefills:
+        prefill.run()
+        speed.prefills.append((prefill.num_tokens, prefill.seconds))
+    return speed
+
+
+def _groups(windows: Sequence[Window]) -> Iterator[tuple[int, Sequence[Window]]]:
+    """Consecutive windows of about `TOKENS_BETWEEN_PREFILLS` tokens, and the index of the first."""
+    begin = num_tokens = 0
+    for index, window in enumerate(windows):
+        num_tokens += len(window.token_ids)
+        if num_tokens >= TOKENS_BETWEEN_PREFILLS:
+            yield begin, windows[begin : index + 1]
+            begin, num_tokens = index + 1, 0
+    if begin < len(windows):
+        yield begin, windows[begin:]
+
+
+class _Prefill:
+    """Timed prefill of one prompt, without logits; the first time is not counted."""
+
+    def __init__(self, prompts: PromptPass, sample: Sequence[int]) -> None:
+        length = min(PREFILL_TOKENS, prompts.max_model_len, prompts.num_free_tokens)
+        self._prompts = prompts
+        self._prompt = (list(sample) * (length // len(sample) + 1))[:length]
+        self.num_tokens, self.seconds = 0, 0.0
+        self._compute()
+
+    def run(self) -> None:
+        begun = time.perf_counter()
+        self._compute()
+        self.seconds += time.perf_counter() - begun
+        self.num_tokens += len(self._prompt)
+
+    def _compute(self) -> None:
+        for step in plan_steps([len(self._prompt)], [self._prompts]):
+            hidden = self._prompts.hidden(step, [self._prompt])
+            hidden[-1, 0].item()  # waits for the device
+
+
+def _score_windows(
+    first: int, windows: Sequence[Window], passes: Sequence[PromptPass]
+) -> Iterator[PositionScores]:
+    """Scores step by step; `first` is the number of the first window."""
+    # The last token of a window predicts nothing.
+    prompts = [window.token_ids[:-1] for window in windows]
+    for step in plan_steps([len(prompt) for prompt in prompts], passes):
+        hidden = [each.hidden(step, prompts) for each in passes]
+        places = _places(step, windows)
+        if places.rows:
+            yield _step_scores(first, windows, places, passes, hidden)
+
+
+@dataclass(slots=True)
+class _Places:
+    """The scored positions of a step: the row of its hidden states, the window, and the token's index."""
+
+    rows: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+
+def _places(step: Sequence[Span], windows: Sequence[Window]) -> _Places:
+    places = _Places()
+    offset = 0
+    for prompt, begin, end in step:
+        # The row of position p scores the token at p + 1.
+        scored = range(max(windows[prompt].first_scored, begin + 1), end + 1)
+        places.rows += range(offset + scored.start - 1 - begin, offset + scored.stop - 1 - begin)
+        places.windows += [prompt] * len(scored)
+        places.positions += scored
+        offset += end - begin
+    return places
+
+
+def _step_scores(
+    first: int,
+    windows: Sequence[Window],
+    places: _Places,
+    passes: Sequence[PromptPass],
+    hidden: Sequence[torch.Tensor],
+) -> PositionScores:
+    token_ids = [
+        windows[window].token_ids[position]
+        for window, position in zip(places.windows, places.positions, strict=True)
+    ]
+    device = hidden[0].device
+    rows, ids = torch.tensor(places.rows, device=device), torch.tensor(token_ids, device=device)
+    parts = [
+        reduce_slice(
+            passes[0].logits(hidden[0].index_select(0, part)),
+            of_part,
+            *(each.logits(h.index_select(0, part)) for each, h in _others(passes, hidden)),
+        )
+        for part, of_part in _slices(rows, ids, passes)
+    ]
+    table = torch.cat(parts).T.cpu().numpy()
+    if np.isnan(table).any():
+        where = int(np.isnan(table).any(axis=0).argmax())
+        raise BadInput(
+            f"the logits at position {places.positions[where]} of window {first + places.windows[where]} "
+            "are not numbers: the model or its dtype overflows"
+        )
+    columns = dict(
+        zip(("nll", "rank", "reference_nll", "reference_rank", "kl", "top1"), table, strict=False)
+    )
+    return PositionScores(
+        document=np.array([windows[window].document for window in places.windows]),
+        window=np.array(places.windows) + first,
+        position=np.array(places.positions),
+        token_id=np.array(token_ids),
+        **columns,
+    )
+
+
+def _others(
+    passes: Sequence[PromptPass], hidden: Sequence[torch.Tensor]
+) -> Iterator[tuple[PromptPass, torch.Tensor]]:
+    return zip(passes[1:], hidden[1:], strict=True)
+
+
+def _slices(
+    rows: torch.Tensor, ids: torch.Tensor, passes: Sequence[PromptPass]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows and token ids of each slice of logits."""
+    size = min(rows_per_slice(each.vocab_size) for each in passes)
+    return zip(rows.split(size), ids.split(size), strict=True)
