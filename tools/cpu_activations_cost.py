@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from llmopt.bench.quality.quality import (
-    Passage,
-    distance,
-    log_probabilities,
-    nll_nats,
-    read_passage,
-)
+from llmopt.bench.quality.passage import Passage
+from llmopt.bench.quality.protocols import read_passage
+from llmopt.bench.quality.scoring import score_passage
+from llmopt.bench.quality.summary import Quality, summarize
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 
@@ -28,15 +24,22 @@ def engine(model: str, **options: Any) -> Engine:
     return Engine(EngineConfig(model, device="cpu", num_threads=1, **options))
 
 
-def cost(checkpoint: str, passage: Passage, plain: list[Any]) -> dict[str, Any]:
+def scores(passage: Passage, model: Engine, reference: Engine) -> Quality:
+    """Scores of a model against a reference."""
+    series, _ = score_passage(passage, model, reference)
+    return summarize(passage, series, reference=reference.folder.name)
+
+
+def cost(checkpoint: str, passage: Passage, reference: Engine) -> dict[str, Any]:
     """Scores of one checkpoint with 16-bit and with 8-bit activations."""
     found: dict[str, Any] = {"checkpoint": Path(checkpoint).name}
-    runs = {}
-    for bits in (16, 8):
-        runs[bits] = log_probabilities(engine(checkpoint, cpu_activations=bits), passage)
-        found[f"kl_{bits}"], found[f"top1_{bits}"] = distance(plain, runs[bits])
-        found[f"perplexity_{bits}"] = math.exp(nll_nats(runs[bits], passage))
-    found["kl_between"], found["top1_between"] = distance(runs[16], runs[8])
+    runs = {bits: engine(checkpoint, cpu_activations=bits) for bits in (16, 8)}
+    for bits, run in runs.items():
+        scored = scores(passage, run, reference)
+        found[f"kl_{bits}"], found[f"top1_{bits}"] = scored.kl_nats, scored.top1_agreement
+        found[f"perplexity_{bits}"] = scored.perplexity
+    between = scores(passage, runs[8], runs[16])
+    found["kl_between"], found["top1_between"] = between.kl_nats, between.top1_agreement
     return found
 
 
@@ -51,12 +54,11 @@ def main() -> None:
     passage = read_passage(
         reference.tokenizer, max_model_len=reference.max_model_len, num_tokens=options.tokens
     )
-    plain = log_probabilities(reference, passage)
-    perplexity = math.exp(nll_nats(plain, passage))
+    perplexity = summarize(passage, score_passage(passage, reference)[0]).perplexity
     print(
         f"{passage.num_scored} tokens; {options.reference} in float32: perplexity {perplexity:.4f}"
     )
-    rows = [cost(checkpoint, passage, plain) for checkpoint in options.checkpoints]
+    rows = [cost(checkpoint, passage, reference) for checkpoint in options.checkpoints]
     for row in rows:
         print(
             f"{row['checkpoint']:<28} KL to the plain model {row['kl_16']:.5f} -> {row['kl_8']:.5f}, "

@@ -2,9 +2,10 @@
 
     python tools/quality_at_size.py MODEL TEXT [--checkpoint FOLDER] [--tokens 100000]
 
-Scores a quantized checkpoint (round-to-nearest int8 of MODEL unless one is given) beside MODEL with the protocol
-of the GPTQ paper, and prints peak memory above the weights of both, the rate of scoring beside that of prefill,
-and perplexity beside a transformers loop over the first windows. Exits with 1 where a limit is broken.
+Scores a quantized checkpoint (round-to-nearest int8 of MODEL unless one is given) beside MODEL with the
+protocol of the GPTQ paper, and prints peak memory above the weights of both, the rate of scoring beside that
+of prefill, and perplexity beside a transformers loop over the first windows. Exits with 1 if a limit is
+broken.
 """
 
 from __future__ import annotations

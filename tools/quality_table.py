@@ -21,13 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.bench.quality.quality import (
-    EVALUATION_TEXT,
-    FORMULAS,
-    log_probabilities,
-    read_passage,
-    score,
-)
+from llmopt.bench.quality.protocols import EVALUATION_TEXT, read_passage
+from llmopt.bench.quality.scoring import score_passage
+from llmopt.bench.quality.summary import FORMULAS, summarize
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
@@ -185,12 +181,13 @@ def main() -> int:
         max_model_len=Checkpoint(model).config["max_position_embeddings"],
         num_tokens=given.num_tokens,
     )
-    reference = log_probabilities(engine, passage)
-    original = score(passage, reference)
+    original = summarize(passage, score_passage(passage, engine)[0])
 
     def quality(folder: Path) -> Any:
         quantized = Engine(EngineConfig(folder, dtype="float32", device="cpu"))
-        return score(passage, log_probabilities(quantized, passage), reference, model.name)
+        return summarize(
+            passage, score_passage(passage, quantized, engine)[0], reference=model.name
+        )
 
     rows = []
     for case in cases(given.methods.split(","), given.group_size):
@@ -207,7 +204,7 @@ def main() -> int:
         record = {
             "model": model.name,
             "evaluation": EVALUATION_TEXT.name,
-            "protocol": passage.protocol,
+            "protocol": passage.description,
             "token_sha256": passage.sha256,
             "num_tokens": passage.num_scored,
             "formulas": FORMULAS,

@@ -16,28 +16,15 @@ from ...quant.base.errors import BadInput
 from ..record.comparable import clock_change, incomparable, server_changes, unknown_facts
 from ..record.result import mean_output_len, plain
 from ..record.run_data import RunData
-from .gate import Limit, Measured, Outcome, speed_limits
+from .gate import Counted, Limit, Measured, Outcome, speed_limits
 from .judge import Check, Delta, check, judge
+from .quality_checks import QualityGate, check_quality, quality_changes
+from .scored import Scored
 
 LENGTH_TOLERANCE = 0.10
 MIN_REQUESTS = 8
 
 INFORMATIVE_KEYS = {"model": "model", "quantization": "quantization", "dtype": "dtype"}
-
-
-@dataclass(frozen=True, slots=True)
-class QualityGate:
-    """Limits on quality; None is no limit.
-
-    Attributes:
-        max_perplexity_increase: relative, against the base.
-        max_kl: nats from the reference of the new run.
-        min_top1: fraction of positions.
-    """
-
-    max_perplexity_increase: float | None = None
-    max_kl: float | None = None
-    min_top1: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +71,31 @@ def compare(
     notes = remarks(base.result, new.result)
     if blocking:
         return replace(comparison, reasons=tuple(blocking), notes=notes)
-    quality, quality_faults, quality_gaps = judge_quality(
-        base.result, new.result, gate or QualityGate()
-    )
+    quality = quality_changes(base, new)
     memory = memory_changes(base.result, new.result)
     comparison = replace(comparison, quality=quality, memory=memory, notes=notes)
     if failures := failed_more(base.result, new.result):
         return replace(comparison, outcome=Outcome.REGRESSION, reasons=(failures,))
     chosen = tuple(limits) or speed_limits(threshold)
     speeds = [limit for limit in chosen if isinstance(limit.quantity, Measured)]
-    checks = tuple(
-        check(limit.quantity, limit, base, new)
-        for limit in chosen
-        if not isinstance(limit.quantity, Measured)
+    checks = (
+        *(
+            check(limit.quantity, limit, base, new)
+            for limit in chosen
+            if isinstance(limit.quantity, Counted)
+        ),
+        *(
+            check_quality(limit, base, new)
+            for limit in [*chosen, *(gate.limits if gate else ())]
+            if isinstance(limit.quantity, Scored)
+        ),
     )
     broken = [
         check_result.reason for check_result in checks if check_result.outcome is Outcome.REGRESSION
-    ] + quality_faults
+    ]
     unclear = [
         check_result.reason for check_result in checks if check_result.outcome is Outcome.NO_VERDICT
-    ] + quality_gaps
+    ]
     deltas: list[Delta] = []
     reason = disturbed(base.result, new.result) if speeds else None
     if reason:
@@ -179,48 +171,6 @@ def disturbed(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
             "speeds are of different work (fix the lengths with --ignore-eos)"
         )
     return None
-
-
-def judge_quality(
-    base: Mapping[str, Any], new: Mapping[str, Any], gate: QualityGate
-) -> tuple[dict[str, Any], list[str], list[str]]:
-    """(changes, violated limits, limits that cannot be checked)."""
-    base_quality, new_quality = base["llmopt"]["quality"], new["llmopt"]["quality"]
-    asked = [v for v in asdict(gate).values() if v is not None]
-    if not new_quality:
-        return (
-            {},
-            [],
-            ["a quality limit was given, but the new run has no quality"] if asked else [],
-        )
-    changes: dict[str, Any] = {
-        "perplexity": [
-            base_quality["perplexity"] if base_quality else None,
-            new_quality["perplexity"],
-        ],
-        "perplexity_change": None,
-        "kl_nats": new_quality["kl_nats"],
-        "top1_agreement": new_quality["top1_agreement"],
-        "reference": new_quality["reference"],
-    }
-    if base_quality and base_quality["token_sha256"] == new_quality["token_sha256"]:
-        changes["perplexity_change"] = new_quality["perplexity"] / base_quality["perplexity"] - 1
-    broken, gaps = [], []
-    for name, limit, value, sign in (
-        ("perplexity change", gate.max_perplexity_increase, changes["perplexity_change"], 1),
-        ("KL divergence", gate.max_kl, changes["kl_nats"], 1),
-        ("top-1 agreement", gate.min_top1, changes["top1_agreement"], -1),
-    ):
-        if limit is None:
-            continue
-        if value is None:
-            gaps.append(
-                f"{name} has a limit but no value: it needs the same text, or a --reference"
-            )
-        elif sign * value > sign * limit:
-            side = "above" if sign > 0 else "below"
-            broken.append(f"{name} is {value:.4g}, {side} the limit of {limit:.4g}")
-    return changes, broken, gaps
 
 
 def memory_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 from ...quant.base.errors import BadInput
 from ..metrics.metrics import METRICS
 from ..record.result import mean_output_len
+from .scored import SCORED, Scored
 
 STATISTICS = ("mean", "median", "std", "p50", "p90", "p95", "p99")
 RATES = {
@@ -56,7 +57,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A deterministic quantity: bytes, counts, quality on fixed tokens."""
+    """A deterministic quantity: bytes and counts."""
 
     key: str
     label: str
@@ -64,7 +65,7 @@ class Counted:
     read: Callable[[Mapping[str, Any]], float | None]
 
 
-Quantity = Measured | Counted
+Quantity = Measured | Counted | Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,6 @@ def _memory(key: str) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda result: result["llmopt"]["memory"][key]
 
 
-def _quality(key: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda result: (result["llmopt"]["quality"] or {}).get(key)
-
-
 def _share_failed(result: Mapping[str, Any]) -> float | None:
     total = result["failed"] + result["completed"]
     return result["failed"] / total if total else None
@@ -108,9 +105,6 @@ COUNTED = {
         Counted("checkpoint_bytes", "Checkpoint on disk", "bytes", _memory("checkpoint_bytes")),
         Counted("kv_cache_bytes", "KV cache", "bytes", _memory("kv_cache_bytes")),
         Counted("peak_resident_bytes", "Peak resident", "bytes", _memory("peak_resident_bytes")),
-        Counted("perplexity", "Perplexity", "", _quality("perplexity")),
-        Counted("kl", "KL from the reference", "nats", _quality("kl_nats")),
-        Counted("top1", "Top-1 agreement", "share", _quality("top1_agreement")),
         Counted("error_rate", "Failed requests", "share", _share_failed),
         Counted("failed", "Failed requests", "requests", lambda result: result["failed"]),
         Counted("completed", "Completed requests", "requests", lambda result: result["completed"]),
@@ -126,6 +120,8 @@ COUNTED = {
 ALIASES = {
     "kl_nats": "kl",
     "kl_divergence": "kl",
+    "p99_kl_nats": "p99_kl",
+    "p999_kl_nats": "p999_kl",
     "top1_agreement": "top1",
     "ppl": "perplexity",
     "peak_bytes": "peak_resident_bytes",
@@ -155,11 +151,15 @@ def quantity(name: str) -> Quantity:
         BadInput: there is none; the message suggests similar names.
     """
     name = ALIASES.get(name, name)
-    if match := MEASURED.get(name) or COUNTED.get(name):
+    if match := MEASURED.get(name) or COUNTED.get(name) or SCORED.get(name):
         return match
-    known = [*MEASURED, *COUNTED, *ALIASES]
+    known = [*MEASURED, *COUNTED, *SCORED, *ALIASES]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(COUNTED)},"
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"there are {', '.join([*COUNTED, *SCORED])},"
+    )
     metrics = ", ".join(metric for metric in METRICS if metric in SHORT)
     raise BadInput(
         f"gate: nothing is called {name!r}: {hint} Latencies are "

@@ -61,7 +61,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The outcome of a limit on a deterministic quantity."""
+    """The outcome of a limit on a deterministic quantity, or on a score with its 95 % interval: of the value,
+    or of its change where the limit is relative."""
 
     key: str
     label: str
@@ -71,6 +72,7 @@ class Check:
     limit: str
     outcome: Outcome
     reason: str
+    interval: tuple[float | None, float | None] | None = None
 
 
 def check(counted: Counted, limit: Limit, base: RunData, new: RunData) -> Check:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -57,8 +59,39 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A text in pieces with a shade each, from 0 (none) to 4, and what the shade stands for."""
+
+    pieces: Sequence[tuple[str, int, str]]
+    caption: str = ""
+
+    @property
+    def shown(self) -> list[tuple[str, int, str]]:
+        """The pieces with visible line breaks."""
+        return [(text.replace("\n", "\u21b5"), shade, title) for text, shade, title in self.pieces]
+
+    @property
+    def markdown(self) -> str:
+        """The text with its shaded runs bold, and everything else escaped."""
+        runs = groupby(self.shown, key=lambda piece: piece[1] > 0)
+        texts = ((shaded, _escaped("".join(text for text, *_ in run))) for shaded, run in runs)
+        return "".join(_bold(text) if shaded else text for shaded, text in texts)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\`*_{}\[\]<>#|~!&])", r"\\\1", text)
+
+
+def _bold(text: str) -> str:
+    """Bold without the spaces around, which Markdown does not take."""
+    inner = text.strip()
+    return text.replace(inner, f"**{inner}**") if inner else text
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
-    """A heading with paragraphs, figures and tables, in that order, or the tables before the figures."""
+    """A heading with paragraphs, figures, tables and marked texts, in that order, or the tables before the
+    figures."""
 
     title: str
     paragraphs: Sequence[str] = ()
@@ -66,6 +99,7 @@ class Section:
     tables: Sequence[Table] = ()
     folded: bool = False
     tables_first: bool = False
+    texts: Sequence[MarkedText] = ()
 
 
 @dataclass(frozen=True, slots=True)

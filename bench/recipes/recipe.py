@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ...quant.base.errors import BadInput
 from ...recipes import DEFAULT_MODEL, ROOT
-from ..gate.compare import QualityGate, parse_share
+from ..gate.compare import parse_share
+from ..gate.quality_checks import QualityGate
 from ..options.options import BenchOptions, checked
 from ..options.sweep_loads import parse_loads
 from .recipe_lines import line_of

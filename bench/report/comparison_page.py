@@ -23,8 +23,10 @@ HEADLINES = {
 RULES = {
     "regression": "a metric is beyond its limit, and no change at all is excluded at the level at which "
     "all limits together raise a false alarm in 2 % of equal runs, after subtracting what background load "
-    "may have caused; bytes, counts and quality need no statistics",
-    "pass": "no limit is broken, and the 95 % bound of each metric keeps its limit, or is no wider",
+    "may have caused; bytes and counts need no statistics; for a quality its whole 95 % interval is beyond "
+    "the limit",
+    "pass": "no limit is broken, and the 95 % bound of each metric keeps its limit, or is no wider; the "
+    "whole 95 % interval of a quality keeps its limit",
     "no verdict": "everything else: too noisy, a busy machine, different work, failed requests on both "
     "sides",
     "change": "mean over the passes of ln(new) − mean of ln(base), as a share",
@@ -32,6 +34,8 @@ RULES = {
     "paired (interleaved) runs the spread of their differences, pass by pass; with fewer than three passes "
     "an assumed spread of 5 %, or the spread between requests (bootstrap over pairs of the same request) "
     "where that is larger; for unpaired runs additionally 1.5 % between two starts of the same model",
+    "quality interval": "block bootstrap over the documents or windows of the text; between two runs of the "
+    "same tokens paired by position (quality.parquet), so that equal models differ by nothing",
     "background load": "if other processes use a fraction L of the CPUs, they may account for a slowdown of "
     "up to 1 / (1 − L); paired runs saw the same background load",
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from ..gate.compare import Comparison
 from ..gate.gate import Outcome
@@ -49,8 +50,27 @@ def check_rows(checks: Sequence[Check]) -> list[list[str]]:
         change = percent(new / base - 1, 2, signed=True) if base and new is not None else ""
         shown = size if check.unit == "bytes" else partial(number, digits=4)
         label = check.label if check.unit in ("", "bytes") else f"{check.label} ({check.unit})"
-        rows.append([label, shown(base), shown(new), change, "", check.limit, check.outcome.value])
+        between = interval_words(check)
+        rows.append(
+            [label, shown(base), shown(new), change, between, check.limit, check.outcome.value]
+        )
     return rows
+
+
+def interval_words(check: Check) -> str:
+    """The interval of a score, or of its change; the 95 % one, as the label says."""
+    if check.interval is None or check.interval[0] == check.interval[1]:
+        return ""
+    is_change = check.limit.endswith("%")
+    sides = (
+        "unbounded"
+        if side is None
+        else percent(side, 2, signed=True)
+        if is_change
+        else number(side, 4)
+        for side in check.interval
+    )
+    return " to ".join(sides) + " (95 %)"
 
 
 def memory_rows(comparison: Comparison) -> list[list[str]]:
@@ -79,8 +99,16 @@ def quality_rows(comparison: Comparison) -> list[list[str]]:
             "Perplexity",
             number(base, 4),
             number(new, 4),
-            percent(scored["perplexity_change"], 2, signed=True),
+            percent(scored["perplexity_change"], 2, signed=True) + _interval_of_change(scored),
         ],
         ["KL from the reference (nats)", "", number(scored["kl_nats"], 5), ""],
         ["Top-1 agreement with the reference", "", percent(scored["top1_agreement"], 2), ""],
     ]
+
+
+def _interval_of_change(scored: Mapping[str, Any]) -> str:
+    """` (+0.10 % to +0.30 %)`, where positions were paired."""
+    bounds = scored.get("perplexity_change_interval")
+    if not bounds:
+        return ""
+    return f" ({' to '.join(percent(side, 2, signed=True) for side in bounds)})"

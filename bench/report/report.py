@@ -13,6 +13,7 @@ from ..metrics.turn_report import turn_section, window_sentence
 from ..page.page import Card, Figure, Page, Section, Verdict
 from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
+from ..quality.quality_section import quality_sections
 from .client_report import client_section
 from .formula_table import formula_table
 from .latency_tables import latency_tables
@@ -62,6 +63,7 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
         client_section(record)
         if record.get("client")
         else Section("Quality and memory", (), (), quality_and_memory({record["name"]: result})),
+        *quality_sections(record.get("quality")),
         *layer_sections({record["name"]: result}),
         *money_sections({record["name"]: result}),
         Section("What was run", (), (), (identity_table(result),)),

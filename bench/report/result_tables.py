@@ -74,7 +74,8 @@ def quality_and_memory(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
             Table(
                 ["model", "perplexity", "KL (nats)", "top-1 agreement", "tokens", "reference"],
                 quality_rows,
-                caption=f"On {scored['source']}: {scored['protocol']}; tokens {scored['token_sha256'][:12]}.",
+                caption=f"On {scored['source']}: {scored.get('description') or scored['protocol']}; tokens "
+                f"{scored['token_sha256'][:12]}.",
             )
         )
     header = ["model", "weights held", "checkpoint on disk", "KV cache", "peak resident"]

@@ -12,7 +12,7 @@ from .common import Json
 from .groups import Hidden
 
 if TYPE_CHECKING:
-    from ...bench.gate.compare import QualityGate
+    from ...bench.gate.quality_checks import QualityGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class LimitOptions:
 
     def quality_gate(self) -> QualityGate:
         """Raises `BadInput` for an invalid share."""
-        from ...bench.gate.compare import QualityGate, parse_share
+        from ...bench.gate.compare import parse_share
+        from ...bench.gate.quality_checks import QualityGate
 
         return QualityGate(
             None if self.max_ppl_increase is None else parse_share(self.max_ppl_increase),

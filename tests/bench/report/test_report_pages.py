@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from llmopt.bench.files.run_folder import atomic_folder, stamped, write_atomically
-from llmopt.bench.gate.compare import Outcome, QualityGate, RunData, compare, parse_share
+from llmopt.bench.gate.compare import Outcome, RunData, compare, parse_share
+from llmopt.bench.gate.quality_checks import QualityGate
 from llmopt.bench.metrics import run_statistics
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.bench.options.options import BenchOptions

@@ -1,9 +1,7 @@
-"""Scores and roofline points against values worked out by hand."""
+"""Roofline points against values worked out by hand."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,74 +16,7 @@ from llmopt.bench.machine.roofline import (
     roofline_part,
 )
 from llmopt.bench.metrics.trace import StepRecord
-from llmopt.bench.quality.quality import Passage, distance, log_probabilities, read_passage, score
 from llmopt.engine.planner.model.shapes import ModelShape
-from llmopt.quant.base.errors import BadInput
-
-PASSAGE = Passage(((0, 1, 2), (3, 3)), "text", "p")
-
-
-class Fixed:
-    """Gives the same logits after every token."""
-
-    def __init__(self, logits: list[float]):
-        self.logits = torch.tensor(logits)
-
-    def prompt_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        return self.logits.expand(len(token_ids), -1)
-
-
-def test_perplexity_by_hand() -> None:
-    uniform = log_probabilities(Fixed([0.0] * 4), PASSAGE)
-    assert score(PASSAGE, uniform).perplexity == pytest.approx(4.0)
-    # P = (1/2, 1/4, 1/8, 1/8): the tokens that follow are 1, 2 and 3.
-    skewed = log_probabilities(Fixed([math.log(p) for p in (0.5, 0.25, 0.125, 0.125)]), PASSAGE)
-    expected = math.exp((math.log(4) + math.log(8) + math.log(8)) / 3)
-    found = score(PASSAGE, skewed, uniform, "other")
-    assert found.perplexity == pytest.approx(expected)
-    assert found.reference_perplexity == pytest.approx(4.0)
-    assert found.num_tokens == 3
-    # KL(uniform || skewed) = sum 1/4 ln((1/4)/q).
-    kl = sum(0.25 * math.log(0.25 / q) for q in (0.5, 0.25, 0.125, 0.125))
-    assert found.kl_nats == pytest.approx(kl)
-
-
-def test_a_model_agrees_with_itself() -> None:
-    table = log_probabilities(Fixed([0.1, 3.0, -1.0, 0.0]), PASSAGE)
-    kl, top1 = distance(table, table)
-    assert kl == pytest.approx(0.0, abs=1e-7) and top1 == 1.0
-    other = log_probabilities(Fixed([3.0, 0.1, -1.0, 0.0]), PASSAGE)
-    assert distance(table, other)[1] == 0.0
-    with pytest.raises(BadInput, match="vocabular"):
-        distance(table, log_probabilities(Fixed([0.0] * 5), PASSAGE))
-
-
-class Letters:
-    """One token a character, with a special token in front."""
-
-    all_special_ids = (0,)
-
-    def __len__(self) -> int:
-        return 200
-
-    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
-        return [0] * add_special_tokens + [ord(letter) % 200 for letter in text]
-
-
-def test_windows_of_documents(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("abcdefgh\n\nij\n\n\n\nklm")
-    found = read_passage(Letters(), max_model_len=4, num_tokens=100, path=path)
-    # 9 tokens in windows of 4: the single one left over has nothing to predict.
-    assert [len(window) for window in found.windows] == [4, 4, 3, 4]
-    assert found.num_scored == 11
-    short = read_passage(Letters(), max_model_len=4, num_tokens=6, path=path)
-    assert [len(window) for window in short.windows] == [4, 2]
-    assert short.sha256 != found.sha256
-    path.write_text("\n\n")
-    with pytest.raises(BadInput, match="nothing to score"):
-        read_passage(Letters(), max_model_len=4, num_tokens=6, path=path)
-
 
 SHAPE = ModelShape.from_config(
     {
