@@ -12,8 +12,8 @@ import torch
 
 from ...quant.base.errors import BadInput
 
-# Logits of a block of rows; with the reference's and a scratch buffer about the size of an L2 cache.
-BLOCK_BYTES = 512 << 10
+# Logits of a block of rows: about the size of an L2 cache.
+BLOCK_BYTES = 2 << 20
 
 
 class _Row(NamedTuple):
@@ -85,11 +85,19 @@ def _reduce(
     return torch.cat([column.double() for column in columns], dim=1)
 
 
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Index of the largest logit of each row, int64 [rows, 1]."""
+    if logits.device.type == "cpu":  # numpy's is vectorized: ten times as fast as torch's
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))[:, None]
+    return logits.argmax(dim=-1, keepdim=True)
+
+
 def _statistics(
     logits: torch.Tensor, ids: torch.Tensor, scratch: torch.Tensor
 ) -> tuple[_Row, torch.Tensor]:
     """Statistics of each row, and Σ exp(logits − max), float64 [rows, 1]; its terms are left in `scratch`."""
-    peak, top = logits.max(dim=-1, keepdim=True)
+    top = _argmax(logits)
+    peak = logits.gather(-1, top)
     actual = logits.gather(-1, ids)
     rank = torch.gt(logits, actual, out=scratch).sum(dim=-1, keepdim=True) + 1
     terms = torch.sub(logits, peak, out=scratch).exp_()

@@ -81,5 +81,5 @@ def test_prompt_logprobs_hold_a_slice_of_logits(wide: Path) -> None:
             scored += [out.prompt_logprobs for out in model.step() if out.prompt_logprobs]
         assert [len(each) for each in scored] == [150] * 3
 
-    # Logits of a slice, and the log-softmax of a block of its rows.
-    assert peak_bytes(work) < 2 * SLICE_BYTES < 4 * VOCAB * 447
+    # Logits of a slice, and the log-softmax of two blocks of its rows.
+    assert peak_bytes(work) < 3 * SLICE_BYTES < 4 * VOCAB * 447
