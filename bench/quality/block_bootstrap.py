@@ -53,7 +53,10 @@ class Blocks:
     @property
     def words(self) -> str:
         """The resampling, for readers."""
-        return f"{CONFIDENCE:.0%}, block bootstrap over {self.count} {self.kind}, {RESAMPLES} resamples"
+        return (
+            f"{100 * CONFIDENCE:g} %, block bootstrap over {self.count} {self.kind}, "
+            f"{RESAMPLES:,} resamples"
+        )
 
     def weights(self) -> Iterator[np.ndarray]:
         """Batches of resamples, float64 [resamples, blocks]: how often each block was drawn."""

@@ -60,11 +60,11 @@ def passage(num_windows: int) -> Passage:
 def test_scoring_holds_a_constant_of_logits(wide: Path) -> None:
     model, reference = engine(wide), engine(wide)
     peaks = []
-    for num_windows in (3, 6):
+    for num_windows in (2, 4):
         text = passage(num_windows)
         all_logits = 4 * VOCAB * text.num_scored
         peaks.append(peak_bytes(lambda text=text: score_passage(text, model, reference)))
-        assert SLICE_BYTES < peaks[-1] < SCORING_BYTES < 2 * all_logits
+        assert SLICE_BYTES < peaks[-1] < SCORING_BYTES < 2 * all_logits  # of both models
     # Twice the tokens in the same memory; their scores are 0.1 MB.
     assert peaks[1] < peaks[0] + 4e6
 

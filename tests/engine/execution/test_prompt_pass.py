@@ -44,10 +44,10 @@ def test_a_prompt_waits_for_free_blocks() -> None:
     # Five blocks: 8 and 9 tokens fit together, and 12 beside nothing but 8.
     assert planned([8, 9, 12], Pass(100, 5)) == [[(0, 0, 8), (1, 0, 9)], [(2, 0, 12)]]
     # The second prompt still holds its blocks when the third would begin.
-    assert planned([8, 12, 8], Pass(12, 5)) == [
-        [(0, 0, 8), (1, 0, 4)],
-        [(1, 4, 12)],
-        [(2, 0, 8)],
+    assert planned([8, 16, 12], Pass(16, 6)) == [
+        [(0, 0, 8), (1, 0, 8)],
+        [(1, 8, 16)],
+        [(2, 0, 12)],
     ]
 
 
