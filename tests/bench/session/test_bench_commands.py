@@ -44,6 +44,7 @@ def test_bench_leaves_a_whole_run_folder(plain: Path) -> None:
     assert names == {
         "result.json",
         "requests.parquet",
+        "quality.parquet",
         "environment.json",
         "report.html",
         "report.md",
@@ -69,10 +70,13 @@ def test_bench_leaves_a_whole_run_folder(plain: Path) -> None:
     assert len(result["generated_texts"]) == 96 and all(result["generated_texts"])
     table = pq.read_table(plain / "requests.parquet").to_pydict()
     assert len(table["run"]) == 96 and set(table["output_len"]) == {12}
+    series = pq.read_table(plain / "quality.parquet").to_pydict()
+    assert len(series["nll"]) == ours["quality"]["num_tokens"] and not any(series["kl"])
     # A greedy run gives the same text in every pass.
     assert table["text"][:16] == table["text"][16:32]
     report = (plain / "report.html").read_text()
     assert "stand-in" in report and "first chunk − sent" in report and report.count("<svg ") == 4
+    assert "Quality by position" in report and "Perplexity ratio to the reference" in report
 
 
 def test_compare_with_itself_passes(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
