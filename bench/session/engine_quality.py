@@ -20,26 +20,37 @@ if TYPE_CHECKING:
     from ..quality.scoring import PromptScorer
 
 
+def quality_passage(options: BenchOptions, engine: Engine) -> Passage:
+    """The passage that the options name, in the engine's tokens.
+
+    Raises:
+        BadInput: the text or the protocol does not fit.
+    """
+    return read_passage(
+        engine.tokenizer,
+        max_model_len=engine.max_model_len,
+        num_tokens=options.quality_tokens,
+        path=options.quality_text or EVALUATION_TEXT,
+        options=ProtocolOptions(
+            options.quality_protocol, options.quality_window, options.quality_stride
+        ),
+    )
+
+
 def score_quality(
     options: BenchOptions,
     engine: Engine,
+    passage: Passage,
     load_reference: Callable[[BenchOptions, Passage], PromptScorer],
     progress: Progress,
 ) -> tuple[Quality, QualitySeries]:
     """Score the engine, beside the reference if there is one: the summary and its series.
 
     Raises:
-        BadInput: the text, the protocol or the reference does not fit.
+        BadInput: the reference does not fit.
     """
     from ..quality.scoring import score_passage
 
-    passage = read_passage(
-        engine.tokenizer,
-        max_model_len=engine.max_model_len,
-        num_tokens=options.quality_tokens,
-        path=options.quality_text or EVALUATION_TEXT,
-        options=protocol_options(options),
-    )
     reference = None if options.reference is None else load_reference(options, passage)
     scored = WithAdapter(engine, next(iter(options.loras), None))
     series, speed = score_passage(
@@ -49,8 +60,3 @@ def score_quality(
         passage, series, reference=options.reference, speed=speed.as_dict(), seed=options.seed
     )
     return replace(quality, hurt=hurt_passages(series, engine.tokenizer)), series
-
-
-def protocol_options(options: BenchOptions) -> ProtocolOptions:
-    """The protocol that the benchmark's options name."""
-    return ProtocolOptions(options.quality_protocol, options.quality_window, options.quality_stride)

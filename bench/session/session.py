@@ -34,7 +34,7 @@ from ..report.plan_residuals import plan_for_folder, residuals
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.warmup import warmup_workload
 from ..workloads.workload import Workload
-from .engine_quality import score_quality
+from .engine_quality import quality_passage, score_quality
 from .session_base import Session
 
 if TYPE_CHECKING:
@@ -80,6 +80,10 @@ class BenchSession(Session):
         self._engine = engine or load_engine(options, self._model)
         workload = build_workload(options, self._engine.tokenizer, self._engine.max_model_len)
         options = resolved_options(options, workload)
+        # Before anything is measured, so that a text or a reference that does not fit loses nothing.
+        self._passage = quality_passage(options, self._engine) if options.quality else None
+        if options.quality and options.reference is not None:
+            resolve_model(options.reference)
         self._load = Load(options.rate, options.burstiness, options.concurrency)
         self._target = InProcessTarget(
             self._engine,
@@ -127,9 +131,9 @@ class BenchSession(Session):
     def _score(self, scores: Scores) -> None:
         """Fill `scores` one by one, so that an interrupt keeps the finished ones."""
         options, engine = self._options, self._engine
-        if options.quality:
+        if self._passage is not None:
             scores.quality, scores.series = score_quality(
-                options, engine, load_reference, self._progress
+                options, engine, self._passage, load_reference, self._progress
             )
         limit = self._load.max_concurrency
         scores.step_split = step_split(engine, self._target, self._workload, limit)
