@@ -49,7 +49,12 @@ class QualityGate:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The verdict, with the deltas, checks, quality and memory it is based on."""
+    """The verdict, with the deltas, checks, quality and memory it is based on.
+
+    Attributes:
+        num_pairs: pairs of starts behind it; 0 for two runs.
+        settled: whether more pairs of starts could not change the verdict.
+    """
 
     outcome: Outcome
     reasons: tuple[str, ...]
@@ -61,6 +66,8 @@ class Comparison:
     quality: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    num_pairs: int = 0
+    settled: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         return plain({**asdict(self), "exit_code": self.outcome.exit_code})

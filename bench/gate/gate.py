@@ -24,6 +24,9 @@ RATES = {
     "total_token_throughput": ("Total token throughput", "tokens/s"),
     "request_throughput": ("Request throughput", "requests/s"),
     "duration": ("Duration of a pass", "s"),
+    "cpu_seconds": ("CPU time of a pass", "s"),
+    "waiting_seconds": ("Waiting time of a pass", "s"),
+    "instructions": ("Instructions of a pass", "instructions"),
 }
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
 WORD = re.compile(r"([A-Za-z_][\w.]*)\s*(<=|>=)\s*([+-]?[\d.]+(?:[eE][+-]?\d+)?)(%?)")
