@@ -1,8 +1,9 @@
-"""Verdict of paired starts: one number per start and metric, paired log ratios, Student's t.
+"""Verdict of paired starts: non-inferiority within each limit, or regression beyond it, by a sequential
+rank test.
 
 A start is a fresh process that loads the weights and makes a block of passes. Starts of the base and of the
 new build alternate, so that each pair saw the same mood of the machine; passes of one start share its
-addresses, caches and clocks, so they count as one value, their median.
+addresses, caches and clocks, so they count as one value.
 """
 
 from __future__ import annotations
@@ -10,29 +11,32 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 
 from ...quant.base.errors import BadInput
-from ..metrics.statistics import Effect
+from ..metrics.signed_rank import centre_interval, hodges_lehmann
 from ..record.run_data import RunData
 from .compare import (
     Comparison,
     QualityGate,
-    failed_more,
+    conclude,
     incomparable,
     judge_quality,
     memory_changes,
+    other_lengths,
     remarks,
 )
-from .gate import Limit, Measured, Outcome
-from .judge import Check, Delta, check
+from .counts import Check, check, failure_words
+from .gate import Limit, Measured, Outcome, with_waiting
+from .judge import Delta, change_words
+from .operating_curve import OperatingCurve, OperatingPoint, operating_points
+from .sequential import CODES, FALSE_PASS, FALSE_REGRESSION, SequentialPlan, decide
+from .start_values import PairedChanges, paired_changes, requests_missing, too_few_words
+from .verdict_words import pairs_to_settle
 
-# Probability that a gate of several limits reports a regression that is none, and that a limit passes
-# although the metric is worse by it.
-FALSE_REGRESSION = 0.01
-FALSE_PASS = 0.05
-MIN_PAIRS = 4
+MIN_PAIRS_FOR_CURVE = 5
 
 
 def judge_starts(
@@ -46,6 +50,8 @@ def judge_starts(
 ) -> Comparison:
     """Judge the starts `new` against the starts `base`, of which `base[i]` and `new[i]` are a pair.
 
+    It may be asked after every pair: the test knows its looks, and their errors add up to those it states.
+
     Args:
         max_pairs: how many pairs there can be at most.
         final: no more pairs follow.
@@ -54,136 +60,149 @@ def judge_starts(
         BadInput: no pairs, or starts without a partner.
     """
     if not base or len(base) != len(new):
-        raise BadInput(
-            f"starts: {len(base)} of the base and {len(new)} of the new build, not pairs"
-        )
-    num_pairs = len(base)
-    is_last = final or num_pairs >= max_pairs
-    blank = Comparison(Outcome.NO_VERDICT, (), base[0].name, new[0].name, 0.0, num_pairs=num_pairs)
-    notes = remarks(base[0].result, new[0].result)
-    if blocking := [
+        raise BadInput(f"starts: {len(base)} of the base and {len(new)} of the new build, no pairs")
+    limits = with_waiting(limits)
+    num_measured = sum(isinstance(limit.quantity, Measured) for limit in limits)
+    last = len(base) if final else max(max_pairs, len(base))
+    plan = SequentialPlan(max(max_pairs, len(base)), num_measured, last)
+    comparison = Comparison(
+        Outcome.NO_VERDICT,
+        (),
+        base[0].name,
+        new[0].name,
+        0.0,
+        notes=remarks(base[0].result, new[0].result),
+        num_pairs=len(base),
+    )
+    blocking = [
         reason
         for a, b in zip(base, new, strict=True)
         for reason in incomparable(a.result, b.result)
-    ]:
-        return replace(blank, reasons=tuple(dict.fromkeys(blocking)), notes=notes)
-    changes, faults, gaps = judge_quality(base[0].result, new[0].result, quality or QualityGate())
-    memory = memory_changes(base[0].result, new[0].result)
-    num_measured = sum(isinstance(limit.quantity, Measured) for limit in limits)
-    deltas: list[Delta] = []
-    checks: list[Check] = []
+    ]
+    if blocking:
+        return replace(comparison, reasons=tuple(dict.fromkeys(blocking)))
+    scored = [_with_quality(side) for side in (base, new)]
+    changes, faults, gaps = judge_quality(
+        scored[0].result, scored[1].result, quality or QualityGate()
+    )
+    if failed := failure_words(base, new):
+        (faults if failed[0] is Outcome.REGRESSION else gaps).append(failed[1])
+    if (reason := other_lengths(base, new)) and num_measured:
+        gaps.append(reason)
+    rows: list[Delta | Check | str] = []
+    curves: list[OperatingCurve] = []
     for limit in limits:
         if not isinstance(limit.quantity, Measured):
-            checks.append(check(limit.quantity, limit, base[0], new[0]))
+            rows.append(check(limit.quantity, limit, base, new))
             continue
-        delta = judge_pairs(limit.quantity, limit, base, new, num_limits=num_measured)
-        if delta is None:
-            gaps.append(f"{limit.quantity.label} has a limit but no value in every start")
-        else:
-            deltas.append(delta)
-    faults += [
-        reason
-        for a, b in zip(base, new, strict=True)
-        if (reason := failed_more(a.result, b.result))
-    ][:1]
-    rows = [*deltas, *checks]
-    broken = [row.reason for row in rows if row.outcome is Outcome.REGRESSION] + faults
-    unclear = [row.reason for row in rows if row.outcome is Outcome.NO_VERDICT] + gaps
-    undecided = any(delta.outcome is Outcome.NO_VERDICT for delta in deltas)
+        row, curve = judge_limit(limit.quantity, limit, base, new, plan)
+        rows.append(row)
+        curves += [curve] if curve else []
+    deltas = tuple(row for row in rows if isinstance(row, Delta))
+    gaps += [row for row in rows if isinstance(row, str)]
     comparison = replace(
-        blank,
-        deltas=tuple(deltas),
-        checks=tuple(checks),
+        comparison,
+        deltas=deltas,
+        checks=tuple(row for row in rows if isinstance(row, Check)),
         quality=changes,
-        memory=memory,
-        notes=notes,
-        settled=is_last or bool(broken) or not undecided,
+        memory=memory_changes(scored[0].result, scored[1].result),
+        curves=tuple(curves),
     )
-    if broken:
-        return replace(comparison, outcome=Outcome.REGRESSION, reasons=tuple(broken))
-    if unclear:
-        return replace(comparison, outcome=Outcome.NO_VERDICT, reasons=tuple(unclear))
     said = f"all {len(limits)} limits are kept" if len(limits) > 1 else "the limit is kept"
-    return replace(comparison, outcome=Outcome.PASS, reasons=(said,))
-
-
-def value_of_start(start: RunData, key: str) -> float | None:
-    """A metric's median over the undisturbed passes of a start; over all of them if all were disturbed."""
-    passes = start.result["llmopt"]["runs"]
-    kept = [one for one in passes if not one.get("disturbed")] or passes
-    values = [value for one in kept if (value := one.get(key)) is not None]
-    return float(np.median(values)) if values else None
-
-
-def paired_differences(
-    measured: Measured, limit: Limit, base: Sequence[RunData], new: Sequence[RunData]
-) -> np.ndarray | None:
-    """The change of each pair: log(new / base), or log(new / bound) for a limit on the value itself.
-
-    Waiting time is near 0, so its change is relative to the wall time of the base.
-    """
-    before = [value_of_start(start, measured.key) for start in base]
-    after = [value_of_start(start, measured.key) for start in new]
-    if None in after or (None in before and limit.relative):
-        return None
-    values = np.asarray(after, float)
-    if measured.key == "waiting_seconds" and limit.relative:
-        walls = np.asarray([value_of_start(start, "duration") for start in base], float)
-        return (values - np.asarray(before, float)) / walls
-    return np.log(values) - (
-        np.log(np.asarray(before, float)) if limit.relative else math.log(limit.bound)
+    comparison = conclude(comparison, faults, gaps, said)
+    waits = any(delta.outcome is Outcome.NO_VERDICT for delta in deltas)
+    is_over = final or len(base) >= max_pairs
+    return replace(
+        comparison, settled=is_over or not waits or comparison.outcome is Outcome.REGRESSION
     )
 
 
-def judge_pairs(
+def _with_quality(starts: Sequence[RunData]) -> RunData:
+    """The first start that scored quality, else the first."""
+    return next((start for start in starts if start.result["llmopt"]["quality"]), starts[0])
+
+
+def judge_limit(
     measured: Measured,
     limit: Limit,
     base: Sequence[RunData],
     new: Sequence[RunData],
-    *,
-    num_limits: int,
-) -> Delta | None:
-    """One limit on the pairs: non-inferiority within the limit, or worse than the limit; else undecided."""
-    changes = paired_differences(measured, limit, base, new)
-    if changes is None or not np.isfinite(changes).all():
-        return None
-    is_linear = measured.key == "waiting_seconds" and limit.relative
+    plan: SequentialPlan,
+) -> tuple[Delta | str, OperatingCurve | None]:
+    """One measured limit on the pairs, and its operating curve; text if it cannot be judged."""
+    if missing := max(requests_missing(measured, base), requests_missing(measured, new)):
+        return too_few_words(measured, missing), None
+    paired = paired_changes(limit, base, new)
+    if paired is None:
+        return f"{measured.label} has a limit but no value in every start", None
     sign = 1 if limit.at_most else -1
-    bound = limit.bound if is_linear else math.log1p(limit.bound) if limit.relative else 0.0
-    allowed = sign * bound
-    count = len(changes)
-    error = float(changes.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf
-    effect = Effect(float(changes.mean()), error, count - 1)
-    slower = sign * effect.log_ratio
-    share = (lambda value: value) if is_linear else math.expm1
-    outcome, reach = Outcome.NO_VERDICT, math.inf
-    if count >= MIN_PAIRS:
-        reach = effect.half_width(1 - FALSE_PASS)
-        if slower - effect.half_width(1 - FALSE_REGRESSION / num_limits) > allowed:
-            outcome = Outcome.REGRESSION
-        elif slower + reach <= allowed:
-            outcome = Outcome.PASS
-    said = f"{measured.label} changes by {share(effect.log_ratio):+.1%}"
+    allowed = 0.0
+    if limit.relative:
+        allowed = sign * (limit.bound if paired.is_share else math.log1p(limit.bound))
+    excess = sign * paired.changes - allowed
+    code, pairs = decide(excess, plan)
+    delta = _delta(measured, limit, paired, allowed, CODES[int(code)], plan)
+    delta = replace(delta, num_pairs=int(pairs))
+    if len(excess) < MIN_PAIRS_FOR_CURVE:
+        return delta, None
+    residuals = excess - hodges_lehmann(excess)
+    points = tuple(
+        OperatingPoint(
+            paired.relative(worse),
+            found[Outcome.PASS],
+            found[Outcome.REGRESSION],
+            found[Outcome.NO_VERDICT],
+            mean_pairs,
+        )
+        for worse, found, mean_pairs in operating_points(residuals, allowed, plan)
+    )
+    curve = OperatingCurve(measured.key, measured.label, limit.text, plan.looks[-1], points)
+    return delta, curve
+
+
+def _delta(
+    measured: Measured,
+    limit: Limit,
+    paired: PairedChanges,
+    allowed: float,
+    outcome: Outcome,
+    plan: SequentialPlan,
+) -> Delta:
+    """The change with its 90 % interval and its sentence."""
+    sign = 1 if limit.at_most else -1
+    change = hodges_lehmann(paired.changes)
+    low, high = centre_interval(paired.changes, FALSE_PASS)
+    relative = paired.relative
+    said = f"{measured.label} {change_words(relative(change), paired.is_share)}"
+    shown, lowest, highest = change, low, high
+    if not limit.relative:
+        # The limit is on the value; the change from the base is shown beside it.
+        moves = paired.new - paired.base if paired.is_share else np.log(paired.new / paired.base)
+        shown, (lowest, highest) = hodges_lehmann(moves), centre_interval(moves, FALSE_PASS)
+        said = f"{measured.label} is {float(np.median(paired.new)):,.4g} {measured.unit}"
+    more = None
     if outcome is Outcome.REGRESSION:
         said += f", beyond the limit {limit.text}"
     elif outcome is Outcome.NO_VERDICT:
-        said += f" ± {share(reach):.1%}" if math.isfinite(reach) else ""
-        said += f": {count} pairs of starts do not tell the limit {limit.text}"
-    before = [value_of_start(start, measured.key) or 0.0 for start in base]
-    after = [value_of_start(start, measured.key) or 0.0 for start in new]
-    low, high = effect.log_ratio - reach, effect.log_ratio + reach
+        if np.isfinite(high - low):
+            error = (high - low) / 2 / NormalDist().inv_cdf(1 - FALSE_PASS)
+            levels = (FALSE_REGRESSION / max(plan.num_limits, 1), FALSE_PASS)
+            more = pairs_to_settle(sign * change - allowed, error, len(paired.changes), levels)
+            said += f" ± {(relative(high) - relative(low)) / 2:.1%}" if limit.relative else ""
+        said += f": {len(paired.changes)} pairs of starts do not tell the limit {limit.text}"
     return Delta(
         key=measured.key,
         label=measured.label,
         unit=measured.unit,
-        base=float(np.median(before)),
-        new=float(np.median(after)),
-        change=share(effect.log_ratio),
-        worse=share(slower),
-        low=share(low) if math.isfinite(low) else -1.0,
-        high=share(high) if math.isfinite(high) else math.inf,
+        base=float(np.median(paired.base)),
+        new=float(np.median(paired.new)),
+        change=relative(shown),
+        worse=relative(sign * shown),
+        low=relative(lowest),
+        high=relative(highest),
         limit=limit.text,
-        allowed=share(allowed) if limit.relative else None,
+        allowed=relative(allowed) if limit.relative else None,
         outcome=outcome,
         reason=said,
+        pairs_to_settle=more,
     )

@@ -57,7 +57,7 @@ def drive(
     interrupted = False
     progress.start(description, len(pending), "requests")
     # Garbage collection would pause the loop at arbitrary moments.
-    gc.collect()
+    gc.collect(1)
     gc.freeze()
     origin, began_at = time.perf_counter(), datetime.now().timestamp()
     try:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..gate.compare import Comparison
+from ..gate.counts import Check
 from ..gate.gate import Outcome
-from ..gate.judge import Check, Delta
+from ..gate.judge import Delta
 from ..page.page import Table, Tone
 from ..page.text import number, percent, size
 
