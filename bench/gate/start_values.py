@@ -113,15 +113,16 @@ def paired_changes(
 
 
 def _change_by_passes(base: RunData, new: RunData, key: str, otherwise: float) -> float:
-    """The mean change over the passes of a pair that took turns; `otherwise` if they did not."""
+    """The mean change over the passes of a pair that took turns, from the last one on, as cold ones may be
+    left out at the beginning; `otherwise` if they did not."""
     pair = base.result["llmopt"]["arms"]
-    passes = [side.result["llmopt"]["runs"] for side in (base, new)]
-    if not pair or pair != new.result["llmopt"]["arms"] or len(passes[0]) != len(passes[1]):
+    if not pair or pair != new.result["llmopt"]["arms"]:
         return otherwise
+    passes = [side.result["llmopt"]["runs"][::-1] for side in (base, new)]
     logs = [
         math.log(after[key] / before[key])
-        for before, after in zip(*passes, strict=True)
-        if before.get(key) and after.get(key) and not before.get("disturbed")
-        if not after.get("disturbed")
+        for before, after in zip(*passes, strict=False)
+        if before.get(key) and after.get(key)
+        if not before.get("disturbed") and not after.get("disturbed")
     ]
     return float(np.mean(logs)) if logs else otherwise
