@@ -227,7 +227,7 @@ def main() -> None:
     number = max((row["start"] for row in rows), default=-1) + 1
     order = [*enumerate(given.sides), *reversed([*enumerate(given.sides)])]
     for _ in range(given.blocks):
-        results = iter(())
+        results, seconds = iter(()), 0.0
         if given.turns:
             together, seconds = starts_in_turns(given.sides, given.passes)
             order, results = [*enumerate(given.sides)], iter(together)

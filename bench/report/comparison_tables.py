@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -9,6 +10,7 @@ from ..gate.compare import Comparison
 from ..gate.counts import Check
 from ..gate.gate import Outcome
 from ..gate.judge import Delta
+from ..gate.operating_curve import OperatingCurve
 from ..page.page import Table, Tone
 from ..page.text import number, percent, size
 
@@ -29,7 +31,7 @@ def deltas_table(deltas: Sequence[Delta], caption: str = "", checks: Sequence[Ch
                 number(delta.base),
                 number(delta.new),
                 percent(delta.change, signed=True),
-                f"{percent(delta.low, signed=True)} to {percent(delta.high, signed=True)}",
+                interval_words(delta),
                 delta.limit,
                 delta.outcome.value,
             ]
@@ -40,6 +42,35 @@ def deltas_table(deltas: Sequence[Delta], caption: str = "", checks: Sequence[Ch
         rows.append(row)
     header = ["metric", "base", "new", "change", "90 % interval", "limit", "verdict"]
     return Table(header, rows, caption=caption, tones=tones)
+
+
+def interval_words(delta: Delta) -> str:
+    """The 90 % interval of a change; `unbounded` with too few pairs."""
+    if not math.isfinite(delta.high):
+        return "unbounded"
+    return f"{percent(delta.low, signed=True)} to {percent(delta.high, signed=True)}"
+
+
+def operating_table(curves: Sequence[OperatingCurve]) -> Table:
+    """The chance of each verdict by the true change of each limited metric."""
+    rows = [
+        [
+            f"{curve.label} {curve.limit}",
+            percent(point.worse, signed=True),
+            percent(point.passes),
+            percent(point.regressions),
+            percent(point.undecided),
+            number(point.mean_pairs, 1),
+        ]
+        for curve in curves
+        for point in curve.points
+    ]
+    caption = (
+        "Simulated from the residuals of the pairs, for at most "
+        f"{max(curve.max_pairs for curve in curves)} pairs of starts."
+    )
+    header = ["limit", "truly worse by", "pass", "regression", "no verdict", "pairs"]
+    return Table(header, rows, caption=caption)
 
 
 def check_rows(checks: Sequence[Check]) -> list[list[str]]:
