@@ -64,7 +64,7 @@ class PassTurns:
 
 
 @dataclass(slots=True)
-class Turn:
+class TurnPipe:
     """The other side: gives one process its turns. `environment` and `descriptors` are for its start.
 
     Use: start the process with both, then call `started`; `ready` once, then `give` for every turn.
@@ -117,7 +117,7 @@ class Turn:
         self.is_over = True
 
 
-def give_turns(turns: Sequence[Turn]) -> None:
+def give_turns(turns: Sequence[TurnPipe]) -> None:
     """Give turns there and back (ABBA) until every process has ended. All are ready."""
     for turn in order(turns):
         turn.give()
@@ -125,13 +125,13 @@ def give_turns(turns: Sequence[Turn]) -> None:
             return
 
 
-def order(turns: Sequence[Turn]) -> Iterator[Turn]:
+def order(turns: Sequence[TurnPipe]) -> Iterator[TurnPipe]:
     """A B B A A B B A …"""
     return cycle([*turns, *reversed(turns)])
 
 
 def start_in_turns(
-    command: Sequence[str], turn: Turn, environment: Mapping[str, str]
+    command: Sequence[str], turn: TurnPipe, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start a process that takes turns."""
     process = subprocess.Popen(

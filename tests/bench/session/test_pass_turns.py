@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmopt.bench.session.pass_turns import PassTurns, Turn, give_turns, start_in_turns
+from llmopt.bench.session.pass_turns import PassTurns, TurnPipe, give_turns, start_in_turns
 from llmopt.quant.base.errors import BadInput
 
 # A benchmark in small: as many passes as it is told, then what `finish` does. Needs nothing of torch.
@@ -31,7 +31,7 @@ open(log, "a").write(name.lower())
 )
 def test_turns_go_there_and_back(tmp_path: Path, passes: tuple[int, int], order: str) -> None:
     log = tmp_path / "log"
-    turns = [Turn("pair"), Turn("pair")]
+    turns = [TurnPipe("pair"), TurnPipe("pair")]
     processes = []
     for turn, name, count in zip(turns, "AB", passes, strict=True):
         command = [sys.executable, "-c", CHILD, str(log), name, str(count)]
@@ -43,14 +43,14 @@ def test_turns_go_there_and_back(tmp_path: Path, passes: tuple[int, int], order:
 
 
 def test_a_process_that_takes_no_turns_is_not_waited_for() -> None:
-    turn = Turn("pair")
+    turn = TurnPipe("pair")
     process = start_in_turns([sys.executable, "-c", "pass"], turn, os.environ)
     assert not turn.ready() and process.wait(10) == 0
     assert not turn.give()
 
 
 def test_a_process_goes_on_alone_when_nobody_gives_turns() -> None:
-    turn = Turn("pair")
+    turn = TurnPipe("pair")
     side = PassTurns.from_environment({"LLMOPT_PASS_TURNS": turn.environment["LLMOPT_PASS_TURNS"]})
     assert (side.read, side.write, side.pair) == (*turn.descriptors, "pair")
     turn.close()
