@@ -1,71 +1,244 @@
-"""Record identical runs of the bundled model, for the error rates of the gate.
+"""Record starts of the bundled model, for the error rates of the gate.
 
-    python tools/record_gate_runs.py docs/measured/cpu/identical-runs.parquet
+    RECORD="python tools/record_gate_runs.py docs/measured/cpu"
+    $RECORD/identical-starts.parquet --blocks 30
+    $RECORD/paired-passes.parquet --turns --passes 10 --sides 1 1 spin1.1 sleep1.1 --blocks 28
 
-Every start loads the model anew and makes as many passes as `llmopt bench` does. The table has a row a
-request: start, pass, the pass's duration and the background load of the machine,
-and the request's latencies. `llmopt.bench.gate.rates` reads it.
+A start is a fresh process that loads the model, warms up and makes a block of passes. A block of starts goes
+through the sides and back (ABBA, ABCCBA), one process after the other. With `--turns` a block is one
+process of each side, alive together, whose passes go through the sides and back. Blocks are appended to the
+file, which is written after each. The table has a row a pass: block, start, place in the block, side and
+its work, the wall time of the start (with `--turns` of the block) and its peak memory; and of the pass its
+duration, CPU time, waiting time, time in the run queue, steal, involuntary switches and median latencies.
+`llmopt.bench.gate.job_rates` reads it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.record.requests_table import requests_table
-from llmopt.bench.session.session import BenchSession
-from llmopt.quant.base.progress import Silent
 
-COLUMNS = ("request_id", "output_len", "ttft_ms", "tpot_ms", "e2el_ms")
+SIDE = re.compile(r"(spin|sleep)?(\d+(?:\.\d+)?)")
+LATENCIES = ("ttft_ms", "tpot_ms", "e2el_ms")
+Rows = list[dict[str, Any]]
 
 
-def one_start(number: int, options: BenchOptions) -> list[dict[str, Any]]:
-    """The rows of one loaded model."""
-    session = BenchSession(options, Silent())
-    for _ in range(options.num_runs):
-        session.run_pass()
-    run = session.finish()
-    loads = [one["other_load"] for one in run.result["llmopt"]["runs"]]
-    durations = [one.duration for one in run.passes]
-    table = requests_table(run.passes)
-    return [
-        {
-            "start": number,
-            "pass": table["run"][row],
-            "duration_s": durations[table["run"][row]],
-            "other_load": loads[table["run"][row]],
-            **{column: table[column][row] for column in COLUMNS},
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Counters of this process so far, in seconds, and involuntary switches.
+
+    `queued` is the time that this thread was ready to run but had no CPU (proc(5), schedstat); `steal` is the
+    time that the hypervisor took from all CPUs.
+    """
+
+    wall: float
+    cpu: float
+    thread_cpu: float
+    queued: float
+    steal: float
+    switches: int
+
+    @property
+    def off_cpu(self) -> float:
+        """Seconds that this thread neither ran nor wanted to."""
+        return self.wall - self.thread_cpu - self.queued
+
+    @classmethod
+    def now(cls) -> Clocks:
+        stolen = Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]
+        return cls(
+            time.perf_counter(),
+            time.process_time(),
+            time.thread_time(),
+            int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9,
+            int(stolen) / os.sysconf("SC_CLK_TCK"),
+            resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw,
+        )
+
+    def until(self, end: Clocks) -> dict[str, float]:
+        """The pass between two readings, by the names of the record."""
+        return {
+            "cpu_seconds": end.cpu - self.cpu,
+            "waiting_seconds": max(0.0, end.off_cpu - self.off_cpu),
+            "run_delay_seconds": end.queued - self.queued,
+            "steal_seconds": end.steal - self.steal,
+            "involuntary_switches": end.switches - self.switches,
         }
-        for row in range(len(table["run"]))
+
+
+class Start:
+    """A start in this process: the loaded session and its passes with their clocks."""
+
+    def __init__(self, side: str, given: argparse.Namespace) -> None:
+        from llmopt.bench.load.injected_delay import InjectedDelay, spin
+        from llmopt.bench.options.options import BenchOptions
+        from llmopt.bench.session.session import BenchSession
+        from llmopt.quant.base.progress import Silent
+
+        options = BenchOptions(
+            num_prompts=given.num_prompts,
+            output_len=given.output_len,
+            num_runs=given.passes,
+            num_threads=1,
+            quality=False,
+        )
+        self._session = BenchSession(options, Silent())
+        kind, factor = read_side(side)
+        if factor != 1.0:
+            wait = time.sleep if kind == "sleep" else spin
+            self._session.engine.hook = InjectedDelay("step", factor, wait)
+        # Each pass begins with a collection, which would scan torch's objects and count as its CPU time.
+        gc.collect()
+        gc.freeze()
+        self._clocks: list[dict[str, float]] = []
+
+    def run_pass(self) -> None:
+        before = Clocks.now()
+        self._session.run_pass()
+        self._clocks.append(before.until(Clocks.now()))
+
+    def rows(self) -> Rows:
+        """A row a pass."""
+        from llmopt.bench.record.requests_table import requests_table
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        rows = []
+        for number, (load, clock) in enumerate(
+            zip(self._session.passes, self._clocks, strict=True)
+        ):
+            table = requests_table([load])
+            medians = {
+                f"median_{latency}": statistics.median(v for v in table[latency] if v is not None)
+                for latency in LATENCIES
+            }
+            row = {"peak_resident_bytes": peak, "pass": number, "duration": load.duration}
+            rows.append({**row, **clock, **medians})
+        return rows
+
+
+def one_start(side: str, given: argparse.Namespace) -> None:
+    """A start in this process, rows as JSON on stdout; with `--turns` a pass for every line on stdin."""
+    start = Start(side, given)
+    if not given.turns:
+        for _ in range(given.passes):
+            start.run_pass()
+    else:
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            start.run_pass()
+            print("done", flush=True)
+    print(json.dumps(start.rows()), flush=True)
+
+
+def read_side(side: str) -> tuple[str, float]:
+    """(`spin` or `sleep`, factor) of a side such as `1`, `spin1.1` or `sleep1.1`."""
+    match = SIDE.fullmatch(side)
+    if match is None:
+        raise SystemExit(f"--sides {side}: write 1, spin1.1 or sleep1.1")
+    return match[1] or "spin", float(match[2])
+
+
+def fresh_start(side: str) -> tuple[Rows, float]:
+    """(`one_start` in a new process, its wall time in seconds)."""
+    begun = time.perf_counter()
+    words = [sys.executable, *sys.argv, "--one-start", side]
+    done = subprocess.run(words, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout), time.perf_counter() - begun
+
+
+def starts_in_turns(sides: list[str], passes: int) -> tuple[list[Rows], float]:
+    """(the rows of new processes whose passes take turns, their common wall time in seconds)."""
+    begun = time.perf_counter()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv, "--one-start", side],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for side in sides
     ]
+    for process in processes:
+        await_line(process, "ready")
+    for number in range(passes):
+        for process in processes if number % 2 == 0 else processes[::-1]:
+            print("pass", file=process.stdin, flush=True)
+            await_line(process, "done")
+    rows = [json.loads(process.communicate()[0]) for process in processes]
+    return rows, time.perf_counter() - begun
+
+
+def await_line(process: subprocess.Popen[str], words: str) -> None:
+    """Wait until a start says these words.
+
+    Raises:
+        SystemExit: it says something else, or ended.
+    """
+    said = process.stdout.readline().strip() if process.stdout else ""
+    if said != words:
+        raise SystemExit(f"a start ended early: {said or 'it said nothing'}")
+
+
+def write_rows(path: Path, rows: Rows) -> None:
+    """The rows as a Parquet file with 4-byte floats, replaced at once."""
+    table = pa.Table.from_pylist(rows)
+    fields = [
+        pa.field(f.name, pa.float32() if pa.types.is_floating(f.type) else f.type)
+        for f in table.schema
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".part")
+    pq.write_table(table.cast(pa.schema(fields)), beside, compression="zstd")
+    beside.replace(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--starts", type=int, default=24)
+    parser.add_argument("--blocks", type=int, default=1, help="blocks to add to the file")
+    parser.add_argument("--sides", nargs="+", default=["1", "1"])
+    parser.add_argument("--turns", action="store_true", help="passes of a block take turns")
+    parser.add_argument("--passes", type=int, default=8)
     parser.add_argument("--num-prompts", type=int, default=24)
     parser.add_argument("--output-len", type=int, default=16)
+    parser.add_argument("--one-start", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    options = BenchOptions(
-        num_prompts=given.num_prompts,
-        output_len=given.output_len,
-        num_threads=1,
-        quality=False,
-    )
-    rows: list[dict[str, Any]] = []
-    for number in range(given.starts):
-        rows += one_start(number, options)
-        print(f"start {number + 1} of {given.starts}", flush=True)
-    table = pa.Table.from_pylist(rows)
-    single = {"duration_s", "other_load", "ttft_ms", "tpot_ms", "e2el_ms"}
-    fields = [pa.field(f.name, pa.float32() if f.name in single else f.type) for f in table.schema]
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table.cast(pa.schema(fields)), given.output, compression="zstd")
+    if given.one_start:
+        one_start(given.one_start, given)
+        return
+    for side in given.sides:
+        read_side(side)
+    rows: Rows = pq.read_table(given.output).to_pylist() if given.output.is_file() else []
+    block = max((row["block"] for row in rows), default=-1) + 1
+    number = max((row["start"] for row in rows), default=-1) + 1
+    order = [*enumerate(given.sides), *reversed([*enumerate(given.sides)])]
+    for _ in range(given.blocks):
+        results, seconds = iter(()), 0.0
+        if given.turns:
+            together, seconds = starts_in_turns(given.sides, given.passes)
+            order, results = [*enumerate(given.sides)], iter(together)
+        for place, (side, words) in enumerate(order):
+            start, wall = (next(results), seconds) if given.turns else fresh_start(words)
+            keys = {"block": block, "start": number, "place": place, "side": side, "work": words}
+            rows += [{**keys, "start_seconds": wall, **row} for row in start]
+            number += 1
+        write_rows(given.output, rows)
+        block += 1
+        print(f"{number} starts", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Regression verdict of two runs: pass, regression, or no verdict, each with its reasons.
 
-A regression needs an effect above the threshold and statistical support. A pass needs enough precision
-to have seen a change of that size. Everything else, and runs that did not do the same work on the same
+A pass is non-inferiority: the upper bound of the worsening is within the limit. A regression is worse than
+the limit: the lower bound is beyond it. Everything else, and runs that did not do the same work on the same
 machine, is no verdict, never a pass.
 """
 
@@ -14,15 +14,22 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ..record.comparable import clock_change, incomparable, server_changes, unknown_facts
-from ..record.result import mean_output_len, plain
+from ..record.result import plain
 from ..record.run_data import RunData
-from .gate import Counted, Limit, Measured, Outcome, speed_limits
-from .judge import Check, Delta, check, judge
+from .counts import Check, check, failure_words, length_change, mean_value, relative_change
+from .gate import COUNTED, Counted, Limit, Measured, Outcome, speed_limits, with_waiting
+from .judge import BUSY, Delta, background_error, is_paired, judge, other_load
+from .operating_curve import OperatingCurve
 from .quality_checks import QualityGate, check_quality, quality_changes
 from .scored import Scored
+from .sequential import FALSE_PASS
+from .start_values import requests_missing, too_few_words
+from .verdict_words import overall_words
 
 LENGTH_TOLERANCE = 0.10
 MIN_REQUESTS = 8
+# Above this share of failed requests the speeds are those of the survivors.
+MOST_FAILED = 0.01
 
 INFORMATIVE_KEYS = {"model": "model", "quantization": "quantization", "dtype": "dtype"}
 
@@ -31,7 +38,11 @@ INFORMATIVE_KEYS = {"model": "model", "quantization": "quantization", "dtype": "
 class Comparison:
     """The verdict, with the deltas, checks, quality and memory it is based on.
 
-    `unknown`: clauses on what of the hardware could not be compared.
+    Attributes:
+        unknown: clauses on what of the hardware could not be compared.
+        num_pairs: pairs of starts behind it; 0 for two runs.
+        settled: whether more pairs of starts could not change the verdict.
+        curves: the operating curve of each measured limit, for paired starts.
     """
 
     outcome: Outcome
@@ -44,6 +55,9 @@ class Comparison:
     quality: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    num_pairs: int = 0
+    settled: bool = True
+    curves: tuple[OperatingCurve, ...] = ()
     unknown: tuple[str, ...] = ()
 
     @property
@@ -63,67 +77,100 @@ def compare(
     limits: Sequence[Limit] = (),
     gate: QualityGate | None = None,
 ) -> Comparison:
-    """Judge `new` against `base` by `limits`; by default, by four speed metrics, none of which may get
-    worse by `threshold` (0.05: 5 %)."""
-    unknown = unknown_facts(base.result, new.result)
-    comparison = Comparison(Outcome.NO_VERDICT, (), base.name, new.name, threshold, unknown=unknown)
-    blocking = incomparable(base.result, new.result)
+    """Judge the single run `new` against `base` by `limits`; by default, by four speed metrics, none of which
+    may get worse by `threshold` (0.05: 5 %)."""
+    same = base.result["llmopt"]["run_id"] == new.result["llmopt"]["run_id"]
     notes = remarks(base.result, new.result)
-    if blocking:
-        return replace(comparison, reasons=tuple(blocking), notes=notes)
-    quality = quality_changes(base, new)
-    memory = memory_changes(base.result, new.result)
-    comparison = replace(comparison, quality=quality, memory=memory, notes=notes)
-    if failures := failed_more(base.result, new.result):
-        return replace(comparison, outcome=Outcome.REGRESSION, reasons=(failures,))
-    chosen = tuple(limits) or speed_limits(threshold)
-    speeds = [limit for limit in chosen if isinstance(limit.quantity, Measured)]
-    checks = (
-        *(
-            check(limit.quantity, limit, base, new)
-            for limit in chosen
-            if isinstance(limit.quantity, Counted)
-        ),
-        *(
-            check_quality(limit, base, new)
-            for limit in [*chosen, *(gate.limits if gate else ())]
-            if isinstance(limit.quantity, Scored)
-        ),
+    unknown = unknown_facts(base.result, new.result)
+    comparison = Comparison(
+        Outcome.NO_VERDICT, (), base.name, new.name, threshold, notes=notes, unknown=unknown
     )
-    broken = [
-        check_result.reason for check_result in checks if check_result.outcome is Outcome.REGRESSION
-    ]
-    unclear = [
-        check_result.reason for check_result in checks if check_result.outcome is Outcome.NO_VERDICT
-    ]
+    if blocking := incomparable(base.result, new.result):
+        return replace(comparison, reasons=tuple(blocking))
+    quality, memory = quality_changes(base, new), memory_changes(base.result, new.result)
+    comparison = replace(comparison, quality=quality, memory=memory)
+    gaps: list[str] = []
+    if failed := failure_words([base], [new]):
+        if failed[0] is Outcome.REGRESSION:
+            return replace(comparison, outcome=failed[0], reasons=(failed[1],))
+        gaps.append(failed[1])
+    chosen = with_waiting(limits) or speed_limits(threshold)
+    speeds = [limit for limit in chosen if isinstance(limit.quantity, Measured)]
+    checks = checks_of([*chosen, *(gate.limits if gate else ())], [base], [new])
     deltas: list[Delta] = []
-    reason = disturbed(base.result, new.result) if speeds else None
-    if reason:
-        unclear.insert(0, reason)
-    else:
-        same = base.result["llmopt"]["run_id"] == new.result["llmopt"]["run_id"]
-        for limit in speeds:
-            assert isinstance(limit.quantity, Measured)
-            delta = judge(limit.quantity, limit, base, new, num_limits=len(speeds), same=same)
-            if delta is not None:
-                deltas.append(delta)
-            elif limits:
-                unclear.append(f"{limit.quantity.label} has a limit but no value in both runs")
-    regressions = [d.reason for d in deltas if d.outcome is Outcome.REGRESSION] + broken
-    unclear = [d.reason for d in deltas if d.outcome is Outcome.NO_VERDICT] + unclear
+    if speeds and (reason := unusable(base, new)):
+        gaps.insert(0, reason)
+        speeds = []
+    for limit in speeds:
+        assert isinstance(limit.quantity, Measured)
+        missing = max(requests_missing(limit.quantity, [side]) for side in (base, new))
+        if missing:
+            gaps.append(too_few_words(limit.quantity, missing))
+        elif delta := judge(limit.quantity, limit, base, new, num_limits=len(speeds), same=same):
+            deltas.append(delta)
+        elif limits:
+            gaps.append(f"{limit.quantity.label} has a limit but no value in both runs")
+    if deltas and not same:
+        comparison = replace(comparison, notes=(*notes, *design_notes(base, new)))
     comparison = replace(comparison, deltas=tuple(deltas), checks=checks)
-    if regressions:
-        return replace(comparison, outcome=Outcome.REGRESSION, reasons=tuple(regressions))
-    if unclear or not (deltas or checks):
-        reasons = tuple(unclear) or ("no metric has values in both runs",)
-        return replace(comparison, outcome=Outcome.NO_VERDICT, reasons=reasons)
     if limits:
         said = f"all {len(chosen)} limits are kept" if len(chosen) > 1 else "the limit is kept"
-    elif base.result["llmopt"]["run_id"] == new.result["llmopt"]["run_id"]:
+    elif same:
         said = "both are the same run"
     else:
-        said = f"no metric is more than {threshold:.1%} worse, and a change of that size would show"
+        said = f"no metric is {threshold:.1%} worse: a change of that size would show"
+    return conclude(comparison, [], gaps, said)
+
+
+def checks_of(
+    limits: Sequence[Limit], base: Sequence[RunData], new: Sequence[RunData]
+) -> tuple[Check, ...]:
+    """The checks of counts and sizes over all starts, and of quality on the first that scored it."""
+    scored = scored_start(base), scored_start(new)
+    checks: list[Check] = []
+    for limit in limits:
+        if isinstance(limit.quantity, Counted):
+            checks.append(check(limit.quantity, limit, base, new))
+        elif isinstance(limit.quantity, Scored):
+            checks.append(check_quality(limit, *scored))
+    return tuple(checks)
+
+
+def scored_start(starts: Sequence[RunData]) -> RunData:
+    """The first start that scored quality, else the first."""
+    return next((start for start in starts if start.result["llmopt"]["quality"]), starts[0])
+
+
+def conclude(
+    comparison: Comparison, faults: Sequence[str], gaps: Sequence[str], said: str
+) -> Comparison:
+    """The comparison with its outcome: a broken limit or one of `faults` is a regression, an undecided
+    limit or one of `gaps` is no verdict, and `said` describes a pass."""
+    rows = [*comparison.deltas, *comparison.checks]
+    broken = [row.reason for row in rows if row.outcome is Outcome.REGRESSION] + [*faults]
+    if broken:
+        return replace(comparison, outcome=Outcome.REGRESSION, reasons=tuple(broken))
+    if gaps or not rows or any(row.outcome is Outcome.NO_VERDICT for row in rows):
+        by_starts = comparison.num_pairs > 0
+        reasons = overall_words(rows, gaps, by_starts=by_starts)
+        reasons = reasons or ("no metric has values in both runs",)
+        return replace(comparison, outcome=Outcome.NO_VERDICT, reasons=reasons)
     return replace(comparison, outcome=Outcome.PASS, reasons=(said,))
+
+
+def design_notes(base: RunData, new: RunData) -> tuple[str, ...]:
+    """What two runs cannot show, and what beside them was going on."""
+    if is_paired(base, new):
+        return (
+            "passes of one process: effects of a start are not seen (llmopt compare --run sees them)",
+        )
+    notes = [
+        "one start a side: how far two starts differ is assumed (llmopt compare --run measures it)"
+    ]
+    for side, data in (("base", base), ("new", new)):
+        if background_error(data) and (load := other_load(data)) > BUSY:
+            notes.append(f"background load: {load:.0%} of the CPUs during the {side} run")
+    return tuple(notes)
 
 
 def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
@@ -144,33 +191,38 @@ def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def failed_more(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """A higher failure rate is a regression before any latency is compared."""
-    shares = [r["failed"] / max(r["failed"] + r["completed"], 1) for r in (base, new)]
-    if shares[1] > shares[0]:
-        return f"failed requests rose from {base['failed']} to {new['failed']}"
-    return None
-
-
-def disturbed(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Why speed cannot be judged although the work is the same: interrupted, failed, or uncertified runs."""
-    for side, result in (("base", base), ("new", new)):
+def unusable(base: RunData, new: RunData) -> str | None:
+    """Why speed cannot be judged although the work is the same: an interrupted or uncertified run, many
+    failures, too few requests, or other lengths."""
+    for side, data in (("base", base), ("new", new)):
+        result = data.result
         if result["llmopt"]["interrupted"]:
             return f"the {side} run was interrupted"
-        if result["failed"]:
+        if result["failed"] > MOST_FAILED * (result["failed"] + result["completed"]):
             return f"{result['failed']} requests failed in the {side} run"
         if result["completed"] < MIN_REQUESTS:
             return f"the {side} run has {result['completed']} requests: too few to judge"
         client = result["llmopt"].get("client")
         if client and not client["certified"]:
             return f"the client disturbed the {side} run: {client['reasons'][0]}"
-    before, after = (mean_output_len(result) or 0.0 for result in (base, new))
-    if abs(after - before) > LENGTH_TOLERANCE * before:
-        return (
-            f"the mean output length went from {before:.1f} to {after:.1f} tokens: the "
-            "speeds are of different work (fix the lengths with --ignore-eos)"
-        )
-    return None
+    return other_lengths([base], [new])
+
+
+def other_lengths(base: Sequence[RunData], new: Sequence[RunData]) -> str | None:
+    """Why the speeds are of different work: a mean output length that is not shown to be within 10 %."""
+    lengths = [mean_value(COUNTED["mean_output_len"], side) or 0.0 for side in (base, new)]
+    if lengths[0] == lengths[1]:
+        return None
+    change = length_change(base, new)
+    reach = change.half_width(1 - FALSE_PASS) if change else 0.0
+    relative = change.log_ratio if change else relative_change(*lengths)
+    if abs(relative) + reach <= LENGTH_TOLERANCE:
+        return None
+    return (
+        f"the mean output length went from {lengths[0]:.1f} to {lengths[1]:.1f} tokens"
+        f"{f' (± {reach:.1%})' if reach else ''}: the speeds are of different work (fix the lengths with "
+        "--ignore-eos)"
+    )
 
 
 def memory_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

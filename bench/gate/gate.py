@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -26,6 +26,9 @@ RATES = {
     "total_token_throughput": ("Total token throughput", "tokens/s"),
     "request_throughput": ("Request throughput", "requests/s"),
     "duration": ("Duration of a pass", "s"),
+    "cpu_seconds": ("CPU time of a pass", "s"),
+    "waiting_seconds": ("Waiting time of a pass", "s"),
+    "instructions": ("Instructions of a pass", "instructions"),
 }
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
 WORD = re.compile(r"([A-Za-z_][\w.]*)\s*(<=|>=)\s*([+-]?[\d.]+(?:[eE][+-]?\d+)?)(%?)")
@@ -208,6 +211,17 @@ def _limit(name: str, sign: str, value: str, percent: bool) -> Limit:
     if bound <= -100:
         raise BadInput(f"gate: a change of {value}% of {name} leaves nothing")
     return Limit(what, sign == "<=", bound / 100, relative=True)
+
+
+def with_waiting(limits: Sequence[Limit]) -> tuple[Limit, ...]:
+    """The limits, and for a highest change of CPU time the same of waiting time, which that does not see."""
+    limited = {limit.quantity.key for limit in limits}
+    waiting = [
+        replace(limit, quantity=MEASURED["waiting_seconds"])
+        for limit in limits
+        if limit.quantity.key == "cpu_seconds" and limit.at_most and limit.relative
+    ]
+    return (*limits, *(() if "waiting_seconds" in limited else waiting))
 
 
 def speed_limits(threshold: float) -> tuple[Limit, ...]:

@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 from ..files.run_folder import write_atomically
 from ..record.result import to_json
 from .compare import Comparison, RunData
+from .counts import Check
 from .gate import MEASURED, Outcome
-from .judge import Check, Delta
+from .judge import Delta
 
 # Characters that XML 1.0 cannot hold, even escaped.
 FORBIDDEN = {code: None for code in range(32) if code not in (9, 10, 13)}

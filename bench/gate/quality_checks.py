@@ -18,8 +18,8 @@ import numpy as np
 from ..quality.block_bootstrap import CONFIDENCE, Interval, quantile
 from ..quality.summary import blocks_of
 from ..record.run_data import RunData
+from .counts import Check, relative_change, shown
 from .gate import Limit, Outcome
-from .judge import Check, shown
 from .scored import SCORED, Scored
 
 
@@ -100,7 +100,7 @@ def change_of(scored: Scored, base: RunData, new: RunData) -> _Value | str:
     ours, theirs = _quality(new), _quality(base)
     if ours["token_sha256"] != theirs["token_sha256"]:
         return "the runs scored different tokens: give the same text, protocol and --quality-tokens"
-    change = _relative(theirs[scored.name], ours[scored.name])
+    change = relative_change(theirs[scored.name], ours[scored.name])
     columns = [
         None if side.series is None else side.series.column(scored.column) for side in (base, new)
     ]
@@ -126,10 +126,10 @@ def change_of(scored: Scored, base: RunData, new: RunData) -> _Value | str:
         share = scored.quantile
         resampled = [blocks.resampled_quantiles(column, share) for column in (before, after)]
         values = quantile(before, share), quantile(after, share)
-    changes = [_relative(float(b), float(a)) for b, a in zip(*resampled, strict=True)]
+    changes = [relative_change(float(b), float(a)) for b, a in zip(*resampled, strict=True)]
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(changes, [tail, 1 - tail], method="inverted_cdf")
-    return _Value(_relative(*values), (float(low), float(high)))
+    return _Value(relative_change(*values), (float(low), float(high)))
 
 
 def quality_changes(base: RunData, new: RunData) -> dict[str, Any]:
@@ -179,9 +179,3 @@ def _between(found: _Value, words: Any) -> str:
         return ""
     sides = ("unbounded" if side is None else words(side) for side in (low, high))
     return f" ({' to '.join(sides)})"
-
-
-def _relative(before: float, after: float) -> float:
-    if before == 0:
-        return 0.0 if after == 0 else math.inf
-    return after / before - 1

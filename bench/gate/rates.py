@@ -1,7 +1,7 @@
-"""False-alarm and detection rates of the gate, on recorded runs: all ordered pairs of starts of one model, as
-they are and with one of the two scaled to be slower.
+"""Error rates of two single runs, on recorded starts: all ordered pairs of starts of one model, as they are
+and with one of the two scaled to be slower.
 
-The recordings come from `tools/record_gate_runs.py`.
+`job_rates` has those of paired starts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 
 from .compare import RunData, compare
-from .gate import Outcome
-from .judge import BUSY, other_load
+from .gate import Limit, Outcome
 
 LATENCIES = ("ttft_ms", "tpot_ms", "e2el_ms")
-SLOWDOWN = 1.15
 STATISTICS = ("median", "mean", "p90", "p95", "p99")
 
 
@@ -27,7 +25,6 @@ STATISTICS = ("median", "mean", "p90", "p95", "p99")
 class Rates:
     """The gate's outcomes over `pairs` pairs of runs, as fractions."""
 
-    kind: str
     factor: float
     pairs: int
     regression: float
@@ -56,6 +53,7 @@ def as_run(number: int, rows: Sequence[dict[str, Any]], factor: float = 1.0) -> 
         of_pass = [row for row in rows if row["pass"] == name]
         tokens = sum(row["output_len"] for row in of_pass)
         figures = {
+            "duration": of_pass[0]["duration_s"] * factor,
             "output_throughput": tokens / (of_pass[0]["duration_s"] * factor),
             "other_load": of_pass[0]["other_load"],
         }
@@ -120,30 +118,17 @@ def error_rates(
     *,
     factor: float,
     threshold: float = 0.05,
+    limits: Sequence[Limit] = (),
     passes: int | None = None,
-) -> list[Rates]:
-    """The gate's outcomes over all ordered pairs of different starts, the second `factor` times slower:
-    for all pairs, for those on an idle machine, and for those with background load. `passes` limits the
-    passes of each start to the first few."""
+) -> Rates:
+    """The gate's outcomes over all ordered pairs of different starts, the second `factor` times slower.
+    `passes` limits the passes of each start to the first few."""
     if passes is not None:
         starts = [passes_of(start, passes) for start in starts]
     new = [slowed(start, factor) for start in starts]
-    answers: dict[str, list[Outcome]] = {"all": [], "idle": [], "disturbed": []}
-    for i, j in permutations(range(len(starts)), 2):
-        outcome = compare(starts[i], new[j], threshold=threshold).outcome
-        busy = max(other_load(starts[i]), other_load(starts[j])) > BUSY
-        answers["all"].append(outcome)
-        answers["disturbed" if busy else "idle"].append(outcome)
-    return [
-        Rates(
-            kind,
-            factor,
-            len(outcomes),
-            *(
-                outcomes.count(outcome) / len(outcomes)
-                for outcome in (Outcome.REGRESSION, Outcome.NO_VERDICT, Outcome.PASS)
-            ),
-        )
-        for kind, outcomes in answers.items()
-        if outcomes
+    outcomes = [
+        compare(starts[i], new[j], threshold=threshold, limits=limits).outcome
+        for i, j in permutations(range(len(starts)), 2)
     ]
+    kinds = (Outcome.REGRESSION, Outcome.NO_VERDICT, Outcome.PASS)
+    return Rates(factor, len(outcomes), *(outcomes.count(kind) / len(outcomes) for kind in kinds))

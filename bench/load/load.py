@@ -61,7 +61,7 @@ def drive(
     ended: list[RequestTrace] = []
     interrupted = False
     # Garbage collection would pause the loop at arbitrary moments.
-    gc.collect()
+    gc.collect(1)
     gc.freeze()
     origin, began_at = time.perf_counter(), datetime.now().timestamp()
     try:

@@ -122,6 +122,12 @@ def order_interval(
     return low, float(ordered[upper - 1]) if upper <= count else None
 
 
+def requests_for_percentile(percentile: float, confidence: float = CONFIDENCE) -> int:
+    """The fewest values with which `order_interval` bounds a percentile on both sides: 368 for p99."""
+    share = max(percentile, 100 - percentile) / 100
+    return math.ceil(math.log((1 - confidence) / 2) / math.log(share))
+
+
 def smallest_visible_change(run_cv: float, num_runs: int, *, power: float = 0.8) -> float:
     """The relative change that two sides of `num_runs` runs each would notice with `power`, in a
     one-sided test at 5 %: (t₀.₉₅ + t_power) · CV · √(2/k), with 2k − 2 degrees of freedom.

@@ -9,7 +9,7 @@ from ..page.page import Card, Figure, Page, Section, Table, Verdict
 from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
 from .comparison_plots import comparison_figures, label_of
-from .comparison_tables import TONES, deltas_table, memory_rows, quality_rows
+from .comparison_tables import TONES, deltas_table, memory_rows, operating_table, quality_rows
 from .formula_table import formula_table
 from .plots import CAPTIONS
 from .result_tables import environment_table, identity_table, quality_and_memory, roofline_table
@@ -21,23 +21,25 @@ HEADLINES = {
     Outcome.NO_VERDICT: "No verdict",
 }
 RULES = {
-    "regression": "a metric is beyond its limit, and no change at all is excluded at the level at which "
-    "all limits together raise a false alarm in 2 % of equal runs, after subtracting what background load "
-    "may have caused; bytes and counts need no statistics; for a quality its whole 95 % interval is beyond "
-    "the limit",
-    "pass": "no limit is broken, and the 95 % bound of each metric keeps its limit, or is no wider; the "
-    "whole 95 % interval of a quality keeps its limit",
-    "no verdict": "everything else: too noisy, a busy machine, different work, failed requests on both "
-    "sides",
-    "change": "mean over the passes of ln(new) − mean of ln(base), as a share",
-    "uncertainty": "the spread between passes, pooled over both runs, with Student's t; for "
-    "paired (interleaved) runs the spread of their differences, pass by pass; with fewer than three passes "
-    "an assumed spread of 5 %, or the spread between requests (bootstrap over pairs of the same request) "
-    "where that is larger; for unpaired runs additionally 1.5 % between two starts of the same model",
-    "quality interval": "block bootstrap over the documents or windows of the text; between two runs of the "
-    "same tokens paired by position (quality.parquet), so that equal models differ by nothing",
-    "background load": "if other processes use a fraction L of the CPUs, they may account for a slowdown of "
-    "up to 1 / (1 − L); paired runs saw the same background load",
+    "pass": "non-inferiority: for every limit the 95 % bound of the worsening is within it, so that a metric "
+    "that is worse by its limit passes in at most 5 % of comparisons",
+    "regression": "for a limit the bound at 1 %, divided over the limits, is beyond it, so that a gate of "
+    "which no limit is broken reports a regression in at most 1 % of comparisons",
+    "no verdict": "everything else: too noisy, too few requests, different work, an interrupted run",
+    "change": "paired starts: the Hodges-Lehmann estimate over the pairs; passes in turns: the mean of "
+    "ln(new / base); two single runs: mean over the passes of ln(new) - mean of ln(base)",
+    "test": "paired starts: the exact signed-rank test, after every second pair, with the errors spent over "
+    "the looks (Lan and DeMets); otherwise Student's t over the passes",
+    "two single runs": "how far two starts of one build differ cannot be seen: it is assumed to be the "
+    "spread between passes, and 1.5 % at least; with fewer than three passes 12 %, or the spread "
+    "between requests",
+    "disturbed passes": "are left out by their own evidence (run queue, steal, involuntary switches); in "
+    "runs without such evidence background load of a share L widens the error by 0.16 ln(1 / (1 - L))",
+    "quality": "the whole 95 % interval keeps its limit, or is beyond it; block bootstrap over the "
+    "documents or windows of the text; between two runs of the same tokens paired by position (quality.parquet), so that "
+    "equal models differ by nothing",
+    "counts": "failed requests by Fisher's exact test, preemptions as rates of rare events, output lengths "
+    "request by request, memory by start; bytes that do not vary as they are",
 }
 
 
@@ -55,6 +57,8 @@ def comparison_page(
         "side-by-side": "Speed over all passes, quality on fixed tokens, and what the engine holds.",
         "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is shown "
         "as time per token, so that right is worse everywhere.",
+        "operating-curve": "Chance of each verdict by the true change, at the noise of these pairs; dashes "
+        "are the limit.",
         **CAPTIONS,
     }
     svgs = comparison_figures(base, new, comparison) if with_figures else {}
@@ -79,6 +83,7 @@ def comparison_page(
                 [figures[n] for n in ("changes", "side-by-side") if n in figures],
                 tables,
             ),
+            *operating_sections(comparison, figures),
             Section("Latency", (), [figures[n] for n in ("distributions",) if n in figures]),
             Section(
                 "Roofline",
@@ -102,6 +107,15 @@ def comparison_page(
         ],
         warnings=[*dict.fromkeys([*warnings(base.result), *warnings(new.result)])],
     )
+
+
+def operating_sections(comparison: Comparison, figures: dict[str, Figure]) -> list[Section]:
+    """The operating curves of paired starts as table and figure; none for other comparisons."""
+    if not comparison.curves:
+        return []
+    shown = [figures[name] for name in ("operating-curve",) if name in figures]
+    table = operating_table(comparison.curves)
+    return [Section("What this comparison could tell", (), shown, (table,), tables_first=True)]
 
 
 def delta_cards(comparison: Comparison) -> list[Card]:

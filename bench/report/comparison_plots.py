@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from ..gate.compare import Comparison, RunData
 from ..gate.gate import Outcome
 from ..gate.judge import Delta
+from ..gate.operating_curve import STEPS, OperatingCurve
 from ..page.plot_style import BAD, GOOD, GRID, INK, MUTED, SERIES, UNSURE, canvas, title, to_svg
 from .plots import distributions_svg, roofline_svg
 
@@ -20,6 +22,8 @@ def comparison_figures(base: RunData, new: RunData, comparison: Comparison) -> d
     figures = {"side-by-side": bars_svg(results)}
     if comparison.deltas:
         figures["changes"] = changes_svg(comparison.deltas)
+    if comparison.curves:
+        figures["operating-curve"] = operating_curve_svg(comparison.curves)
     if base.requests and new.requests:
         figures["distributions"] = distributions_svg(
             {base.name: latency_samples(base), label_of(base, new): latency_samples(new)}
@@ -42,7 +46,8 @@ def changes_svg(deltas: Sequence[Delta]) -> str:
     for row, delta in enumerate(deltas):
         low, high = slowdown_bounds(delta)
         colour = colours[delta.outcome]
-        axis.plot([low * 100, high * 100], [row, row], color=colour, linewidth=3, alpha=0.45)
+        if math.isfinite(low + high):
+            axis.plot([low * 100, high * 100], [row, row], color=colour, linewidth=3, alpha=0.45)
         axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
         if delta.allowed is not None:
             at = delta.allowed * 100
@@ -53,6 +58,27 @@ def changes_svg(deltas: Sequence[Delta]) -> str:
     axis.grid(visible=False, axis="y")
     axis.set_xlabel("% slower than the base (left of 0: faster)")
     return to_svg(figure, "Change of every gated metric with its interval")
+
+
+def operating_curve_svg(curves: Sequence[OperatingCurve]) -> str:
+    """Chance of pass, regression and no verdict by the true change, a panel a limit."""
+    columns = min(len(curves), 3)
+    shown = curves[:columns]
+    figure, axes = canvas(columns, width=11, height=2.9, sharey=True)
+    for axis, curve in zip(axes, shown, strict=True):
+        worse = [point.worse * 100 for point in curve.points]
+        for label, colour, chance in (
+            ("pass", GOOD, [point.passes for point in curve.points]),
+            ("regression", BAD, [point.regressions for point in curve.points]),
+            ("no verdict", UNSURE, [point.undecided for point in curve.points]),
+        ):
+            axis.plot(worse, [100 * share for share in chance], color=colour, label=label)
+        axis.axvline(worse[STEPS.index(1.0)], color=BAD, linewidth=1, linestyle="--")
+        axis.set_xlabel("% truly worse")
+        title(axis, f"{curve.label} {curve.limit}")
+    axes[0].set_ylabel("% of comparisons")
+    axes[0].legend(frameon=False)
+    return to_svg(figure, "Operating curve: chance of each verdict by the true change")
 
 
 def slowdown_bounds(delta: Delta) -> tuple[float, float]:

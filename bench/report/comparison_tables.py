@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ..gate.compare import Comparison
+from ..gate.counts import Check
 from ..gate.gate import Outcome
-from ..gate.judge import Check, Delta
+from ..gate.judge import Delta
+from ..gate.operating_curve import OperatingCurve
 from ..page.page import Table, Tone
 from ..page.text import number, percent, size
 
@@ -29,7 +32,7 @@ def deltas_table(deltas: Sequence[Delta], caption: str = "", checks: Sequence[Ch
                 number(delta.base),
                 number(delta.new),
                 percent(delta.change, signed=True),
-                f"{percent(delta.low, signed=True)} to {percent(delta.high, signed=True)}",
+                interval_words(delta),
                 delta.limit,
                 delta.outcome.value,
             ]
@@ -42,6 +45,35 @@ def deltas_table(deltas: Sequence[Delta], caption: str = "", checks: Sequence[Ch
     return Table(header, rows, caption=caption, tones=tones)
 
 
+def interval_words(delta: Delta) -> str:
+    """The 90 % interval of a change; `unbounded` with too few pairs."""
+    if not math.isfinite(delta.high):
+        return "unbounded"
+    return f"{percent(delta.low, signed=True)} to {percent(delta.high, signed=True)}"
+
+
+def operating_table(curves: Sequence[OperatingCurve]) -> Table:
+    """The chance of each verdict by the true change of each limited metric."""
+    rows = [
+        [
+            f"{curve.label} {curve.limit}",
+            percent(point.worse, signed=True),
+            percent(point.passes),
+            percent(point.regressions),
+            percent(point.undecided),
+            number(point.mean_pairs, 1),
+        ]
+        for curve in curves
+        for point in curve.points
+    ]
+    caption = (
+        "Simulated from the residuals of the pairs, for at most "
+        f"{max(curve.max_pairs for curve in curves)} pairs of starts."
+    )
+    header = ["limit", "truly worse by", "pass", "regression", "no verdict", "pairs"]
+    return Table(header, rows, caption=caption)
+
+
 def check_rows(checks: Sequence[Check]) -> list[list[str]]:
     """Rows of deterministic checks, in the columns of `deltas_table`."""
     rows = []
@@ -50,14 +82,14 @@ def check_rows(checks: Sequence[Check]) -> list[list[str]]:
         change = percent(new / base - 1, 2, signed=True) if base and new is not None else ""
         shown = size if check.unit == "bytes" else partial(number, digits=4)
         label = check.label if check.unit in ("", "bytes") else f"{check.label} ({check.unit})"
-        between = interval_words(check)
+        between = score_interval_words(check)
         rows.append(
             [label, shown(base), shown(new), change, between, check.limit, check.outcome.value]
         )
     return rows
 
 
-def interval_words(check: Check) -> str:
+def score_interval_words(check: Check) -> str:
     """The interval of a score, or of its change; the 95 % one, as the label says."""
     if check.interval is None or check.interval[0] == check.interval[1]:
         return ""

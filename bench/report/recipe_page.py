@@ -83,12 +83,22 @@ def recipe_verdict(run: RecipeRun) -> Verdict:
     sentence = (
         f"It agrees with the original on the likeliest next token at "
         f"{percent(scored['top1_agreement']) if scored else 'an unknown share'} of the positions. "
-        f"Throughput changes by {percent(speed, 0, signed=True)} ({best.comparison.outcome.value}). "
+        f"Throughput changes by {percent(speed, 0, signed=True)}{own_verdict(best, 'output_throughput')}. "
         f"Every checkpoint was read back and is {best.verified.status.partition(':')[0]}."
     )
     gated = run.recipe.compare.gate
     tone = TONES[best.comparison.outcome] if gated else "plain"
     return Verdict(tone, headline + ".", sentence)
+
+
+def own_verdict(variant: VariantRun, key: str) -> str:
+    """The verdict on one metric in parentheses, and behind it the overall one where that differs."""
+    overall = variant.comparison.outcome
+    verdict = next((d.outcome for d in variant.comparison.deltas if d.key == key), None)
+    if verdict is None or verdict is overall:
+        return f" ({overall.value})"
+    others = [d.label for d in variant.comparison.deltas if d.outcome is overall]
+    return f" ({verdict.value}; overall {overall.value}: {', '.join(others) or 'other limits'})"
 
 
 def quality_key(variant: VariantRun) -> float:

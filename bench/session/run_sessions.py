@@ -10,6 +10,7 @@ from ...quant.base.progress import Progress
 from ..options.options import BenchOptions
 from ..record.result import BenchRun
 from .http_session import HttpSession
+from .pass_turns import PassTurns
 from .session import BenchSession
 from .session_base import Session
 
@@ -18,17 +19,23 @@ def run_bench(options: BenchOptions, progress: Progress | None = None) -> BenchR
     """Measure one model, or the server at `base_url`, under one load. Nothing is written.
 
     An interrupt during the load ends it: the record holds the finished requests and is marked `interrupted`.
+    Passes wait for their turn where another process alternates with this one (`PassTurns`).
 
     Raises:
         BadInput: the model, the data set or an option is invalid, the server names no model, or there is no
             tokenizer for it.
     """
+    turns = PassTurns.from_environment()
     with open_session(options, progress) as session:
         session.say_notes()
         for _ in range(options.num_runs):
+            turns.wait()
             if not session.run_pass():
                 break
-        return session.finish()
+        turns.wait()
+        run = session.finish()
+    run.result["llmopt"]["arms"] = turns.pair
+    return run
 
 
 def run_interleaved(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +17,12 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     from rich.table import Table
 
     from ...bench.page.text import number, percent
-    from ...bench.report.comparison_tables import check_rows, memory_rows, quality_rows
+    from ...bench.report.comparison_tables import (
+        check_rows,
+        memory_rows,
+        operating_table,
+        quality_rows,
+    )
 
     title = f"{comparison.new} against {comparison.base}"
     # The page has the intervals too; 80 columns fit only these.
@@ -29,7 +35,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
             number(delta.base),
             number(delta.new),
             percent(delta.change, signed=True),
-            percent((delta.high - delta.low) / 2),
+            percent((delta.high - delta.low) / 2) if math.isfinite(delta.high) else "unbounded",
             delta.limit,
             delta.outcome.value,
         )
@@ -40,6 +46,16 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
         table.add_row(*row)
     if table.row_count:
         out.print(table)
+    if comparison.curves:
+        curves = operating_table(comparison.curves)
+        chances = Table(
+            title="Chance of each verdict", title_justify="left", box=box.SIMPLE, padding=0
+        )
+        for heading in curves.header:
+            chances.add_column(heading, justify="left" if heading == "limit" else "right")
+        for row in curves.rows:
+            chances.add_row(*row)
+        out.print(chances)
     for note in comparison.notes:
         out.print(f"note: {note}", markup=False)
     out.print(f"{comparison.outcome.value.upper()}: {comparison.sentence}", markup=False)

@@ -1,0 +1,222 @@
+"""Limits on counts and sizes: what varies between runs is tested, what cannot vary is compared as it is.
+
+Failed requests by Fisher's exact test, preemptions as rates of rare events, output lengths request by
+request, memory by start. Bytes that every start has alike, and quality on fixed tokens, need no statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..metrics.exact_tests import binomial_tails, fisher_tails, rate_tails
+from ..metrics.signed_rank import p_values
+from ..metrics.statistics import Effect
+from ..page.text import size
+from ..record.run_data import RunData
+from .gate import Counted, Limit, Outcome
+from .sequential import FALSE_PASS, FALSE_REGRESSION
+
+# The peak memory of identical starts varies by 0.2 % (docs/measured/cpu/identical-starts.parquet).
+PEAK_MEMORY_CV = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The outcome of a limit on a count or a size, or on a score with its 95 % interval: of the value, or of
+    its change where the limit is relative."""
+
+    key: str
+    label: str
+    unit: str
+    base: float | None
+    new: float | None
+    limit: str
+    outcome: Outcome
+    reason: str
+    interval: tuple[float | None, float | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """Probabilities of a value as high, and as low, as the new side's, were it exactly at the limit."""
+
+    as_high: float
+    as_low: float
+
+
+def check(counted: Counted, limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -> Check:
+    """Check a counted quantity of the starts (or single runs) against its limit."""
+    before, after = mean_value(counted, base), mean_value(counted, new)
+    words = (counted.key, counted.label, counted.unit, before, after, limit.text)
+    if after is None or (limit.relative and before is None):
+        side = "new" if after is None else "base"
+        reason = f"{counted.label} has a limit but no value in the {side} run"
+        return Check(*words, Outcome.NO_VERDICT, reason)
+    value, said = after, f"{counted.label} is {shown(after, counted.unit)}"
+    if limit.relative and before is not None:
+        value = relative_change(before, after)
+        said = f"{counted.label} went from {shown(before, counted.unit)} to "
+        said += f"{shown(after, counted.unit)} ({value * 100:+.2f} %)"
+    tails = tails_of(counted.key, limit, base, new)
+    is_kept = value <= limit.bound if limit.at_most else value >= limit.bound
+    if tails is not None:
+        if not limit.at_most:
+            tails = Tails(tails.as_low, tails.as_high)
+        if tails.as_high > FALSE_REGRESSION and tails.as_low > FALSE_PASS:
+            reason = f"{said}: too few to tell the limit {limit.text}"
+            return Check(*words, Outcome.NO_VERDICT, reason)
+        is_kept = tails.as_low <= FALSE_PASS
+    if is_kept:
+        return Check(*words, Outcome.PASS, said)
+    return Check(*words, Outcome.REGRESSION, f"{said}, beyond the limit {limit.text}")
+
+
+def shown(value: float, unit: str) -> str:
+    """A counted value with its unit, as text."""
+    return size(value) if unit == "bytes" else f"{value:,.6g} {unit}".rstrip()
+
+
+def relative_change(before: float, after: float) -> float:
+    if before == 0:
+        return 0.0 if after == 0 else math.inf
+    return after / before - 1
+
+
+def mean_value(counted: Counted, starts: Sequence[RunData]) -> float | None:
+    """The mean over the starts that have a value; counts of failures and requests are added up."""
+    values = [value for start in starts if (value := counted.read(start.result)) is not None]
+    if not values:
+        return None
+    return sum(values) if counted.key in ("failed", "completed") else sum(values) / len(values)
+
+
+def tails_of(
+    key: str, limit: Limit, base: Sequence[RunData], new: Sequence[RunData]
+) -> Tails | None:
+    """The test of a quantity that varies; None where the values are compared as they are."""
+    if key in ("error_rate", "failed"):
+        return _failure_tails(key, limit, failures(base), failures(new))
+    if key == "preemptions":
+        return _preemption_tails(limit, base, new)
+    if key == "mean_output_len":
+        return _length_tails(limit, base, new)
+    if key.endswith("_bytes"):
+        return _memory_tails(key, limit, base, new)
+    return None
+
+
+def failures(starts: Sequence[RunData]) -> tuple[int, int]:
+    """(failed requests, all requests) of the starts."""
+    failed = sum(start.result["failed"] for start in starts)
+    return failed, failed + sum(start.result["completed"] for start in starts)
+
+
+def failure_words(base: Sequence[RunData], new: Sequence[RunData]) -> tuple[Outcome, str] | None:
+    """What a higher share of failed requests says before any latency is compared; None if not higher."""
+    before, after = failures(base), failures(new)
+    if after[0] * before[1] <= before[0] * after[1]:
+        return None
+    said = f"failed requests rose from {before[0]} to {after[0]} of {after[1]}"
+    if fisher_tails(before, after)[0] <= FALSE_REGRESSION:
+        return Outcome.REGRESSION, said
+    return Outcome.NO_VERDICT, f"{said}: too few to tell whether more fail"
+
+
+def _failure_tails(
+    key: str, limit: Limit, base: tuple[int, int], new: tuple[int, int]
+) -> Tails | None:
+    # A bound on the number of failures, or on none at all, is about these requests and needs no inference.
+    if (key == "failed" and not limit.relative) or new[0] == 0:
+        return None
+    if limit.relative:
+        return Tails(*fisher_tails(base, new, 1 + limit.bound))
+    return None if limit.bound == 0 else Tails(*binomial_tails(*new, limit.bound))
+
+
+def _preemption_tails(
+    limit: Limit, base: Sequence[RunData], new: Sequence[RunData]
+) -> Tails | None:
+    before, after = (
+        [start.result["llmopt"]["preemptions"] for start in side] for side in (base, new)
+    )
+    if len(set(before)) == len(set(after)) == 1 and len(after) > 1:
+        return None
+    if len(after) > 1:
+        allowed = np.array(before) * (1 + limit.bound) if limit.relative else limit.bound
+        return _rank_tails(np.array(after) - allowed)
+    if not limit.relative or not after[0] or after == before:
+        return None
+    return Tails(*rate_tails(before[0], after[0], 1 + limit.bound))
+
+
+def _memory_tails(
+    key: str, limit: Limit, base: Sequence[RunData], new: Sequence[RunData]
+) -> Tails | None:
+    before, after = (
+        [start.result["llmopt"]["memory"][key] for start in side] for side in (base, new)
+    )
+    constant = len(set(before)) == len(set(after)) == 1
+    if constant and (len(after) > 1 or key != "peak_resident_bytes" or before == after):
+        return None
+    if None in after or (limit.relative and None in before):
+        return None
+    allowed = np.log(before) + math.log1p(limit.bound) if limit.relative else math.log(limit.bound)
+    excess = np.log(after) - allowed
+    if len(after) > 1:
+        return _rank_tails(excess)
+    sides = 2 if limit.relative else 1
+    return _normal_tails(Effect(float(excess[0]), PEAK_MEMORY_CV * math.sqrt(sides), math.inf))
+
+
+def _rank_tails(excess: np.ndarray) -> Tails:
+    above, below = p_values(excess)
+    return Tails(float(above), float(below))
+
+
+def _normal_tails(effect: Effect) -> Tails:
+    """How likely the effect is if there is none."""
+    if effect.standard_error == 0:
+        return Tails(float(effect.log_ratio <= 0), float(effect.log_ratio >= 0))
+    z = effect.log_ratio / effect.standard_error / math.sqrt(2)
+    return Tails(math.erfc(z) / 2, math.erfc(-z) / 2)
+
+
+def _length_tails(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -> Tails | None:
+    change = length_change(base, new)
+    if change is None or change.standard_error == 0:
+        return None
+    if not limit.relative:
+        lengths = np.array([*mean_lengths(new).values()])
+        error = float(lengths.std(ddof=1)) / math.sqrt(len(lengths))
+        return _normal_tails(Effect(float(lengths.mean()) - limit.bound, error, math.inf))
+    return _normal_tails(
+        Effect(change.log_ratio - limit.bound, change.standard_error, change.degrees)
+    )
+
+
+def length_change(base: Sequence[RunData], new: Sequence[RunData]) -> Effect | None:
+    """The change of the mean output length as a share of the base's, over requests that both sides
+    completed; None without their tables."""
+    before, after = mean_lengths(base), mean_lengths(new)
+    shared = [request for request in before if request in after]
+    if len(shared) < 2:
+        return None
+    differences = np.array([after[request] - before[request] for request in shared])
+    mean = float(np.mean([before[request] for request in shared]))
+    error = float(differences.std(ddof=1)) / math.sqrt(len(shared))
+    return Effect(float(differences.mean()) / mean, error / mean, len(shared) - 1)
+
+
+def mean_lengths(starts: Sequence[RunData]) -> dict[Any, float]:
+    """The mean output length of each request over the passes of all starts."""
+    lengths: dict[Any, list[float]] = {}
+    for start in starts:
+        if start.requests and "output_len" in start.requests:
+            for request, values in start.by_request("output_len").items():
+                lengths.setdefault(request, []).extend(value for value in values if value)
+    return {request: float(np.mean(values)) for request, values in lengths.items() if values}
