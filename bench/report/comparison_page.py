@@ -36,8 +36,8 @@ RULES = {
     "disturbed passes": "are left out by their own evidence (run queue, steal, involuntary switches); in "
     "runs without such evidence background load of a share L widens the error by 0.16 ln(1 / (1 - L))",
     "quality": "the whole 95 % interval keeps its limit, or is beyond it; block bootstrap over the "
-    "documents or windows of the text; between two runs of the same tokens paired by position (quality.parquet), so that "
-    "equal models differ by nothing",
+    "documents or windows of the text; between two runs of the same tokens paired by position "
+    "(quality.parquet), so that equal models differ by nothing",
     "counts": "failed requests by Fisher's exact test, preemptions as rates of rare events, output lengths "
     "request by request, memory by start; bytes that do not vary as they are",
 }

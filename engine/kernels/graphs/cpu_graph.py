@@ -108,7 +108,7 @@ class _CaptureMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler at the first capture, two seconds, to guard what is never compiled."""
+        """No: torch would import its compiler for two seconds, to guard what is never compiled."""
         return False
 
     def __init__(

@@ -266,7 +266,7 @@ def test_models_may_differ_and_it_is_reported() -> None:
     new.result["llmopt"]["identity"]["quantization"] = "awq"
     found = compare(base, new)
     assert found.outcome is Outcome.PASS
-    assert found.notes == ("quantization: none against awq",)
+    assert found.notes[0] == "quantization: none against awq"
 
 
 def test_failures_come_before_latencies() -> None:
