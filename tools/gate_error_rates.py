@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from llmopt.bench.files.run_folder import write_atomically
-from llmopt.bench.gate.gate import parse_gate, with_waiting
+from llmopt.bench.gate.gate import Limit, parse_gate, with_waiting
 from llmopt.bench.gate.job_rates import (
     SLOWDOWNS,
     JobRates,
@@ -67,6 +68,11 @@ def outcome_words(found: JobRates) -> list[str]:
     ]
 
 
+def pairs_words(pairs: RecordedPairs, limits: Sequence[Limit]) -> str:
+    """How many pairs were recorded, and the deviation of their change."""
+    return f"{pairs.num_pairs} ± {pairs.changes[limits[0].quantity.key].std():.1%}"
+
+
 def job_rows(
     pairs: RecordedPairs, gate: str, seconds: float, jobs: int
 ) -> tuple[list[list[str]], list[str]]:
@@ -79,7 +85,9 @@ def job_rows(
             found = job_rates(pairs, limits, slowdown.added(factor), seconds=seconds, jobs=jobs)
             same = factor == 1.0
             words = "the same" if same else f"{factor - 1:.0%} slower ({slowdown.name})"
-            rows.append([pairs.name, str(pairs.num_pairs), gate, words, *outcome_words(found)])
+            rows.append(
+                [pairs.name, pairs_words(pairs, limits), gate, words, *outcome_words(found)]
+            )
             if same and found.regression > 0.01 * jobs:
                 missed.append(f"{gate}: false regressions of {pairs.name}")
             if same and found.no_verdict > 0.10 * jobs:

@@ -2,9 +2,8 @@
 
 Neighbouring passes share the mood of the machine (another virtual machine on the same core makes everything
 half as slow again for seconds), so that the change between two processes is far steadier over passes that
-alternate than
-over one process after the other: 0.03 against 0.2 where it was measured (docs/measuring.md). The processes
-are still fresh starts.
+alternate than over one process after the other (docs/measuring.md has both deviations). The processes are
+still fresh starts.
 
 The environment variable LLMOPT_PASS_TURNS of a process holds `read,write,pair`: two open file descriptors
 and the shared id of the pair. The process writes a byte when it is ready for a pass (and, behind its last

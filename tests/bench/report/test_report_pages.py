@@ -267,20 +267,28 @@ def test_models_may_differ_and_it_is_reported() -> None:
     found = compare(base, new)
     assert found.outcome is Outcome.PASS
     assert found.notes[0] == "quantization: none against awq"
+    assert found.notes[1].startswith("one start a side")
 
 
 def test_failures_come_before_latencies() -> None:
     base, new = data("base"), data("new")
-    new.result["failed"] = 3
+    new.result["failed"] = 30
     assert compare(base, new).outcome is Outcome.REGRESSION
-    assert "failed requests rose from 0 to 3" in compare(base, new).reasons[0]
-    base.result["failed"] = 3
+    assert "failed requests rose from 0 to 30" in compare(base, new).reasons[0]
+    base.result["failed"] = 30
     assert compare(base, new).outcome is Outcome.NO_VERDICT
+    # One failure proves nothing, and is no pass.
+    base.result["failed"], new.result["failed"] = 0, 1
+    found = compare(base, new)
+    assert found.outcome is Outcome.NO_VERDICT
+    assert any("rose from 0 to 1" in reason for reason in found.reasons)
 
 
 def test_other_output_lengths_are_other_work() -> None:
     base, new = data("base"), data("new")
     new.result["total_output_tokens"] *= 1.2
+    assert new.requests is not None
+    new.requests["output_len"] = [length * 1.2 for length in new.requests["output_len"]]
     found = compare(base, new)
     assert found.outcome is Outcome.NO_VERDICT and "output length" in found.reasons[0]
 
