@@ -16,6 +16,7 @@ from llmopt.engine.planner.probe.build import auto_class
 from .tiny import tiny_config
 
 TYPES = Path(__file__).with_name("types.json")
+MOST_PARAMETERS = 50_000_000
 Outcome = Literal["exact", "wrong", "refused", "missed", "traceback"]
 
 
@@ -53,14 +54,21 @@ class Case:
     @cached_property
     def model(self) -> Any:
         """The real model with random weights on the CPU, in float32."""
+        with torch.device("meta"):
+            size = sum(p.numel() for p in self._built().parameters())
+        if size > MOST_PARAMETERS:
+            raise ValueError(f"its tiny config has {size:,} parameters: shrink it in {TYPES.name}")
         torch.manual_seed(0)
+        return self._built().eval()
+
+    def _built(self) -> Any:
         build: Any = auto_class(self.config).from_config
         return build(
             self.config,
             dtype=torch.float32,
             attn_implementation="eager",
             trust_remote_code=False,
-        ).eval()
+        )
 
 
 class Column(Protocol):

@@ -46,6 +46,17 @@ def _values(kind: Any, changes: dict[str, Any]) -> dict[str, Any]:
         values["head_dim"] = values["qk_rope_head_dim"]  # latent attention: the RoPE part
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]
+    rope = vars(default).get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope and "rope_parameters" not in values:
+        values["rope_parameters"] = {
+            **rope,
+            "mrope_section": [2, 3, 3],
+            "partial_rotary_factor": 1.0,
+        }
+    vocabulary = values.get("vocab_size", 0)
+    for name, present in vars(default).items():
+        if name.endswith("token_id") and isinstance(present, int) and present >= vocabulary > 0:
+            values[name] = 1 if name == "pad_token_id" else vocabulary - 1
     for name in getattr(kind, "sub_configs", None) or {}:
         part = getattr(default, name, None)
         if part is not None and hasattr(part, "to_dict"):

@@ -15,6 +15,7 @@ from ....quant.base.errors import BadInput
 from ....quant.model.checkpoint import read_json
 from ....recipes import MODELS as BUNDLED
 from ..probe.answers import probed
+from .config_check import check_depth
 from .families import current_names, has_table_rule
 from .headers import stored_weight_bytes
 from .probed_shape import ProbedShape
@@ -111,6 +112,7 @@ def shape_of(
     if has_table_rule(raw):
         return ModelShape.from_config(raw)
     renamed = dict(current_names(raw))
+    check_depth(renamed)
     facts = probed(renamed, folder, trust_remote_code=trust_remote_code)
     return ProbedShape.from_facts(facts, renamed)
 

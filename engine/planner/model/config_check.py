@@ -106,6 +106,17 @@ def check_kinds(raw: Mapping[str, Any]) -> None:
             raise _invalid(key, value, "an object")
 
 
+def check_depth(raw: Mapping[str, Any]) -> None:
+    """Check the number of layers of a config that is probed, before a module of that depth is built.
+
+    Raises:
+        BadInput: it is no sensible number.
+    """
+    for part in (raw, raw.get("text_config")):
+        if isinstance(part, Mapping) and part.get("num_hidden_layers") is not None:
+            _check_count("num_hidden_layers", part["num_hidden_layers"], 1)
+
+
 def check_nulls(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Check that no field with a family default is null.
 

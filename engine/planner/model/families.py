@@ -310,7 +310,7 @@ _WINDOW_KEYS = {
 def current_names(raw: Config) -> Config:
     """The config with the architecture's own name; Falcon's first files leave out what RefinedWeb was."""
     legacy = raw.get("model_type")
-    if legacy not in _OTHER_NAMES:
+    if not isinstance(legacy, str) or legacy not in _OTHER_NAMES:
         return raw
     renamed = {**raw, "model_type": _OTHER_NAMES[legacy]}
     if legacy == "RefinedWeb":  # Falcon-40B: grouped KV heads, two norms in parallel

@@ -68,7 +68,11 @@ def _llama_cpp(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKn
 
 def _transformers(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
     state = sum(t.num_bytes(tokens) for t in shape.layer_tensors if t.law != "growing")
-    return _sum(shape.growing, element, lambda t: shape.entries(t, tokens)) + state
+
+    def held(t: CachedTensor) -> int:
+        return t.entries(tokens) if shape.frees_windows else tokens // t.stride
+
+    return _sum(shape.growing, element, held) + state
 
 
 def _vllm(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:

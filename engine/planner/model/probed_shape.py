@@ -138,8 +138,10 @@ class ProbedShape(ModelShape):
         return ceil(held) + self.state_bytes
 
     def entries(self, tensor: CachedTensor, num_tokens: int) -> int:
-        """Entries that a growing tensor holds; a window of W keeps W - 1, as its module does."""
-        return tensor.entries(num_tokens) if self.frees_windows else num_tokens // tensor.stride
+        """Entries that a growing tensor has to hold: a window of W tokens, of which its module keeps the W - 1
+        before the present one."""
+        entries = num_tokens // tensor.stride
+        return min(entries, tensor.window + 1) if tensor.window and self.frees_windows else entries
 
     @property
     def looked_up_elements(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.engine.planner.model.catalog import find_model, model_names
+from llmopt.engine.planner.model.catalog import find_model, model_names, table_configs
+from llmopt.engine.planner.model.families import has_table_rule
 from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.quant.base.errors import BadInput
 
@@ -41,8 +42,8 @@ FACTS = {
     "gpt-oss-120b": (116_829_156_672, 5_711_982_912, 73_728, 36_864),
     "gemma-2-9b": (9_241_705_984, None, 344_064, 172_032),
     "gemma-2-27b": (27_227_128_320, None, 376_832, 188_416),
-    "gemma-3-4b": (3_880_263_168, None, 139_264, 20_480),
-    "gemma-3-27b": (27_009_346_304, None, 507_904, 81_920),
+    "gemma-3-4b": (4_300_079_472, None, 139_264, 20_480),
+    "gemma-3-27b": (27_432_406_640, None, 507_904, 81_920),
     "phi-3-mini-4k": (3_821_079_552, None, 393_216, 0),
     "phi-4": (14_659_507_200, None, 204_800, 204_800),
     "falcon-7b": (6_921_720_704, None, 8_192, 8_192),
@@ -51,6 +52,8 @@ FACTS = {
 }
 
 # GiB of one sequence at 4k, 32k and 128k, each layer holding min(context, window)
+# Newer models of families whose arithmetic the facts hold already.
+SAME_FAMILY = {"kimi-k2", "llama-4-maverick", "qwen3-1.7b", "qwen3-coder-480b-a35b"}
 WINDOWED_GIB = {
     "llama-4-scout": (0.75, 2.625, 7.125),
     "mistral-7b-v0.1": (0.5, 0.5, 0.5),
@@ -76,8 +79,12 @@ LLAMA = {
 }
 
 
-def test_the_facts_cover_the_table() -> None:
-    assert sorted(FACTS) == sorted(model_names())
+def test_the_facts_cover_what_the_table_has_a_rule_for() -> None:
+    """The others are probed: `probe/test_probe.py` holds them."""
+    without = {name for name in model_names() if name not in FACTS}
+    configs = table_configs()
+    probed = {name for name in without if not has_table_rule(configs[name])}
+    assert without - probed == SAME_FAMILY
 
 
 @pytest.mark.parametrize("name", FACTS)

@@ -126,6 +126,10 @@ def test_unknown_and_remote_code_are_one_line() -> None:
         shape_of(remote)
     with pytest.raises(BadInput, match="refuses the olmo2 config"):
         shape_of({"model_type": "olmo2", **TINY, "hidden_size": "wide"})
+    with pytest.raises(BadInput, match="num_hidden_layers is 10000000"):
+        shape_of({"model_type": "olmo2", **TINY, "num_hidden_layers": 10_000_000})
+    with pytest.raises(BadInput, match="has no model_type"):
+        shape_of({"model_type": ["llama"]})
     with pytest.raises(BadInput, match="encoder-decoder"):
         shape_of({"model_type": "bart", "d_model": 64})
 
