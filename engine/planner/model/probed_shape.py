@@ -138,8 +138,8 @@ class ProbedShape(ModelShape):
         return ceil(held) + self.state_bytes
 
     def entries(self, tensor: CachedTensor, num_tokens: int) -> int:
-        """Entries that a growing tensor has to hold: a window of W tokens, of which its module keeps the W - 1
-        before the present one."""
+        """Entries that a growing tensor has to hold: of a window of W its module keeps the W - 1 before the
+        present token."""
         entries = num_tokens // tensor.stride
         return min(entries, tensor.window + 1) if tensor.window and self.frees_windows else entries
 
