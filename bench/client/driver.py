@@ -70,7 +70,7 @@ class HttpDriver:
         self._streams = options.concurrency or DEFAULT_CONCURRENCY
         self.num_workers = options.client_workers or default_workers(self._streams)
         self._first_tokens = first_tokens(
-            served.tokenizer, options.num_runs + 1, CYCLES if options.duration else 1
+            served.tokenizer, _num_passes(options), CYCLES if options.duration else 1
         )
         self._error: ClientError | None = None
         self._reset_account()
@@ -200,6 +200,11 @@ class HttpDriver:
         if answer.total is not None or not answer.times:
             return None
         return len(self._tokenizer.encode(answer.text, add_special_tokens=False))
+
+
+def _num_passes(options: BenchOptions) -> int:
+    """The most passes that a session measures, the warm-up and rejected ones included."""
+    return 1 + options.num_runs + options.max_redone_passes
 
 
 def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:

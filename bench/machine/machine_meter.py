@@ -1,4 +1,4 @@
-"""Energy, background load and machine state around the passes of a session."""
+"""Energy, CPU usage, background load and machine state around the passes of a session."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 from .energy import EnergyMeter, no_energy
 from .environment import describe
+from .instructions import why_not_counted
 from .machine_load import CpuTimes, other_load
 from .machine_state import machine_state
+from .pass_usage import PassMeter, no_usage
 
 
 class MachineMeter:
@@ -15,11 +17,15 @@ class MachineMeter:
 
     Args:
         device: whose counters and clocks are read, `cpu` or a GPU.
+        passes: meters the CPU usage of the target; None where its processes cannot be seen.
         no_energy_because: why this machine's energy is not the target's; None where it is.
     """
 
-    def __init__(self, device: str, *, no_energy_because: str | None = None) -> None:
+    def __init__(
+        self, device: str, *, passes: PassMeter | None, no_energy_because: str | None = None
+    ) -> None:
         self._device = device
+        self._passes = passes
         self._no_energy_because = no_energy_because
         self._energy = EnergyMeter(device)
         self._state_before = machine_state(device)
@@ -29,14 +35,18 @@ class MachineMeter:
         """Begin a pass."""
         self._clock = CpuTimes.now()
         self._energy.start()
+        if self._passes is not None:
+            self._passes.start()
 
-    def stop(self, helper_seconds: float = 0.0) -> float | None:
-        """End a pass; returns its background load, as `other_load`.
+    def stop(self, helper_seconds: float = 0.0) -> dict[str, Any]:
+        """End a pass; returns its fields in the record: `other_load` and those of `PassUsage`.
 
         `helper_seconds` is the CPU time of our own child processes since `start`.
         """
+        usage = self._passes.stop() if self._passes is not None else no_usage()
         self._energy.stop()
-        return other_load(self._clock, CpuTimes.now(), helper_seconds)
+        others = other_load(self._clock, CpuTimes.now(), helper_seconds)
+        return {"other_load": others, **usage.as_dict()}
 
     def energy(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
         """`llmopt.energy` of a result: over all passes, and per million tokens."""
@@ -48,6 +58,7 @@ class MachineMeter:
         """`llmopt.environment` of a result: the machine, and its state before and after."""
         return {
             **describe(self._device),
+            "instructions_not_counted_because": why_not_counted(),
             "before": self._state_before,
             "after": machine_state(self._device),
         }

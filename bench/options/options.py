@@ -83,6 +83,7 @@ class BenchOptions(EngineFields, BaseModel):
     duration: PositiveRate | None = None
     num_warmups: Annotated[int, Field(ge=0)] | None = None
     num_runs: PositiveInt = 5
+    max_redone_passes: Annotated[int, Field(ge=0)] = 2
     ignore_eos: bool = True
     temperature: Annotated[float, Field(ge=0)] = 0.0
     slowdown: Annotated[float, Field(ge=1)] = 1.0

@@ -36,6 +36,7 @@ KEYS = (
     "conversations",
     "window",
     "runs",
+    "rejected_passes",
     "metrics",
     "spread",
     "peaks",
@@ -68,12 +69,19 @@ class MeasuredPass:
     Attributes:
         prefix_cache_hit_rate: fraction of prompt tokens from the prefix cache; None where the target does
             not report it.
-        cpu_loads: {key of the record: background load, as a fraction of the machine's CPUs}.
+        usage: {key of the record: value}: the background load, and `machine.pass_usage.PassUsage`.
+        preemptions: sequences preempted in the pass, where the target reports them.
     """
 
     load: LoadPass
     prefix_cache_hit_rate: float | None
-    cpu_loads: Mapping[str, float | None]
+    usage: Mapping[str, Any]
+    preemptions: int = 0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the pass is to be rejected by its own evidence."""
+        return self.usage["disturbed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ class Measurement:
 
     Attributes:
         paired_runs: shared id of runs whose passes were interleaved; None for a single run.
+        rejected: disturbed passes that were measured again, which enter nothing else.
         metrics: `run_statistics.distributions` over all passes.
     """
 
@@ -90,6 +99,7 @@ class Measurement:
     paired_runs: str | None
     workload: Workload
     passes: Sequence[MeasuredPass]
+    rejected: Sequence[MeasuredPass]
     metrics: Mapping[str, Any]
     machine: MachineMeter
     interrupted: bool
@@ -202,8 +212,11 @@ def _pass_parts(measured: Measurement) -> dict[str, Any]:
     summaries = [summarize_pass(load) for load in loads]
     return {
         "runs": [
-            {**figures, "prefix_cache_hit_rate": one.prefix_cache_hit_rate, **one.cpu_loads}
+            {**figures, "prefix_cache_hit_rate": one.prefix_cache_hit_rate, **one.usage}
             for figures, one in zip(summaries, measured.passes, strict=True)
+        ],
+        "rejected_passes": [
+            {"duration": one.load.duration, **one.usage} for one in measured.rejected
         ],
         "metrics": measured.metrics,
         "spread": spread(summaries),

@@ -21,7 +21,13 @@ from .money import money_sections
 from .page_files import write_page
 from .plan_residuals import plan_section
 from .plots import CAPTIONS, SHORT, run_figures
-from .result_tables import environment_table, identity_table, quality_and_memory, roofline_table
+from .result_tables import (
+    environment_table,
+    identity_table,
+    pass_sections,
+    quality_and_memory,
+    roofline_table,
+)
 from .run_words import load_words, phase_sentence, subtitle, warnings
 
 
@@ -66,6 +72,7 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
         *quality_sections(record.get("quality")),
         *layer_sections({record["name"]: result}),
         *money_sections({record["name"]: result}),
+        *pass_sections(result),
         Section("What was run", (), (), (identity_table(result),)),
         Section("How each number is made", (), (), (formula_table(),)),
         Section("Environment", (), (), (environment_table(record["environment"]),), folded=True),

@@ -1,11 +1,11 @@
-"""Tables of a record: roofline, quality and memory, identity, environment."""
+"""Tables of a record: roofline, quality and memory, passes, identity, environment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..page.page import Table
+from ..page.page import Section, Table
 from ..page.text import number, per_second, percent, size
 from ..quality.eval_tasks import task_tables
 from .run_words import load_words
@@ -87,6 +87,41 @@ def _stored(memory: Mapping[str, Any]) -> str:
     if not (cache := memory.get("kv_cache")):
         return ""
     return f" ({cache['dtype']}, {cache['tokens']:,} tokens)"
+
+
+def pass_sections(result: Mapping[str, Any]) -> list[Section]:
+    """Time, CPU usage and disturbances of each pass; nothing for a target whose processes are not seen."""
+    runs = result["llmopt"]["runs"]
+    if not any(run.get("cpu_seconds") is not None for run in runs):
+        return []
+    rows = [
+        [
+            str(number_of_pass),
+            number(run["duration"], 3),
+            number(run["cpu_seconds"], 3),
+            number(run["waiting_seconds"], 3),
+            number(run["run_delay_seconds"], 3),
+            number(run["instructions"], 0),
+            number(run["involuntary_switches"], 0),
+            number(run["steal_seconds"], 2),
+            run["disturbed_because"] or "",
+        ]
+        for number_of_pass, run in enumerate(runs, 1)
+    ]
+    header = [
+        "pass",
+        "wall (s)",
+        "CPU (s)",
+        "waiting (s)",
+        "run queue (s)",
+        "instructions",
+        "involuntary switches",
+        "steal (s)",
+        "disturbed",
+    ]
+    reason = result["llmopt"]["environment"].get("instructions_not_counted_because")
+    words = (f"Instructions are not counted: {reason}.",) if reason else ()
+    return [Section("Passes", words, (), (Table(header, rows),))]
 
 
 def identity_table(result: Mapping[str, Any]) -> Table:

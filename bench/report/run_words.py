@@ -64,8 +64,22 @@ def phase_sentence(record: Mapping[str, Any]) -> str:
     )
 
 
+def disturbed_words(record: Mapping[str, Any]) -> list[str]:
+    """Which passes were rejected by their own evidence, and which of those could not be measured again."""
+    kept = [run["disturbed_because"] for run in record["runs"] if run.get("disturbed")]
+    rejected = [run["disturbed_because"] for run in record.get("rejected_passes", ())]
+    notes = []
+    if kept:
+        notes.append(f"{len(kept)} of {len(record['runs'])} passes were disturbed: {kept[0]}.")
+    if rejected:
+        notes.append(
+            f"Measured again after a disturbed pass, {len(rejected)} times: {rejected[0]}."
+        )
+    return notes
+
+
 def warnings(result: Mapping[str, Any]) -> list[str]:
-    """Caveats: certification, injected delay, few samples, preemptions, speculation."""
+    """Caveats: certification, injected delay, disturbed passes, few samples, preemptions, speculation."""
     record = result["llmopt"]
     notes = []
     if (client := record.get("client")) and not client["certified"]:
@@ -76,6 +90,7 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
             f"made {record['slowdown']:g} times as long on purpose (--slowdown)."
         )
     notes += [f"{note[0].upper()}{note[1:]}." for note in record["workload"]["notes"]]
+    notes += disturbed_words(record)
     metric_count = record["metrics"]["ttft"]["count"]
     if 0 < metric_count < 300:
         notes.append(

@@ -79,6 +79,7 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
                 "command": without_secrets(command),
                 "version": found_version,
                 "seconds_to_ready": seconds,
+                "pid": process.pid,
             }
             yield options.model_copy(
                 update={

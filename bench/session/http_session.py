@@ -15,6 +15,7 @@ from ..client.server_facts import server_facts
 from ..machine.environment import machine_name
 from ..machine.hardware import hardware_facts
 from ..machine.machine_meter import MachineMeter
+from ..machine.pass_usage import PassMeter
 from ..options.options import BenchOptions
 from ..record.conversations import conversations_part
 from ..record.identity import identity_part
@@ -54,6 +55,7 @@ class HttpSession(Session):
         name = options.name or options.label or Path(served.model).name
         machine = MachineMeter(
             local_gpu() if address.is_loopback else "cpu",
+            passes=server_meter(options),
             no_energy_because=None if address.is_loopback else ELSEWHERE,
         )
         super().__init__(options, name, workload, machine, progress, paired_runs)
@@ -137,11 +139,12 @@ class HttpSession(Session):
         self._machine.start()
         window = self._options.duration
         sent = self._driver.drive(self._workload, number, description, window)
-        others = self._machine.stop(sent.worker_seconds)
+        usage = self._machine.stop(sent.worker_seconds)
+        usage["client_machine_load"] = usage["other_load"]
         # With a server on this machine, its CPU use cannot be told from background load.
-        is_here = self._address.is_loopback
-        loads = {"other_load": None if is_here else others, "client_machine_load": others}
-        return MeasuredPass(sent.load, sent.prefix_cache_hit_rate, loads)
+        if self._address.is_loopback:
+            usage["other_load"] = None
+        return MeasuredPass(sent.load, sent.prefix_cache_hit_rate, usage)
 
     def _warm_up(self) -> None:
         options, tokenizer = self._options, self._served.tokenizer
@@ -167,6 +170,12 @@ def server_address(options: BenchOptions) -> Address:
         headers=options.header,
         verify_tls=not options.insecure,
     )
+
+
+def server_meter(options: BenchOptions) -> PassMeter | None:
+    """The meter of the process tree of a server that was started for this run; None for another server."""
+    started = options.started_server
+    return PassMeter(started["pid"]) if started else None
 
 
 def local_gpu() -> str:

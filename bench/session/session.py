@@ -17,6 +17,7 @@ from ..load.step_split import step_split
 from ..machine.engine_facts import memory_part, place_on_roofline
 from ..machine.environment import peak_memory_bytes, restart_peak_memory
 from ..machine.machine_meter import MachineMeter
+from ..machine.pass_usage import PassMeter
 from ..metrics.run_statistics import phases
 from ..metrics.step_trace import in_pass, step_trace_part
 from ..metrics.trace import LoadPass
@@ -94,7 +95,7 @@ class BenchSession(Session):
         )
         self._engine.hook = injected_delay(options.slowdown, options.slowdown_where)
         name = options.name or options.label or self._model.name
-        machine = MachineMeter(str(self._engine.device))
+        machine = MachineMeter(str(self._engine.device), passes=PassMeter())
         super().__init__(options, name, workload, machine, progress, paired_runs)
         self._warm_up()
 
@@ -116,7 +117,7 @@ class BenchSession(Session):
         alone = not self._paired_runs and self._options.tensor_parallel_size == 1
         scores = Scores(
             peak_bytes=peak_memory_bytes() if alone else None,
-            preemptions=self._engine.stats.num_preemptions,
+            preemptions=self._preemptions(),
         )
         interrupted = interrupted or self._was_interrupted()
         if not interrupted:
@@ -137,7 +138,7 @@ class BenchSession(Session):
             )
         limit = self._load.max_concurrency
         scores.step_split = step_split(engine, self._target, self._workload, limit)
-        scores.preemptions = engine.stats.num_preemptions  # of the load, without tasks
+        scores.preemptions = self._preemptions()  # of the load, without tasks
         if self._tasks is not None:
             scores.tasks = run_tasks(
                 self._tasks,
@@ -181,13 +182,23 @@ class BenchSession(Session):
         recorder = self._engine.recorder = StepRecorder(self._engine.scheduler)
         self._machine.start()
         load = self._drive(self._workload, description, self._options.duration)
-        others = self._machine.stop()
+        usage = self._machine.stop()
         self._engine.recorder = None
         load.engine_steps = in_pass(recorder.steps, load)
         after = self._engine.stats
         queries = after.prefix_cache_queries - before.prefix_cache_queries
         hits = after.prefix_cache_hits - before.prefix_cache_hits
-        return MeasuredPass(load, hits / queries if queries else 0.0, {"other_load": others})
+        return MeasuredPass(
+            load,
+            hits / queries if queries else 0.0,
+            usage,
+            preemptions=after.num_preemptions - before.num_preemptions,
+        )
+
+    def _preemptions(self) -> int:
+        """Preempted sequences so far, without those of rejected passes."""
+        rejected = sum(measured.preemptions for measured in self._rejected)
+        return self._engine.stats.num_preemptions - rejected
 
     def _warm_up(self) -> None:
         options, tokenizer = self._options, self._engine.tokenizer

@@ -39,6 +39,7 @@ class Session(ABC):
         self._progress = progress or Silent()
         self._paired_runs = paired_runs
         self._passes: list[MeasuredPass] = []
+        self._rejected: list[MeasuredPass] = []
 
     def __enter__(self) -> Self:
         return self
@@ -80,12 +81,21 @@ class Session(ABC):
             self._progress.note(f"{self._workload.name}: {note}")
 
     def run_pass(self) -> bool:
-        """Run a pass over the workload; False when it was interrupted."""
+        """Run a pass over the workload; False when it was interrupted.
+
+        A pass that was disturbed by its own evidence is rejected and measured again, up to
+        `max_redone_passes` times in the session.
+        """
         number = len(self._passes) + 1
-        self._passes.append(
-            self._measure(number, f"{self.name}, pass {number} of {self._options.num_runs}")
-        )
-        return not self._passes[-1].load.interrupted
+        description = f"{self.name}, pass {number} of {self._options.num_runs}"
+        while True:
+            measured = self._measure(number + len(self._rejected), description)
+            spent = len(self._rejected) >= self._options.max_redone_passes
+            if spent or not measured.disturbed or measured.load.interrupted:
+                break
+            self._rejected.append(measured)
+        self._passes.append(measured)
+        return not measured.load.interrupted
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -100,7 +110,7 @@ class Session(ABC):
 
     @abstractmethod
     def _measure(self, number: int, description: str) -> MeasuredPass:
-        """Pass `number`, from 1."""
+        """The `number`-th pass that is measured, from 1, rejected ones included."""
 
     def _was_interrupted(self) -> bool:
         return any(load.interrupted for load in self.passes)
@@ -112,6 +122,7 @@ class Session(ABC):
             paired_runs=self._paired_runs,
             workload=self._workload,
             passes=self._passes,
+            rejected=self._rejected,
             metrics=distributions(self.passes, self._options.seed),
             machine=self._machine,
             interrupted=interrupted or self._was_interrupted(),

@@ -37,6 +37,10 @@ class LoadOptions:
         int | None,
         typer.Option(help="Passes over the workload. Default: 5, in a sweep 1 per load."),
     ] = None
+    max_redone_passes: Annotated[
+        int | None,
+        typer.Option(help="Disturbed passes that are measured again, at most. Default: 2."),
+    ] = None
     num_warmups: Annotated[
         int | None,
         typer.Option(help="Warm-up requests. Default: the concurrency."),

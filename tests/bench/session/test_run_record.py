@@ -13,7 +13,7 @@ from llmopt.bench.session.run_sessions import run_bench
 # By the path of the object that holds them, `llmopt` being "". What is "*" differs from machine to
 # machine or from run to run.
 EVERY_TARGET = {
-    "": "schema run_id arms name interrupted slowdown identity workload num_warmups num_runs runs metrics "
+    "": "schema run_id arms name interrupted slowdown identity workload num_warmups num_runs runs rejected_passes metrics "
     "spread peaks steady_state client_lag_ms phases preemptions prefix_cache_hit_rate memory quality "
     "roofline energy environment cost",
     "identity": "model model_hash quantization dtype target workload workload_sha256 load engine device "
@@ -37,7 +37,8 @@ EVERY_TARGET = {
 OF_A_RUN = (
     "duration completed failed total_input_tokens total_output_tokens request_throughput "
     "request_goodput output_throughput total_token_throughput max_output_tokens_per_s "
-    "max_concurrent_requests rtfx prefix_cache_hit_rate other_load "
+    "max_concurrent_requests rtfx prefix_cache_hit_rate other_load cpu_seconds waiting_seconds "
+    "run_delay_seconds instructions involuntary_switches steal_seconds disturbed disturbed_because "
 ) + " ".join(
     f"{statistic}_{metric}_ms"
     for metric in ("ttft", "tpot", "itl", "e2el")
@@ -77,6 +78,7 @@ OVER_HTTP = {
 }
 # Objects that look alike, or whose keys are names of a machine's or of a type.
 ONE_OF_MANY = {
+    "rejected_passes",
     *(f"metrics.{name}" for name in EVERY_TARGET["metrics"].split() if name != "ttft"),
     *(f"spread.{name}" for name in EVERY_TARGET["spread"].split() if name != "median_ttft_ms"),
     "metrics.ttft.interval_95",
