@@ -111,9 +111,9 @@ def _report(judged: Judged, options: BenchOptions, result: ResultOptions) -> Pat
         raise typer.Exit(130)
     if judged.base is not None:
         base = stamped(result.result_dir, judged.base.result["llmopt"]["name"])
-        write_run(judged.base, base, with_csv=result.csv)
+        write_run(judged.base, base, with_csv=result.csv, with_report=options.report)
     folder = result.folder(run.result["llmopt"]["name"])
-    write_run(run, folder, with_csv=result.csv)
+    write_run(run, folder, with_csv=result.csv, with_report=options.report)
     if result.as_json:
         emit_json(run.result)
     out = result_console(result.as_json)
@@ -121,7 +121,8 @@ def _report(judged: Judged, options: BenchOptions, result: ResultOptions) -> Pat
     if run.interrupted:
         people.print(f"interrupted: what finished is in {folder}", markup=False)
         raise typer.Exit(130)
-    out.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
+    written = f"Report: {folder / 'report.html'}" if options.report else f"Result: {folder}"
+    out.print(written, markup=False, soft_wrap=True)
     if run.result["completed"] == 0 or (run.result["llmopt"].get("tasks") or {}).get("error"):
         raise typer.Exit(1)
     return folder

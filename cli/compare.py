@@ -1,4 +1,4 @@
-"""`llmopt compare`: two runs, one verdict, one exit code."""
+"""`llmopt compare`: two runs, or paired starts of two builds; one verdict, one exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options.comparison import LimitOptions, VerdictFileOptions
+from .options.comparison import LimitOptions, StartOptions, VerdictFileOptions
 from .options.groups import with_groups
 
 if TYPE_CHECKING:
@@ -16,48 +16,81 @@ if TYPE_CHECKING:
 
 @with_groups
 def compare(
-    base: Annotated[Path, typer.Argument(help="Base: a run folder or result.json.")],
-    new: Annotated[Path, typer.Argument(help="New: a run folder or result.json.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[BASE NEW]",
+            help="Two runs, each a folder or its result.json. With --run: `--` and options of bench.",
+        ),
+    ] = None,
+    *,
     limits: LimitOptions,
+    starts: StartOptions,
     files: VerdictFileOptions,
 ) -> None:
-    """Compare two runs: exit 0 pass, 1 regression, 3 no verdict."""
-    from ..bench.gate.compare import RunData, parse_share
-    from ..bench.gate.compare import compare as judge
-    from ..bench.gate.gate import parse_gate
+    """Compare two runs, or paired starts of two builds: exit 0 pass, 1 regression, 3 no verdict."""
     from .output.comparison import print_comparison
     from .output.console import emit_json, result_console
 
-    quality = limits.quality_gate()
-    gate = parse_gate(limits.gate) if limits.gate is not None else ()
-    before, after = RunData.read(base), RunData.read(new)
-    share = parse_share(limits.threshold)
-    comparison = judge(before, after, threshold=share, limits=gate, gate=quality)
-    _write_files(before, after, comparison, files)
+    if starts.is_asked_for:
+        from .compare_starts import compare_starts
+
+        comparison, record = compare_starts(arguments or (), limits, starts, files)
+    else:
+        starts.check_absent()
+        comparison = _compare_runs(arguments or [], limits, files)
+        record = comparison.as_dict()
     if files.as_json:
-        emit_json(comparison.as_dict())
+        emit_json(record)
     print_comparison(comparison, result_console(files.as_json))
     if comparison.outcome.exit_code:
         raise typer.Exit(comparison.outcome.exit_code)
 
 
-def _write_files(
+def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOptions) -> Comparison:
+    from ..bench.gate.compare import RunData, parse_share
+    from ..bench.gate.compare import compare as judge
+    from ..bench.gate.gate import parse_gate
+    from ..quant.base.errors import BadInput
+
+    if len(paths) != 2:
+        raise BadInput(
+            f"compare takes two runs, base and new, and {len(paths)} were given: see llmopt compare --help"
+        )
+    quality = limits.quality_gate()
+    gate = parse_gate(limits.gate) if limits.gate is not None else ()
+    before, after = (RunData.read(Path(path)) for path in paths)
+    share = parse_share(limits.threshold)
+    comparison = judge(before, after, threshold=share, limits=gate, gate=quality)
+    _write_page(before, after, comparison, files)
+    write_machine_readable(after, comparison, files)
+    return comparison
+
+
+def _write_page(
     before: RunData, after: RunData, comparison: Comparison, files: VerdictFileOptions
 ) -> None:
-    """Write the requested verdict files."""
+    """The comparison as HTML and Markdown, where they were asked for."""
+    if files.output is None and files.markdown is None:
+        return
     from ..bench.files.run_folder import write_atomically
+    from ..bench.page.page import to_html, to_markdown
+    from ..bench.report.comparison_page import comparison_page
+
+    if files.output is not None:
+        write_atomically(files.output, to_html(comparison_page(before, after, comparison)))
+    if files.markdown is not None:
+        page = comparison_page(before, after, comparison, with_figures=False)
+        write_atomically(files.markdown, to_markdown(page))
+
+
+def write_machine_readable(
+    after: RunData | None, comparison: Comparison, files: VerdictFileOptions
+) -> None:
+    """JUnit XML, and the dashboard's JSON of the new run, where they were asked for."""
     from ..bench.gate.outputs import write_benchmark_json, write_junit
 
-    if files.output is not None or files.markdown is not None:
-        from ..bench.page.page import to_html, to_markdown
-        from ..bench.report.comparison_page import comparison_page
-
-        if files.output is not None:
-            write_atomically(files.output, to_html(comparison_page(before, after, comparison)))
-        if files.markdown is not None:
-            page = comparison_page(before, after, comparison, with_figures=False)
-            write_atomically(files.markdown, to_markdown(page))
     if files.junit is not None:
         write_junit(files.junit, comparison)
-    if files.benchmark_json is not None:
+    if files.benchmark_json is not None and after is not None:
         write_benchmark_json(files.benchmark_json, after, comparison)

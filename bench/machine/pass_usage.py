@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .instructions import InstructionCounter
-from .process_usage import ThreadUsage, TreeUsage, steal_seconds, tree_usage
+from .process_usage import ThreadUsage, TreeUsage, allowed_cpus, steal_seconds, tree_usage
 
 # A shorter pass is not rejected: one time slice of another process would be a large share of it.
 LEAST_JUDGED_SECONDS = 0.1
@@ -107,14 +107,6 @@ class PassMeter:
         if self._pid is None:
             return threads.get(threading.get_native_id())
         return max(threads.values(), key=lambda usage: usage.cpu_seconds, default=None)
-
-
-def allowed_cpus(pid: int | None) -> set[int]:
-    """The CPUs that a process may use, by default this one; none where the system does not tell."""
-    try:
-        return os.sched_getaffinity(pid or 0)
-    except (AttributeError, OSError):
-        return set()
 
 
 def cpu_between(before: TreeUsage, after: TreeUsage) -> float | None:

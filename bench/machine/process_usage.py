@@ -100,6 +100,14 @@ def thread_usage(pid: int, thread: int, proc: Path = PROC) -> ThreadUsage | None
     )
 
 
+def allowed_cpus(pid: int | None) -> set[int]:
+    """The CPUs that a process may use, by default this one; none where the system does not tell."""
+    try:
+        return os.sched_getaffinity(pid or 0)
+    except (AttributeError, OSError):
+        return set()
+
+
 def steal_seconds(cpus: set[int], proc: Path = PROC) -> float | None:
     """Seconds since boot that the hypervisor ran something else while one of `cpus` had work; None where the
     system does not report it."""

@@ -130,6 +130,7 @@ class BenchOptions(EngineFields, BaseModel):
     name: str | None = None
     metadata: dict[str, str] = {}
     save_detailed: bool = False
+    report: bool = True
 
     @field_validator("percentile_metrics", "metric_percentiles", "tasks", mode="before")
     @classmethod

@@ -19,7 +19,9 @@ from ..report.report import write_report
 ENVIRONMENT_NAME = "environment.json"
 
 
-def write_run(run: BenchRun, target: Path, *, with_csv: bool = False) -> Path:
+def write_run(
+    run: BenchRun, target: Path, *, with_csv: bool = False, with_report: bool = True
+) -> Path:
     """Write the run folder `target` atomically; returns it."""
     with interrupts_held():
         environment = to_json(run.result["llmopt"]["environment"])
@@ -32,5 +34,6 @@ def write_run(run: BenchRun, target: Path, *, with_csv: bool = False) -> Path:
                 run.series.copy_to(folder)
             if with_csv:
                 write_requests_csv(folder / REQUESTS_CSV_NAME, run.passes)
-            write_report(run.result, run.passes, folder)
+            if with_report:
+                write_report(run.result, run.passes, folder)
         return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,8 @@ class BenchSession(Session):
                 options, engine, self._passage, load_reference, self._progress
             )
         limit = self._load.max_concurrency
-        scores.step_split = step_split(engine, self._target, self._workload, limit)
+        if options.report:
+            scores.step_split = step_split(engine, self._target, self._workload, limit)
         scores.preemptions = self._preemptions()  # of the load, without tasks
         if self._tasks is not None:
             scores.tasks = run_tasks(
@@ -171,7 +173,7 @@ class BenchSession(Session):
             phases=phases(passes),
             preemptions=scores.preemptions,
             quality=None if scores.quality is None else scores.quality.as_dict(),
-            roofline=place_on_roofline(engine, self._model, passes),
+            roofline=place_on_roofline(engine, self._model, passes) if options.report else None,
             of_kind=of_kind,
         )
 
@@ -180,6 +182,9 @@ class BenchSession(Session):
         self._engine.reset_prefix_cache()
         before = self._engine.stats
         recorder = self._engine.recorder = StepRecorder(self._engine.scheduler)
+        # The load driver does the same; done here, it does not count as CPU time of the pass.
+        gc.collect()
+        gc.freeze()
         self._machine.start()
         load = self._drive(self._workload, description, self._options.duration)
         usage = self._machine.stop()

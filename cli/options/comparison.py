@@ -1,10 +1,10 @@
-"""`llmopt compare`: the limits of the verdict, and the files it is written to."""
+"""`llmopt compare`: the limits of the verdict, paired starts, and the files of the verdict."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -52,12 +52,59 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class StartOptions:
+    """Two builds, measured in fresh processes that alternate."""
+
+    PANEL: ClassVar = "Paired starts"
+
+    run: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SPEC",
+            help="A build to measure: a virtual environment, a command line, or a server's URL. Given "
+            "twice, the base first; options of `llmopt bench` go behind `--`.",
+        ),
+    ] = None
+    max_starts: Annotated[
+        int | None, typer.Option(help="Most starts of both builds together. Default: 80.")
+    ] = None
+    max_minutes: Annotated[
+        float | None, typer.Option(help="Most minutes of measuring. Default: 10.")
+    ] = None
+    pin_cpus: Annotated[
+        str | None,
+        typer.Option(help="CPUs of a pair of starts: auto (the idlest), none, or such as 0,2-3."),
+    ] = None
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the interrupted comparison in this folder.")
+    ] = None
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self.run is not None or self.resume is not None
+
+    def check_absent(self) -> None:
+        """Raises `BadInput` for an option that two recorded runs have no use for."""
+        from ...quant.base.errors import BadInput
+
+        for name in ("max_starts", "max_minutes", "pin_cpus"):
+            if getattr(self, name) is not None:
+                raise BadInput(
+                    f"--{name.replace('_', '-')} needs --run: recorded runs start nothing"
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class VerdictFileOptions:
     """The files of a verdict."""
 
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the comparison as one HTML file."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the comparison as one HTML file; with --run, the folder of the starts.",
+        ),
         Hidden("--html"),
     ] = None
     markdown: Annotated[

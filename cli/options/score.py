@@ -94,3 +94,10 @@ class RecordOptions:
     save_detailed: Annotated[
         bool, typer.Option("--save-detailed", help="Per-request arrays in result.json.")
     ] = False
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report/--no-report",
+            help="Write a report, with a roofline and the parts of a step, which are measured for it.",
+        ),
+    ] = True

@@ -1,0 +1,144 @@
+"""The plan of a comparison by starts, `starts.json`: what is compared, how, and within which budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...quant.base.errors import BadInput
+from ..files.run_folder import write_atomically
+from ..gate.compare import QualityGate, parse_share
+from ..gate.gate import Counted, Limit, parse_gate, speed_limits
+from ..record.result import to_json
+from .builds import Build, value_of
+
+PLAN_NAME = "starts.json"
+# Short passes of a single thread: many starts say more than long ones. What is given behind `--` comes later
+# on the command line and wins.
+SHORT_PASSES = ("--num-prompts", "32", "--num-runs", "5", "--output-len", "32")
+ONE_THREAD = ("--num-threads", "1")
+QUALITY_KEYS = ("perplexity", "kl", "top1")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """When a comparison ends at the latest.
+
+    Attributes:
+        max_starts: of both builds together.
+        max_minutes: of one invocation; a start that is running then is stopped.
+    """
+
+    max_starts: int = 80
+    max_minutes: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.max_starts < 2:
+            raise BadInput(f"--max-starts is {self.max_starts}: a pair of starts is the least")
+        if not self.max_minutes > 0:
+            raise BadInput(f"--max-minutes is {self.max_minutes:g}: it must be above 0")
+
+    @property
+    def max_pairs(self) -> int:
+        return self.max_starts // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that a resumed comparison needs.
+
+    Attributes:
+        options: of `llmopt bench`, the same for both builds.
+        limits: the limits as given on the command line, by field of `LimitOptions`.
+        pin_cpus: `auto`, `none`, or CPUs.
+    """
+
+    base: Build
+    new: Build
+    options: tuple[str, ...]
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget)
+    pin_cpus: str = "auto"
+
+    def gate(self) -> tuple[Limit, ...]:
+        """The limits that decide.
+
+        Raises:
+            BadInput: a malformed limit.
+        """
+        if (gate := self.limits.get("gate")) is not None:
+            return parse_gate(gate)
+        return speed_limits(parse_share(self.limits.get("threshold") or "5%"))
+
+    def quality(self) -> QualityGate:
+        """The limits on quality; raises `BadInput` for a malformed one."""
+        shares = {
+            "max_perplexity_increase": self.limits.get("max_ppl_increase"),
+            "min_top1": self.limits.get("min_top1"),
+        }
+        parsed = {key: parse_share(text) for key, text in shares.items() if text is not None}
+        return QualityGate(**parsed, max_kl=self.limits.get("max_kl"))
+
+    def scores_quality(self) -> bool:
+        """Whether the first start of each build scores quality: if a limit or a reference asks for it."""
+        limited = any(
+            isinstance(limit.quantity, Counted) and limit.quantity.key in QUALITY_KEYS
+            for limit in self.gate()
+        )
+        asked = any(value is not None for value in asdict(self.quality()).values())
+        return limited or asked or value_of(self.options, "--reference") is not None
+
+    def command(
+        self, build: Build, number: int, folder: Path, *, can_leave_report: bool
+    ) -> list[str]:
+        """The command line of a build's start `number`, from 1, which writes the run folder `folder`.
+
+        Only the first start takes the time for a report, if the build can leave it.
+        """
+        has_quality = number == 1 and self.scores_quality()
+        leaves_report = number > 1 and can_leave_report
+        options = [
+            *self.all_options,
+            *(() if has_quality else ("--no-quality",)),
+            *(("--no-report",) if leaves_report else ()),
+            *("--name", build.name, "--output", str(folder)),
+        ]
+        return build.command(options)
+
+    @property
+    def all_options(self) -> tuple[str, ...]:
+        """The options of the benchmark with their defaults."""
+        return (*SHORT_PASSES, *(() if self.has_server else ONE_THREAD), *self.options)
+
+    @property
+    def has_server(self) -> bool:
+        return self.base.is_url or value_of(self.options, "--serve") is not None
+
+    def write(self, folder: Path) -> None:
+        write_atomically(folder / PLAN_NAME, to_json(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Plan:
+        """The plan of an interrupted comparison.
+
+        Raises:
+            BadInput: the folder holds none, or a damaged one.
+        """
+        path = folder / PLAN_NAME
+        if not path.is_file():
+            raise BadInput(f"{folder} holds no comparison by starts: there is no {PLAN_NAME} in it")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                Build(**values["base"]),
+                Build(**values["new"]),
+                tuple(values["options"]),
+                values["limits"],
+                Budget(**values["budget"]),
+                values["pin_cpus"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{path} is damaged: {error}") from error

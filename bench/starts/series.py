@@ -1,0 +1,195 @@
+"""The series of paired starts: ABBA order, until the verdict is settled or the budget ends; resumable.
+
+ABBA: the first pair starts with the base, the second with the new build, and so on, so that a machine that
+drifts steadily favours neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress, Silent
+from ..gate.compare import Comparison
+from ..gate.gate import Limit, Measured, Outcome
+from ..gate.paired_starts import judge_starts, value_of_start
+from ..record.result import RESULT_NAME
+from ..record.run_data import RunData
+from .builds import Build, check_options
+from .cpus import cpus_of_pair, parse_cpus
+from .plan import Plan
+from .start import Crash, OutOfTime, has_option, run_start
+from .warm import warm
+
+URL_NOTE = (
+    "a URL names a server that is already running, so only the client starts anew: effects of a start of the "
+    "server (memory layout, clocks, compilation) are not seen"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A finished comparison: its starts pair by pair, and the verdict."""
+
+    plan: Plan
+    base: tuple[RunData, ...]
+    new: tuple[RunData, ...]
+    comparison: Comparison
+    stopped_because: str
+
+
+@dataclass(slots=True)
+class Series:
+    """The starts of a comparison in its folder: those that exist already are not run again.
+
+    Raises:
+        BadInput: a plan that cannot be carried out, or a base that crashes.
+        KeyboardInterrupt: from `run`; what was finished is in the folder.
+    """
+
+    plan: Plan
+    folder: Path
+    progress: Progress = field(default_factory=Silent)
+    base: list[RunData] = field(default_factory=list)
+    new: list[RunData] = field(default_factory=list)
+    _can_leave_report: bool = False
+
+    def __post_init__(self) -> None:
+        check_options((self.plan.base, self.plan.new), self.plan.options)
+        self.plan.gate()
+        self.plan.quality()
+        if self.plan.pin_cpus not in ("auto", "none"):
+            parse_cpus(self.plan.pin_cpus)
+
+    def run(self) -> Finished:
+        """Run pairs until the verdict is settled, the budget ends, or the new build crashes."""
+        budget = self.plan.budget
+        deadline = time.monotonic() + 60 * budget.max_minutes
+        self.progress.start("starts", 2 * budget.max_pairs, "starts")
+        reason = f"--max-starts {budget.max_starts}"
+        self._can_leave_report = all(map(knows_no_report, (self.plan.base, self.plan.new)))
+        try:
+            for pair in range(1, budget.max_pairs + 1):
+                self._run_pair(pair, deadline)
+                comparison = self._judge(final=False)
+                self.progress.status(f"{comparison.outcome.value} so far")
+                if comparison.settled:
+                    reason = "the verdict is settled"
+                    break
+        except Crash as crash:
+            return self._crashed(crash)
+        except OutOfTime:
+            reason = f"--max-minutes {budget.max_minutes:g}"
+        if not self.new:
+            raise BadInput(
+                f"no pair of starts was finished within {reason}: allow more, or shorter passes"
+            )
+        return self._finished(self._judge(final=True), reason)
+
+    def _run_pair(self, pair: int, deadline: float) -> None:
+        """Pair `pair`, from 1; both starts of it on the same CPUs."""
+        builds = [self.plan.base, self.plan.new]
+        order = builds if pair % 2 else builds[::-1]
+        if any(not self._has_run(build, pair) for build in builds):
+            options, server = self.plan.all_options, self.plan.has_server
+            cpus = cpus_of_pair(self.plan.pin_cpus, options, has_server=server)
+            for build in order:
+                if not self._has_run(build, pair):
+                    self._start(build, pair, cpus, deadline)
+        for build, starts in zip(builds, (self.base, self.new), strict=True):
+            starts.append(warm(RunData.read(self._folder_of(build, pair))))
+        self.progress.advance(2)
+
+    def _start(
+        self, build: Build, number: int, cpus: frozenset[int] | None, deadline: float
+    ) -> None:
+        folder = self._folder_of(build, number)
+        try:
+            run_start(
+                self.plan.command(build, number, folder, can_leave_report=self._can_leave_report),
+                folder,
+                cpus=cpus,
+                inherit_sources=not build.is_environment,
+                seconds=deadline - time.monotonic(),
+            )
+        except Crash as crash:
+            words = f"{build.name} start {number} ({build.spec}) ended with {crash}"
+            if build == self.plan.base:
+                raise BadInput(f"{words}: nothing can be compared with it") from None
+            raise Crash(words) from None
+
+    def _crashed(self, crash: Crash) -> Finished:
+        """The new build crashes where the base runs: that is a regression."""
+        base, new = self.plan.base.name, self.plan.new.name
+        pairs = len(self.new)
+        reason = f"the new build crashes and the base does not: {crash}"
+        blank = Comparison(Outcome.REGRESSION, (reason,), base, new, 0.0, num_pairs=pairs)
+        if not self.new:
+            return Finished(self.plan, (), (), blank, "the new build crashed")
+        judged = replace(self._judge(final=True), outcome=Outcome.REGRESSION, reasons=(reason,))
+        return self._finished(judged, "the new build crashed")
+
+    def _judge(self, *, final: bool) -> Comparison:
+        limits, notes = known_limits(self.plan.gate(), self.base, self.new)
+        if self.plan.base.is_url:
+            notes = (*notes, URL_NOTE)
+        comparison = judge_starts(
+            self.base,
+            self.new,
+            limits=limits,
+            quality=self.plan.quality(),
+            max_pairs=self.plan.budget.max_pairs,
+            final=final,
+        )
+        comparison = replace(comparison, notes=(*comparison.notes, *notes))
+        if limits:
+            return comparison
+        reason = "no limit has a value in both builds"
+        return replace(
+            comparison, outcome=Outcome.NO_VERDICT, reasons=(reason, *notes), settled=True
+        )
+
+    def _finished(self, comparison: Comparison, reason: str) -> Finished:
+        return Finished(self.plan, tuple(self.base), tuple(self.new), comparison, reason)
+
+    def _folder_of(self, build: Build, number: int) -> Path:
+        return self.folder / f"{number:03}-{build.name}"
+
+    def _has_run(self, build: Build, number: int) -> bool:
+        return (self._folder_of(build, number) / RESULT_NAME).is_file()
+
+
+def knows_no_report(build: Build) -> bool:
+    """Whether the version of a build can leave the report away."""
+    command = build.command(())[:-2] if build.is_url else build.command(())
+    return has_option(command, "--no-report", inherit_sources=not build.is_environment)
+
+
+def known_limits(
+    limits: Sequence[Limit], base: Sequence[RunData], new: Sequence[RunData]
+) -> tuple[tuple[Limit, ...], tuple[str, ...]]:
+    """(limits that can be judged, a note for each metric without a value).
+
+    An older version does not record every metric of today, and not every machine counts instructions. Such a
+    metric is left out by name, so that a change is judged by the others.
+    """
+    kept: list[Limit] = []
+    notes: list[str] = []
+    for limit in limits:
+        key = limit.quantity.key
+        lacking = [
+            start.name
+            for start in (base[-1], new[-1])
+            if isinstance(limit.quantity, Measured) and value_of_start(start, key) is None
+        ]
+        if lacking:
+            notes.append(
+                f"{limit.quantity.label} is not judged: no value in {' and '.join(lacking)} (an older "
+                "version does not record it, or this machine does not)"
+            )
+        else:
+            kept.append(limit)
+    return tuple(kept), tuple(dict.fromkeys(notes))

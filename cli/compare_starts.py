@@ -1,0 +1,126 @@
+"""`llmopt compare --run`: paired starts of two builds, in a folder that can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..bench.gate.compare import Comparison
+    from ..bench.starts.plan import Plan
+    from ..bench.starts.series import Finished
+    from .options.comparison import LimitOptions, StartOptions, VerdictFileOptions
+
+
+def compare_starts(
+    bench_options: Sequence[str],
+    limits: LimitOptions,
+    starts: StartOptions,
+    files: VerdictFileOptions,
+) -> tuple[Comparison, dict[str, Any]]:
+    """(the comparison, its record), with the files of the comparison written.
+
+    Raises:
+        BadInput: options that contradict each other, or a base that cannot be measured.
+        typer.Exit: 130 after Ctrl-C.
+    """
+    from ..bench.starts.files import record_of, write_comparison
+    from ..bench.starts.series import Series
+    from .output.console import TerminalProgress, people, result_console
+
+    folder, plan = _plan(bench_options, limits, starts, files)
+    progress = TerminalProgress()
+    series = Series(plan, folder, progress)
+    if starts.resume is None:
+        _begin(folder, plan)
+    try:
+        finished = series.run()
+    except KeyboardInterrupt:
+        progress.finish()
+        people.print(
+            f"interrupted: the finished starts are in {folder}; go on with "
+            f"`llmopt compare --resume {folder}`",
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(130) from None
+    finally:
+        progress.finish()
+    write_comparison(finished, folder)
+    _write_others(finished, files)
+    out = result_console(files.as_json)
+    out.print(
+        f"Comparison: {folder / 'comparison.html'} ({finished.comparison.num_pairs} pairs of starts; "
+        f"{finished.stopped_because})",
+        markup=False,
+        soft_wrap=True,
+    )
+    return finished.comparison, record_of(finished)
+
+
+def _plan(
+    bench_options: Sequence[str],
+    limits: LimitOptions,
+    starts: StartOptions,
+    files: VerdictFileOptions,
+) -> tuple[Path, Plan]:
+    """(the folder of the starts, the plan): a new one, or that of the folder to go on with."""
+    from dataclasses import replace
+
+    from ..bench.files.run_folder import stamped
+    from ..bench.starts.builds import parse_builds
+    from ..bench.starts.plan import Budget, Plan
+    from ..quant.base.errors import BadInput
+
+    given = {"max_starts": starts.max_starts, "max_minutes": starts.max_minutes}
+    budget = {key: value for key, value in given.items() if value is not None}
+    if starts.resume is not None:
+        if starts.run is not None or bench_options or files.output is not None:
+            raise BadInput(
+                "--resume goes on as it began: leave --run, --output and the options of bench away"
+            )
+        plan = Plan.read(starts.resume)
+        return starts.resume, replace(plan, budget=replace(plan.budget, **budget))
+    base, new = parse_builds(starts.run or ())
+    folder = files.output or stamped(Path("runs"), f"{new.name}-against-{base.name}")
+    plan = Plan(
+        base,
+        new,
+        tuple(bench_options),
+        asdict(limits),
+        Budget(**budget),
+        starts.pin_cpus or "auto",
+    )
+    return folder, plan
+
+
+def _begin(folder: Path, plan: Plan) -> None:
+    """Make the folder with the plan in it."""
+    from ..quant.base.errors import BadInput
+
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        raise BadInput(
+            f"{folder} exists: name another folder, or go on in it with --resume {folder}"
+        ) from error
+    except NotADirectoryError as error:
+        raise BadInput(f"cannot make the folder {folder}: a file is in the way") from error
+    plan.write(folder)
+
+
+def _write_others(finished: Finished, files: VerdictFileOptions) -> None:
+    """The files that were asked for besides those in the folder."""
+    from ..bench.files.run_folder import write_atomically
+    from ..bench.page.page import to_markdown
+    from ..bench.starts.files import page_of, pooled
+    from .compare import write_machine_readable
+
+    if files.markdown is not None:
+        write_atomically(files.markdown, to_markdown(page_of(finished, with_figures=False)))
+    new = pooled(finished.new) if finished.new else None
+    write_machine_readable(new, finished.comparison, files)
