@@ -79,9 +79,10 @@ def _plan(
     given = {"max_starts": starts.max_starts, "max_minutes": starts.max_minutes}
     budget = {key: value for key, value in given.items() if value is not None}
     if starts.resume is not None:
-        if starts.run is not None or bench_options or files.output is not None:
+        changed = (starts.run, starts.max_starts, starts.pin_cpus, files.output, limits.gate)
+        if bench_options or any(value is not None for value in changed):
             raise BadInput(
-                "--resume goes on as it began: leave --run, --output and the options of bench away"
+                "--resume goes on as it began: of its options only --max-minutes may be given anew"
             )
         plan = Plan.read(starts.resume)
         return starts.resume, replace(plan, budget=replace(plan.budget, **budget))

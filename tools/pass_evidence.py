@@ -4,8 +4,8 @@
     python tools/pass_evidence.py --read docs/measured/cpu/pass-evidence.json
 
 One engine makes passes on a CPU of its own, first alone, then while another process takes a share of that CPU
-(it spins, then sleeps, in periods of 100 ms), then while others spin on all other CPUs. The table tells how much
-each slowed the passes down, what the passes recorded of it, and how many are rejected.
+(it spins, then sleeps, in periods of 100 ms), then while others spin on all other CPUs. The table tells how
+much each slowed the passes down, what the passes recorded of it, and how many are rejected.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..files.run_folder import write_atomically
 from ..gate.gate import MEASURED
-from ..gate.paired_starts import value_of_start
+from ..gate.start_values import value_of_start
 from ..page.page import Page, Section, Table, to_html, to_markdown
 from ..page.text import number
 from ..record.result import plain, to_json

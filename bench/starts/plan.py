@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Plan:
         options: of `llmopt bench`, the same for both builds.
         limits: the limits as given on the command line, by field of `LimitOptions`.
         pin_cpus: `auto`, `none`, or CPUs.
+        num_pairs: the pairs that fit the budget, by the time of the second one; None before it. The
+            sequential test spends its errors over them, so a resumed comparison keeps them.
     """
 
     base: Build
@@ -62,6 +64,7 @@ class Plan:
     limits: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
     pin_cpus: str = "auto"
+    num_pairs: int | None = None
 
     def gate(self) -> tuple[Limit, ...]:
         """The limits that decide.
@@ -109,6 +112,17 @@ class Plan:
         return build.command(options)
 
     @property
+    def max_pairs(self) -> int:
+        """The planned number of pairs."""
+        return self.num_pairs or self.budget.max_pairs
+
+    def paced(self, pair_seconds: float, seconds_left: float, done: int) -> Plan:
+        """The plan with the number of pairs that fit: `done` ones, and those of `pair_seconds` each."""
+        fit = done + int(seconds_left / pair_seconds)
+        # Whole blocks of ABBA.
+        return replace(self, num_pairs=max(min(fit, self.budget.max_pairs) // 2 * 2, done))
+
+    @property
     def all_options(self) -> tuple[str, ...]:
         """The options of the benchmark with their defaults."""
         return (*SHORT_PASSES, *(() if self.has_server else ONE_THREAD), *self.options)
@@ -139,6 +153,7 @@ class Plan:
                 values["limits"],
                 Budget(**values["budget"]),
                 values["pin_cpus"],
+                values["num_pairs"],
             )
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{path} is damaged: {error}") from error

@@ -15,7 +15,8 @@ from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from ..gate.compare import Comparison
 from ..gate.gate import Limit, Measured, Outcome
-from ..gate.paired_starts import judge_starts, value_of_start
+from ..gate.paired_starts import judge_starts
+from ..gate.start_values import value_of_start
 from ..record.result import RESULT_NAME
 from ..record.run_data import RunData
 from .builds import Build, check_options
@@ -24,6 +25,8 @@ from .plan import Plan
 from .start import Crash, OutOfTime, has_option, run_start
 from .warm import warm
 
+# The first pair also writes reports.
+PACE_PAIR = 2
 URL_NOTE = (
     "a URL names a server that is already running, so only the client starts anew: effects of a start of the "
     "server (memory layout, clocks, compilation) are not seen"
@@ -69,39 +72,54 @@ class Series:
         budget = self.plan.budget
         deadline = time.monotonic() + 60 * budget.max_minutes
         self.progress.start("starts", 2 * budget.max_pairs, "starts")
-        reason = f"--max-starts {budget.max_starts}"
         self._can_leave_report = all(map(knows_no_report, (self.plan.base, self.plan.new)))
         try:
             for pair in range(1, budget.max_pairs + 1):
                 self._run_pair(pair, deadline)
-                comparison = self._judge(final=False)
+                comparison = self._judge(final=pair >= self.plan.max_pairs)
                 self.progress.status(f"{comparison.outcome.value} so far")
                 if comparison.settled:
-                    reason = "the verdict is settled"
-                    break
+                    return self._finished(comparison, self._why_settled(comparison))
         except Crash as crash:
             return self._crashed(crash)
         except OutOfTime:
-            reason = f"--max-minutes {budget.max_minutes:g}"
-        if not self.new:
-            raise BadInput(
-                f"no pair of starts was finished within {reason}: allow more, or shorter passes"
-            )
-        return self._finished(self._judge(final=True), reason)
+            if not self.new:
+                raise BadInput(
+                    f"no pair of starts was finished within --max-minutes {budget.max_minutes:g}: allow "
+                    "more, or make the passes shorter"
+                ) from None
+        return self._finished(self._judge(final=True), f"--max-minutes {budget.max_minutes:g}")
+
+    def _why_settled(self, comparison: Comparison) -> str:
+        budget = self.plan.budget
+        if comparison.outcome is not Outcome.NO_VERDICT:
+            return "the verdict is settled"
+        if len(self.new) < self.plan.max_pairs:
+            return "more starts would not settle it"
+        is_out_of_starts = len(self.new) >= budget.max_pairs
+        limit = (
+            ("starts", budget.max_starts) if is_out_of_starts else ("minutes", budget.max_minutes)
+        )
+        return f"--max-{limit[0]} {limit[1]:g}"
 
     def _run_pair(self, pair: int, deadline: float) -> None:
         """Pair `pair`, from 1; both starts of it on the same CPUs."""
         builds = [self.plan.base, self.plan.new]
         order = builds if pair % 2 else builds[::-1]
-        if any(not self._has_run(build, pair) for build in builds):
+        began = time.monotonic()
+        missing = [build for build in order if not self._has_run(build, pair)]
+        if missing:
             options, server = self.plan.all_options, self.plan.has_server
             cpus = cpus_of_pair(self.plan.pin_cpus, options, has_server=server)
-            for build in order:
-                if not self._has_run(build, pair):
-                    self._start(build, pair, cpus, deadline)
+            for build in missing:
+                self._start(build, pair, cpus, deadline)
         for build, starts in zip(builds, (self.base, self.new), strict=True):
             starts.append(warm(RunData.read(self._folder_of(build, pair))))
         self.progress.advance(2)
+        now = time.monotonic()
+        if self.plan.num_pairs is None and pair >= PACE_PAIR and len(missing) == len(builds):
+            self.plan = self.plan.paced(now - began, deadline - now, pair)
+            self.plan.write(self.folder)
 
     def _start(
         self, build: Build, number: int, cpus: frozenset[int] | None, deadline: float
@@ -141,7 +159,7 @@ class Series:
             self.new,
             limits=limits,
             quality=self.plan.quality(),
-            max_pairs=self.plan.budget.max_pairs,
+            max_pairs=self.plan.max_pairs,
             final=final,
         )
         comparison = replace(comparison, notes=(*comparison.notes, *notes))

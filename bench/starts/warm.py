@@ -35,4 +35,5 @@ def warm(start: RunData) -> RunData:
     if table is not None:
         kept = [row for row, number in enumerate(table["run"]) if number >= cold]
         table = {key: [column[row] for row in kept] for key, column in table.items()}
+        table["run"] = [number - cold for number in table["run"]]
     return replace(start, result={**start.result, "llmopt": ours}, requests=table)
