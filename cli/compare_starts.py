@@ -73,13 +73,13 @@ def _plan(
 
     from ..bench.files.run_folder import stamped
     from ..bench.starts.builds import parse_builds
-    from ..bench.starts.plan import Budget, Plan
+    from ..bench.starts.plan import Budget, Plan, can_interleave
     from ..quant.base.errors import BadInput
 
     given = {"max_starts": starts.max_starts, "max_minutes": starts.max_minutes}
     budget = {key: value for key, value in given.items() if value is not None}
     if starts.resume is not None:
-        changed = (starts.run, starts.max_starts, starts.pin_cpus, files.output, limits.gate)
+        changed = (starts.run, starts.max_starts, starts.pin_cpus, starts.interleave, files.output)
         if bench_options or any(value is not None for value in changed):
             raise BadInput(
                 "--resume goes on as it began: of its options only --max-minutes may be given anew"
@@ -96,7 +96,8 @@ def _plan(
         Budget(**budget),
         starts.pin_cpus or "auto",
     )
-    return folder, plan
+    interleave = can_interleave(plan) if starts.interleave is None else starts.interleave
+    return folder, replace(plan, interleave=interleave)
 
 
 def _begin(folder: Path, plan: Plan) -> None:

@@ -98,6 +98,8 @@ class BenchSession(Session):
         name = options.name or options.label or self._model.name
         machine = MachineMeter(str(self._engine.device), passes=PassMeter())
         super().__init__(options, name, workload, machine, progress, paired_runs)
+        # The garbage of loading; before each pass the load driver collects only what is young.
+        gc.collect()
         self._warm_up()
 
     @property
@@ -182,9 +184,6 @@ class BenchSession(Session):
         self._engine.reset_prefix_cache()
         before = self._engine.stats
         recorder = self._engine.recorder = StepRecorder(self._engine.scheduler)
-        # The load driver does the same; done here, it does not count as CPU time of the pass.
-        gc.collect()
-        gc.freeze()
         self._machine.start()
         load = self._drive(self._workload, description, self._options.duration)
         usage = self._machine.stop()

@@ -6,11 +6,11 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...quant.base.errors import BadInput
-from ..machine.process_usage import PROC, allowed_cpus
+from ..machine.process_usage import PROC, allowed_cpus, thread_ids
 from .builds import value_of
 
 AUTO, NONE = "auto", "none"
@@ -79,6 +79,13 @@ def idle_ticks(proc: Path = PROC) -> dict[int, int]:
         return {}
     rows = [line.split() for line in lines if re.match(r"cpu\d", line)]
     return {int(row[0][3:]): int(row[4]) for row in rows}
+
+
+def pin(pid: int, cpus: frozenset[int] | None) -> None:
+    """Let every thread of a running process run on `cpus`; None changes nothing."""
+    for thread in thread_ids(pid) if cpus is not None else ():
+        with suppress(OSError):
+            os.sched_setaffinity(thread, cpus or set())
 
 
 @contextmanager

@@ -54,6 +54,7 @@ class Plan:
         options: of `llmopt bench`, the same for both builds.
         limits: the limits as given on the command line, by field of `LimitOptions`.
         pin_cpus: `auto`, `none`, or CPUs.
+        interleave: whether the starts of a pair are alive together and take turns pass by pass.
         num_pairs: the pairs that fit the budget, by the time of the second one; None before it. The
             sequential test spends its errors over them, so a resumed comparison keeps them.
     """
@@ -64,6 +65,7 @@ class Plan:
     limits: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
     pin_cpus: str = "auto"
+    interleave: bool = True
     num_pairs: int | None = None
 
     def gate(self) -> tuple[Limit, ...]:
@@ -94,15 +96,13 @@ class Plan:
         asked = any(value is not None for value in asdict(self.quality()).values())
         return limited or asked or value_of(self.options, "--reference") is not None
 
-    def command(
-        self, build: Build, number: int, folder: Path, *, can_leave_report: bool
-    ) -> list[str]:
+    def command(self, build: Build, number: int, folder: Path, *, is_current: bool) -> list[str]:
         """The command line of a build's start `number`, from 1, which writes the run folder `folder`.
 
-        Only the first start takes the time for a report, if the build can leave it.
+        Only the first start takes the time for a report, if both builds are current enough to leave it.
         """
         has_quality = number == 1 and self.scores_quality()
-        leaves_report = number > 1 and can_leave_report
+        leaves_report = number > 1 and is_current
         options = [
             *self.all_options,
             *(() if has_quality else ("--no-quality",)),
@@ -153,7 +153,17 @@ class Plan:
                 values["limits"],
                 Budget(**values["budget"]),
                 values["pin_cpus"],
+                values["interleave"],
                 values["num_pairs"],
             )
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{path} is damaged: {error}") from error
+
+
+def can_interleave(plan: Plan) -> bool:
+    """Whether two starts can be alive together: not as two servers, nor as two engines on a GPU, of which
+    each takes the memory that is free."""
+    if plan.base.is_url:
+        return True
+    has_gpu = Path("/proc/driver/nvidia/version").exists()
+    return not plan.has_server and (not has_gpu or value_of(plan.options, "--device") == "cpu")

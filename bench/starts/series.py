@@ -22,7 +22,7 @@ from ..record.run_data import RunData
 from .builds import Build, check_options
 from .cpus import cpus_of_pair, parse_cpus
 from .plan import Plan
-from .start import Crash, OutOfTime, has_option, run_start
+from .start import Crash, OutOfTime, Start, has_option, run_alone, run_in_turns
 from .warm import warm
 
 # The first pair also writes reports.
@@ -58,7 +58,7 @@ class Series:
     progress: Progress = field(default_factory=Silent)
     base: list[RunData] = field(default_factory=list)
     new: list[RunData] = field(default_factory=list)
-    _can_leave_report: bool = False
+    _is_current: bool = False
 
     def __post_init__(self) -> None:
         check_options((self.plan.base, self.plan.new), self.plan.options)
@@ -72,7 +72,7 @@ class Series:
         budget = self.plan.budget
         deadline = time.monotonic() + 60 * budget.max_minutes
         self.progress.start("starts", 2 * budget.max_pairs, "starts")
-        self._can_leave_report = all(map(knows_no_report, (self.plan.base, self.plan.new)))
+        self._is_current = all(map(is_current, (self.plan.base, self.plan.new)))
         try:
             for pair in range(1, budget.max_pairs + 1):
                 self._run_pair(pair, deadline)
@@ -109,10 +109,7 @@ class Series:
         began = time.monotonic()
         missing = [build for build in order if not self._has_run(build, pair)]
         if missing:
-            options, server = self.plan.all_options, self.plan.has_server
-            cpus = cpus_of_pair(self.plan.pin_cpus, options, has_server=server)
-            for build in missing:
-                self._start(build, pair, cpus, deadline)
+            self._run_missing(missing, pair, deadline)
         for build, starts in zip(builds, (self.base, self.new), strict=True):
             starts.append(warm(RunData.read(self._folder_of(build, pair))))
         self.progress.advance(2)
@@ -121,23 +118,28 @@ class Series:
             self.plan = self.plan.paced(now - began, deadline - now, pair)
             self.plan.write(self.folder)
 
-    def _start(
-        self, build: Build, number: int, cpus: frozenset[int] | None, deadline: float
-    ) -> None:
-        folder = self._folder_of(build, number)
+    def _run_missing(self, builds: Sequence[Build], pair: int, deadline: float) -> None:
+        """The starts of a pair that have no run yet, in turns if both are to be made."""
+        plan = self.plan
+        cpus = cpus_of_pair(plan.pin_cpus, plan.all_options, has_server=plan.has_server)
+        starts = [self._start(build, pair) for build in builds]
         try:
-            run_start(
-                self.plan.command(build, number, folder, can_leave_report=self._can_leave_report),
-                folder,
-                cpus=cpus,
-                inherit_sources=not build.is_environment,
-                seconds=deadline - time.monotonic(),
-            )
+            if plan.interleave and self._is_current and len(starts) > 1:
+                run_in_turns(starts, cpus=cpus, deadline=deadline)
+                return
+            for start in starts:
+                run_alone(start, cpus=cpus, deadline=deadline)
         except Crash as crash:
-            words = f"{build.name} start {number} ({build.spec}) ended with {crash}"
-            if build == self.plan.base:
-                raise BadInput(f"{words}: nothing can be compared with it") from None
-            raise Crash(words) from None
+            if crash.name == plan.base.name:
+                raise BadInput(
+                    f"{plan.base.name} ({plan.base.spec}): {crash}: nothing can be compared with it"
+                ) from None
+            raise
+
+    def _start(self, build: Build, number: int) -> Start:
+        folder = self._folder_of(build, number)
+        command = self.plan.command(build, number, folder, is_current=self._is_current)
+        return Start(build.name, command, folder, inherit_sources=not build.is_environment)
 
     def _crashed(self, crash: Crash) -> Finished:
         """The new build crashes where the base runs: that is a regression."""
@@ -180,8 +182,8 @@ class Series:
         return (self._folder_of(build, number) / RESULT_NAME).is_file()
 
 
-def knows_no_report(build: Build) -> bool:
-    """Whether the version of a build can leave the report away."""
+def is_current(build: Build) -> bool:
+    """Whether the version of a build can leave the report away, and take turns: both came together."""
     command = build.command(())[:-2] if build.is_url else build.command(())
     return has_option(command, "--no-report", inherit_sources=not build.is_environment)
 

@@ -1,17 +1,25 @@
-"""One start: a fresh process that loads the weights, makes a block of passes, and writes a run folder."""
+"""One start: a fresh process that loads the weights, makes a block of passes, and writes a run folder.
+
+The two starts of a pair run one after the other, or are alive together and take turns pass by pass:
+neighbouring passes share the mood of the machine, so their change is far steadier (`session.pass_turns`).
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..files.interrupt import interrupts_held
 from ..record.result import RESULT_NAME
 from ..server.served import stop
-from .cpus import affinity
+from ..session.pass_turns import Turn, give_turns
+from .cpus import affinity, pin
 
 HELP_SECONDS = 30.0
 # What an environment of its own must not inherit: the sources of this installation.
@@ -19,59 +27,141 @@ NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__")
 
 
 class Crash(Exception):
-    """A start ended without a result; the message has its exit code and its last words."""
+    """A start of the build `name` ended without a result; the message has its exit code and last words."""
+
+    def __init__(self, name: str, words: str) -> None:
+        super().__init__(words)
+        self.name = name
 
 
 class OutOfTime(Exception):
     """The budget ended while a start was running."""
 
 
-def run_start(
-    command: Sequence[str],
-    folder: Path,
-    *,
-    cpus: frozenset[int] | None,
-    inherit_sources: bool,
-    seconds: float,
-) -> float:
-    """Run one start to its end; returns its wall time in seconds.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start of the build `name`, which writes its run to `folder`."""
 
-    `folder` then holds its run, and `<folder>.log` what it printed, if that was more than its result.
+    name: str
+    command: Sequence[str]
+    folder: Path
+    inherit_sources: bool
+
+
+class RunningStart:
+    """The process of a start, in a session of its own: Ctrl-C reaches the runner alone, which stops it."""
+
+    def __init__(
+        self, start: Start, extra: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
+    ) -> None:
+        self._start = start
+        self._log = start.folder.with_name(f"{start.folder.name}.log")
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                start.command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                env={**environment_of(start.inherit_sources), **(extra or {})},
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, deadline: float) -> None:
+        """Wait for its end.
+
+        Raises:
+            OutOfTime: it is still running at `deadline` (`time.monotonic`).
+        """
+        try:
+            self._process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            raise OutOfTime from None
+
+    def stop(self) -> None:
+        """Stop it, if it still runs."""
+        if self._process.poll() is None:
+            stop(self._process)
+
+    def check(self) -> None:
+        """Raises `Crash` if it wrote no run; else its log is removed.
+
+        All requests of a run may have failed: that is a result, which the gate judges.
+        """
+        if (self._start.folder / RESULT_NAME).is_file():
+            self._log.unlink()
+            return
+        code = self._process.returncode
+        ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+        words = f"{ending}: {last_line(self._log) or 'it said nothing'}"
+        raise Crash(self._start.name, f"start {self._start.folder.name} ended with {words}")
+
+
+def run_alone(start: Start, *, cpus: frozenset[int] | None, deadline: float) -> None:
+    """Run one start to its end.
 
     Raises:
         Crash: it wrote no run.
-        OutOfTime: it was still running after `seconds`, and was stopped.
+        OutOfTime: it was still running at `deadline`, and was stopped.
         KeyboardInterrupt: it was stopped.
     """
-    log = folder.with_name(f"{folder.name}.log")
-    began = time.perf_counter()
-    with log.open("wb") as output, affinity(cpus):
-        # A new session: Ctrl-C reaches only the runner, which then stops the start.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=output,
-            env=environment_of_start(inherit_sources),
-            start_new_session=True,
-        )
+    with affinity(cpus):
+        running = RunningStart(start)
     try:
-        code = process.wait(max(seconds, 0.0))
-    except subprocess.TimeoutExpired:
-        raise OutOfTime from None
+        running.wait(deadline)
     finally:
-        if process.poll() is None:
-            with interrupts_held():
-                stop(process)
-    # All requests of a run may have failed: that is a result, which the gate judges.
-    if not (folder / RESULT_NAME).is_file():
-        ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-        raise Crash(f"{ending}: {last_line(log) or 'it said nothing'}")
-    log.unlink()
-    return time.perf_counter() - began
+        with interrupts_held():
+            running.stop()
+    running.check()
 
 
-def environment_of_start(inherit_sources: bool) -> dict[str, str]:
+def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadline: float) -> None:
+    """Run starts that are alive together: they load at the same time, then take turns on `cpus`.
+
+    Raises: as `run_alone`, for the first of the starts in their order.
+    """
+    pair = uuid.uuid4().hex
+    turns = [Turn(pair) for _ in starts]
+    running: list[RunningStart] = []
+    # Reading a turn blocks; a process that is stopped ends it.
+    watchdog = threading.Timer(
+        max(deadline - time.monotonic(), 0.0), lambda: [one.stop() for one in running]
+    )
+    try:
+        for start, turn in zip(starts, turns, strict=True):
+            running.append(RunningStart(start, turn.environment, turn.descriptors))
+            turn.started()
+        watchdog.start()
+        for one, turn in zip(running, turns, strict=True):
+            if not turn.ready():
+                one.wait(deadline)
+                one.check()
+        for one in running:
+            pin(one.pid, cpus)
+        give_turns(turns)
+        for one in running:
+            one.wait(deadline)
+    except Crash:
+        if time.monotonic() < deadline:
+            raise
+    finally:
+        watchdog.cancel()
+        with interrupts_held():
+            for turn in turns:
+                turn.close()
+            for one in running:
+                one.stop()
+    if time.monotonic() >= deadline:
+        raise OutOfTime
+    for one in running:
+        one.check()
+
+
+def environment_of(inherit_sources: bool) -> dict[str, str]:
     """The environment, without what would put the sources of this installation into another one."""
     return {
         key: value
@@ -82,7 +172,7 @@ def environment_of_start(inherit_sources: bool) -> dict[str, str]:
 
 def has_option(command: Sequence[str], option: str, *, inherit_sources: bool) -> bool:
     """Whether `command --help` names the option: an older version may not know it."""
-    environment = {**environment_of_start(inherit_sources), "COLUMNS": "200"}
+    environment = {**environment_of(inherit_sources), "COLUMNS": "200"}
     try:
         done = subprocess.run(
             [*command, "--help"],

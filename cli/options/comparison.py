@@ -75,6 +75,14 @@ class StartOptions:
         str | None,
         typer.Option(help="CPUs of a pair of starts: auto (the idlest), none, or such as 0,2-3."),
     ] = None
+    interleave: Annotated[
+        bool | None,
+        typer.Option(
+            "--interleave/--no-interleave",
+            help="Keep both processes of a pair alive, and let their passes alternate. Default: yes, "
+            "but not where they would share a GPU or start servers.",
+        ),
+    ] = None
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the interrupted comparison in this folder.")
     ] = None
@@ -87,7 +95,7 @@ class StartOptions:
         """Raises `BadInput` for an option that two recorded runs have no use for."""
         from ...quant.base.errors import BadInput
 
-        for name in ("max_starts", "max_minutes", "pin_cpus"):
+        for name in ("max_starts", "max_minutes", "pin_cpus", "interleave"):
             if getattr(self, name) is not None:
                 raise BadInput(
                     f"--{name.replace('_', '-')} needs --run: recorded runs start nothing"

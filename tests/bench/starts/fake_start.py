@@ -40,8 +40,22 @@ def main() -> int:
     if behaviour.get("interrupt", {}).get(name) == number:
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(600)
+    take_turns(name, log, behaviour.get("turns", 0))
     write_run(Path(behaviour["template"]), folder, name, number, behaviour)
     return 0
+
+
+def take_turns(name: str, log: Path, passes: int) -> None:
+    """As `llmopt.bench.session.pass_turns` does: a turn for each pass, and one for scoring."""
+    if not passes or "LLMOPT_PASS_TURNS" not in os.environ:
+        return
+    read, write, pair = os.environ["LLMOPT_PASS_TURNS"].split(",")
+    for number in range(passes + 1):
+        os.write(int(write), b"r")
+        os.read(int(read), 1)
+        if number < passes:
+            with log.open("a") as lines:
+                lines.write(json.dumps({"name": name, "pass": number, "pair": pair}) + "\n")
 
 
 def write_run(template: Path, folder: Path, name: str, number: int, behaviour: dict) -> None:

@@ -107,13 +107,15 @@ def test_quality_is_scored_by_the_first_start_alone(tmp_path: Path) -> None:
         plan = Plan(*builds, options, limits)
         assert plan.scores_quality() is scores
         for number in (1, 2):
-            words = plan.command(builds[0], number, tmp_path, can_leave_report=True)
+            words = plan.command(builds[0], number, tmp_path, is_current=True)
             assert ("--no-quality" in words) is not (scores and number == 1)
             assert ("--no-report" in words) is (number == 2)
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
-    plan = Plan(*parse_builds(URLS), ("M",), {"gate": "duration<=+1%"}, Budget(10, 2.5), "0")
+    plan = Plan(
+        *parse_builds(URLS), ("M",), {"gate": "duration<=+1%"}, Budget(10, 2.5), "0", False, 4
+    )
     plan.write(tmp_path)
     assert Plan.read(tmp_path) == plan
     (tmp_path / "starts.json").write_text("{}")

@@ -23,12 +23,13 @@ Behave = Callable[..., Callable[[], list[str]]]
 GATE = "duration<=+10% cpu_seconds<=+5%"
 
 
-def plan_of(environments: tuple[Path, Path], *, gate: str = GATE, **budget: Any) -> Plan:
+def plan_of(
+    environments: tuple[Path, Path], *, gate: str = GATE, interleave: bool = False, **budget: Any
+) -> Plan:
     base, new = environments
     limits = Budget(**{"max_starts": 20, **budget})
-    return Plan(
-        Build("base", str(base)), Build("new", str(new)), (), {"gate": gate}, limits, "none"
-    )
+    builds = Build("base", str(base)), Build("new", str(new))
+    return Plan(*builds, (), {"gate": gate}, limits, "none", interleave)
 
 
 def run(plan: Plan, folder: Path) -> Finished:
@@ -106,7 +107,7 @@ def test_a_base_that_crashes_is_an_error_with_its_last_words(
 ) -> None:
     behave(crash={"base": 1})
     with pytest.raises(
-        BadInput, match=r"base start 1 .* exit code 5: ImportError: no module"
+        BadInput, match=r"base .* start 001-base ended with exit code 5: ImportError: no module"
     ) as error:
         run(plan_of(environments), tmp_path / "runs")
     assert "\n" not in str(error.value)
@@ -136,6 +137,7 @@ def test_an_interrupted_comparison_goes_on(
     base, new = environments
     names = behave(interrupt={"new": 2})
     words = [f"--run=base={base}", f"--run=new={new}", "--gate", GATE, "--pin-cpus", "none"]
+    words.append("--no-interleave")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert llmopt_compare(*words, "--max-starts", "20", "-o", folder) == 130
@@ -180,3 +182,42 @@ def test_only_the_first_start_has_a_report_and_only_where_it_can_be_left(
         words = [json.loads(line)["words"] for line in lines]
         without = {w[w.index("--output") + 1][-8:] for w in words if "--no-report" in w}
         assert {name.strip("/").partition("-")[0] for name in without} == expected
+
+
+def test_starts_that_are_alive_together_take_turns(
+    environments: tuple[Path, Path], behave: Behave, tmp_path: Path
+) -> None:
+    names = behave(turns=3)
+    finished = run(plan_of(environments, interleave=True, max_starts=4), tmp_path / "runs")
+    assert finished.comparison.num_pairs == 2
+    lines = [json.loads(line) for line in (tmp_path / "starts.log").read_text().splitlines()]
+    passes = [line["name"] for line in lines if "pass" in line]
+    there, back = ["base", "new", "new", "base", "base", "new"], ["new", "base", "base", "new"]
+    assert passes == [*there, *back, "new", "base"]
+    assert len(names()) == 4 + len(passes)
+    pairs = [line["pair"] for line in lines if "pass" in line]
+    assert len(set(pairs)) == 2 and len(set(pairs[:6])) == 1, "the passes of a pair share its id"
+
+
+@pytest.mark.parametrize("name", ["base", "new"])
+def test_a_crash_of_a_start_that_takes_turns(
+    name: str, environments: tuple[Path, Path], behave: Behave, tmp_path: Path
+) -> None:
+    behave(turns=3, crash={name: 2})
+    plan = plan_of(environments, interleave=True)
+    if name == "base":
+        with pytest.raises(BadInput, match=r"base .* exit code 5: ImportError"):
+            run(plan, tmp_path / "runs")
+        return
+    finished = run(plan, tmp_path / "runs")
+    assert finished.comparison.outcome is Outcome.REGRESSION
+    assert "002-new ended with exit code 5: ImportError" in finished.comparison.reasons[0]
+
+
+def test_minutes_end_starts_that_take_turns(
+    environments: tuple[Path, Path], behave: Behave, tmp_path: Path
+) -> None:
+    behave(turns=3, hang={"new": 2})
+    finished = run(plan_of(environments, interleave=True, max_minutes=0.05), tmp_path / "runs")
+    assert finished.stopped_because == "--max-minutes 0.05"
+    assert finished.comparison.num_pairs == 1
