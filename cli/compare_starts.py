@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,8 @@ def compare_starts(
     series = Series(plan, folder, progress)
     if starts.resume is None:
         _begin(folder, plan)
+    # A job that is cancelled must not leave its starts running.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         finished = series.run()
     except KeyboardInterrupt:
