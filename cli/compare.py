@@ -52,6 +52,7 @@ def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOpti
     from ..bench.gate.compare import compare as judge
     from ..bench.gate.gate import parse_gate
     from ..quant.base.errors import BadInput
+    from .output.verdict_files import write_machine_readable
 
     if len(paths) != 2:
         raise BadInput(
@@ -82,15 +83,3 @@ def _write_page(
     if files.markdown is not None:
         page = comparison_page(before, after, comparison, with_figures=False)
         write_atomically(files.markdown, to_markdown(page))
-
-
-def write_machine_readable(
-    after: RunData | None, comparison: Comparison, files: VerdictFileOptions
-) -> None:
-    """JUnit XML, and the dashboard's JSON of the new run, where they were asked for."""
-    from ..bench.gate.outputs import write_benchmark_json, write_junit
-
-    if files.junit is not None:
-        write_junit(files.junit, comparison)
-    if files.benchmark_json is not None and after is not None:
-        write_benchmark_json(files.benchmark_json, after, comparison)

@@ -123,7 +123,7 @@ def _write_others(finished: Finished, files: VerdictFileOptions) -> None:
     from ..bench.files.run_folder import write_atomically
     from ..bench.page.page import to_markdown
     from ..bench.starts.files import page_of, pooled
-    from .compare import write_machine_readable
+    from .output.verdict_files import write_machine_readable
 
     if files.markdown is not None:
         write_atomically(files.markdown, to_markdown(page_of(finished, with_figures=False)))

@@ -18,7 +18,7 @@ COMMANDS = {
     "convert": "Convert a quantized checkpoint to another format, losslessly where the grids allow it.",
     "bench": "Measure a model: latency, throughput, quality and memory, in a folder under runs/.",
     "freeze": "Write a workload with its token ids, lengths, arrival times and hash.",
-    "compare": "Compare two runs: exit 0 pass, 1 regression, 3 no verdict.",
+    "compare": "Compare two runs, or paired starts of two builds: exit 0 pass, 1 regression, 3 no verdict.",
     "serve-local": "Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C.",
     "kv-plan": "Plan memory, speed and price of serving a model, from its config alone. No GPU and no "
     "network.",
