@@ -85,7 +85,9 @@ def slowdown_bounds(delta: Delta) -> tuple[float, float]:
     """The interval of `change`, with the sign flipped where needed so that positive is worse."""
     if (delta.change > 0) == (delta.worse > 0):
         return delta.low, delta.high
-    return 1 / (1 + delta.high) - 1, 1 / (1 + delta.low) - 1
+    # Few pairs bound nothing: from -100 % to infinity.
+    highest = 1 / (1 + delta.low) - 1 if delta.low > -1 else math.inf
+    return 1 / (1 + delta.high) - 1, highest
 
 
 def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:

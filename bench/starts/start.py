@@ -18,7 +18,7 @@ from pathlib import Path
 from ..files.interrupt import interrupts_held
 from ..record.result import RESULT_NAME
 from ..server.served import stop
-from ..session.pass_turns import Turn, give_turns
+from ..session.pass_turns import TurnPipe, give_turns
 from .cpus import affinity, pin
 
 HELP_SECONDS = 30.0
@@ -125,7 +125,7 @@ def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadli
     Raises: as `run_alone`, for the first of the starts in their order.
     """
     pair = uuid.uuid4().hex
-    turns = [Turn(pair) for _ in starts]
+    turns = [TurnPipe(pair) for _ in starts]
     running: list[RunningStart] = []
     # Reading a turn blocks; a process that is stopped ends it.
     watchdog = threading.Timer(

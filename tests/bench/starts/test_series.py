@@ -82,6 +82,12 @@ def test_the_budget_of_starts_ends_it(
 ) -> None:
     # A change as large as the limit is decided neither way.
     names = behave(factor={"new": 1.05})
+    write_comparison(
+        run(plan_of(environments, gate="output_throughput>=-5%", max_starts=2), tmp_path / "one"),
+        tmp_path,
+    )
+    assert names() == ["base", "new"]
+    names = behave(factor={"new": 1.05})
     plan = plan_of(environments, gate="cpu_seconds<=+5%", max_starts=4)
     finished = run(plan, tmp_path / "runs")
     assert finished.comparison.outcome is Outcome.NO_VERDICT
