@@ -18,7 +18,7 @@ from .builds import Build, value_of
 PLAN_NAME = "starts.json"
 # Short passes of a single thread: many starts say more than long ones. What is given behind `--` comes later
 # on the command line and wins.
-SHORT_PASSES = ("--num-prompts", "32", "--num-runs", "5", "--output-len", "32")
+SHORT_PASSES = ("--num-prompts", "24", "--num-runs", "10", "--output-len", "16")
 ONE_THREAD = ("--num-threads", "1")
 QUALITY_KEYS = ("perplexity", "kl", "top1")
 
