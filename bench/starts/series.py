@@ -72,7 +72,9 @@ class Series:
         budget = self.plan.budget
         deadline = time.monotonic() + 60 * budget.max_minutes
         self.progress.start("starts", 2 * budget.max_pairs, "starts")
-        self._is_current = all(map(is_current, (self.plan.base, self.plan.new)))
+        # The client of a server is this installation.
+        builds = self.plan.base, self.plan.new
+        self._is_current = self.plan.has_server or all(map(is_current, builds))
         try:
             for pair in range(1, budget.max_pairs + 1):
                 self._run_pair(pair, deadline)
@@ -139,7 +141,8 @@ class Series:
     def _start(self, build: Build, number: int) -> Start:
         folder = self._folder_of(build, number)
         command = self.plan.command(build, number, folder, is_current=self._is_current)
-        return Start(build.name, command, folder, inherit_sources=not build.is_environment)
+        is_here = self.plan.has_server or not build.is_environment
+        return Start(build.name, command, folder, inherit_sources=is_here)
 
     def _crashed(self, crash: Crash) -> Finished:
         """The new build crashes where the base runs: that is a regression."""
@@ -184,8 +187,7 @@ class Series:
 
 def is_current(build: Build) -> bool:
     """Whether the version of a build can leave the report away, and take turns: both came together."""
-    command = build.command(())[:-2] if build.is_url else build.command(())
-    return has_option(command, "--no-report", inherit_sources=not build.is_environment)
+    return has_option(build.command(()), "--no-report", inherit_sources=not build.is_environment)
 
 
 def known_limits(

@@ -30,7 +30,8 @@ def main() -> int:
     name = words[words.index("--name") + 1]
     log = Path(behaviour["log"])
     with log.open("a") as lines:
-        lines.write(json.dumps({"name": name, "words": words}) + "\n")
+        sources = os.environ.get("PYTHONPATH")
+        lines.write(json.dumps({"name": name, "words": words, "sources": sources}) + "\n")
     number = int(folder.name.partition("-")[0])
     if behaviour.get("crash", {}).get(name) == number:
         print("loading\nImportError: no module named 'kernels'\n", file=sys.stderr)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,28 @@ def test_only_the_first_start_has_a_report_and_only_where_it_can_be_left(
         words = [json.loads(line)["words"] for line in lines]
         without = {w[w.index("--output") + 1][-8:] for w in words if "--no-report" in w}
         assert {name.strip("/").partition("-")[0] for name in without} == expected
+
+
+def test_the_client_of_servers_is_this_installation(
+    environments: tuple[Path, Path], behave: Behave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave()
+    for folder in environments:  # environments of a server, without an llmopt
+        (folder / "bin" / "llmopt").rename(folder / "bin" / "vllm")
+    client = (sys.executable, "-S", str(Path(__file__).with_name("fake_start.py")))
+    monkeypatch.setattr("llmopt.bench.starts.builds.THIS_INSTALLATION", client)
+    monkeypatch.setenv("PYTHONPATH", "sources")
+    plan = plan_of(environments, max_starts=4)
+    assert (
+        run(replace(plan, options=("--serve", "vllm")), tmp_path / "runs").comparison.num_pairs == 2
+    )
+    lines = [json.loads(line) for line in (tmp_path / "starts.log").read_text().splitlines()]
+    for line in lines:
+        folder = environments[line["name"] == "new"]
+        words = line["words"]
+        assert words[words.index("--serve-program") + 1] == str(folder / "bin" / "vllm")
+        assert line["sources"] == "sources", "the client is this installation with its sources"
+    assert any("--no-report" in line["words"] for line in lines)
 
 
 def test_starts_that_are_alive_together_take_turns(
