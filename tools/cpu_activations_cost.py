@@ -32,15 +32,15 @@ def scores(passage: Passage, model: Engine, reference: Engine) -> Quality:
 
 def cost(checkpoint: str, passage: Passage, reference: Engine) -> dict[str, Any]:
     """Scores of one checkpoint with 16-bit and with 8-bit activations."""
-    found: dict[str, Any] = {"checkpoint": Path(checkpoint).name}
+    row: dict[str, Any] = {"checkpoint": Path(checkpoint).name}
     runs = {bits: engine(checkpoint, cpu_activations=bits) for bits in (16, 8)}
     for bits, run in runs.items():
         scored = scores(passage, run, reference)
-        found[f"kl_{bits}"], found[f"top1_{bits}"] = scored.kl_nats, scored.top1_agreement
-        found[f"perplexity_{bits}"] = scored.perplexity
+        row[f"kl_{bits}"], row[f"top1_{bits}"] = scored.kl_nats, scored.top1_agreement
+        row[f"perplexity_{bits}"] = scored.perplexity
     between = scores(passage, runs[8], runs[16])
-    found["kl_between"], found["top1_between"] = between.kl_nats, between.top1_agreement
-    return found
+    row["kl_between"], row["top1_between"] = between.kl_nats, between.top1_agreement
+    return row
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ models differ by exactly nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,24 +75,24 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> Check:
     if not limit.relative:
         interval = (_quality(new).get("intervals") or {}).get(scored.name)
         # Results of older versions have no intervals: their values are taken as they are.
-        found = _Value(after, (after, after) if interval is None else tuple(interval))
+        value = _Value(after, (after, after) if interval is None else tuple(interval))
         said = f"{scored.label} is {shown(after, scored.unit)}"
-        said += _between(found, lambda value: shown(value, scored.unit))
+        said += _between(value, lambda side: shown(side, scored.unit))
     else:
-        found = change_of(scored, base, new)
-        if isinstance(found, str):
-            return Check(*words, Outcome.NO_VERDICT, f"{scored.label} has a limit, but {found}")
+        value = change_of(scored, base, new)
+        if isinstance(value, str):
+            return Check(*words, Outcome.NO_VERDICT, f"{scored.label} has a limit, but {value}")
         said = f"{scored.label} went from {shown(before or 0.0, scored.unit)} to "
-        said += f"{shown(after, scored.unit)}: {found.value * 100:+.2f} %"
-        said += _between(found, lambda value: f"{value * 100:+.2f} %")
-    outcome = _outcome(limit, found.interval)
+        said += f"{shown(after, scored.unit)}: {value.value * 100:+.2f} %"
+        said += _between(value, lambda side: f"{side * 100:+.2f} %")
+    outcome = _outcome(limit, value.interval)
     if outcome is Outcome.REGRESSION:
         said += f", beyond the limit {limit.text}"
     elif outcome is Outcome.NO_VERDICT:
         said += (
             f": the limit {limit.text} is within the interval, score more tokens (--quality-tokens)"
         )
-    return Check(*words, outcome, said, found.interval)
+    return Check(*words, outcome, said, value.interval)
 
 
 def change_of(scored: Scored, base: RunData, new: RunData) -> _Value | str:
@@ -146,11 +146,11 @@ def quality_changes(base: RunData, new: RunData) -> dict[str, Any]:
         "reference": ours["reference"],
     }
     if theirs:
-        found = change_of(SCORED["perplexity"], base, new)
-        if not isinstance(found, str):
-            changes["perplexity_change"] = found.value
-            if found.interval[0] != found.interval[1]:
-                changes["perplexity_change_interval"] = list(found.interval)
+        value = change_of(SCORED["perplexity"], base, new)
+        if not isinstance(value, str):
+            changes["perplexity_change"] = value.value
+            if value.interval[0] != value.interval[1]:
+                changes["perplexity_change_interval"] = list(value.interval)
         elif ours["token_sha256"] == theirs["token_sha256"]:
             changes["perplexity_change"] = ours["perplexity"] / theirs["perplexity"] - 1
     return changes
@@ -173,8 +173,8 @@ def _outcome(limit: Limit, interval: Interval) -> Outcome:
     return Outcome.REGRESSION if low > bound else Outcome.NO_VERDICT
 
 
-def _between(found: _Value, words: Any) -> str:
-    low, high = found.interval
+def _between(value: _Value, words: Callable[[float], str]) -> str:
+    low, high = value.interval
     if low == high:
         return ""
     sides = ("unbounded" if side is None else words(side) for side in (low, high))

@@ -37,7 +37,10 @@ def _summary(result: Mapping[str, Any]) -> str:
     if scored := ours["quality"]:
         line = f"Perplexity {number(scored['perplexity'], 3)} on {scored['num_tokens']:,} tokens"
         if scored["kl_nats"] is not None:
-            line += f", KL {scored['kl_nats']:.4f} nats, top-1 {percent(scored['top1_agreement'])}"
+            tail = scored.get("p99_kl_nats")
+            line += f", KL {scored['kl_nats']:.4f} nats"
+            line += "" if tail is None else f" (p99 {tail:.4f})"
+            line += f", top-1 {percent(scored['top1_agreement'])}"
         lines.append(line)
     if conversations := ours.get("conversations"):
         lines.append(turns_in_words(conversations))

@@ -43,9 +43,9 @@ def test_passages_are_shown_shaded_and_escaped() -> None:
         hurt_passages(series([0, 0, 0.06, 0.3, 2.0, 9.0, 0, 0, 0.06], text), Letters()) or ()
     )
     assert passage["position"] == 1 and "".join(passage["tokens"]) == text
-    found = marked(passage)
-    assert [shade for _, shade, _ in found.pieces] == [0, 0, 1, 2, 3, 4, 0, 0, 1]
-    section = Section("Quality", texts=(found,))
+    shaded = marked(passage)
+    assert [shade for _, shade, _ in shaded.pieces] == [0, 0, 1, 2, 3, 4, 0, 0, 1]
+    section = Section("Quality", texts=(shaded,))
     page = Page("t", "s", Verdict("plain", "h", "s"), (), (section,))
     html = to_html(page)
     assert '<span class="shade2" title="0.300 nats">b</span>' in html

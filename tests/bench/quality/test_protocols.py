@@ -38,30 +38,30 @@ def passage(
     )
 
 
-def shown(found: Passage) -> list[tuple[str, int]]:
+def shown(got: Passage) -> list[tuple[str, int]]:
     """Windows as text, with the first scored index."""
     return [
         ("".join(chr(t) if t else "^" for t in window.token_ids), window.first_scored)
-        for window in found.windows
+        for window in got.windows
     ]
 
 
 def test_documents(tmp_path: Path) -> None:
-    found = passage(tmp_path, "abcdefgh\n\nij\n\n\n\nklm")
+    got = passage(tmp_path, "abcdefgh\n\nij\n\n\n\nklm")
     # 9 tokens in windows of 4: the single one left over has nothing to predict.
-    assert shown(found) == [("^abc", 1), ("defg", 1), ("^ij", 1), ("^klm", 1)]
-    assert [window.document for window in found.windows] == [0, 0, 1, 2]
-    assert found.num_scored == 11 and found.num_tokens == 15 and found.longest == 4
+    assert shown(got) == [("^abc", 1), ("defg", 1), ("^ij", 1), ("^klm", 1)]
+    assert [window.document for window in got.windows] == [0, 0, 1, 2]
+    assert got.num_scored == 11 and got.num_tokens == 15 and got.longest == 4
     short = passage(tmp_path, "abcdefgh\n\nij\n\n\n\nklm", tokens=6)
     assert shown(short) == [("^abc", 1), ("de", 1)]
-    assert short.sha256 != found.sha256
+    assert short.sha256 != got.sha256
 
 
 def test_gptq_joins_rows_and_takes_whole_windows(tmp_path: Path) -> None:
     assert joined_rows("ab\n \ncd\n") == "ab\n\n\n\n\ncd\n"
-    found = passage(tmp_path, "abcdefgh", name="gptq")
-    assert shown(found) == [("^abc", 1), ("defg", 1)]  # "h" fills no window
-    assert found.settings == {"window": 4}
+    got = passage(tmp_path, "abcdefgh", name="gptq")
+    assert shown(got) == [("^abc", 1), ("defg", 1)]  # "h" fills no window
+    assert got.settings == {"window": 4}
     assert shown(passage(tmp_path, "abcdefgh", name="gptq", window=3)) == [
         ("^ab", 1),
         ("cde", 1),
@@ -71,9 +71,9 @@ def test_gptq_joins_rows_and_takes_whole_windows(tmp_path: Path) -> None:
 
 
 def test_strided_scores_each_token_once(tmp_path: Path) -> None:
-    found = passage(tmp_path, "abcdefgh", name="strided")
-    assert shown(found) == [("^abc", 1), ("bcde", 2), ("defg", 2), ("fgh", 2)]
-    assert found.num_scored == 8
+    got = passage(tmp_path, "abcdefgh", name="strided")
+    assert shown(got) == [("^abc", 1), ("bcde", 2), ("defg", 2), ("fgh", 2)]
+    assert got.num_scored == 8
     assert shown(passage(tmp_path, "abcdefg", name="strided", stride=4)) == [
         ("^abc", 1),
         ("defg", 1),
@@ -82,10 +82,10 @@ def test_strided_scores_each_token_once(tmp_path: Path) -> None:
 
 
 def test_llama_cpp_scores_second_halves_behind_bos(tmp_path: Path) -> None:
-    found = passage(tmp_path, "abcdefghijk\n", name="llama.cpp")
+    got = passage(tmp_path, "abcdefghijk\n", name="llama.cpp")
     # The trailing line break is dropped, and BOS takes the place of each window's first token.
-    assert shown(found) == [("^abc", 3), ("^efg", 3), ("^ijk", 3)]
-    assert found.settings == {"window": 4, "bos": True}
+    assert shown(got) == [("^abc", 3), ("^efg", 3), ("^ijk", 3)]
+    assert got.settings == {"window": 4, "bos": True}
     assert passage(tmp_path, "a" * 2000, 4096, 5000, name="llama.cpp").longest == 512
 
 

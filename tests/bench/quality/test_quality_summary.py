@@ -39,28 +39,30 @@ def test_summary_by_hand(tmp_path: Path) -> None:
             )
         )
         series = writer.finish()
-    found = summarize(PASSAGE, series, reference="other")
-    assert found.num_tokens == 3 and found.num_windows == 2
-    assert found.perplexity == pytest.approx(math.exp(2))
-    assert found.reference_perplexity == pytest.approx(math.e)
-    assert found.perplexity_ratio == pytest.approx(math.e)
-    assert found.kl_nats == pytest.approx(0.5) and found.median_kl_nats == pytest.approx(0.5)
-    assert found.p90_kl_nats == found.p999_kl_nats == found.max_kl_nats == pytest.approx(1.0)
-    assert found.top1_agreement == pytest.approx(1 / 3) and found.rank_moved == pytest.approx(1 / 3)
+    quality = summarize(PASSAGE, series, reference="other")
+    assert quality.num_tokens == 3 and quality.num_windows == 2
+    assert quality.perplexity == pytest.approx(math.exp(2))
+    assert quality.reference_perplexity == pytest.approx(math.e)
+    assert quality.perplexity_ratio == pytest.approx(math.e)
+    assert quality.kl_nats == pytest.approx(0.5) and quality.median_kl_nats == pytest.approx(0.5)
+    assert quality.p90_kl_nats == quality.p999_kl_nats == quality.max_kl_nats == pytest.approx(1.0)
+    assert quality.top1_agreement == pytest.approx(1 / 3) and quality.rank_moved == pytest.approx(
+        1 / 3
+    )
     # Three positions bound no high quantile from above.
-    assert found.intervals["p999_kl_nats"][1] is None
+    assert quality.intervals["p999_kl_nats"][1] is None
     series.copy_to(tmp_path)
     again = QualitySeries.beside(tmp_path)
     assert again is not None and again.needed("position").tolist() == [1, 2, 1]
-    assert summarize(PASSAGE, again, reference="other") == found
+    assert summarize(PASSAGE, again, reference="other") == quality
 
 
 def test_without_a_reference_only_perplexity() -> None:
     with SeriesWriter() as writer:
         writer.add(scores(nll=[1.0, 2.0, 3.0]))
-        found = summarize(PASSAGE, writer.finish())
-    assert found.kl_nats is None and found.top1_agreement is None
-    assert found.intervals.keys() == {"perplexity"}
+        quality = summarize(PASSAGE, writer.finish())
+    assert quality.kl_nats is None and quality.top1_agreement is None
+    assert quality.intervals.keys() == {"perplexity"}
 
 
 def test_series_is_written_in_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:

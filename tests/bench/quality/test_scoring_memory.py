@@ -40,9 +40,11 @@ def engine(folder: Path, **options: Any) -> Engine:
 
 def peak_bytes(work: Any) -> int:
     """The largest sum of live allocations of torch during `work`, beyond those before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recorded:
         work()
-    results = found.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
+    results = recorded.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
     events = [event for event in results.events() if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
