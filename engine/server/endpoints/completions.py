@@ -12,7 +12,7 @@ from ...scheduling.outputs import Completion, TokenLogprobs
 from ..protocol.protocol import CompletionRequest
 from ..text.text import Tokenization
 from .generation import Choices, Service
-from .logprobs import completion_logprobs
+from .logprobs import completion_logprobs, prompt_logprobs, token_id_name
 
 
 class CompletionShape:
@@ -23,12 +23,19 @@ class CompletionShape:
     def __init__(
         self,
         text: Tokenization,
+        body: CompletionRequest,
         prompt_token_ids: Sequence[Sequence[int]],
-        echoed: Sequence[str] | None,
     ) -> None:
         self._text = text
+        self._body = body
         self._prompt_token_ids = prompt_token_ids
-        self._echoed = echoed
+        self._name = token_id_name if body.return_tokens_as_token_ids else self._text_name
+        self._echoed: Sequence[str] | None = None
+        if body.echo:
+            self._echoed = [
+                prompt if isinstance(prompt, str) else text.decode(prompt)
+                for prompt in body.prompts
+            ]
         self._prompt_scores: dict[int, Sequence[TokenLogprobs | None]] = {}
         self._offsets: dict[int, int] = {}
 
@@ -36,7 +43,11 @@ class CompletionShape:
         self._prompt_scores[job] = scores
 
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
-        return self.part(choice, job, completion, first=True)
+        choice_fields = self.part(choice, job, completion, first=True)
+        if (num_top := self._body.prompt_logprobs) is not None:
+            scores = self._prompt_scores[job]
+            choice_fields["prompt_logprobs"] = prompt_logprobs(self._text, scores, num_top)
+        return choice_fields
 
     def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
         text = output.text
@@ -44,6 +55,8 @@ class CompletionShape:
         scores: list[TokenLogprobs | None] | None = None
         if output.logprobs is not None:
             scores = [*output.logprobs]
+        if self._body.only_echoes:
+            text, token_ids, scores = "", [], None if scores is None else []
         if first and self._echoed is not None:
             text = self._echoed[job] + text
             if scores is not None:
@@ -56,7 +69,9 @@ class CompletionShape:
         logprobs = None
         if scores is not None:
             offset = self._offsets.get(choice, 0)
-            logprobs = completion_logprobs(self._text, token_ids, scores, offset)
+            logprobs = completion_logprobs(
+                self._text, token_ids, scores, offset, self._name, self._body.logprobs or 0
+            )
             self._offsets[choice] = offset + self._length(token_ids)
         return {
             "index": choice,
@@ -65,6 +80,9 @@ class CompletionShape:
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
+
+    def _text_name(self, token_id: int) -> str:
+        return self._text.token(token_id).name
 
     def _length(self, token_ids: Sequence[int]) -> int:
         return sum(self._text.token(token_id).length for token_id in token_ids)
@@ -79,12 +97,8 @@ def completions_router(service: Service) -> APIRouter:
         arrival_seconds = time.perf_counter()
         service.check(body)
         params = await service.params(body)
-        prompts = body.prompts
-        token_ids = await service.text.encode(prompts)
-        echoed = None
-        if body.echo:
-            echoed = [p if isinstance(p, str) else service.text.decode(p) for p in prompts]
-        shape = CompletionShape(service.text, token_ids, echoed)
+        token_ids = await service.text.encode(body.prompts)
+        shape = CompletionShape(service.text, body, token_ids)
         return await service.respond(
             request,
             body,

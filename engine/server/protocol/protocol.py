@@ -163,12 +163,17 @@ Prompt = str | list[int]
 
 
 class CompletionRequest(GenerationRequest):
-    """Body of `/v1/completions`."""
+    """Body of `/v1/completions`.
+
+    `prompt_logprobs`, `return_tokens_as_token_ids`, and a `max_tokens` of 0 with `echo` are vLLM's.
+    """
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -179,14 +184,25 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[Prompt]:
         return as_prompts(self.prompt)
 
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the choices are the prompt alone. The engine still samples a token, which is dropped."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def sampling_params(self) -> SamplingParams:
         if self.stream and self.best_of is not None and self.best_of > self.num_completions:
             raise ApiError(
                 400, "best_of is known at the end only: it cannot be streamed", param="best_of"
             )
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(
+                400, "prompt_logprobs is for whole responses: no stream", param="prompt_logprobs"
+            )
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        echoed = self.logprobs if self.echo else None
+        wanted = [number for number in (echoed, self.prompt_logprobs) if number is not None]
         params = self._sampling_params(
-            max_tokens, self.logprobs, self.logprobs if self.echo else None
+            1 if self.only_echoes else max_tokens, self.logprobs, max(wanted, default=None)
         )
         return replace(params, best_of=self.best_of)
 

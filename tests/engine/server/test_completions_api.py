@@ -303,3 +303,45 @@ def test_echo_shows_and_scores_the_prompt(server: RunningServer, llm: LLM) -> No
         assert "".join(part["text"] for part in own) == PROMPT + expected.text
         tokens = [token for part in own for token in part["logprobs"]["tokens"]]
         assert tokens == choices[index]["logprobs"]["tokens"]
+
+
+def test_prompt_logprobs_by_token_id(server: RunningServer, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=4)
+    expected = llm.generate(PROMPT, params)[0]
+    assert expected.prompt_logprobs is not None
+    body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 4}
+    with server.http() as http:
+        (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+        refused = http.post("/v1/completions", json={**body, "stream": True})
+    assert choice["logprobs"] is None and choice["text"] == expected.text
+    assert refused.status_code == 400 and "prompt_logprobs" in refused.text
+    first, *scored = choice["prompt_logprobs"]
+    assert first is None and len(scored) == len(expected.prompt_token_ids) - 1
+    for entry, wanted in zip(scored, expected.prompt_logprobs[1:], strict=True):
+        assert wanted is not None
+        mine = entry[str(wanted.token_id)]
+        assert (mine["rank"], mine["logprob"]) == (
+            wanted.rank,
+            pytest.approx(wanted.logprob, abs=1e-4),
+        )
+        assert [int(token) for token in entry][:4] == [token for token, _ in wanted.top]
+        assert len(entry) == (4 if wanted.rank <= 4 else 5)
+
+
+def test_an_echo_without_generation_scores_the_prompt_alone(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 2, "temperature": 0}
+    by_id = {**body, "max_tokens": 1, "return_tokens_as_token_ids": True}
+    with server.http() as http:
+        (alone,) = http.post("/v1/completions", json=body).json()["choices"]
+        (longer,) = http.post("/v1/completions", json=by_id).json()["choices"]
+        tokens = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+        mixed = {**body, "logprobs": 0, "prompt_logprobs": 3}
+        (both,) = http.post("/v1/completions", json=mixed).json()["choices"]
+        refused = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 0})
+    assert alone["text"] == PROMPT and len(alone["logprobs"]["tokens"]) == len(tokens)
+    assert longer["logprobs"]["tokens"][:-1] == [f"token_id:{token}" for token in tokens]
+    assert longer["logprobs"]["token_logprobs"][:-1] == alone["logprobs"]["token_logprobs"]
+    assert {len(top) for top in both["logprobs"]["top_logprobs"][1:]} == {1}
+    assert refused.status_code == 400 and "max_tokens" in refused.text
+    parts = [event["choices"][0] for event in events(server, "/v1/completions", body)]
+    assert "".join(part["text"] for part in parts) == PROMPT
