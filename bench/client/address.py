@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -14,6 +11,7 @@ from urllib.parse import urlsplit
 
 from ...quant.base.errors import BadInput
 from .job import Endpoint
+from .json_http import JsonClient, RequestFailed
 
 CHAT, COMPLETIONS, TRANSFORMERS = "openai-chat", "openai", "transformers"
 # vLLM's own names for the first two.
@@ -126,19 +124,18 @@ class Address:
         """
         url = f"{self.url}/v1/models"
         try:
-            card = json.loads(self.get("/v1/models"))["data"][0]
+            card = self.json_client(CARD_SECONDS).get(url)["data"][0]
             if not isinstance(card, dict) or not isinstance(card.get("id"), str):
                 raise TypeError
-        except urllib.error.HTTPError as error:
-            raise BadInput(
-                f"{url} answers HTTP {error.code}: give --model, or the right key"
-            ) from error
-        except urllib.error.URLError as error:
-            raise BadInput(f"no server answers at {self.url}: {_reason(error.reason)}") from error
-        except OSError as error:
-            raise BadInput(f"no server answers at {self.url}: {_reason(error)}") from error
-        except Exception as error:
-            # Not HTTP (http.client), not JSON, or a missing key: three unrelated exception families.
+        except RequestFailed as error:
+            if error.status is not None:
+                raise BadInput(
+                    f"{url} answers HTTP {error.status}: give --model, or the right key"
+                ) from error
+            if error.is_unreachable:
+                raise BadInput(f"no server answers at {self.url}: {error}") from error
+            raise BadInput(f"{url} gives no list of models: give --model") from error
+        except (LookupError, TypeError) as error:
             raise BadInput(f"{url} gives no list of models: give --model") from error
         return card
 
@@ -146,22 +143,23 @@ class Address:
         """The body of a GET with the headers of every request.
 
         Raises:
-            OSError, http.client.HTTPException: no answer, another status than 2xx, or no HTTP.
+            RequestFailed: no answer, another status than 2xx, or no HTTP.
         """
-        names = dict(self.headers)
-        request = urllib.request.Request(
-            self.url + path, headers={k: v for k, v in names.items() if k != "Host"}
-        )
-        context = ssl.create_default_context()
-        if not self.verify_tls:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        # Ignore proxies of the environment: the measurement must reach the server directly.
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-        )
-        with opener.open(request, timeout=CARD_SECONDS) as answer:
-            return answer.read()
+        return self.json_client(CARD_SECONDS).read(self.url + path)
 
+    def json_client(self, timeout: float) -> JsonClient:
+        """A client for requests that are not timed."""
+        return JsonClient(dict(self.headers), self.verify_tls, timeout)
 
-def _reason(error: object) -> str:
-    return getattr(error, "strerror", None) or str(error)
+    @property
+    def completions_url(self) -> str:
+        """Where prompts are scored and continued: the path of the requests, unless those are chats."""
+        if self.path.endswith("/chat/completions"):
+            return self.url + PATHS[COMPLETIONS]
+        return self.request_url
+
+    @property
+    def request_url(self) -> str:
+        """The URL of the measured requests."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc}{self.path}"

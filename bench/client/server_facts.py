@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from typing import Any
 
 from ...quant.base.errors import BadInput
 from .address import Address
+from .json_http import RequestFailed
 
 VERSION_PATHS = {"/version": "version", "/props": "build_info"}
 """vLLM and llmopt have the first, llama.cpp the second: {path: key of the version}."""
 GPU_LABELS = ("gpu", "gpu_name", "modelName")
 """Labels of metrics that name a GPU: llmopt's, common exporters', and that of NVIDIA's DCGM exporter."""
-UNREACHABLE = (OSError, http.client.HTTPException, ValueError)
+UNREACHABLE = (RequestFailed, ValueError)
 
 
 def server_facts(address: Address) -> dict[str, str | None]:

@@ -122,6 +122,10 @@ class BenchOptions(EngineFields, BaseModel):
     reference: str | None = None
     tasks: tuple[str, ...] = ()
     tasks_limit: PositiveInt | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = True
+    system_instruction: str | None = None
 
     plan: Path | None = None
     gpu_hour_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -201,11 +205,10 @@ class BenchOptions(EngineFields, BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _tasks_in_process(self) -> Self:
-        if self.tasks and (self.base_url is not None or self.serve is not None):
-            raise ValueError("--tasks needs the model's logits: leave --base-url and --serve away")
-        if self.tasks_limit is not None and not self.tasks:
-            raise ValueError("--tasks-limit limits --tasks: name some")
+    def _task_options_need_tasks(self) -> Self:
+        for name in ("tasks_limit", "num_fewshot", "apply_chat_template", "system_instruction"):
+            if getattr(self, name) not in (None, False) and not self.tasks:
+                raise ValueError(f"--{name.replace('_', '-')} is for --tasks: name some")
         return self
 
     @model_validator(mode="after")

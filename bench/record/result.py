@@ -14,6 +14,7 @@ import numpy as np
 from ...quant.base.errors import BadInput
 from ..metrics.trace import LoadPass
 from ..quality.positions import QualitySeries
+from ..tasks.items import TaskItems
 
 SCHEMA_VERSION = 1
 RESULT_NAME = "result.json"
@@ -21,11 +22,13 @@ RESULT_NAME = "result.json"
 
 @dataclass(slots=True)
 class BenchRun:
-    """A finished benchmark: its record, and the passes and the quality series it was computed from."""
+    """A finished benchmark: its record, and what it was computed from: the passes, the quality series, the
+    tasks' scores per item."""
 
     result: dict[str, Any]
     passes: list[LoadPass]
     series: QualitySeries | None = None
+    items: TaskItems | None = None
 
     @property
     def interrupted(self) -> bool:

@@ -8,21 +8,24 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ..quality.positions import QualitySeries
+from ..tasks.items import TaskItems
 from .requests_table import REQUESTS_NAME, requests_table
 from .result import BenchRun, read_result
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """A result and, where present, its request table by column and its quality per position."""
+    """A result and, where present, its request table by column, its quality per position, and its tasks'
+    scores per item."""
 
     result: dict[str, Any]
     requests: dict[str, list[Any]] | None = None
     series: QualitySeries | None = None
+    items: TaskItems | None = None
 
     @classmethod
     def of_run(cls, run: BenchRun) -> RunData:
-        return cls(run.result, requests_table(run.passes), run.series)
+        return cls(run.result, requests_table(run.passes), run.series, run.items)
 
     @classmethod
     def read(cls, path: Path) -> RunData:
@@ -32,15 +35,15 @@ class RunData:
             BadInput: no such result, or a damaged file.
         """
         result = read_result(path)
-        series = QualitySeries.beside(path)
+        series, items = QualitySeries.beside(path), TaskItems.beside(path)
         table = (path if path.is_dir() else path.parent) / REQUESTS_NAME
         if not table.is_file():
-            return cls(result, series=series)
+            return cls(result, series=series, items=items)
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            return cls(result, pq.read_table(table).to_pydict(), series)
+            return cls(result, pq.read_table(table).to_pydict(), series, items)
         except (pa.ArrowInvalid, OSError) as error:
             raise BadInput(f"{table} is damaged: {error}") from error
 

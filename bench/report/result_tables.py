@@ -7,7 +7,7 @@ from typing import Any
 
 from ..page.page import Section, Table
 from ..page.text import number, per_second, percent, size
-from ..quality.eval_tasks import task_tables
+from ..tasks.tables import task_tables
 from .run_words import load_words
 
 

@@ -32,6 +32,8 @@ def write_run(
             write_steps(folder / STEPS_NAME, run.passes)
             if run.series is not None:
                 run.series.copy_to(folder)
+            if run.items is not None:
+                run.items.write(folder)
             if with_csv:
                 write_requests_csv(folder / REQUESTS_CSV_NAME, run.passes)
             if with_report:

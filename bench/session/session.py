@@ -23,7 +23,6 @@ from ..metrics.run_statistics import phases
 from ..metrics.step_trace import in_pass, step_trace_part
 from ..metrics.trace import LoadPass
 from ..options.options import BenchOptions
-from ..quality.eval_tasks import prepare_tasks, run_tasks
 from ..quality.layer_errors import recorded_layer_errors
 from ..quality.passage import Passage
 from ..quality.positions import QualitySeries
@@ -33,6 +32,8 @@ from ..record.identity import engine_identity, speculation_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts, build_run
 from ..report.plan_residuals import plan_for_folder, residuals
+from ..tasks.engine_backend import EngineBackend
+from ..tasks.harness import TaskScores, check_template, prepare_tasks, run_tasks
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.warmup import warmup_workload
 from ..workloads.workload import Workload
@@ -55,7 +56,7 @@ class Scores:
     quality: Quality | None = None
     series: QualitySeries | None = None
     step_split: dict[str, Any] | None = None
-    tasks: dict[str, Any] | None = None
+    tasks: TaskScores | None = None
 
 
 class BenchSession(Session):
@@ -80,6 +81,8 @@ class BenchSession(Session):
         self._tasks = prepare_tasks(options.tasks) if options.tasks else None
         restart_peak_memory()
         self._engine = engine or load_engine(options, self._model)
+        if self._tasks is not None:
+            check_template(options, EngineBackend(self._engine))
         workload = build_workload(options, self._engine.tokenizer, self._engine.max_model_len)
         options = resolved_options(options, workload)
         # Before anything is measured, so that a text or a reference that does not fit loses nothing.
@@ -130,7 +133,9 @@ class BenchSession(Session):
                 interrupted = True
         with interrupts_held():
             measured = self._measurement(interrupted=interrupted)
-            return build_run(measured, self._facts(measured, scores), scores.series)
+            run = build_run(measured, self._facts(measured, scores), scores.series)
+        run.items = None if scores.tasks is None else scores.tasks.items
+        return run
 
     def _score(self, scores: Scores) -> None:
         """Fill `scores` one by one, so that an interrupt keeps the finished ones."""
@@ -144,13 +149,8 @@ class BenchSession(Session):
             scores.step_split = step_split(engine, self._target, self._workload, limit)
         scores.preemptions = self._preemptions()  # of the load, without tasks
         if self._tasks is not None:
-            scores.tasks = run_tasks(
-                self._tasks,
-                engine,
-                limit=options.tasks_limit,
-                seed=options.seed,
-                progress=self._progress,
-            )
+            backend = EngineBackend(engine, self._progress)
+            scores.tasks = run_tasks(self._tasks, backend, options)
 
     def _facts(self, measured: Measurement, scores: Scores) -> TargetFacts:
         options, engine, passes = self._options, self._engine, measured.loads
@@ -164,7 +164,7 @@ class BenchSession(Session):
             "step_trace": step_trace_part(passes, size),
             "speculation": speculation_part(options, engine.stats),
             "layer_errors": recorded_layer_errors(self._model),
-            "tasks": scores.tasks,
+            "tasks": None if scores.tasks is None else scores.tasks.record,
         }
         if self._plan is not None:
             of_kind["plan"] = residuals(self._plan, engine, passes, measured.metrics)

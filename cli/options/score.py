@@ -66,6 +66,25 @@ class QualityOptions:
         ),
     ] = None
     tasks_limit: Annotated[int | None, typer.Option(help="Maximum samples per task.")] = None
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples before each question of the tasks.")
+    ] = None
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template", help="Ask the tasks as conversations (instruct models)."
+        ),
+    ] = False
+    fewshot_as_multiturn: Annotated[
+        bool,
+        typer.Option(
+            "--fewshot-as-multiturn/--no-fewshot-as-multiturn",
+            help="With a chat template: each example is a turn of the conversation.",
+        ),
+    ] = True
+    system_instruction: Annotated[
+        str | None, typer.Option(help="System message before the tasks' questions.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,13 @@ import pytest
 import torch
 import typer
 from llmopt.bench.options.options import BenchOptions, checked
-from llmopt.bench.quality.eval_scoring import (
-    EngineScorer,
-    Window,
-    clipped,
-    generation_params,
-    rolling_windows,
-)
-from llmopt.bench.quality.eval_tasks import metric_rows, prepare_tasks, task_tables
 from llmopt.bench.session.sweep import SweepTarget
+from llmopt.bench.tasks.backend import decode
+from llmopt.bench.tasks.engine_backend import EngineBackend
+from llmopt.bench.tasks.harness import lm_eval_model, metric_rows, prepare_tasks
+from llmopt.bench.tasks.scorer import TaskScorer, generation_params
+from llmopt.bench.tasks.tables import task_tables
+from llmopt.bench.tasks.windows import Window, clipped, rolling_windows
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.engine.config.config import EngineConfig
@@ -43,8 +41,9 @@ def llmopt(*words: str | Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def scorer() -> EngineScorer:
-    return EngineScorer(Engine(EngineConfig(FOLDER, dtype="float32", device="cpu", num_threads=1)))
+def scorer() -> TaskScorer:
+    engine = Engine(EngineConfig(FOLDER, dtype="float32", device="cpu", num_threads=1))
+    return TaskScorer(EngineBackend(engine))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def expected(reference: Any, inputs: list[int], targets: list[int]) -> tuple[flo
     return float(total), bool((scores.argmax(-1) == wanted).all())
 
 
-def test_loglikelihoods_equal_those_of_transformers(scorer: EngineScorer, reference: Any) -> None:
+def test_loglikelihoods_equal_those_of_transformers(scorer: TaskScorer, reference: Any) -> None:
     pairs = [(story[:120], story[120:160]) for story in STORIES[:6]]
     pairs += [("Once upon a", " time"), ("Once upon a time ", "there was"), ("", STORIES[0][:60])]
     found = scorer.loglikelihoods(pairs)
@@ -75,9 +74,7 @@ def test_loglikelihoods_equal_those_of_transformers(scorer: EngineScorer, refere
     assert found[6][1] and {greedy for _, greedy in found} == {True, False}
 
 
-def test_a_context_that_is_too_long_loses_its_beginning(
-    scorer: EngineScorer, reference: Any
-) -> None:
+def test_a_context_that_is_too_long_loses_its_beginning(scorer: TaskScorer, reference: Any) -> None:
     context, continuation = LONG, STORIES[6][:50]
     begin, rest = scorer.encode_pair(context, continuation)
     assert len(begin) > scorer.max_inputs == 512
@@ -115,7 +112,7 @@ def test_rolling_windows_are_those_of_lm_eval_itself() -> None:
             assert list(rolling_windows(tokens, -1, size)) == [Window(*one) for one in wanted]
 
 
-def test_a_long_text_is_scored_in_windows(scorer: EngineScorer, reference: Any) -> None:
+def test_a_long_text_is_scored_in_windows(scorer: TaskScorer, reference: Any) -> None:
     texts = [STORIES[0], LONG]
     found = scorer.rolling_loglikelihoods(texts)
     split = [list(rolling_windows(scorer.encode(text), 1, 512)) for text in texts]
@@ -125,13 +122,13 @@ def test_a_long_text_is_scored_in_windows(scorer: EngineScorer, reference: Any) 
     assert [len(windows) > 1 for windows in split] == [False, True]
 
 
-def test_generation_is_greedy_and_stops(scorer: EngineScorer, reference: Any) -> None:
+def test_generation_is_greedy_and_stops(scorer: TaskScorer, reference: Any) -> None:
     contexts = ["Once upon a time", "Tom and his dog"]
     free = scorer.generate([(one, {"max_gen_toks": 24}) for one in contexts])
     for context, text in zip(contexts, free, strict=True):
         ids = torch.tensor([scorer.encode(context)])
         wanted = reference.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
-        assert text and text == scorer.decode(wanted.tolist())
+        assert text and text == decode(scorer._tokenizer, wanted.tolist())
     stopped = scorer.generate([(one, {"until": ["."], "max_gen_toks": 60}) for one in contexts])
     assert all(text and "." not in text for text in stopped)
     assert [
@@ -141,7 +138,7 @@ def test_generation_is_greedy_and_stops(scorer: EngineScorer, reference: Any) ->
     (text,) = scorer.generate([(LONG + " Once upon a", {"until": ".", "max_gen_toks": 60})])
     ids = torch.tensor([scorer.encode(LONG + " Once upon a")[-452:]])
     wanted = reference.generate(ids, max_new_tokens=60, do_sample=False)[0, 452:]
-    assert text and text == scorer.decode(wanted.tolist()).split(".")[0]
+    assert text and text == decode(scorer._tokenizer, wanted.tolist()).split(".")[0]
     with pytest.raises(BadInput, match="600 tokens; 512 fit"):
         scorer.generate([("a", {"max_gen_toks": 600})])
 
@@ -160,10 +157,9 @@ def test_generation_kwargs() -> None:
 
 
 def test_what_cannot_score_tasks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadInput, match="--base-url"):
-        checked(BenchOptions, {"tasks": "a,b", "base_url": "http://127.0.0.1:1"}, "option")
-    with pytest.raises(BadInput, match="--tasks-limit"):
-        checked(BenchOptions, {"tasks_limit": 3}, "option")
+    for name, value in (("tasks_limit", 3), ("num_fewshot", 1), ("apply_chat_template", True)):
+        with pytest.raises(BadInput, match=f"--{name.replace('_', '-')} is for --tasks"):
+            checked(BenchOptions, {name: value}, "option")
     options = checked(BenchOptions, {"tasks": "a, b"}, "option")
     assert options.tasks == ("a", "b")
     with pytest.raises(BadInput, match="scores no tasks"):
@@ -192,7 +188,7 @@ def test_rows_of_a_result_and_their_table() -> None:
         ("both", 0.5, 0.1),
     ]
     assert rows[0]["num_samples"] == 4 and rows[1]["num_fewshot"] == 5 and rows[2]["is_group"]
-    part = {"lm_eval_version": "0", "limit": 4, "error": None, "metrics": rows}
+    part = {"lm_eval_version": "0", "protocol": "p", "limit": 4, "error": None, "metrics": rows}
     runs = {name: {"llmopt": {"tasks": part}} for name in ("a", "b")}
     (table,) = task_tables({**runs, "c": {"llmopt": {}}})
     assert [row[:4] for row in table.rows][:3] == [
@@ -278,17 +274,15 @@ def test_a_local_task_end_to_end(
 
 
 def test_metrics_equal_those_of_lm_evals_own_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scorer: EngineScorer
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scorer: TaskScorer
 ) -> None:
     pytest.importorskip("lm_eval")
     pytest.importorskip("lm_eval.models.huggingface")
-    from llmopt.bench.quality.eval_tasks import engine_model
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     evaluate = import_module("lm_eval.evaluator").simple_evaluate
     paths = [str(path) for path in story_tasks(tmp_path)]
     manager = prepare_tasks(paths).manager
-    own = evaluate(model=engine_model(scorer), tasks=paths, task_manager=manager)
+    own = evaluate(model=lm_eval_model(scorer), tasks=paths, task_manager=manager)
     arguments = {"pretrained": str(FOLDER), "dtype": "float32", "device": "cpu"}
     theirs = evaluate(model="hf", model_args=arguments, tasks=paths, task_manager=manager)
     pairs = list(zip(metric_rows(own), metric_rows(theirs), strict=True))

@@ -1,4 +1,4 @@
-"""lm-eval tasks (EleutherAI harness) on the engine; needs `pip install 'llmopt[eval]'`."""
+"""lm-eval tasks (EleutherAI harness) on a backend; needs `pip install 'llmopt[eval]'`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...quant.base.errors import BadInput, first_line
-from ...quant.base.progress import Progress
-from ..page.page import Table
-from .eval_scoring import EngineScorer
+from ..options.options import BenchOptions
+from .backend import TaskBackend
+from .items import TaskItems, items_of
+from .scorer import TaskScorer
 
-if TYPE_CHECKING:
-    from ...engine.engine import Engine
-
-PROTOCOL = "tokens and windows as in lm-eval's hf model; no chat template; the task's own shots"
+WINDOWS = "tokens and windows as in lm-eval's hf model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +26,14 @@ class TaskSet:
     specs: tuple[str, ...]
     manager: Any
     version: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScores:
+    """The record of the tasks of a run (`llmopt.tasks`), and the scores per item (`tasks.parquet`)."""
+
+    record: dict[str, Any]
+    items: TaskItems
 
 
 def prepare_tasks(words: Sequence[str]) -> TaskSet:
@@ -67,11 +73,13 @@ def prepare_tasks(words: Sequence[str]) -> TaskSet:
     return TaskSet(tuple(specs), manager, package.__version__)
 
 
-def engine_model(scorer: EngineScorer) -> Any:
+def lm_eval_model(scorer: TaskScorer) -> Any:
     """The scorer as an `lm_eval.api.model.LM`."""
     base: Any = import_module("lm_eval.api.model").LM
 
-    class EngineModel(base):
+    class ScorerModel(base):
+        tokenizer_name = scorer.tokenizer_name
+
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             return scorer.loglikelihoods([request.args for request in requests])
 
@@ -81,25 +89,47 @@ def engine_model(scorer: EngineScorer) -> Any:
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
             return scorer.generate([request.args for request in requests])
 
-    return EngineModel()
+        def chat_template(self, chat_template: bool | str = False) -> str:
+            return scorer.chat_template or ""
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            return scorer.apply_chat_template(
+                chat_history, add_generation_prompt=add_generation_prompt
+            )
+
+    return ScorerModel()
 
 
-def run_tasks(
-    tasks: TaskSet,
-    engine: Engine,
-    *,
-    limit: int | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """The record of the tasks: metrics with standard errors, versions, sample counts.
+def check_template(options: BenchOptions, backend: TaskBackend) -> None:
+    """Refuse, before anything is measured, tasks whose conversations could not be rendered.
 
-    A failing task does not lose the measurements before it: `error` then holds the reason.
+    Raises:
+        BadInput: a chat template is asked for and there is none, or the other way round for chats.
+    """
+    if backend.sends_messages:
+        if not options.apply_chat_template:
+            raise BadInput(
+                "--tasks over --backend openai-chat sends conversations: add --apply-chat-template, or take "
+                "--backend openai"
+            )
+    elif options.apply_chat_template and not backend.tokenizer.chat_template:
+        raise BadInput(
+            f"--apply-chat-template: the tokenizer of {backend.tokenizer.name_or_path} has no chat template"
+        )
+
+
+def run_tasks(tasks: TaskSet, backend: TaskBackend, options: BenchOptions) -> TaskScores:
+    """Metrics with standard errors, versions, sample counts, and the scores per item.
+
+    A failing task does not lose the measurements before it: `error` of the record then holds the reason.
     """
     record: dict[str, Any] = {
         "lm_eval_version": tasks.version,
-        "protocol": PROTOCOL,
-        "limit": limit,
+        "protocol": protocol_words(options, backend),
+        "limit": options.tasks_limit,
+        "chat_template": options.apply_chat_template,
         "error": None,
         "metrics": [],
     }
@@ -107,15 +137,39 @@ def run_tasks(
     try:
         with redirect_stdout(sys.stderr):
             outcome = evaluator.simple_evaluate(
-                model=engine_model(EngineScorer(engine, progress, seed)),
+                model=lm_eval_model(TaskScorer(backend, options.seed)),
                 tasks=list(tasks.specs),
                 task_manager=tasks.manager,
-                limit=limit,
-                log_samples=False,
+                limit=options.tasks_limit,
+                num_fewshot=options.num_fewshot,
+                apply_chat_template=options.apply_chat_template,
+                fewshot_as_multiturn=options.apply_chat_template and options.fewshot_as_multiturn,
+                system_instruction=options.system_instruction,
+                log_samples=True,
             )
     except Exception as error:  # a task's own code and templates may raise anything
-        return record | {"error": f"{type(error).__name__}: {first_line(error)}"}
-    return record | {"metrics": metric_rows(outcome)}
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return TaskScores(record | {"error": reason}, TaskItems())
+    rows = metric_rows(outcome)
+    return TaskScores(record | {"metrics": rows}, items_of(outcome["samples"], rows))
+
+
+def protocol_words(options: BenchOptions, backend: TaskBackend) -> str:
+    """How the tasks were asked, for reports and comparisons."""
+    if backend.sends_messages:
+        template = "conversations sent as messages: the server applies its chat template"
+    elif options.apply_chat_template:
+        template = "the tokenizer's chat template"
+    else:
+        template = "no chat template"
+    words = [WINDOWS, template]
+    if options.apply_chat_template and options.fewshot_as_multiturn:
+        words.append("shots as turns of the conversation")
+    shots = options.num_fewshot
+    words.append("the task's own shots" if shots is None else f"{shots} shots")
+    if options.system_instruction is not None:
+        words.append(f"system instruction {options.system_instruction!r}")
+    return "; ".join(words)
 
 
 def metric_rows(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -143,49 +197,3 @@ def metric_rows(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-def score_words(row: Mapping[str, Any]) -> str:
-    """`0.4250 ± 0.0350`; a standard error only where lm-eval gives one."""
-    stderr = row["stderr"]
-    return f"{row['value']:.4f}" + (f" ± {stderr:.4f}" if stderr is not None else "")
-
-
-def metric_name(row: Mapping[str, Any]) -> str:
-    """The metric's name, with its filter unless that is lm-eval's default."""
-    return row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
-
-
-def task_tables(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-    """Task scores of one or several runs, aligned by metric."""
-    parts = {
-        name: part for name, result in results.items() if (part := result["llmopt"].get("tasks"))
-    }
-    if not parts:
-        return []
-    keyed = [(row["task"], metric_name(row)) for part in parts.values() for row in part["metrics"]]
-    order = {key: place for place, key in enumerate(dict.fromkeys(keyed))}
-    rows = [(name, row) for name, part in parts.items() for row in part["metrics"]]
-    rows.sort(key=lambda pair: order[pair[1]["task"], metric_name(pair[1])])
-    cells = [
-        [
-            row["task"],
-            metric_name(row),
-            name,
-            score_words(row),
-            {True: "higher", False: "lower"}.get(row["higher_is_better"], ""),
-            "" if row["num_samples"] is None else f"{row['num_samples']:,}",
-            "" if row["num_fewshot"] is None else str(row["num_fewshot"]),
-            "" if row["version"] is None else str(row["version"]),
-        ]
-        for name, row in rows
-    ]
-    versions = ", ".join(dict.fromkeys(part["lm_eval_version"] for part in parts.values()))
-    caption = f"lm-eval {versions}: {PROTOCOL}. Value ± standard error."
-    for name, part in parts.items():
-        if part["limit"] is not None:
-            caption += f" {name}: at most {part['limit']} samples a task."
-        if part["error"] is not None:
-            caption += f" {name} failed: {part['error']}."
-    header = ["task", "metric", "model", "value", "better", "samples", "shots", "version"]
-    return [Table(header, cells, caption=caption)]
