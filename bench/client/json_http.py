@@ -54,23 +54,27 @@ class JsonClient:
         return self._send(urllib.request.Request(url, headers=self._fields()))
 
     def post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON object that answers `body`; a server that is full is asked again.
+        """The JSON object that answers `body`.
 
         Raises:
             RequestFailed: refused, unreachable, or not an object.
         """
         data = json.dumps(body, separators=(",", ":")).encode()
-        for wait in (*RETRY_SECONDS, None):
-            try:
-                answer = self._send(urllib.request.Request(url, data, self._fields()))
-                break
-            except RequestFailed as error:
-                if wait is None or error.status not in RETRIED:
-                    raise
-                time.sleep(wait)
+        answer = self._send(urllib.request.Request(url, data, self._fields()))
         if not isinstance(answer, dict):
             raise RequestFailed(f"{url} answers no JSON object")
         return answer
+
+    def post_again(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """`post`, which asks again where a server is full."""
+        for wait in RETRY_SECONDS:
+            try:
+                return self.post(url, body)
+            except RequestFailed as error:
+                if error.status not in RETRIED:
+                    raise
+                time.sleep(wait)
+        return self.post(url, body)
 
     def post_each(
         self, url: str, bodies: Iterable[Mapping[str, Any]], concurrency: int
@@ -84,7 +88,7 @@ class JsonClient:
                 # A slow request must not idle the others: twice as many are queued as run.
                 if len(sent) >= 2 * concurrency:
                     yield sent.popleft().result()
-                sent.append(pool.submit(self.post, url, body))
+                sent.append(pool.submit(self.post_again, url, body))
             while sent:
                 yield sent.popleft().result()
         finally:

@@ -17,6 +17,8 @@ Form = Literal["prompt_logprobs", "echo"]
 FORMS: tuple[Form, ...] = ("prompt_logprobs", "echo")
 # vLLM's default of --max-logprobs, the limit of OpenAI's completions, and the likeliest token alone.
 NUM_TOP = (20, 5, 1)
+# A server says so of a number of top tokens beyond its limit.
+BAD_VALUES = (400, 422)
 TOKEN_ID = "token_id:"
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog."
 
@@ -89,13 +91,17 @@ class PromptLogprobs:
             for count in dict.fromkeys(min(num_top, each) for each in NUM_TOP):
                 scoring = cls(client, url, model, form, count, concurrency)
                 try:
-                    next(scoring.scores([prompt]))
-                except (RequestFailed, NoPromptLogprobs) as error:
-                    reasons[form] = str(error)
-                else:
+                    scoring._parsed(prompt, client.post(url, scoring._body(list(prompt))))
                     return scoring
+                except NoPromptLogprobs as error:
+                    reasons[form] = str(error)
+                    break
+                except RequestFailed as error:
+                    reasons[form] = str(error)
+                    if error.status not in BAD_VALUES:
+                        break
         words = "; ".join(f"{form}: {reason}" for form, reason in reasons.items())
-        raise NoPromptLogprobs(f"the server gives no prompt logprobs ({words})")
+        raise NoPromptLogprobs(f"the server gives no logprobs of prompts ({words})")
 
     def scores(self, prompts: Iterable[Sequence[int]]) -> Iterator[list[ScoredToken]]:
         """Per prompt, the scores of its tokens but the first, which nothing predicts.

@@ -212,6 +212,18 @@ class BenchOptions(EngineFields, BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _reference_is_of_the_same_kind(self) -> Self:
+        if self.reference is None:
+            return self
+        is_url = self.reference.startswith(("http://", "https://"))
+        if is_url != (self.base_url is not None or self.serve is not None):
+            raise ValueError(
+                "--reference is a model beside a model of this process, and the URL of a server beside "
+                "--base-url or --serve"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_in_process(self) -> Self:
         if self.loras and (self.base_url is not None or self.serve is not None):
             raise ValueError(

@@ -52,6 +52,7 @@ KEYS = (
     "prefix_cache_hit_rate",
     "memory",
     "quality",
+    "quality_reason",
     "layer_errors",
     "tasks",
     "roofline",

@@ -135,6 +135,7 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
         "model": None,
         "name": f"{host.replace(':', '-').replace('/', '-')}-base",
         "started_server": None,
+        "reference": None,
         # A started server may need its own request format; the base may be any server.
         "backend": "openai" if options.started_server else options.backend,
     }
@@ -144,10 +145,11 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
         limits.append(
             Address.parse(against).model_card().get("max_model_len") or served.max_model_len
         )
+    reference = options.reference or (against if options.quality else None)
     shared = {"tokenizer": served.tokenizer_name, "max_model_len": min(limits)}
     return [
         options.model_copy(update={**shared, **base}),
-        options.model_copy(update={**shared, "name": name}),
+        options.model_copy(update={**shared, "name": name, "reference": reference}),
     ]
 
 

@@ -16,13 +16,16 @@ from ..machine.environment import machine_name
 from ..machine.hardware import hardware_facts
 from ..machine.machine_meter import MachineMeter
 from ..machine.pass_usage import PassMeter
-from ..options.options import BenchOptions
+from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
 from ..record.conversations import conversations_part
 from ..record.identity import identity_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, TargetFacts, build_run
+from ..tasks.harness import TaskScores, check_template, prepare_tasks, run_tasks
+from ..tasks.served_backend import ServedBackend
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.warmup import warmup_workload
+from .served_quality import ServedQuality, score_served
 from .session_base import Session
 
 TARGET = "http"
@@ -43,9 +46,12 @@ class HttpSession(Session):
         *,
         paired_runs: str | None = None,
     ) -> None:
+        self._tasks = prepare_tasks(options.tasks) if options.tasks else None
         address = self._address = server_address(options)
         served = self._served = find_served(options, address)
         self._facts = server_facts(address)
+        if self._tasks is not None:
+            check_template(options, self._task_backend(options, progress))
         workload = build_workload(options, served.tokenizer, served.max_model_len)
         if workload.is_multi_turn and BACKENDS[options.backend] != CHAT:
             raise BadInput(
@@ -71,12 +77,6 @@ class HttpSession(Session):
     def close(self) -> None:
         """End the worker processes."""
         self._driver.close()
-
-    def say_notes(self) -> None:
-        """Print notes on the workload and on what is not measured over HTTP."""
-        super().say_notes()
-        if self._options.quality:
-            self._progress.note("quality is not scored over HTTP: it needs the model's logits")
 
     def identity(self) -> dict[str, Any]:
         """The identity, as far as the client knows it and the server says it."""
@@ -113,6 +113,14 @@ class HttpSession(Session):
 
     def finish(self, *, interrupted: bool = False) -> BenchRun:
         """Build the record, with the client's certification. Needs one pass."""
+        interrupted = interrupted or self._was_interrupted()
+        quality, tasks = ServedQuality(), None
+        if not interrupted:
+            try:
+                quality = self._score_quality()
+                tasks = self._score_tasks()
+            except KeyboardInterrupt:
+                interrupted = True
         measured = self._measurement(interrupted=interrupted)
         target = TargetFacts(
             model_id=self._served.model,
@@ -122,8 +130,11 @@ class HttpSession(Session):
             memory=dict.fromkeys(
                 ("weight_bytes", "checkpoint_bytes", "kv_cache_bytes", "peak_resident_bytes")
             ),
+            quality=quality.record,
             of_kind={
                 **conversations_part(measured.loads, self._workload, None),
+                "quality_reason": quality.reason,
+                "tasks": None if tasks is None else tasks.record,
                 "client": self._driver.client_part(measured.metrics, measured.loads),
                 "server": {
                     "url": self._address.url,
@@ -133,7 +144,37 @@ class HttpSession(Session):
                 },
             },
         )
-        return build_run(measured, target)
+        run = build_run(measured, target, quality.series)
+        run.items = None if tasks is None else tasks.items
+        return run
+
+    def _score_quality(self) -> ServedQuality:
+        """The quality of the served model; what is missing is said in a note."""
+        if not self._options.quality:
+            return ServedQuality()
+        quality = score_served(self._options, self._address, self._served, self._progress)
+        if quality.reason is not None:
+            self._progress.note(quality.reason)
+        return quality
+
+    def _score_tasks(self) -> TaskScores | None:
+        if self._tasks is None:
+            return None
+        return run_tasks(
+            self._tasks, self._task_backend(self._options, self._progress), self._options
+        )
+
+    def _task_backend(
+        self, options: BenchOptions, progress: Progress | None = None
+    ) -> ServedBackend:
+        return ServedBackend(
+            self._address.json_client(options.request_timeout),
+            self._address,
+            self._served,
+            backend=BACKENDS[options.backend],
+            concurrency=options.concurrency or DEFAULT_CONCURRENCY,
+            progress=progress,
+        )
 
     def _measure(self, number: int, description: str) -> MeasuredPass:
         self._machine.start()

@@ -56,7 +56,10 @@ class QualityOptions:
     ] = None
     reference: Annotated[
         str | None,
-        typer.Option(help="Model to measure the distance from (KL divergence, top-1 agreement)."),
+        typer.Option(
+            help="Model to measure the distance from (KL divergence, top-1 agreement); with --base-url the "
+            "URL of its server."
+        ),
     ] = None
     tasks: Annotated[
         str | None,

@@ -42,6 +42,8 @@ def _summary(result: Mapping[str, Any]) -> str:
             line += "" if tail is None else f" (p99 {tail:.4f})"
             line += f", top-1 {percent(scored['top1_agreement'])}"
         lines.append(line)
+    elif reason := ours.get("quality_reason"):
+        lines.append(f"Quality: {reason}")
     if conversations := ours.get("conversations"):
         lines.append(turns_in_words(conversations))
     if window := ours.get("window"):
