@@ -24,6 +24,8 @@ from .quality_checks import QualityGate, check_quality, quality_changes
 from .scored import Scored
 from .sequential import FALSE_PASS
 from .start_values import requests_missing, too_few_words
+from .task_checks import TaskChange, check_task, task_changes
+from .task_scored import TaskScored
 from .verdict_words import overall_words
 
 LENGTH_TOLERANCE = 0.10
@@ -59,6 +61,7 @@ class Comparison:
     settled: bool = True
     curves: tuple[OperatingCurve, ...] = ()
     unknown: tuple[str, ...] = ()
+    tasks: tuple[TaskChange, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -88,7 +91,7 @@ def compare(
     if blocking := incomparable(base.result, new.result):
         return replace(comparison, reasons=tuple(blocking))
     quality, memory = quality_changes(base, new), memory_changes(base.result, new.result)
-    comparison = replace(comparison, quality=quality, memory=memory)
+    comparison = replace(comparison, quality=quality, memory=memory, tasks=task_changes(base, new))
     gaps: list[str] = []
     if failed := failure_words([base], [new]):
         if failed[0] is Outcome.REGRESSION:
@@ -125,7 +128,7 @@ def compare(
 def checks_of(
     limits: Sequence[Limit], base: Sequence[RunData], new: Sequence[RunData]
 ) -> tuple[Check, ...]:
-    """The checks of counts and sizes over all starts, and of quality on the first that scored it."""
+    """The checks of counts and sizes over all starts, and of quality and tasks on the first that scored."""
     scored = scored_start(base), scored_start(new)
     checks: list[Check] = []
     for limit in limits:
@@ -133,6 +136,8 @@ def checks_of(
             checks.append(check(limit.quantity, limit, base, new))
         elif isinstance(limit.quantity, Scored):
             checks.append(check_quality(limit, *scored))
+        elif isinstance(limit.quantity, TaskScored):
+            checks.append(check_task(limit, *scored))
     return tuple(checks)
 
 
@@ -183,6 +188,12 @@ def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
     notes += server_changes(base, new)
     if clocks := clock_change(base, new):
         notes.append(clocks)
+    served = (new["llmopt"]["quality"] or {}).get("served") or {}
+    if served.get("kl_is_lower_bound"):
+        notes.append(
+            f"the KL from the reference is a lower bound: over the {served['num_top']} likeliest tokens that "
+            "both servers tell, and one bucket with the rest"
+        )
     for side, result in (("base", base), ("new", new)):
         if result["llmopt"]["slowdown"] != 1.0:
             record = result["llmopt"]

@@ -19,6 +19,7 @@ from ...quant.base.errors import BadInput
 from ..metrics.metrics import METRICS
 from ..record.result import mean_output_len
 from .scored import SCORED, Scored
+from .task_scored import PREFIX, TaskScored
 
 STATISTICS = ("mean", "median", "std", "p50", "p90", "p95", "p99")
 RATES = {
@@ -31,7 +32,7 @@ RATES = {
     "instructions": ("Instructions of a pass", "instructions"),
 }
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
-WORD = re.compile(r"([A-Za-z_][\w.]*)\s*(<=|>=)\s*([+-]?[\d.]+(?:[eE][+-]?\d+)?)(%?)")
+WORD = re.compile(r"([A-Za-z_][\w.-]*)\s*(<=|>=)\s*([+-]?[\d.]+(?:[eE][+-]?\d+)?)(%?)")
 EXAMPLE = '"p99_ttft_ms<=+10% output_throughput>=-5% kl<=0.02"'
 
 
@@ -68,7 +69,7 @@ class Counted:
     read: Callable[[Mapping[str, Any]], float | None]
 
 
-Quantity = Measured | Counted | Scored
+Quantity = Measured | Counted | Scored | TaskScored
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,8 @@ def quantity(name: str) -> Quantity:
     Raises:
         BadInput: there is none; the message suggests similar names.
     """
+    if name.startswith(PREFIX):
+        return TaskScored.named(name)
     name = ALIASES.get(name, name)
     if match := MEASURED.get(name) or COUNTED.get(name) or SCORED.get(name):
         return match

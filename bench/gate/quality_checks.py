@@ -85,7 +85,7 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> Check:
         said = f"{scored.label} went from {shown(before or 0.0, scored.unit)} to "
         said += f"{shown(after, scored.unit)}: {value.value * 100:+.2f} %"
         said += _between(value, lambda side: f"{side * 100:+.2f} %")
-    outcome = _outcome(limit, value.interval)
+    outcome = outcome_of(limit, value.interval)
     if outcome is Outcome.REGRESSION:
         said += f", beyond the limit {limit.text}"
     elif outcome is Outcome.NO_VERDICT:
@@ -160,7 +160,8 @@ def _quality(run: RunData) -> Mapping[str, Any]:
     return run.result["llmopt"]["quality"] or {}
 
 
-def _outcome(limit: Limit, interval: Interval) -> Outcome:
+def outcome_of(limit: Limit, interval: Interval) -> Outcome:
+    """Broken where the whole interval is beyond the limit, kept where the whole interval is within."""
     low, high = (
         -math.inf if interval[0] is None else interval[0],
         math.inf if interval[1] is None else interval[1],

@@ -9,7 +9,14 @@ from ..page.page import Card, Figure, Page, Section, Table, Verdict
 from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
 from .comparison_plots import comparison_figures, label_of
-from .comparison_tables import TONES, deltas_table, memory_rows, operating_table, quality_rows
+from .comparison_tables import (
+    TONES,
+    deltas_table,
+    memory_rows,
+    operating_table,
+    quality_rows,
+    task_rows,
+)
 from .formula_table import formula_table
 from .plots import CAPTIONS
 from .result_tables import environment_table, identity_table, quality_and_memory, roofline_table
@@ -38,6 +45,9 @@ RULES = {
     "quality": "the whole 95 % interval keeps its limit, or is beyond it; block bootstrap over the "
     "documents or windows of the text; between two runs of the same tokens paired by position "
     "(quality.parquet), so that equal models differ by nothing",
+    "task scores": "paired item by item (tasks.parquet): McNemar's exact test and Tango's score interval for "
+    "scores of 0 and 1, a bootstrap over the items for others; runs that respond to every item alike differ "
+    "by nothing",
     "counts": "failed requests by Fisher's exact test, preemptions as rates of rare events, output lengths "
     "request by request, memory by start; bytes that do not vary as they are",
 }
@@ -66,7 +76,7 @@ def comparison_page(
     rules = Table(["", ""], [[name, text] for name, text in RULES.items()], is_prose=True)
     gated = comparison.deltas or comparison.checks
     tables = [deltas_table(comparison.deltas, checks=comparison.checks)] if gated else []
-    other = [*quality_rows(comparison), *memory_rows(comparison)]
+    other = [*quality_rows(comparison), *task_rows(comparison), *memory_rows(comparison)]
     if other:
         tables.append(Table(["", "base", "new", "change"], other))
     results = {base.name: base.result, label_of(base, new): new.result}

@@ -138,6 +138,27 @@ def quality_rows(comparison: Comparison) -> list[list[str]]:
     ]
 
 
+def task_rows(comparison: Comparison) -> list[list[str]]:
+    """Task scores of base and new, with the interval of the change where items were paired."""
+    rows = []
+    for change in comparison.tasks:
+        low, high = change.interval
+        between = "" if low == high else f" ({_share(low)} to {_share(high)})"
+        rows.append(
+            [
+                f"{change.key.removeprefix('task.').removesuffix('.none')} ({change.words})",
+                number(change.base, 4),
+                number(change.new, 4),
+                _share(change.change) + between,
+            ]
+        )
+    return rows
+
+
+def _share(value: float) -> str:
+    return percent(value, 2, signed=True) if math.isfinite(value) else "unbounded"
+
+
 def _interval_of_change(scored: Mapping[str, Any]) -> str:
     """` (+0.10 % to +0.30 %)`, where positions were paired."""
     bounds = scored.get("perplexity_change_interval")

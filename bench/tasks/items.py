@@ -49,11 +49,13 @@ class ItemScores:
     Attributes:
         keys: (document id, its hash).
         values, weights: float64 [items].
+        responses: what the model said, or the log-likelihoods of the choices.
     """
 
     keys: tuple[tuple[int, str], ...]
     values: np.ndarray
     weights: np.ndarray
+    responses: tuple[str, ...] = ()
 
     @property
     def is_binary(self) -> bool:
@@ -114,6 +116,7 @@ class TaskItems:
             tuple((columns["doc_id"][row], columns["doc_hash"][row]) for row in rows),
             np.array([columns["value"][row] for row in rows], dtype=np.float64),
             np.array([columns["weight"][row] for row in rows], dtype=np.float64),
+            tuple(columns["response"][row] for row in rows),
         )
 
 

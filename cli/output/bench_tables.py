@@ -37,8 +37,9 @@ def _summary(result: Mapping[str, Any]) -> str:
     if scored := ours["quality"]:
         line = f"Perplexity {number(scored['perplexity'], 3)} on {scored['num_tokens']:,} tokens"
         if scored["kl_nats"] is not None:
+            bound = "≥ " if (scored.get("served") or {}).get("kl_is_lower_bound") else ""
             tail = scored.get("p99_kl_nats")
-            line += f", KL {scored['kl_nats']:.4f} nats"
+            line += f", KL {bound}{scored['kl_nats']:.4f} nats"
             line += "" if tail is None else f" (p99 {tail:.4f})"
             line += f", top-1 {percent(scored['top1_agreement'])}"
         lines.append(line)

@@ -22,6 +22,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
         memory_rows,
         operating_table,
         quality_rows,
+        task_rows,
     )
 
     title = f"{comparison.new} against {comparison.base}"
@@ -42,7 +43,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     for row in check_rows(comparison.checks):
         table.add_row(*row)
     table.add_section()
-    for row in [*quality_rows(comparison), *memory_rows(comparison)]:
+    for row in [*quality_rows(comparison), *task_rows(comparison), *memory_rows(comparison)]:
         table.add_row(*row)
     if table.row_count:
         out.print(table)

@@ -1,0 +1,183 @@
+"""Judging task scores item by item: McNemar's exact test and Tango's interval for 0/1 scores, a paired
+bootstrap for others.
+
+A limit is broken where the whole 95 % interval is beyond it, kept where the whole interval is within, else
+there is no verdict. The interval is over the items, as draws from all that the task could ask; runs that
+respond to every item alike differ by exactly nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..record.run_data import RunData
+from ..tasks.items import Aggregation, ItemScores, aggregate
+from .counts import Check, shown
+from .gate import Limit, Outcome
+from .paired_items import (
+    Interval,
+    bootstrap_interval,
+    mcnemar_exact,
+    tango_interval,
+    wilson_interval,
+)
+from .quality_checks import outcome_of
+from .task_scored import PREFIX, TaskScored
+
+
+@dataclass(frozen=True, slots=True)
+class TaskChange:
+    """The change of one task score between two runs.
+
+    Attributes:
+        change: relative, as in a gate; `interval` bounds it.
+        lost, gained: items that only one run has right; None where scores are not 0 or 1.
+        p_value: of McNemar's exact test.
+    """
+
+    key: str
+    base: float
+    new: float
+    change: float
+    interval: Interval
+    num_items: int
+    lost: int | None = None
+    gained: int | None = None
+    p_value: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The items behind the change."""
+        if self.lost is None or self.p_value is None:
+            return f"{self.num_items:,} items, paired bootstrap"
+        return (
+            f"{self.num_items:,} items, {self.lost} lost and {self.gained} gained, McNemar p = "
+            f"{self.p_value:.3g}"
+        )
+
+
+def check_task(limit: Limit, base: RunData, new: RunData) -> Check:
+    """Check a limit on a task score."""
+    scored = limit.quantity
+    assert isinstance(scored, TaskScored)
+    rows = [_row(scored, side) for side in (base, new)]
+    values = [None if isinstance(row, str) else row["value"] for row in rows]
+    words = (scored.key, scored.label, scored.unit, *values, limit.text)
+    for side, row in zip(("base", "new"), rows, strict=True):
+        if isinstance(row, str) and (side == "new" or limit.relative):
+            reason = f"{scored.key} has a limit but no value in the {side} run: {row}"
+            return Check(*words, Outcome.NO_VERDICT, reason)
+    row = rows[1]
+    assert isinstance(row, dict)
+    if limit.relative:
+        change = change_of(scored, base, new)
+        if isinstance(change, str):
+            return Check(*words, Outcome.NO_VERDICT, f"{scored.key} has a limit, but {change}")
+        interval = change.interval
+        said = (
+            f"{scored.label} went from {shown(change.base, '')} to {shown(change.new, '')}: "
+            f"{change.change * 100:+.2f} % ({_sides(interval)}; {change.words})"
+        )
+    else:
+        items = _items(new, row)
+        if items is None:
+            reason = f"{scored.key} has a limit, but its scores per item are not known"
+            return Check(*words, Outcome.NO_VERDICT, reason)
+        interval = value_interval(row["aggregation"], items)
+        low, high = (shown(side, "") for side in interval)
+        said = f"{scored.label} is {shown(row['value'], '')} ({low} to {high})"
+    outcome = outcome_of(limit, interval)
+    if outcome is Outcome.REGRESSION:
+        said += f", beyond the limit {limit.text}"
+    elif outcome is Outcome.NO_VERDICT:
+        said += f": the limit {limit.text} is within the interval, score more items (--tasks-limit)"
+    return Check(*words, outcome, said, interval)
+
+
+def task_changes(base: RunData, new: RunData) -> tuple[TaskChange, ...]:
+    """The changes of all scores that both runs have by item, in the order of the new run."""
+    record = new.result["llmopt"].get("tasks") or {"metrics": []}
+    keys = [
+        TaskScored(f"{PREFIX}{row['task']}.{row['metric']}.{row['filter']}")
+        for row in record["metrics"]
+    ]
+    changes = [change_of(scored, base, new) for scored in keys if _has(scored, base)]
+    return tuple(change for change in changes if not isinstance(change, str))
+
+
+def change_of(scored: TaskScored, base: RunData, new: RunData) -> TaskChange | str:
+    """The relative change from base to new with its interval, or why there is none."""
+    before, after = (_row(scored, side) for side in (base, new))
+    if isinstance(before, str) or isinstance(after, str):
+        return str(before if isinstance(before, str) else after)
+    for key, name in (("version", "version"), ("num_fewshot", "number of shots")):
+        if before[key] != after[key]:
+            return f"the {name} differs between the runs: {before[key]} and {after[key]}"
+    protocols = [side.result["llmopt"]["tasks"]["protocol"] for side in (base, new)]
+    if protocols[0] != protocols[1]:
+        return f"the runs asked in different ways: {protocols[0]} | {protocols[1]}"
+    items = [_items(side, row) for side, row in ((base, before), (new, after))]
+    old, now = items
+    if old is None or now is None:
+        return "its scores per item are not known (tasks.parquet): items cannot be paired"
+    if old.keys != now.keys:
+        return "the runs have different items: give the same task, data and --tasks-limit"
+    return _change(scored, after["aggregation"], old, now)
+
+
+def _change(
+    scored: TaskScored, aggregation: Aggregation, before: ItemScores, after: ItemScores
+) -> TaskChange:
+    old, new = (
+        float(aggregate(aggregation, side.values, side.weights)) for side in (before, after)
+    )
+    count = len(after.values)
+    change = new / old - 1 if old else (0.0 if new == old else float("inf"))
+    alike = before.responses == after.responses and np.array_equal(before.values, after.values)
+    interval = (0.0, 0.0)
+    if not (before.is_binary and after.is_binary):
+        if not alike:
+            interval = bootstrap_interval(aggregation, after.weights, after.values, before.values)
+        return TaskChange(scored.key, old, new, change, interval, count)
+    lost = int((before.values > after.values).sum())
+    gained = int((before.values < after.values).sum())
+    if not alike:
+        low, high = tango_interval(lost, gained, count)
+        # A limit is a share of the base's score, which is taken as it is.
+        interval = (low / old, high / old) if old else (-float("inf"), float("inf"))
+    p_value = mcnemar_exact(lost, gained)
+    return TaskChange(scored.key, old, new, change, interval, count, lost, gained, p_value)
+
+
+def value_interval(aggregation: Aggregation, items: ItemScores) -> Interval:
+    """The interval of one run's score."""
+    if items.is_binary:
+        return wilson_interval(int(items.values.sum()), len(items.values))
+    return bootstrap_interval(aggregation, items.weights, items.values)
+
+
+def _row(scored: TaskScored, run: RunData) -> dict[str, Any] | str:
+    record: Mapping[str, Any] | None = run.result["llmopt"].get("tasks")
+    if record is None:
+        return "it scored no tasks (--tasks)"
+    if record["error"] is not None:
+        return f"its tasks failed: {record['error']}"
+    return scored.row(record)
+
+
+def _has(scored: TaskScored, run: RunData) -> bool:
+    return not isinstance(_row(scored, run), str)
+
+
+def _items(run: RunData, row: Mapping[str, Any]) -> ItemScores | None:
+    if run.items is None or row.get("aggregation") is None:
+        return None
+    return run.items.of(row["task"], row["metric"], row["filter"])
+
+
+def _sides(interval: Interval) -> str:
+    return " to ".join(f"{side * 100:+.2f} %" for side in interval)
