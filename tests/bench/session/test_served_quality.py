@@ -1,0 +1,135 @@
+"""Quality of served models: as in process, beside a reference server, and where a server gives no scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import typer
+from llmopt.bench.client.address import Address
+from llmopt.bench.client.known_server import known_server
+from llmopt.bench.client.served_model import find_served
+from llmopt.bench.options.options import BenchOptions, checked
+from llmopt.bench.session.engine_quality import score_quality
+from llmopt.bench.session.served_quality import ServedQuality, score_served
+from llmopt.bench.session.session import load_reference
+from llmopt.cli.bench import bench
+from llmopt.cli.main import run_guarded
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.progress import Silent
+
+from tests.support.live_server import RunningServer, make_engine, running
+
+TOKENS = {"quality_tokens": 700, "tokenizer": "stories3M", "dtype": "float32", "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running(make_engine()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def other_server() -> Iterator[RunningServer]:
+    """A model whose distributions differ: the same weights with a KV cache of 8 bits."""
+    with running(make_engine(kv_cache_dtype="int8")) as server:
+        yield server
+
+
+def served(url: str, **options: Any) -> ServedQuality:
+    chosen = checked(BenchOptions, {"base_url": url, **TOKENS, **options}, "option")
+    address = Address.parse(url)
+    return score_served(chosen, address, find_served(chosen, address), Silent())
+
+
+def in_process(**options: Any) -> dict[str, Any]:
+    chosen = checked(BenchOptions, {"model": "stories3M", **TOKENS, **options}, "option")
+    quality, _ = score_quality(chosen, make_engine(), load_reference, Silent())
+    return quality.as_dict()
+
+
+@pytest.mark.parametrize("protocol", ["documents", "strided"])
+def test_perplexity_equals_that_in_process(server: RunningServer, protocol: str) -> None:
+    window = {"quality_protocol": protocol, "quality_window": 200}
+    found, expected = served(server.url, **window), in_process(**window)
+    assert found.record is not None and found.series is not None and found.reason is None
+    for key in ("token_sha256", "num_tokens", "protocol", "num_windows"):
+        assert found.record[key] == expected[key]
+    assert found.record["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
+    assert found.record["served"] == {
+        "scored_by": "prompt_logprobs", "reference_scored_by": None, "num_top": 20,
+        "kl_is_lower_bound": None, "mean_rest": None,
+    }  # fmt: skip
+    assert len(found.series.needed("rank")) == found.record["num_tokens"]
+
+
+def test_windows_that_fill_the_context_leave_room_for_a_token(server: RunningServer) -> None:
+    found = served(server.url, quality_protocol="strided")
+    assert found.record is not None and found.record["settings"]["window"] == 511
+
+
+def test_distance_from_a_reference_server(
+    server: RunningServer, other_server: RunningServer
+) -> None:
+    found = served(other_server.url, reference=server.url).record
+    expected = served(server.url).record
+    assert found is not None and expected is not None
+    assert found["reference"] == server.url
+    assert found["reference_perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
+    assert 0 < found["kl_nats"] < 0.1 and 0.5 < found["top1_agreement"] <= 1
+    assert found["served"]["kl_is_lower_bound"] and 0 < found["served"]["mean_rest"] < 0.3
+    assert found["intervals"]["perplexity_ratio"] and found["hurt"]
+    same = served(server.url, reference=server.url).record
+    assert same is not None and same["kl_nats"] == 0 and same["top1_agreement"] == 1
+
+
+def test_a_server_without_scores_has_no_quality_and_a_reason(server: RunningServer) -> None:
+    with known_server(1, 1) as port:
+        url = f"http://127.0.0.1:{port}"
+        missing = served(url, model="m", max_model_len=512)
+        assert missing.record is None and missing.series is None
+        assert missing.reason and missing.reason.startswith(
+            "no quality: the server gives no logprobs"
+        )
+        assert "\n" not in missing.reason
+        # A reference without scores leaves the model's own.
+        found = served(server.url, reference=url)
+    assert found.record is not None and found.record["kl_nats"] is None
+    assert found.reason and f"no distance from the reference {url}" in found.reason
+
+
+def test_references_are_of_the_kind_of_the_target() -> None:
+    for options in (
+        {"reference": "http://127.0.0.1:1"},
+        {"reference": "stories3M", "base_url": "http://127.0.0.1:1"},
+        {"reference": "stories3M", "serve": "vllm"},
+    ):
+        with pytest.raises(BadInput, match="URL of a server"):
+            checked(BenchOptions, options, "option")
+
+
+def test_the_command_records_quality_and_gates_it(
+    server: RunningServer, other_server: RunningServer, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(bench)
+    words = [
+        "--base-url", other_server.url, "--against", server.url, "--tokenizer", "stories3M",
+        "--num-prompts", "8", "--output-len", "2", "--num-runs", "2", "--no-check-client",
+        "--quality-tokens", "700", "--result-dir", tmp_path, "--gate", "perplexity<=+20% kl<=0.2",
+    ]  # fmt: skip
+    given = list(map(str, words))
+    code = run_guarded(lambda: app(given, standalone_mode=False), debug=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == 0, said
+    assert "KL ≥ " in said and "lower bound" in said and "all 2 limits are kept" in said
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("*/result.json")]
+    base, new = sorted(records, key=lambda record: record["llmopt"]["quality"]["reference"] or "")
+    assert base["llmopt"]["quality"]["token_sha256"] == new["llmopt"]["quality"]["token_sha256"]
+    assert new["llmopt"]["quality"]["reference"] == server.url
+    assert all(pq.read_table(path)["nll"] for path in tmp_path.glob("*/quality.parquet"))
