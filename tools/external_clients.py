@@ -50,7 +50,7 @@ def run(command: list[str], **environment: str) -> None:
 
 def ours(url: str, work: Path, *more: str) -> Row:
     """llmopt over HTTP, or with `--num-threads` in place of a URL, in this process."""
-    target = ["--base-url", url] if url else ["--num-threads", "1", "--no-quality"]
+    target = [*(["--base-url", url] if url else ["--num-threads", "1"]), "--no-quality"]
     results = work / f"llmopt{len(list(work.iterdir()))}"
     sizes = ["--num-prompts", str(PROMPTS), "--output-len", str(OUTPUT_LEN), "--num-runs", "1"]
     llmopt = str(Path(sys.executable).with_name("llmopt"))

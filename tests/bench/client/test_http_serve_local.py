@@ -30,7 +30,10 @@ def llmopt(*words: str | Path) -> int:
     return run_guarded(lambda: app(list(map(str, words)), standalone_mode=False), debug=False)
 
 
-FAST = ["--num-prompts", "12", "--num-runs", "2", "--output-len", "10", "--max-concurrency", "4"]
+FAST = [
+    "--no-quality", "--num-prompts", "12", "--num-runs", "2", "--output-len", "10",
+    "--max-concurrency", "4",
+]  # fmt: skip
 
 
 def test_completions_have_exact_lengths(url: str, tmp_path: Path) -> None:
@@ -89,14 +92,13 @@ def test_chats_and_other_ways_to_count(url: str, tmp_path: Path) -> None:
 
 
 def test_it_is_no_run_of_an_engine_in_process(url: str, tmp_path: Path, capsys) -> None:
-    common = [*FAST, "--no-quality"]
     assert (
         llmopt(
-            "bench", *common, "--base-url", url, "--no-check-client", "--result-dir", tmp_path / "a"
+            "bench", *FAST, "--base-url", url, "--no-check-client", "--result-dir", tmp_path / "a"
         )
         == 0
     )
-    assert llmopt("bench", *common, "--num-threads", "1", "--result-dir", tmp_path / "b") == 0
+    assert llmopt("bench", *FAST, "--num-threads", "1", "--result-dir", tmp_path / "b") == 0
     (a,), (b,) = (tmp_path / "a").iterdir(), (tmp_path / "b").iterdir()
     first, second = (json.loads((one / "result.json").read_text()) for one in (a, b))
     assert first.keys() == second.keys()

@@ -45,6 +45,9 @@ def test_a_real_server_is_measured_and_gone_afterwards() -> None:
         run = run_bench(resolved_options)
     started = run.result["llmopt"]["server"]["started"]
     assert (run.result["completed"], run.result["failed"]) == (4, 0)
+    # It scores no prompts, which costs nothing of the rest.
+    assert run.result["llmopt"]["quality"] is None
+    assert "no logprobs of prompts" in run.result["llmopt"]["quality_reason"]
     assert run.result["total_output_tokens"] == 4 * 6
     assert started["preset"] == "transformers" and started["version"][0].isdigit()
     assert started["command"][-1] == resolved_options.base_url.rpartition(":")[2]

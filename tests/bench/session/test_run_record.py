@@ -64,7 +64,7 @@ IN_PROCESS = {
     "achieved_bandwidth mbu mfu of_roof bound explanation",
 }
 OVER_HTTP = {
-    "": "client server",
+    "": "client server quality_reason tasks",
     "identity": "server",
     "identity.server": "model version",
     "identity.engine": "backend path client_workers extra_body",
