@@ -27,8 +27,14 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM
 
+from tests.support.live_server import make_engine, running
+
 FOLDER = MODELS / "stories3M"
 STORIES = [one.strip() for one in (DATA / "evaluation.txt").read_text().split("\n\n")]
+CHAT = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 ONCE = "time, there was a little girl named Lily"
 LONG = " ".join(STORIES[:6])  # more than the context of 512 tokens
 
@@ -295,6 +301,64 @@ def test_metrics_equal_those_of_lm_evals_own_model(
             assert mine[key] == other[key]
     for mine, other in zip(samples(own), samples(theirs), strict=True):
         assert mine == pytest.approx(other, abs=2e-3)
+
+
+def sums_task(folder: Path) -> Path:
+    """A generation task in the shape of gsm8k: shots, stop strings, and a filter that extracts the answer."""
+    rows = [
+        {"question": f"What is {n} and {n + 1}?", "answer": f"#### {2 * n + 1}"} for n in range(6)
+    ]
+    body = (
+        "fewshot_split: test\nnum_fewshot: 2\noutput_type: generate_until\n"
+        "doc_to_text: 'Question: {{question}}\\nAnswer:'\ndoc_to_target: '{{answer}}'\n"
+        "generation_kwargs:\n  until: ['Question:']\n  max_gen_toks: 12\n"
+        "filter_list:\n  - name: strict-match\n    filter:\n"
+        "      - function: regex\n        regex_pattern: '#### (\\-?[0-9]+)'\n"
+        "      - function: take_first\n"
+        "  - name: none\n    filter:\n      - function: take_first\n"
+        "metric_list:\n  - metric: exact_match\n    regexes_to_ignore: ['#### ']\n"
+    )
+    return write_task(folder, "sums", rows, body)
+
+
+def test_a_generation_task_over_http_equals_that_in_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scorer: TaskScorer
+) -> None:
+    pytest.importorskip("lm_eval")
+    from llmopt.bench.client.address import Address
+    from llmopt.bench.client.served_model import find_served
+    from llmopt.bench.tasks.harness import run_tasks
+    from llmopt.bench.tasks.served_backend import ServedBackend
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    paths = [str(sums_task(tmp_path)), *map(str, story_tasks(tmp_path)[:1])]
+    tasks = prepare_tasks(paths)
+    with running(make_engine()) as server:
+        named = {"tasks": ",".join(paths), "base_url": server.url, "tokenizer": "stories3M"}
+        for more in ({}, {"apply_chat_template": True, "system_instruction": "Count."}):
+            options = checked(BenchOptions, {**named, **more}, "option")
+            address = Address.parse(server.url)
+            client = address.json_client(30)
+            remote = ServedBackend(
+                client, address, find_served(options, address), backend="openai", concurrency=4
+            )
+            for backend in (scorer._backend, remote):
+                backend.tokenizer.chat_template = CHAT
+            here, there = (run_tasks(tasks, each, options) for each in (scorer._backend, remote))
+            assert here.record["error"] is None, here.record["error"]
+            assert [row["value"] for row in there.record["metrics"]] == [
+                row["value"] for row in here.record["metrics"]
+            ]
+            assert {row["filter"] for row in here.record["metrics"]} == {"strict-match", "none"}
+            rows = [
+                place for place, task in enumerate(here.items.columns["task"]) if task == "sums"
+            ]
+            assert len(rows) == 12 and all(
+                here.items.columns["response"][row] == there.items.columns["response"][row]
+                for row in rows
+            )
+            assert here.record["chat_template"] == bool(more)
+            assert "chat template; shots as turns" in here.record["protocol"] or not more
 
 
 def samples(outcome: Any) -> list[float]:
