@@ -64,9 +64,9 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> Check:
     """Check a limit on a task score."""
     scored = limit.quantity
     assert isinstance(scored, TaskScored)
-    rows = [_row(scored, side) for side in (base, new)]
-    values = [None if isinstance(row, str) else row["value"] for row in rows]
-    words = (scored.key, scored.label, scored.unit, *values, limit.text)
+    rows = _row(scored, base), _row(scored, new)
+    before, after = (None if isinstance(row, str) else row["value"] for row in rows)
+    words = (scored.key, scored.label, scored.unit, before, after, limit.text)
     for side, row in zip(("base", "new"), rows, strict=True):
         if isinstance(row, str) and (side == "new" or limit.relative):
             reason = f"{scored.key} has a limit but no value in the {side} run: {row}"
