@@ -141,7 +141,9 @@ def _by_id(prompt: Sequence[int], choice: Mapping[str, Any], num_top: int) -> li
     _check_length(prompt, positions)
     scored = []
     for token, entry in zip(prompt[1:], positions[1:], strict=True):
-        top = {int(key): float(value["logprob"]) for key, value in entry.items()}
+        top: dict[int | str, float] = {
+            int(key): float(value["logprob"]) for key, value in entry.items()
+        }
         scored.append(ScoredToken(top[token], int(entry[str(token)]["rank"]), top))
     return scored
 
