@@ -170,7 +170,7 @@ name: tiny
 model: stories3M
 interleave: {interleave}
 num_threads: 1
-bench: {{num_prompts: 8, num_runs: 2, output_len: 8, quality_tokens: 300}}
+bench: {{num_prompts: 8, num_runs: 2, output_len: 8, quality_tokens: 300, max_redone_passes: 0}}
 variants:
   - name: awq
     quantize: {{method: awq, num_samples: 4, seq_len: 64}}

@@ -1,0 +1,69 @@
+"""A pass that others disturbed is rejected and measured again, within a bound, and stays in the record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llmopt.bench.metrics.trace import LoadPass
+from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.record.run_record import MeasuredPass
+from llmopt.bench.report.run_words import disturbed_words
+from llmopt.bench.session.session_base import Session
+
+
+class FakeSession(Session):
+    """Passes that are disturbed, or not, as given."""
+
+    def __init__(self, disturbed: list[bool], *, most: int) -> None:
+        options = BenchOptions(num_runs=2, max_redone_passes=most)
+        nothing: Any = None
+        super().__init__(options, "fake", nothing, nothing, None, None)
+        self._disturbed = disturbed
+        self.numbers: list[int] = []
+
+    def identity(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def finish(self, *, interrupted: bool = False) -> Any:
+        raise NotImplementedError
+
+    def _measure(self, number: int, description: str) -> MeasuredPass:
+        self.numbers.append(number)
+        usage = {"disturbed": self._disturbed.pop(0)}
+        return MeasuredPass(LoadPass([], float(number)), None, usage)
+
+    def outcome(self) -> tuple[list[bool], int]:
+        """(whether each pass of the record is disturbed, how many were rejected)."""
+        assert self.run_pass() and self.run_pass()
+        return [one.disturbed for one in self._passes], len(self._rejected)
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "most", "kept", "rejected"),
+    [
+        ([False, False], 2, [False, False], 0),
+        ([True, False, False], 2, [False, False], 1),
+        ([True, True, True, False], 2, [True, False], 2),
+        ([True, False, True, True], 2, [False, True], 2),
+        ([True, True], 0, [True, True], 0),
+    ],
+)
+def test_disturbed_passes_are_measured_again(
+    disturbed: list[bool], most: int, kept: list[bool], rejected: int
+) -> None:
+    session = FakeSession(disturbed, most=most)
+    assert session.outcome() == (kept, rejected)
+    # Over HTTP each number has a first token of its own, so that no pass finds another's prefixes.
+    assert session.numbers == list(range(1, 3 + rejected))
+
+
+def test_the_report_says_which_passes_were_disturbed() -> None:
+    run = {"disturbed": True, "disturbed_because": "30% stolen"}
+    calm = {"disturbed": False, "disturbed_because": None}
+    record = {"runs": [calm, run], "rejected_passes": [run]}
+    assert disturbed_words(record) == [
+        "1 of 2 passes were disturbed: 30% stolen.",
+        "Measured again after a disturbed pass, 1 times: 30% stolen.",
+    ]
+    assert disturbed_words({"runs": [calm, {}]}) == []
