@@ -18,10 +18,6 @@ from transformers.models.auto.modeling_auto import (
 
 from ....quant.base.errors import BadInput
 
-# RoPE changes no size, and some of its kinds read the longest position, which a meta tensor lacks.
-_ROPE_KEYS = ("rope_scaling", "rope_parameters")
-_KEPT_ROPE = ("rope_theta", "partial_rotary_factor")
-
 
 def read_config(
     raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
@@ -66,7 +62,6 @@ def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.M
     if getattr(config, "is_encoder_decoder", False):
         raise BadInput(f"{config.model_type} is an encoder-decoder: only decoders are planned")
     config = copy.deepcopy(config)
-    _plain_rope(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     try:
@@ -120,29 +115,6 @@ def _use_batched_experts(model: Any) -> None:
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_experts_implementation"):
             config._experts_implementation = "batched_mm"
-
-
-def _plain_rope(config: Any) -> None:
-    for name, value in list(vars(config).items()):
-        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            _plain_rope(value)
-        elif name in _ROPE_KEYS and isinstance(value, dict):
-            setattr(config, name, _plain(value))
-
-
-def _plain(rope: dict[str, Any]) -> dict[str, Any]:
-    """RoPE parameters with the `default` kind, also one level down (per attention kind)."""
-    if any(isinstance(part, dict) for part in rope.values()):
-        return {key: _plain(part) if isinstance(part, dict) else part for key, part in rope.items()}
-    if rope.get("rope_type", rope.get("type")) not in (
-        "dynamic",
-        "longrope",
-        "yarn",
-        "llama3",
-        "linear",
-    ):
-        return rope
-    return {"rope_type": "default", **{key: rope[key] for key in _KEPT_ROPE if key in rope}}
 
 
 def _with_floats(value: Any) -> Any:
