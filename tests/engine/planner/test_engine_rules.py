@@ -65,7 +65,7 @@ def gib(engine: str, name: str, tokens: int = K128, knobs: CacheKnobs = KNOBS) -
 
 
 def test_the_bundled_models_are_in_the_table() -> None:
-    assert set(model_names()) - set(TABLE) == {"llama-3-70b", "qwen3-14b", "falcon-7b"}
+    assert set(TABLE) <= set(model_names())
 
 
 @pytest.mark.parametrize("name", TABLE)
