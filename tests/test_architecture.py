@@ -19,7 +19,12 @@ TORCH_FREE = (
     "engine.base.sampling_params",
     "engine.base.units",
     "engine.text.detokenizer",
-    "engine.planner",
+    "engine.planner.device",
+    "engine.planner.memory",
+    "engine.planner.model",
+    "engine.planner.plan",
+    "engine.planner.probe.answers",
+    "engine.planner.probe.facts",
     "cli",
 )
 MODULES = structure.read_modules()
