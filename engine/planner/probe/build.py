@@ -44,7 +44,10 @@ def read_config(
             raise BadInput(
                 f"model type {model_type!r} runs code of its checkpoint: give its folder"
             )
-        return AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        try:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        except Exception as error:  # the checkpoint's code may raise anything
+            raise BadInput(f"{folder}: its code gives no config: {first_line(error)}") from error
     try:
         return CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(raw)))
     except Exception as error:  # a config class may raise anything about its fields
