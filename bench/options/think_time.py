@@ -43,9 +43,9 @@ class ThinkTime:
         if shape not in SHAPES:
             shape, words = "constant", [shape, *words]
         try:
-            seconds = tuple(float(word.removesuffix("s")) for word in words)
+            seconds = [float(word.removesuffix("s")) for word in words]
         except ValueError:
-            seconds = ()
+            seconds = []
         legal = len(seconds) == len(SHAPES[shape]) and all(0 <= s < math.inf for s in seconds)
         if legal and shape == "uniform":
             legal = seconds[0] <= seconds[1]
@@ -53,7 +53,7 @@ class ThinkTime:
             legal = seconds[0] > 0
         if not legal:
             raise BadInput(f"--think-time {text!r}: write {SPELLINGS}, in seconds")
-        return cls(shape, seconds)
+        return cls(shape, tuple(seconds))
 
     def sample(self, rng: np.random.Generator, count: int) -> list[float]:
         """`count` pauses in seconds."""

@@ -77,12 +77,16 @@ def test_results_without_hardware_still_compare() -> None:
     assert unknown_facts(old, old) == ()
 
 
+def clock_notes(base: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [note for note in compare(RunData(base), RunData(new)).notes if "MHz" in note]
+
+
 def test_clocks_that_differ_under_load_are_said() -> None:
     base, cool, hot = result(1, hardware=GPU), result(2, hardware=GPU), result(3, hardware=GPU)
     for run, clock in ((base, 1980), (cool, 1935), (hot, 1410)):
         run["llmopt"]["environment"]["after"] = {"gpu": {"sm_mhz": clock}}
-    assert compare(RunData(base), RunData(cool)).notes == ()
-    (note,) = compare(RunData(base), RunData(hot)).notes
+    assert not clock_notes(base, cool)
+    (note,) = clock_notes(base, hot)
     assert "1980 MHz after the base run and 1410 after the new one" in note
 
 
@@ -104,7 +108,7 @@ def test_a_server_that_does_not_say_its_gpu_is_in_the_words_of_the_verdict() -> 
     old, new = server(1, None, None), server(2, None, "0.30.0")
     verdict = compare(RunData(old), RunData(new))
     assert "the server's GPU is unknown in both runs" in verdict.sentence
-    assert verdict.notes == ("server version: unknown against 0.30.0",)
+    assert "server version: unknown against 0.30.0" in verdict.notes
     assert unknown_facts(server(3, "H100", None), new) == (
         "the server's GPU is unknown in the new run",
     )

@@ -204,6 +204,7 @@ def test_served_conversations_hit_what_their_blocks_say(
         num_warmups=0,
         max_concurrency=1,
         think_time="0.01",
+        quality=False,
     )
     run = run_bench(options)
     queries, hits = (metric(server, name) - old for name, old in zip(names, before, strict=True))

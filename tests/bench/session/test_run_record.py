@@ -56,8 +56,12 @@ IN_PROCESS = {
     "update_seconds preemptions peak_kv_blocks kv_unfilled_share",
     "memory": "weight_bytes checkpoint_bytes kv_cache_bytes kv_cache peak_resident_bytes",
     "memory.kv_cache": "dtype bytes_per_token tokens blocks",
-    "quality": "protocol source token_sha256 num_tokens perplexity nll_nats reference "
-    "reference_perplexity kl_nats top1_agreement",
+    "quality": "protocol description settings source token_sha256 num_tokens num_windows perplexity nll_nats "
+    "reference reference_perplexity perplexity_ratio kl_nats median_kl_nats p90_kl_nats p95_kl_nats "
+    "p99_kl_nats p999_kl_nats max_kl_nats top1_agreement rank_moved intervals interval_method speed hurt",
+    "quality.settings": "*",
+    "quality.intervals": "*",
+    "quality.speed": "*",
     "roofline": "ceilings points bytes_per_decoded_token",
     "roofline.ceilings": "far_bandwidth near_bandwidth near_bytes peak_flops bandwidth flops",
     "roofline.points": "phase num_steps seconds bytes_per_step flops_per_step intensity achieved_flops "

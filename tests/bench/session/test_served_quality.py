@@ -14,7 +14,7 @@ from llmopt.bench.client.address import Address
 from llmopt.bench.client.known_server import known_server
 from llmopt.bench.client.served_model import find_served
 from llmopt.bench.options.options import BenchOptions, checked
-from llmopt.bench.session.engine_quality import score_quality
+from llmopt.bench.session.engine_quality import quality_passage, score_quality
 from llmopt.bench.session.served_quality import ServedQuality, score_served
 from llmopt.bench.session.session import load_reference
 from llmopt.cli.bench import bench
@@ -48,7 +48,9 @@ def served(url: str, **options: Any) -> ServedQuality:
 
 def in_process(**options: Any) -> dict[str, Any]:
     chosen = checked(BenchOptions, {"model": "stories3M", **TOKENS, **options}, "option")
-    quality, _ = score_quality(chosen, make_engine(), load_reference, Silent())
+    engine = make_engine()
+    passage = quality_passage(chosen, engine)
+    quality, _ = score_quality(chosen, engine, passage, load_reference, Silent())
     return quality.as_dict()
 
 
