@@ -23,9 +23,9 @@ from .operating_curve import OperatingCurve
 from .quality_checks import QualityGate, check_quality, quality_changes
 from .scored import Scored
 from .sequential import FALSE_PASS
-from .start_values import requests_missing, too_few_words
 from .task_checks import TaskChange, check_task, task_changes
 from .task_scored import TaskScored
+from .unjudgeable import unjudgeable
 from .verdict_words import overall_words
 
 LENGTH_TOLERANCE = 0.10
@@ -106,9 +106,8 @@ def compare(
         speeds = []
     for limit in speeds:
         assert isinstance(limit.quantity, Measured)
-        missing = max(requests_missing(limit.quantity, [side]) for side in (base, new))
-        if missing:
-            gaps.append(too_few_words(limit.quantity, missing))
+        if why := unjudgeable(limit.quantity, [base], [new]):
+            gaps.append(why)
         elif delta := judge(limit.quantity, limit, base, new, num_limits=len(speeds), same=same):
             deltas.append(delta)
         elif limits:

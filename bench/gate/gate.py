@@ -30,6 +30,9 @@ RATES = {
     "cpu_seconds": ("CPU time of a pass", "s"),
     "waiting_seconds": ("Waiting time of a pass", "s"),
     "instructions": ("Instructions of a pass", "instructions"),
+    "request_goodput": ("Goodput", "requests/s"),
+    "slo_share": ("Requests within the SLO", "share"),
+    "joules_per_token": ("Energy per token", "J"),
 }
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
 WORD = re.compile(r"([A-Za-z_][\w.-]*)\s*(<=|>=)\s*([+-]?[\d.]+(?:[eE][+-]?\d+)?)(%?)")

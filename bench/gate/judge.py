@@ -18,7 +18,7 @@ from ..metrics.statistics import (
     effect_of_pairs,
     effect_of_runs,
 )
-from ..record.run_data import RunData
+from ..record.run_data import RunData, value_of_pass
 from .gate import MEASURED, Limit, Measured, Outcome
 from .sequential import FALSE_PASS, FALSE_REGRESSION
 from .start_values import WAITING, undisturbed
@@ -138,7 +138,7 @@ def share_of(value: float) -> float:
 def values_of(measured: Measured, data: RunData) -> list[float]:
     """The metric in each undisturbed pass that has it. Only waiting time may be 0."""
     passes = data.result["llmopt"]["runs"]
-    values = [passes[number].get(measured.key) for number in undisturbed(passes)]
+    values = [value_of_pass(passes[number], measured.key) for number in undisturbed(passes)]
     return [value for value in values if value or (value == 0 and measured.key == WAITING)]
 
 
@@ -146,7 +146,7 @@ def values_of_pairs(measured: Measured, base: RunData, new: RunData) -> list[tup
     """The metric in both passes of each pair in which neither was disturbed; all pairs if there is none."""
     sides = [data.result["llmopt"]["runs"] for data in (base, new)]
     kept = set(undisturbed(sides[0])) & set(undisturbed(sides[1])) or set(range(len(sides[0])))
-    pairs = [(sides[0][n].get(measured.key), sides[1][n].get(measured.key)) for n in sorted(kept)]
+    pairs = [[value_of_pass(side[n], measured.key) for side in sides] for n in sorted(kept)]
     return [(one, other) for one, other in pairs if one and other]
 
 

@@ -34,7 +34,8 @@ from .judge import Delta, change_words
 from .operating_curve import OperatingCurve, OperatingPoint, operating_points
 from .quality_checks import QualityGate, quality_changes
 from .sequential import CODES, FALSE_PASS, FALSE_REGRESSION, SequentialPlan, decide
-from .start_values import PairedChanges, paired_changes, requests_missing, too_few_words
+from .start_values import PairedChanges, paired_changes
+from .unjudgeable import unjudgeable
 from .verdict_words import pairs_to_settle
 
 MIN_PAIRS_FOR_CURVE = 5
@@ -124,8 +125,8 @@ def judge_limit(
     plan: SequentialPlan,
 ) -> tuple[Delta | str, OperatingCurve | None]:
     """One measured limit on the pairs, and its operating curve; text if it cannot be judged."""
-    if missing := max(requests_missing(measured, base), requests_missing(measured, new)):
-        return too_few_words(measured, missing), None
+    if why := unjudgeable(measured, base, new):
+        return why, None
     paired = paired_changes(limit, base, new)
     if paired is None:
         return f"{measured.label} has a limit but no value in every start", None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..metrics.statistics import requests_for_percentile
-from ..record.run_data import RunData
+from ..record.run_data import RunData, value_of_pass
 from .gate import Limit, Measured
 
 WAITING = "waiting_seconds"
@@ -52,7 +52,7 @@ def undisturbed(passes: Sequence[Mapping[str, Any]]) -> list[int]:
 def value_of_start(start: RunData, key: str) -> float | None:
     """A metric's median over the undisturbed passes of a start; None without a value."""
     passes = start.result["llmopt"]["runs"]
-    values = [passes[number].get(key) for number in undisturbed(passes)]
+    values = [value_of_pass(passes[number], key) for number in undisturbed(passes)]
     known = [value for value in values if value is not None]
     return float(np.median(known)) if known else None
 
@@ -119,10 +119,10 @@ def _change_by_passes(base: RunData, new: RunData, key: str, otherwise: float) -
     if not pair or pair != new.result["llmopt"]["arms"]:
         return otherwise
     passes = [side.result["llmopt"]["runs"][::-1] for side in (base, new)]
-    logs = [
-        math.log(after[key] / before[key])
+    pairs = [
+        (value_of_pass(before, key), value_of_pass(after, key))
         for before, after in zip(*passes, strict=False)
-        if before.get(key) and after.get(key)
         if not before.get("disturbed") and not after.get("disturbed")
     ]
+    logs = [math.log(after / before) for before, after in pairs if before and after]
     return float(np.mean(logs)) if logs else otherwise

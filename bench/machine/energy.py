@@ -98,10 +98,14 @@ class EnergyMeter:
     def start(self) -> None:
         self._before = self._read()
 
-    def stop(self) -> None:
-        for name, after in self._read().items():
-            used, total = self._before[name].until(after), self._joules[name]
+    def stop(self) -> float | None:
+        """End a span; its joules over the counters that can be read, None where none can."""
+        spans = {name: self._before[name].until(after) for name, after in self._read().items()}
+        for name, used in spans.items():
+            total = self._joules[name]
             self._joules[name] = None if used is None or total is None else total + used
+        known = [used for used in spans.values() if used is not None]
+        return sum(known) if known else None
 
     def _read(self) -> dict[str, Reading]:
         joules = self._nvml.energy_joules() if self._nvml else None

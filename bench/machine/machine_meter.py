@@ -39,14 +39,17 @@ class MachineMeter:
             self._passes.start()
 
     def stop(self, helper_seconds: float = 0.0) -> dict[str, Any]:
-        """End a pass; returns its fields in the record: `other_load` and those of `PassUsage`.
+        """End a pass; returns its fields in the record: `other_load`, `joules` (None where unknown, or
+        another machine's) and those of `PassUsage`.
 
         `helper_seconds` is the CPU time of our own child processes since `start`.
         """
         usage = self._passes.stop() if self._passes is not None else no_usage()
-        self._energy.stop()
+        joules = self._energy.stop()
         others = other_load(self._clock, CpuTimes.now(), helper_seconds)
-        return {"other_load": others, **usage.as_dict()}
+        if self._no_energy_because is not None:
+            joules = None
+        return {"other_load": others, "joules": joules, **usage.as_dict()}
 
     def energy(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
         """`llmopt.energy` of a result: over all passes, and per million tokens."""

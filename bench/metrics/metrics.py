@@ -40,6 +40,9 @@ FORMULAS = {
     "output_throughput": "generated tokens of completed requests / duration",
     "total_token_throughput": "(prompt + generated tokens of completed requests) / duration",
     "request_goodput": "completed requests that meet every limit / duration",
+    "slo_share": "completed requests that meet every limit of --goodput / all requests, failed ones too",
+    "joules_per_token": "energy of sockets and GPU during a pass / its generated tokens; where nothing is "
+    "generated, / its prompt tokens",
     "max_output_tokens_per_s": "most chunks in one whole second since the first send, as vLLM counts",
     "max_concurrent_requests": "most requests alive within one whole second, as vLLM counts",
     "percentiles": "linear interpolation between order statistics (numpy); std divides by n",
@@ -136,14 +139,31 @@ def aggregate(
     return figures
 
 
-def count_good(done: Iterable[RequestTrace], limits_ms: Mapping[str, float]) -> int:
-    """How many requests meet every limit. A request with one token has a TPOT of 0 here, as in vLLM."""
+def count_good(
+    done: Iterable[RequestTrace], limits_ms: Mapping[str, float], *, from_schedule: bool = False
+) -> int:
+    """How many requests meet every limit. A request with one token has a TPOT of 0 here, as in vLLM.
+
+    `from_schedule` counts TTFT and end-to-end time from when a request was due, not from when the client
+    sent it.
+    """
 
     def is_good(trace: RequestTrace) -> bool:
-        seen = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2el": trace.e2el}
+        wait = trace.queued if from_schedule else 0.0
+        seen = {"ttft": trace.ttft + wait, "tpot": trace.tpot or 0.0, "e2el": trace.e2el + wait}
         return all(seen[metric] * 1000 <= limit for metric, limit in limits_ms.items())
 
     return sum(map(is_good, done))
+
+
+def slo_share(
+    traces: Sequence[RequestTrace], limits_ms: Mapping[str, float], *, from_schedule: bool = False
+) -> float | None:
+    """Fraction of all requests, failed ones included, that meet every limit; None without limits."""
+    if not limits_ms or not traces:
+        return None
+    done = [trace for trace in traces if trace.success]
+    return count_good(done, limits_ms, from_schedule=from_schedule) / len(traces)
 
 
 def parse_goodput(words: Iterable[str]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import statistics
-from .metrics import aggregate, exact_peaks, samples, summary
+from .metrics import aggregate, exact_peaks, samples, slo_share, summary
 from .trace import LoadPass
 
 PERCENTILES = (50, 90, 95, 99)
@@ -19,9 +19,14 @@ POOLED = ("itl", "token_gap")
 RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
-def summarize_pass(load_pass: LoadPass) -> dict[str, Any]:
-    """The figures of one pass, for the spread between passes."""
-    return aggregate([load_pass], metrics=RUN_METRICS, percentiles=PERCENTILES)
+def summarize_pass(
+    load_pass: LoadPass, limits_ms: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The figures of one pass, for the spread between passes; `limits_ms` are those of `--goodput`."""
+    figures = aggregate(
+        [load_pass], metrics=RUN_METRICS, percentiles=PERCENTILES, goodput_ms=limits_ms
+    )
+    return {**figures, "slo_share": slo_share(load_pass.traces, limits_ms or {})}
 
 
 def distributions(passes: Sequence[LoadPass], seed: int) -> dict[str, Any]:

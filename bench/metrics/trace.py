@@ -137,6 +137,13 @@ class LoadPass:
         """Whether a request was still in flight when the window closed."""
         return self.window is not None and trace.ended > self.window
 
+    @property
+    def all_tokens(self) -> tuple[int, int]:
+        """(prompt, output) tokens of the successful requests, those drained behind a window included: the
+        energy counters run until the last of them."""
+        done = [trace for trace in self.traces if trace.success]
+        return sum(trace.prompt_len for trace in done), sum(trace.output_len for trace in done)
+
     def tokens_in_window(self) -> tuple[int, int]:
         """(prompt, output) tokens of the successful requests; with a window, those that it saw: prompts whose
         first chunk came within it, and output tokens delivered within it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class RunData:
 
     def values(self, key: str) -> list[float]:
         """A metric's value in each pass, without passes that have none."""
-        found = [run.get(key) for run in self.result["llmopt"]["runs"]]
+        found = [value_of_pass(run, key) for run in self.result["llmopt"]["runs"]]
         return [value for value in found if value]
 
     def by_request(self, column: str) -> dict[str, list[float]]:
@@ -66,3 +67,17 @@ class RunData:
                 if value is not None:
                     found.setdefault(request, []).append(value)
         return found
+
+
+def value_of_pass(run: Mapping[str, Any], key: str) -> float | None:
+    """A metric of a pass; None where it has none.
+
+    Goodput or SLO share of a pass in which no request is good is what half a request would give, since values
+    are compared as ratios.
+    """
+    value = run.get(key)
+    if value == 0 and key == "request_goodput":
+        return 0.5 / run["duration"]
+    if value == 0 and key == "slo_share":
+        return 0.5 / max(1, run["completed"] + run["failed"])
+    return value

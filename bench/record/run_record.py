@@ -10,6 +10,7 @@ from typing import Any
 
 from ..machine.machine_meter import MachineMeter
 from ..metrics.cost import cost_part
+from ..metrics.metrics import parse_goodput, slo_share
 from ..metrics.run_statistics import client_lag, peaks, spread, summarize_pass
 from ..metrics.steady import steady_state
 from ..metrics.trace import LoadPass
@@ -40,6 +41,7 @@ KEYS = (
     "metrics",
     "spread",
     "peaks",
+    "slo",
     "steady_state",
     "client_lag_ms",
     "client",
@@ -70,7 +72,7 @@ class MeasuredPass:
     Attributes:
         prefix_cache_hit_rate: fraction of prompt tokens from the prefix cache; None where the target does
             not report it.
-        usage: {key of the record: value}: the background load, and `machine.pass_usage.PassUsage`.
+        usage: {key of the record: value}: the background load, the energy, and `machine.pass_usage.PassUsage`.
         preemptions: sequences preempted in the pass, where the target reports them.
     """
 
@@ -112,10 +114,9 @@ class Measurement:
 
     @property
     def all_tokens(self) -> tuple[int, int]:
-        """(prompt, output) tokens of the successful requests, those drained behind a window included: the
-        energy counters run until the last of them."""
-        done = [trace for load in self.loads for trace in load.traces if trace.success]
-        return sum(t.prompt_len for t in done), sum(t.output_len for t in done)
+        """(prompt, output) tokens of all passes."""
+        prompt, output = zip(*(load.all_tokens for load in self.loads), strict=True)
+        return sum(prompt), sum(output)
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
@@ -210,10 +211,16 @@ def _load_parts(measured: Measurement) -> dict[str, Any]:
 def _pass_parts(measured: Measurement) -> dict[str, Any]:
     """Statistics per pass and over all passes."""
     loads = measured.loads
-    summaries = [summarize_pass(load) for load in loads]
+    limits = parse_goodput(measured.options.goodput)
+    summaries = [summarize_pass(load, limits) for load in loads]
     return {
         "runs": [
-            {**figures, "prefix_cache_hit_rate": one.prefix_cache_hit_rate, **one.usage}
+            {
+                **figures,
+                "prefix_cache_hit_rate": one.prefix_cache_hit_rate,
+                "joules_per_token": joules_per_token(one.usage["joules"], *one.load.all_tokens),
+                **one.usage,
+            }
             for figures, one in zip(summaries, measured.passes, strict=True)
         ],
         "rejected_passes": [
@@ -222,10 +229,24 @@ def _pass_parts(measured: Measurement) -> dict[str, Any]:
         "metrics": measured.metrics,
         "spread": spread(summaries),
         "peaks": peaks(loads),
+        "slo": slo_part(loads, limits),
         "steady_state": steady_state(loads, measured.options.concurrency),
         "client_lag_ms": client_lag(loads),
         "prefix_cache_hit_rate": measured.prefix_cache_hit_rate,
     }
+
+
+def slo_part(loads: Sequence[LoadPass], limits_ms: Mapping[str, float]) -> dict[str, Any] | None:
+    """`llmopt.slo`: the limits of `--goodput` and the share of requests that meets them; None without."""
+    traces = [trace for load in loads for trace in load.traces]
+    share = slo_share(traces, limits_ms)
+    return None if share is None else {"limits_ms": dict(limits_ms), "share": share}
+
+
+def joules_per_token(joules: float | None, prompt_tokens: int, output_tokens: int) -> float | None:
+    """Energy per generated token; where nothing is generated (embeddings), per prompt token."""
+    tokens = output_tokens or prompt_tokens
+    return joules / tokens if joules is not None and tokens else None
 
 
 def _machine_parts(measured: Measurement, totals: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
-from ..metrics.metrics import aggregate, parse_goodput
+from ..metrics.metrics import aggregate, parse_goodput, slo_share
 from ..metrics.statistics import run_cv
 from ..metrics.steady import steady_state
 from ..metrics.trace import LoadPass
@@ -222,33 +222,12 @@ def point_record(
         "run_cv": run_cv(each) if len(each) > 1 and all(each) else None,
         "prefix_cache_hit_rate": sum(known) / len(known) if known else None,
         "steady_state": steady_state(passes, int(value) if kind == "concurrency" else None),
-        "good_share": good_share(passes, limits_ms, from_schedule=kind == "rate"),
+        "good_share": slo_share(
+            [trace for load_pass in passes for trace in load_pass.traces],
+            limits_ms,
+            from_schedule=kind == "rate",
+        ),
     }
-
-
-def good_share(
-    passes: Sequence[LoadPass], limits_ms: Mapping[str, float], *, from_schedule: bool
-) -> float | None:
-    """Fraction of all requests, failed ones included, that meet every limit; None without limits.
-
-    `from_schedule` counts TTFT and end-to-end time from when a request was due, not from when
-    the client sent it.
-    """
-    traces = [trace for load_pass in passes for trace in load_pass.traces]
-    if not limits_ms or not traces:
-        return None
-    good = 0
-    for trace in traces:
-        if not trace.success:
-            continue
-        wait = trace.queued if from_schedule else 0.0
-        latencies = {
-            "ttft": trace.ttft + wait,
-            "tpot": trace.tpot or 0.0,
-            "e2el": trace.e2el + wait,
-        }
-        good += all(latencies[metric] * 1000 <= limit for metric, limit in limits_ms.items())
-    return good / len(traces)
 
 
 def sweep_loads(sweep_target: SweepTarget, loads: Sequence[float] | None) -> Sweep:

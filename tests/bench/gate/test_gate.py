@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from llmopt.bench.gate.compare import Comparison, RunData, compare
-from llmopt.bench.gate.gate import COUNTED, MEASURED, Outcome, parse_gate, speed_limits
+from llmopt.bench.gate.gate import COUNTED, MEASURED, RATES, Outcome, parse_gate, speed_limits
 from llmopt.bench.gate.judge import background_error
 from llmopt.bench.gate.outputs import benchmark_entries, junit
 from llmopt.bench.page.page import markdown_table
@@ -237,4 +237,4 @@ def test_markdown_has_a_row_for_every_limit(judged: tuple[RunData, Comparison]) 
 
 def test_names_are_in_one_place() -> None:
     assert not set(MEASURED) & set(COUNTED)
-    assert len(MEASURED) == 7 + 4 * 7
+    assert len(MEASURED) == len(RATES) + 4 * 7

@@ -14,7 +14,7 @@ from llmopt.bench.session.run_sessions import run_bench
 # machine or from run to run.
 EVERY_TARGET = {
     "": "schema run_id arms name interrupted slowdown identity workload num_warmups num_runs runs rejected_passes metrics "
-    "spread peaks steady_state client_lag_ms phases preemptions prefix_cache_hit_rate memory quality "
+    "spread peaks slo steady_state client_lag_ms phases preemptions prefix_cache_hit_rate memory quality "
     "roofline energy environment cost",
     "identity": "model model_hash quantization dtype target workload workload_sha256 load engine device "
     "machine hardware",
@@ -37,7 +37,8 @@ EVERY_TARGET = {
 OF_A_RUN = (
     "duration completed failed total_input_tokens total_output_tokens request_throughput "
     "request_goodput output_throughput total_token_throughput max_output_tokens_per_s "
-    "max_concurrent_requests rtfx prefix_cache_hit_rate other_load cpu_seconds waiting_seconds "
+    "max_concurrent_requests rtfx slo_share prefix_cache_hit_rate "
+    "joules joules_per_token other_load cpu_seconds waiting_seconds "
     "run_delay_seconds instructions involuntary_switches steal_seconds disturbed disturbed_because "
 ) + " ".join(
     f"{statistic}_{metric}_ms"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench.metrics.trace import LoadPass, RequestTrace
+from llmopt.bench.metrics.metrics import slo_share
+from llmopt.bench.metrics.trace import RequestTrace
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.options.sweep_loads import parse_loads
 from llmopt.bench.report.sweep_page import sweep_page
@@ -17,7 +18,6 @@ from llmopt.bench.session.sweep import (
     SweepTarget,
     double_until_flat,
     find_knee,
-    good_share,
     sweep_loads,
 )
 from llmopt.cli.main import main
@@ -87,14 +87,13 @@ def request(sent: float, first: float, last: float, due: float | None = None) ->
     return RequestTrace("r", 5, 2, scheduled, sent, [first, last], [1, 1], success=True)
 
 
-def test_good_share_counts_failures_and_the_wait_of_the_schedule() -> None:
+def test_slo_share_counts_failures_and_the_wait_of_the_schedule() -> None:
     late = request(sent=1.0, first=1.1, last=1.2, due=0.5)
     traces = [request(0.0, 0.1, 0.2), late, RequestTrace("bad", 5, 2, 0.0, 0.0)]
-    one = [LoadPass(traces, 2.0)]
-    assert good_share(one, {"ttft": 150}, from_schedule=False) == pytest.approx(2 / 3)
-    assert good_share(one, {"ttft": 150}, from_schedule=True) == pytest.approx(1 / 3)
-    assert good_share(one, {"ttft": 150, "tpot": 50}, from_schedule=False) == 0
-    assert good_share(one, {}, from_schedule=True) is None
+    assert slo_share(traces, {"ttft": 150}) == pytest.approx(2 / 3)
+    assert slo_share(traces, {"ttft": 150}, from_schedule=True) == pytest.approx(1 / 3)
+    assert slo_share(traces, {"ttft": 150, "tpot": 50}) == 0
+    assert slo_share(traces, {}, from_schedule=True) is None
 
 
 def test_parse_loads() -> None:
