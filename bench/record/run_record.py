@@ -46,6 +46,7 @@ KEYS = (
     "client_lag_ms",
     "client",
     "server",
+    "server_metrics",
     "phases",
     "step_split",
     "step_trace",
@@ -72,14 +73,16 @@ class MeasuredPass:
     Attributes:
         prefix_cache_hit_rate: fraction of prompt tokens from the prefix cache; None where the target does
             not report it.
-        usage: {key of the record: value}: the background load, the energy, and `machine.pass_usage.PassUsage`.
+        usage: {key of the record: value}: background load, energy, and `machine.pass_usage.PassUsage`.
         preemptions: sequences preempted in the pass, where the target reports them.
+        server_metrics: what `server.server_metrics.pass_metrics` made of the server's own metrics.
     """
 
     load: LoadPass
     prefix_cache_hit_rate: float | None
     usage: Mapping[str, Any]
     preemptions: int = 0
+    server_metrics: Mapping[str, Any] | None = None
 
     @property
     def disturbed(self) -> bool:

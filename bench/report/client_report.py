@@ -39,6 +39,31 @@ def client_section(ours: Mapping[str, Any]) -> Section:
     return Section("The client", words, (), (Table(header, rows),))
 
 
+def server_metrics_sections(ours: Mapping[str, Any]) -> list[Section]:
+    """The server's own metrics during the passes, or the reason why there are none."""
+    if not (metrics := ours.get("server_metrics")):
+        return []
+    if metrics["reason"]:
+        return [Section("The server's metrics", (f"None: {metrics['reason']}.",), (), ())]
+    gauges = [
+        [name, number(value["mean"], 3), number(value["max"], 3)]
+        for name, value in sorted(metrics["gauges"].items())
+    ]
+    counters = [[name, f"{value:,.10g}"] for name, value in sorted(metrics["counters"].items())]
+    means = [[name, number(value, 4)] for name, value in sorted(metrics["means"].items())]
+    scrapes = sum(each["num_scrapes"] for each in metrics["runs"] if each)
+    words = (
+        f"{scrapes} scrapes of {metrics['url']}: at the start and the end of each pass and every second "
+        "between. The server's other clients are counted too."
+    )
+    tables = [
+        Table(["gauge", "mean", "max"], gauges),
+        Table(["counter", "rise over all passes"], counters),
+        Table(["histogram", "mean of what it observed"], means),
+    ]
+    return [Section("The server's metrics", (words,), (), [t for t in tables if t.rows])]
+
+
 def certificate(client: Mapping[str, Any]) -> str:
     """One sentence: certified or not, and why."""
     if not client["certified"]:

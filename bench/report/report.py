@@ -14,7 +14,7 @@ from ..page.page import Card, Figure, Page, Section, Verdict
 from ..page.text import number, percent, size
 from ..quality.layer_errors import layer_sections
 from ..quality.quality_section import quality_sections
-from .client_report import client_section
+from .client_report import client_section, server_metrics_sections
 from .formula_table import formula_table
 from .latency_tables import latency_tables
 from .money import money_sections
@@ -70,6 +70,7 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
         if record.get("client")
         else Section("Quality and memory", (), (), quality_and_memory({record["name"]: result})),
         *quality_sections(record.get("quality")),
+        *server_metrics_sections(record),
         *layer_sections({record["name"]: result}),
         *money_sections({record["name"]: result}),
         *pass_sections(result),

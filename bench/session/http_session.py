@@ -21,6 +21,8 @@ from ..record.conversations import conversations_part
 from ..record.identity import identity_part
 from ..record.result import BenchRun
 from ..record.run_record import MeasuredPass, TargetFacts, build_run
+from ..server.scrape import Scraper
+from ..server.server_metrics import pass_metrics, server_metrics_part
 from ..tasks.harness import TaskScores, check_template, prepare_tasks, run_tasks
 from ..tasks.served_backend import ServedBackend
 from ..workloads.datasets import build_workload, resolved_options
@@ -65,6 +67,7 @@ class HttpSession(Session):
             no_energy_because=None if address.is_loopback else ELSEWHERE,
         )
         super().__init__(options, name, workload, machine, progress, paired_runs)
+        self._scraper = Scraper(address)
         self._driver = HttpDriver(options, address, served, self._progress)
         try:
             if options.check_client:
@@ -76,7 +79,14 @@ class HttpSession(Session):
 
     def close(self) -> None:
         """End the worker processes."""
+        self._scraper.stop()
         self._driver.close()
+
+    def say_notes(self) -> None:
+        """Print notes on the workload, and why there are no server metrics."""
+        super().say_notes()
+        if self._scraper.reason is not None:
+            self._progress.note(f"no server metrics: {self._scraper.reason}")
 
     def identity(self) -> dict[str, Any]:
         """The identity, as far as the client knows it and the server says it."""
@@ -122,6 +132,9 @@ class HttpSession(Session):
             except KeyboardInterrupt:
                 interrupted = True
         measured = self._measurement(interrupted=interrupted)
+        of_passes = [each.server_metrics for each in measured.passes]
+        server_metrics = server_metrics_part(self._scraper, of_passes)
+        preemptions = server_metrics["counters"].get("num_preemptions")
         target = TargetFacts(
             model_id=self._served.model,
             tokenizer_id=self._served.tokenizer_name,
@@ -131,6 +144,7 @@ class HttpSession(Session):
                 ("weight_bytes", "checkpoint_bytes", "kv_cache_bytes", "peak_resident_bytes")
             ),
             quality=quality.record,
+            preemptions=None if preemptions is None else round(preemptions),
             of_kind={
                 **conversations_part(measured.loads, self._workload, None),
                 "quality_reason": quality.reason,
@@ -142,6 +156,7 @@ class HttpSession(Session):
                     "max_model_len": self._served.max_model_len,
                     "started": self._options.started_server,
                 },
+                "server_metrics": server_metrics,
             },
         )
         run = build_run(measured, target, quality.series)
@@ -177,15 +192,20 @@ class HttpSession(Session):
         )
 
     def _measure(self, number: int, description: str) -> MeasuredPass:
+        self._scraper.start()
         self._machine.start()
         window = self._options.duration
         sent = self._driver.drive(self._workload, number, description, window)
         usage = self._machine.stop(sent.worker_seconds)
+        of_server = pass_metrics(*self._scraper.stop())
         usage["client_machine_load"] = usage["other_load"]
         # With a server on this machine, its CPU use cannot be told from background load.
         if self._address.is_loopback:
             usage["other_load"] = None
-        return MeasuredPass(sent.load, sent.prefix_cache_hit_rate, usage)
+        hit_rate = sent.prefix_cache_hit_rate
+        if hit_rate is None and of_server is not None:
+            hit_rate = of_server["prefix_cache_hit_rate"]
+        return MeasuredPass(sent.load, hit_rate, usage, server_metrics=of_server)
 
     def _warm_up(self) -> None:
         options, tokenizer = self._options, self._served.tokenizer

@@ -69,9 +69,10 @@ IN_PROCESS = {
     "achieved_bandwidth mbu mfu of_roof bound explanation",
 }
 OVER_HTTP = {
-    "": "client server quality_reason tasks",
+    "": "client server server_metrics quality_reason tasks",
     "identity": "server",
     "identity.server": "model version",
+    "server_metrics": "url reason scraped_every_s counters gauges means runs",
     "identity.engine": "backend path client_workers extra_body",
     "runs": f"{OF_A_RUN} client_machine_load",
     "client": "certified reasons workers client_ttft_error_ms client_itl_error_ms check loop_lag_ms "
