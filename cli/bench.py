@@ -11,6 +11,7 @@ import typer
 from .options.common import ModelOptions
 from .options.conversation import ConversationOptions
 from .options.engine import EngineOptions
+from .options.grid import GridOptions
 from .options.groups import values_of, with_groups
 from .options.load import LoadOptions
 from .options.result import ResultOptions
@@ -33,6 +34,7 @@ def bench(
     arrivals: ArrivalOptions,
     load: LoadOptions,
     sweep: SweepOptions,
+    grid: GridOptions,
     target: TargetOptions,
     engine: EngineOptions,
     metrics: MetricOptions,
@@ -45,18 +47,29 @@ def bench(
     from ..bench.options.options import BenchOptions, checked
     from ..bench.server.served import served
     from ..bench.session.gate_run import run_judged
+    from ..quant.base.errors import BadInput
+    from .bench_grid import run_bench_grid
     from .bench_sweep import run_sweep
     from .output.console import TerminalProgress
 
     if target.asks_for_the_client_alone:
         _print_client_errors(target, as_json=result.as_json)
         return
-    result.check()
+    grid.check()
+    if not grid.is_asked_for:
+        result.check()
     name, wanted = model.name, verdict.wanted()
     said = values_of(data, conversation, arrivals, load, target, metrics, quality, record)
     given = {**said, **engine.keywords(), **_parsed(target, metrics, record), "model": name}
     # Options that were not given stay unset: some data sets have their own defaults.
     given = {key: value for key, value in given.items() if value is not None}
+    if grid.is_asked_for:
+        if sweep.is_asked_for or wanted is not None:
+            raise BadInput(
+                "a grid has no load sweep, search or comparison: leave those options away"
+            )
+        run_bench_grid(given, grid, result)
+        return
     options = checked(BenchOptions, given, "option")
     if sweep.is_asked_for:
         run_sweep(options, sweep, wanted, result)

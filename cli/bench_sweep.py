@@ -71,17 +71,9 @@ def _measured(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any]:
 
 
 def _show(record: dict[str, Any], out: Console) -> None:
-    from rich import box
-    from rich.table import Table
-
     from ..bench.report.sweep_page import points_table, sweep_verdict
+    from .output.bench_tables import print_table
 
-    points = points_table(record)
-    table = Table(box=box.SIMPLE, padding=0)
-    for heading in points.header:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in points.rows:
-        table.add_row(*row)
-    out.print(table)
+    print_table(points_table(record), out)
     verdict = sweep_verdict(record)
     out.print(f"{verdict.headline} {verdict.sentence}", markup=False)

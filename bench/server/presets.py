@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from ...quant.base.errors import BadInput
 
 HOST = "127.0.0.1"
+MODEL, NAME, PORT = "{model}", "{name}", "{port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Preset:
         backend: the request format (`client.address.BACKENDS`).
         is_served_by_path: requests name the model by its path; the served name cannot be chosen.
         needs_gguf: it only loads GGUF files.
+        has_no_name: the name of its model is only known from the running server.
     """
 
     program: str | None
@@ -34,6 +37,7 @@ class Preset:
     backend: str = "openai"
     is_served_by_path: bool = False
     needs_gguf: bool = False
+    has_no_name: bool = False
 
     def find(self, name: str, given: Path | None) -> str:
         """The program's path.
@@ -105,11 +109,43 @@ def known_presets() -> Sequence[str]:
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name.
+    """The preset of that name, or one for a whole command line.
 
     Raises:
         BadInput: there is none.
     """
-    if name not in PRESETS:
-        raise BadInput(f"--serve {name!r}: it is none of {', '.join(PRESETS)}")
-    return PRESETS[name]
+    if name in PRESETS:
+        return PRESETS[name]
+    if PORT in name:
+        return _of_command(name)
+    raise BadInput(
+        f"--serve {name!r}: it is none of {', '.join(PRESETS)}, and no command line with {PORT} in it"
+    )
+
+
+def _of_command(line: str) -> Preset:
+    """A server's whole command line, in which {model}, {name}, {host} and {port} are filled in."""
+    try:
+        program, *words = shlex.split(line)
+    except ValueError as error:
+        raise BadInput(f"--serve {line!r}: {error}") from error
+
+    def arguments(model: str, name: str, port: int) -> list[str]:
+        values = {MODEL: model, NAME: name, "{host}": HOST, PORT: str(port)}
+        # Not str.format: braces may also be JSON.
+        return [_filled(word, values) for word in words]
+
+    return Preset(
+        program,
+        arguments,
+        (),
+        "give the program's path",
+        is_served_by_path=NAME not in line and MODEL in line,
+        has_no_name=NAME not in line,
+    )
+
+
+def _filled(word: str, values: dict[str, str]) -> str:
+    for placeholder, value in values.items():
+        word = word.replace(placeholder, value)
+    return word

@@ -7,6 +7,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -55,9 +56,9 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
     model, tokenizer = _model(options, chosen)
     name = Path(model).name
     port = _free_port()
-    command = [program, *chosen.arguments(model, name, port), *_words(options.serve_args)]
+    command = [program, *server_arguments(options, chosen, model, port)]
     progress = progress or Silent()
-    found_version = version_of([program, *chosen.version])
+    found_version = version_of([program, *chosen.version]) if chosen.version else None
     progress.note(f"starting {shlex.join(without_secrets(command))}")
     with tempfile.TemporaryFile() as log:
         # A new session: Ctrl-C reaches only the benchmark, which then stops the server.
@@ -73,7 +74,7 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
             url = f"http://{HOST}:{port}"
             _wait_until_ready(process, url, options, log)
             seconds = time.perf_counter() - began
-            progress.note(f"{options.serve} is ready after {seconds:.1f} s at {url}")
+            progress.note(f"{_label(options)} is ready after {seconds:.1f} s at {url}")
             known = {
                 "preset": options.serve,
                 "command": without_secrets(command),
@@ -88,16 +89,51 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
                     "serve_program": None,
                     "base_url": url,
                     "backend": _backend(options, chosen),
-                    "model": model if chosen.is_served_by_path else name,
+                    "model": _served_name(chosen, model, name),
                     "tokenizer": tokenizer,
                     "max_model_len": options.max_model_len or _context(model, chosen),
-                    "name": options.name or options.label or f"{options.serve}-{name}",
+                    "name": options.name or options.label or f"{_label(options)}-{name}",
                     "started_server": known,
                 }
             )
         finally:
             with interrupts_held():
                 stop(process)
+
+
+def server_arguments(options: BenchOptions, chosen: Preset, model: str, port: int) -> list[str]:
+    """A server's command line after its program.
+
+    Raises:
+        BadInput: malformed `--serve-args`.
+    """
+    return [*chosen.arguments(model, Path(model).name, port), *_words(options.serve_args)]
+
+
+def dry_command(options: BenchOptions, port: int) -> list[str]:
+    """The command that `served` would start, the program as it is called where it is not installed.
+
+    Raises:
+        BadInput: an unknown server, an unsupported model or malformed arguments.
+    """
+    assert options.serve is not None
+    chosen = preset(options.serve)
+    model, _ = _model(options, chosen)
+    program = str(options.serve_program or chosen.program or sys.executable)
+    return without_secrets([program, *server_arguments(options, chosen, model, port)])
+
+
+def _served_name(chosen: Preset, model: str, name: str) -> str | None:
+    """The name in requests; None: the running server says it."""
+    if chosen.has_no_name:
+        return None
+    return model if chosen.is_served_by_path else name
+
+
+def _label(options: BenchOptions) -> str:
+    """The server's kind in a run's name."""
+    words = (options.serve or "").split()
+    return Path(words[0]).name if words else ""
 
 
 def _backend(options: BenchOptions, chosen: Preset) -> str:
@@ -165,7 +201,7 @@ def _wait_until_ready(
     process: subprocess.Popen[bytes], url: str, options: BenchOptions, log: IO[bytes]
 ) -> None:
     deadline = time.perf_counter() + options.serve_timeout
-    while not _is_ready(url):
+    while not is_ready(url):
         if (code := process.poll()) is not None:
             raise BadInput(
                 f"--serve {options.serve}: the server ended with code {code} before it was ready; "
@@ -179,7 +215,8 @@ def _wait_until_ready(
         time.sleep(POLL_SECONDS)
 
 
-def _is_ready(url: str) -> bool:
+def is_ready(url: str) -> bool:
+    """Whether the server at `url` answers its health check."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url + READY_PATH, timeout=ANSWER_SECONDS) as answer:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ...bench.options.options import BenchOptions
+    from ...bench.page.page import Table
 
 
 def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
@@ -25,6 +26,19 @@ def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> Non
         out.print(residual_table(against))
         for difference in against["differs"]:
             people.print(f"not as planned: {difference}", markup=False, soft_wrap=True)
+
+
+def print_table(shown: Table, out: Console) -> None:
+    """Print a report's table on the console."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, padding=0)
+    for heading in shown.header:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in shown.rows:
+        table.add_row(*row)
+    out.print(table)
 
 
 def _summary(result: Mapping[str, Any]) -> str:

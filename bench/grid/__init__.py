@@ -1,0 +1,1 @@
+"""Grids over server flags and benchmark options: cells, resumable runs, table and Pareto front."""
