@@ -41,9 +41,7 @@ def run_bench_grid(given: Mapping[str, Any], grid: GridOptions, result: ResultOp
     open_grid(plan, folder)
     progress = TerminalProgress()
     try:
-        is_whole = run_grid(
-            plan, folder, progress, refresh=lambda: write_grid(plan, folder, axes) and None
-        )
+        is_whole = run_grid(plan, folder, progress, refresh=lambda: write_grid(plan, folder, axes))
     finally:
         progress.finish()
     with interrupts_held():

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...quant.base.errors import BadInput
+from . import pooling
 from .job import Endpoint
 from .json_http import JsonClient, RequestFailed
 
@@ -20,11 +21,13 @@ BACKENDS = {
     "llmopt": COMPLETIONS,
     "openai-chat": CHAT,
     "transformers": TRANSFORMERS,
+    **{name: name for name in pooling.PATHS},
 }
 PATHS = {
     COMPLETIONS: "/v1/completions",
     CHAT: "/v1/chat/completions",
     TRANSFORMERS: "/v1/completions",
+    **pooling.PATHS,
 }
 CARD_SECONDS = 10.0
 
@@ -37,12 +40,14 @@ class Address:
         url: scheme, host, port and prefix, without a `/v1` at its end, a key or a query.
         path: of the endpoint, with the prefix.
         headers: sent with every request.
+        backend: the request format, a value of `BACKENDS`.
     """
 
     url: str
     path: str
     headers: tuple[tuple[str, str], ...]
     verify_tls: bool = True
+    backend: str = COMPLETIONS
 
     @classmethod
     def parse(
@@ -87,6 +92,7 @@ class Address:
             prefix + "/" + path.lstrip("/"),
             tuple(fields.items()),
             verify_tls,
+            BACKENDS[backend],
         )
 
     @property
@@ -113,6 +119,7 @@ class Address:
             parts.scheme == "https",
             self.verify_tls,
             timeout,
+            self.backend in pooling.PATHS,
         )
 
     def model_card(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Answer:
             server's usage, or None.
         server_times: when the server had read the request, then when it wrote each chunk; only from the
             known-latency server (`known_server`).
+        num_results: embeddings or scores of a pooling response.
         error: why the response is invalid; empty if it is valid.
     """
 
@@ -35,6 +36,7 @@ class Answer:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     server_times: list[float] = field(default_factory=list)
+    num_results: int = 0
     error: str = ""
 
     @property

@@ -1,4 +1,4 @@
-"""Request bodies: prompts, chats and whole conversations as JSON, encoded before the clock starts."""
+"""Request bodies: prompts, chats, conversations and pooling inputs as JSON, encoded before the clock starts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from ..workloads.workload import ConversationTurn, Message, WorkloadItem
 from .address import CHAT, TRANSFORMERS
 from .job import MARK, EncodedRequest, EncodedTurn, encoded_message
+from .pooling import RERANK
 
 # Where `MARK` goes: a text and a number that no prompt holds, until the JSON is written.
 _MARK_TEXT, _MARK_NUMBER = "\ue002", 10**15 + 1
@@ -18,13 +19,13 @@ _MESSAGES = "\ue003"
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Encodes workload items as request bodies, with `MARK` in the place of the first token.
+    """Encodes workload items as request bodies, with `MARK` in the place of a prompt's first token.
 
     Attributes:
         model: the model's name on the server.
         backend: `CHAT` sends the prompt as the text of one user message, or the messages of a conversation;
             `COMPLETIONS` as token ids; `TRANSFORMERS` as text, with the length set through
-            `generation_config`.
+            `generation_config`. The backends of `pooling` send several inputs (`encode_inputs`).
         decode: token ids to text.
         extra: fields to add or replace; a field set to None is left out.
     """
@@ -53,13 +54,25 @@ class Body:
             spoken = [{"role": "user", "content": self._marked_text(item)}]
             fields = self._streamed({"messages": spoken}, "max_completion_tokens", item.output_len)
         else:
-            prompt = [_MARK_NUMBER, *item.prompt_token_ids[1:]]
-            fields = self._streamed({"prompt": prompt}, "max_tokens", item.output_len)
+            prompt = {"prompt": _marked_ids(item)}
+            fields = self._streamed(prompt, "max_tokens", item.output_len)
         return EncodedRequest(name, _marked(self._json(fields)), due)
+
+    def encode_inputs(self, batch: Sequence[WorkloadItem]) -> EncodedRequest:
+        """One embedding or pooling request, inputs as token ids, or a rerank: a query and its documents, as
+        text."""
+        if self.backend == RERANK:
+            query, *documents = map(self._marked_text, batch)
+            inputs: dict[str, Any] = {"query": query, "documents": documents}
+        else:
+            ids = [_marked_ids(item) for item in batch]
+            inputs = {"input": ids[0] if len(ids) == 1 else ids}
+        body = _marked(self._json({"model": self.model, **inputs}), len(batch))
+        return EncodedRequest(batch[0].request_id, body, batch[0].arrival_seconds)
 
     def mark(self, token: int) -> bytes:
         """What replaces `MARK`, so that prompts begin with this token."""
-        if self.backend in (CHAT, TRANSFORMERS):
+        if self.backend in (CHAT, TRANSFORMERS, RERANK):
             return json.dumps(self.decode([token]))[1:-1].encode()
         return b"%d" % token
 
@@ -124,9 +137,13 @@ def _written(*messages: Message) -> bytes:
     return b",".join(encoded_message(message.role, message.content) for message in messages)
 
 
-def _marked(body: bytes) -> bytes:
-    """JSON with `MARK` in the place of the mark's text or number."""
+def _marked_ids(item: WorkloadItem) -> list[int]:
+    return [_MARK_NUMBER, *item.prompt_token_ids[1:]]
+
+
+def _marked(body: bytes, count: int = 1) -> bytes:
+    """JSON with `MARK` in the place of the first `count` marks, all texts or all numbers."""
     for mark in (json.dumps(_MARK_TEXT)[1:-1].encode(), b"%d" % _MARK_NUMBER):
         if mark in body:
-            return body.replace(mark, MARK, 1)
+            return body.replace(mark, MARK, count)
     return body

@@ -159,7 +159,9 @@ def judge(
         send_lag_ms: median lateness of sending; None under a concurrency limit, where waiting is part of
             the load.
     """
-    if metrics["ttft"]["median"] is None:
+    # A pooling response has no first token: its end is its only time.
+    first = "ttft" if metrics["ttft"]["median"] is not None else "e2el"
+    if metrics[first]["median"] is None:
         return ["no request succeeded, so there is nothing to certify"]
     if error is None:
         return ["the client was not checked (--no-check-client)"]
@@ -167,9 +169,9 @@ def judge(
         return [f"{error.failed} of {error.requests} requests to the known-latency server failed"]
     reasons = []
     for name, error_ms, metric in (
-        ("TTFT error", error.client_ttft_error_ms["median"], "ttft"),
+        ("TTFT error", error.client_ttft_error_ms["median"], first),
         ("ITL error", error.client_itl_error_ms["median"], "itl"),
-        ("event loop lag", loop_lag_ms, "ttft"),
+        ("event loop lag", loop_lag_ms, first),
         ("lateness of sending", send_lag_ms, "e2el"),
     ):
         measured = metrics[metric]["median"]

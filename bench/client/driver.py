@@ -6,12 +6,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ...quant.base.progress import Progress
+from ..load.adapters import adapter_of
 from ..load.dialogue import request_id
 from ..load.load import window_duration
 from ..metrics.trace import LoadPass, RequestTrace
@@ -23,7 +24,8 @@ from .answer import Answer, chunk_tokens
 from .body import Body
 from .certify import ClientError, judge, measure_client
 from .fleet import Fleet, FleetPass, default_workers
-from .job import Exchange, Window
+from .job import EncodedRequest, Exchange, Window
+from .pooling import RERANK, batches
 from .served_model import ServedModel
 
 # Cycles of a pass of fixed duration that get first tokens of their own; then they are used again.
@@ -107,7 +109,7 @@ class HttpDriver:
         seconds = self._fleet.cpu_seconds()
         seen = self._fleet.run(
             self._endpoint,
-            [self._body.encode(item) for item in workload.items],
+            [self._encoded(batch) for batch in self._batches(workload)],
             self._options.concurrency,
             marks=[self._body.mark(token) for token in self._first_tokens[number]],
             window=None if window is None else Window(window, cycle_seconds(workload)),
@@ -160,11 +162,26 @@ class HttpDriver:
         self._lags: list[dict[str, float]] = []
         self._late_connections = 0
 
+    def _batches(self, workload: Workload) -> list[tuple[WorkloadItem, ...]]:
+        """The items of each request: one item, or several inputs of a pooling request."""
+        if not self._endpoint.is_pooled:
+            return [(item,) for item in workload.items]
+        return batches(workload.items, self._body.backend, self._options.random_batch_size)
+
+    def _encoded(self, batch: tuple[WorkloadItem, ...]) -> EncodedRequest:
+        adapter = self._adapter(batch[0].request_id)
+        body = replace(self._body, model=adapter) if adapter else self._body
+        return body.encode_inputs(batch) if self._endpoint.is_pooled else body.encode(batch[0])
+
+    def _adapter(self, name: str) -> str | None:
+        options = self._options
+        return adapter_of(name, tuple(options.loras), options.lora_assignment, options.seed)
+
     def _load_pass(self, workload: Workload, seen: FleetPass, window: float | None) -> LoadPass:
-        items = {item.request_id: item for item in workload.items}
-        place = {name: number for number, name in enumerate(items)}
+        by_id = {batch[0].request_id: batch for batch in self._batches(workload)}
+        place = {name: number for number, name in enumerate(by_id)}
         ordered = sorted(seen.exchanges, key=lambda e: (e.cycle, place[e.request_id], e.turn))
-        traces = [self._trace(items[each.request_id], each, seen.origin) for each in ordered]
+        traces = [self._trace(by_id[each.request_id], each, seen.origin) for each in ordered]
         began_at = time.time() - (time.perf_counter() - seen.origin)
         seconds = seen.ended - seen.origin
         load = LoadPass(traces, seconds, [], seen.interrupted, began_at)
@@ -173,15 +190,17 @@ class HttpDriver:
             load.drain_seconds = max(0.0, seconds - load.duration)
         return load
 
-    def _trace(self, item: WorkloadItem, exchange: Exchange, origin: float) -> RequestTrace:
-        answer = exchange.answer
+    def _trace(
+        self, batch: tuple[WorkloadItem, ...], exchange: Exchange, origin: float
+    ) -> RequestTrace:
+        item, answer, is_pooled = batch[0], exchange.answer, self._endpoint.is_pooled
         tokens, source = chunk_tokens(answer, self._recount(answer))
-        if not answer.error:
+        if not answer.error and not is_pooled:
             self._counters[source] += 1
         trace = RequestTrace(
             request_id(item.request_id, exchange.cycle, exchange.turn),
-            answer.prompt_tokens or item.prompt_lens[exchange.turn],
-            item.output_lens[exchange.turn],
+            answer.prompt_tokens or sum(each.prompt_lens[exchange.turn] for each in batch),
+            0 if is_pooled else item.output_lens[exchange.turn],
             scheduled=exchange.due,
             sent=exchange.sent - origin,
             chunk_times=[time - origin for time in answer.times],
@@ -191,10 +210,22 @@ class HttpDriver:
             conversation=item.request_id,
             turn=exchange.turn,
             cycle=exchange.cycle,
+            lora=self._adapter(item.request_id),
         )
-        trace.error = answer.error or ("" if trace.output_len else "the response has no token")
+        trace.error = answer.error or self._incomplete(batch, answer, trace)
         trace.success = not trace.error
         return trace
+
+    def _incomplete(
+        self, batch: tuple[WorkloadItem, ...], answer: Answer, trace: RequestTrace
+    ) -> str:
+        """What a well-formed response lacks; empty if nothing."""
+        if not self._endpoint.is_pooled:
+            return "" if trace.output_len else "the response has no token"
+        expected = len(batch) - (self._body.backend == RERANK)
+        if answer.num_results == expected:
+            return ""
+        return f"the response has {answer.num_results} results for {expected} inputs"
 
     def _recount(self, answer: Answer) -> int | None:
         if answer.total is not None or not answer.times:

@@ -18,6 +18,7 @@ class Endpoint:
         is_tls: whether to use TLS; `verify_tls`: whether certificates are verified.
         head: the request line and every header but the length, ready to send.
         timeout: seconds for one request from sending to the end of its response.
+        is_pooled: responses hold embeddings or scores, not tokens.
     """
 
     host: str
@@ -26,6 +27,7 @@ class Endpoint:
     is_tls: bool = False
     verify_tls: bool = True
     timeout: float = 600.0
+    is_pooled: bool = False
 
 
 MARK = b"\0"

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from .answer import Answer, read_document, read_stream, refusal
 from .http1 import Connection, NotHttp, Response
 from .job import MARK, EncodedRequest, Endpoint, Exchange, Job, Report, encoded_message
+from .pooling import read_pooled
 
 MAX_OPENED_AHEAD = 1024
 OPENING_AT_ONCE = 64
@@ -178,11 +179,11 @@ class Pass:
         marks = self._job.marks
         mark = marks[cycle % len(marks)]
         exchange = Exchange(request.request_id, 0.0, 0.0, due=due, cycle=cycle)
-        response = await self._exchange(exchange, request.body.replace(MARK, mark, 1))
+        response = await self._exchange(exchange, request.body.replace(MARK, mark))
         messages = request.messages.replace(MARK, mark, 1)
         for number, turn in enumerate(request.turns, start=1):
             # The history needs the answer now; it is parsed in the think time.
-            answer = _read(response)
+            answer = _read(response, self._job.endpoint)
             due = exchange.ended - self._origin + turn.think
             window = self._job.window
             if exchange.answer.error or answer.error or (window and due >= window.seconds):
@@ -253,7 +254,7 @@ class Pass:
         """Parse the responses, deferred until no request is in flight."""
         exchanges = []
         for exchange, response in self._ended:
-            error, exchange.answer = exchange.answer.error, _read(response)
+            error, exchange.answer = exchange.answer.error, _read(response, self._job.endpoint)
             exchange.answer.error = error or exchange.answer.error
             exchanges.append(exchange)
         lags = sorted(lag * 1000 for lag in self._lags) or [0.0]
@@ -268,11 +269,13 @@ class Pass:
         )
 
 
-def _read(response: Response) -> Answer:
+def _read(response: Response, endpoint: Endpoint) -> Answer:
     if not response.is_head_whole:
         return Answer()
     if response.status != 200:
         return Answer(error=refusal(response.status, response.chunks))
+    if endpoint.is_pooled:
+        return read_pooled(response.chunks)
     if "json" in response.headers.get("content-type", "") and response.chunks:
         return read_document(response.chunks)
     return read_stream(response.chunks)

@@ -69,7 +69,7 @@ def run_grid(
     progress: Progress,
     *,
     after_cell: AfterCell | None = None,
-    refresh: Callable[[], None] = lambda: None,
+    refresh: Callable[[], object] = lambda: None,
 ) -> bool:
     """Measure every cell that is not finished; False after an interrupt.
 
@@ -94,7 +94,7 @@ def _measure_row(
     folder: Path,
     progress: Progress,
     after_cell: AfterCell | None,
-    refresh: Callable[[], None],
+    refresh: Callable[[], object],
 ) -> list[Cell]:
     """Measure cells on one start of their server, up to the first that fails; returns those after it.
 

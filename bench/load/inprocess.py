@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ from ...engine.base.sampling_params import SamplingParams
 from ...quant.base.errors import BadInput
 from ..metrics.trace import StepRecord
 from ..workloads.workload import WorkloadItem
-from .dialogue import position
 from .target import Chunk
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class InProcessTarget:
             and `stats`.
         ignore_eos: generate exactly the requested output length, so that two checkpoints do equal work.
         temperature: 0 is greedy.
-        loras: adapters assigned to the requests of a pass round-robin.
+        adapter: the LoRA adapter of a request id; None: the model itself.
     """
 
     name = "in-process"
@@ -62,11 +61,11 @@ class InProcessTarget:
         ignore_eos: bool = True,
         temperature: float = 0.0,
         seed: int = 0,
-        loras: Sequence[str] = (),
+        adapter: Callable[[str], str | None] = lambda _: None,
     ):
         self._engine = engine
         self._ignore_eos = ignore_eos
-        self._loras = loras
+        self.adapter = adapter
         self._params = SamplingParams(
             temperature=temperature, ignore_eos=ignore_eos, seed=seed if temperature > 0 else None
         )
@@ -82,7 +81,7 @@ class InProcessTarget:
         )
         try:
             self._engine.add_request(
-                item.request_id, item.prompt_token_ids, params, lora=self._lora_of(item)
+                item.request_id, item.prompt_token_ids, params, lora=self.adapter(item.request_id)
             )
         except BadInput as refusal:
             now = time.perf_counter()
@@ -114,12 +113,6 @@ class InProcessTarget:
     def take_steps(self, origin: float) -> list[StepRecord]:
         steps, self._steps = self._steps, []
         return [replace(step, start=step.start - origin, end=step.end - origin) for step in steps]
-
-    def _lora_of(self, item: WorkloadItem) -> str | None:
-        """The adapter by position in the workload: the same in every pass and every turn."""
-        if not self._loras:
-            return None
-        return self._loras[position(item.request_id) % len(self._loras)]
 
     def _note_step(
         self, start: float, end: float, outputs: list[RequestOutput], computed_tokens: int

@@ -53,15 +53,17 @@ SLO_METRICS = ("ttft", "tpot", "e2el")
 def samples(traces: Iterable[RequestTrace]) -> dict[str, np.ndarray]:
     """Every metric's values in milliseconds over the successful requests, in request order."""
     done = [trace for trace in traces if trace.success]
+    # An embedding has no first token.
+    generated = [trace for trace in done if trace.output_len]
     values: dict[str, list[float]] = {
-        "ttft": [t.ttft for t in done],
+        "ttft": [t.ttft for t in generated],
         "tpot": [t.tpot for t in done if t.tpot is not None],
         "itl": [gap for t in done for gap in t.itls],
         "e2el": [t.e2el for t in done],
         "client_queue_time": [t.queued for t in done],
         "e2el_including_client_queue": [t.e2el + t.queued for t in done],
         "token_gap": [gap for t in done for gap in t.token_gaps],
-        "ttft_from_schedule": [t.ttft + t.queued for t in done],
+        "ttft_from_schedule": [t.ttft + t.queued for t in generated],
     }
     return {name: np.asarray(seconds) * 1000 for name, seconds in values.items()}
 

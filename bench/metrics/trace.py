@@ -39,6 +39,7 @@ class RequestTrace:
     cycle: int = 0
     prompt_token_ids: tuple[int, ...] = ()
     token_ids: list[int] = field(default_factory=list)
+    lora: str | None = None
 
     @property
     def output_len(self) -> int:

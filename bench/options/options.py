@@ -18,6 +18,7 @@ from .engine_fields import model_of
 from .think_time import ThinkTime
 
 DEFAULT_CONCURRENCY = 8
+POOLING_BACKENDS = ("openai-embeddings", "vllm-rerank", "vllm-pooling")
 Model = TypeVar("Model", bound=BaseModel)
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,6 +47,7 @@ class BenchOptions(EngineFields, BaseModel):
     random_input_len: PositiveInt | None = None
     random_output_len: PositiveInt | None = None
     random_prefix_len: Annotated[int, Field(ge=0)] = 0
+    random_batch_size: PositiveInt = 1
     random_range_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     prefix_repetition_prefix_len: Annotated[int, Field(ge=0)] | None = None
     prefix_repetition_suffix_len: PositiveInt | None = None
@@ -84,6 +86,7 @@ class BenchOptions(EngineFields, BaseModel):
     num_warmups: Annotated[int, Field(ge=0)] | None = None
     num_runs: PositiveInt = 5
     max_redone_passes: Annotated[int, Field(ge=0)] = 2
+    lora_assignment: Literal["random", "round-robin"] = "round-robin"
     ignore_eos: bool = True
     temperature: Annotated[float, Field(ge=0)] = 0.0
     slowdown: Annotated[float, Field(ge=1)] = 1.0
@@ -224,27 +227,49 @@ class BenchOptions(EngineFields, BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _adapters_in_process(self) -> Self:
-        if self.loras and (self.base_url is not None or self.serve is not None):
-            raise ValueError(
-                "--lora loads adapters into this process: leave --base-url away, or give --lora to the "
-                "server with --serve-args"
-            )
-        if self.speculation and (self.base_url is not None or self.serve is not None):
+    def _adapters_and_speculation(self) -> Self:
+        is_served = self.base_url is not None or self.serve is not None
+        if self.speculation and is_served:
             raise ValueError(
                 "--speculative is for the model in this process: leave --base-url away, or give it to "
                 "the server"
             )
         if self.loras and self.tasks:
             raise ValueError("--tasks scores the model without adapters: leave --lora away")
-        if len(self.loras) > 1 and self.quality:
+        if len(self.loras) > 1 and self.quality and not is_served:
             raise ValueError("quality is scored of one adapter: give one --lora, or --no-quality")
+        return self
+
+    @model_validator(mode="after")
+    def _pooling_over_http(self) -> Self:
+        if not self.is_pooling:
+            if self.random_batch_size > 1:
+                raise ValueError(
+                    f"--random-batch-size is for --backend {' or '.join(POOLING_BACKENDS)}"
+                )
+            return self
+        if self.base_url is None and self.serve is None:
+            raise ValueError(f"--backend {self.backend} needs a server: give --base-url or --serve")
+        if set(parse_goodput(self.goodput)) - {"e2el"}:
+            raise ValueError(f"--goodput of --backend {self.backend} has one metric, e2el")
         return self
 
     @property
     def engine(self) -> EngineConfig:
         """The engine configuration (without the model)."""
         return EngineConfig(**{name: getattr(self, name) for name in options_of(EngineConfig)})
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether requests are for embeddings, scores or pooled states, not for tokens."""
+        return self.backend in POOLING_BACKENDS
+
+    @property
+    def reported_metrics(self) -> tuple[str, ...]:
+        """The metrics at the top level; of pooling requests E2EL, as in vLLM."""
+        usual = type(self).model_fields["percentile_metrics"].default
+        is_usual = self.percentile_metrics == usual
+        return ("e2el",) if self.is_pooling and is_usual else self.percentile_metrics
 
     @property
     def rate(self) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.config.config import EngineConfig
 from ...quant.open import open_checkpoint
+from ..load.adapters import ROUND_ROBIN
 from ..load.inprocess import InProcessTarget
 from ..machine.environment import checkpoint_hash, machine_name
 from ..machine.hardware import hardware_facts
@@ -122,6 +123,8 @@ def _unusual(options: BenchOptions) -> dict[str, Any]:
     }
     if options.loras:
         options_set["lora"] = list(options.loras)
+        if options.lora_assignment != ROUND_ROBIN:
+            options_set["lora_assignment"] = options.lora_assignment
     if options.speculation is not None:
         options_set["speculation"] = asdict(options.speculation)
     return options_set

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from ..load.adapters import lora_part
 from ..machine.machine_meter import MachineMeter
 from ..metrics.cost import cost_part
 from ..metrics.metrics import parse_goodput, slo_share
@@ -42,6 +43,7 @@ KEYS = (
     "spread",
     "peaks",
     "slo",
+    "lora",
     "steady_state",
     "client_lag_ms",
     "client",
@@ -233,6 +235,7 @@ def _pass_parts(measured: Measurement) -> dict[str, Any]:
         "spread": spread(summaries),
         "peaks": peaks(loads),
         "slo": slo_part(loads, limits),
+        "lora": lora_part(loads, tuple(measured.options.loras), measured.options.lora_assignment),
         "steady_state": steady_state(loads, measured.options.concurrency),
         "client_lag_ms": client_lag(loads),
         "prefix_cache_hit_rate": measured.prefix_cache_hit_rate,

@@ -48,7 +48,7 @@ def vllm_part(
         }
     record |= aggregate(
         passes,
-        metrics=options.percentile_metrics,
+        metrics=options.reported_metrics,
         percentiles=options.metric_percentiles,
         goodput_ms=parse_goodput(options.goodput),
     )

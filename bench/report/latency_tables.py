@@ -16,7 +16,25 @@ def latency_tables(result: Mapping[str, Any]) -> list[Table]:
     tables = [latency_table(record), percentile_table(record), spread_table(record)]
     if steady := record.get("steady_state"):
         tables.append(steady_table(result, steady))
+    if lora := record.get("lora"):
+        tables.append(adapter_table(lora))
     return tables
+
+
+def adapter_table(lora: Mapping[str, Any]) -> Table:
+    """The requests of each LoRA adapter."""
+    header = ["adapter", "requests", "failed", "output tokens", "TTFT ms", "TPOT ms", "E2E ms"]
+    rows = [
+        [
+            name,
+            f"{figures['requests']:,}",
+            f"{figures['failed']:,}",
+            f"{figures['output_tokens']:,}",
+            *(number(figures[f"median_{metric}_ms"]) for metric in ("ttft", "tpot", "e2el")),
+        ]
+        for name, figures in lora["by_adapter"].items()
+    ]
+    return Table(header, rows, caption=f"Adapters by {lora['assignment']}; times are medians.")
 
 
 def steady_table(result: Mapping[str, Any], steady: Mapping[str, Any]) -> Table:
@@ -60,6 +78,8 @@ def latency_table(record: Mapping[str, Any]) -> Table:
     rows = []
     for metric, name in names.items():
         statistics = record["metrics"][metric]
+        if not statistics["count"]:
+            continue
         rows.append(
             [
                 name,
@@ -91,7 +111,7 @@ def percentile_rows(record: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for metric, name in names.items():
         intervals = record["metrics"][metric].get("order_interval_95")
-        if intervals:
+        if intervals and record["metrics"][metric]["count"]:
             rows.append([name, *(bounds(intervals[q]) for q in ("p50", "p90", "p95", "p99"))])
     return rows
 

@@ -97,10 +97,11 @@ def run_verdict(result: Mapping[str, Any]) -> Verdict:
     tpot = metrics["tpot"]["median"]
     if tpot is not None:
         clauses.append(f"then one token every {number(tpot, 2)} ms")
-    headline = (
-        f"{number(result['output_throughput'], 0)} output tokens/s under a "
-        f"{load_words(result['llmopt']['identity']['load'])}"
-    )
+    rate = f"{number(result['output_throughput'], 0)} output tokens/s"
+    if not result["total_output_tokens"]:  # embeddings, rerank
+        clauses = [f"Median request: {number(metrics['e2el']['median'], 1)} ms"]
+        rate = f"{number(result['request_throughput'], 1)} requests/s"
+    headline = f"{rate} under a {load_words(result['llmopt']['identity']['load'])}"
     if result["llmopt"]["interrupted"]:
         return Verdict("unsure", "Interrupted: " + headline, "Only what finished is counted.")
     if result["failed"]:
@@ -117,7 +118,7 @@ def cards(result: Mapping[str, Any]) -> list[Card]:
         Card("Output throughput", number(result["output_throughput"], 0), "tokens/s"),
         Card("Request throughput", number(result["request_throughput"], 2), "requests/s"),
     ]
-    for metric in ("ttft", "tpot"):
+    for metric in ("ttft", "tpot") if result["total_output_tokens"] else ("e2el",):
         statistics = record["metrics"][metric]
         found.append(
             Card(

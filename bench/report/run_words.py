@@ -91,7 +91,7 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
         )
     notes += [f"{note[0].upper()}{note[1:]}." for note in record["workload"]["notes"]]
     notes += disturbed_words(record)
-    metric_count = record["metrics"]["ttft"]["count"]
+    metric_count = record["metrics"]["e2el"]["count"]
     if 0 < metric_count < 300:
         notes.append(
             f"p99 of {metric_count} requests is close to their maximum: read it as such, and use "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class Preset:
         is_served_by_path: requests name the model by its path; the served name cannot be chosen.
         needs_gguf: it only loads GGUF files.
         has_no_name: the name of its model is only known from the running server.
+        adapters: {name: folder} of LoRA adapters to command-line arguments; None: it loads none at its start.
     """
 
     program: str | None
@@ -38,6 +39,7 @@ class Preset:
     is_served_by_path: bool = False
     needs_gguf: bool = False
     has_no_name: bool = False
+    adapters: Callable[[Mapping[str, Path]], list[str]] | None = None
 
     def find(self, name: str, given: Path | None) -> str:
         """The program's path.
@@ -78,8 +80,20 @@ def _llmopt(model: str, name: str, port: int) -> list[str]:
     return ["-m", "llmopt.cli.main", "serve-local", model, "--served-model-name", name, *where]
 
 
+def _vllm_adapters(folders: Mapping[str, Path]) -> list[str]:
+    return ["--enable-lora", "--lora-modules", *_named(folders)]
+
+
+def _llmopt_adapters(folders: Mapping[str, Path]) -> list[str]:
+    return [word for each in _named(folders) for word in ("--lora", each)]
+
+
+def _named(folders: Mapping[str, Path]) -> list[str]:
+    return [f"{name}={folder}" for name, folder in folders.items()]
+
+
 PRESETS = {
-    "vllm": Preset("vllm", _vllm, ("--version",), "pip install vllm"),
+    "vllm": Preset("vllm", _vllm, ("--version",), "pip install vllm", adapters=_vllm_adapters),
     "llama.cpp": Preset(
         "llama-server",
         _llama_cpp,
@@ -100,6 +114,7 @@ PRESETS = {
         _llmopt,
         ("-c", "from importlib.metadata import version; print(version('llmopt'))"),
         "it is part of llmopt",
+        adapters=_llmopt_adapters,
     ),
 }
 

@@ -107,7 +107,12 @@ def server_arguments(options: BenchOptions, chosen: Preset, model: str, port: in
     Raises:
         BadInput: malformed `--serve-args`.
     """
-    return [*chosen.arguments(model, Path(model).name, port), *_words(options.serve_args)]
+    words = chosen.arguments(model, Path(model).name, port)
+    if options.loras:
+        if chosen.adapters is None:
+            raise BadInput(f"--lora: --serve {options.serve} takes no adapters at its start")
+        words += chosen.adapters({name: path.resolve() for name, path in options.loras.items()})
+    return [*words, *_words(options.serve_args)]
 
 
 def dry_command(options: BenchOptions, port: int) -> list[str]:

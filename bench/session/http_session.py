@@ -54,6 +54,9 @@ class HttpSession(Session):
         self._facts = server_facts(address)
         if self._tasks is not None:
             check_template(options, self._task_backend(options, progress))
+        if options.is_pooling:
+            # Nothing is generated: the whole context is the prompt's.
+            options = options.model_copy(update={"output_len": 1, "random_output_len": 1})
         workload = build_workload(options, served.tokenizer, served.max_model_len)
         if workload.is_multi_turn and BACKENDS[options.backend] != CHAT:
             raise BadInput(
@@ -99,10 +102,11 @@ class HttpSession(Session):
             dtype="not known",
             target=TARGET,
             engine={
-                "backend": CHAT if BACKENDS[self._options.backend] == CHAT else COMPLETIONS,
+                "backend": self._request_format(),
                 "path": self._address.path,
                 "client_workers": self._driver.num_workers,
                 "extra_body": self._options.extra_body or None,
+                **self._unusual(),
             },
             device="behind a server",
             machine=f"client: {machine_name('cpu')}",
@@ -165,7 +169,7 @@ class HttpSession(Session):
 
     def _score_quality(self) -> ServedQuality:
         """The quality of the served model; what is missing is said in a note."""
-        if not self._options.quality:
+        if not self._options.quality or self._options.is_pooling:
             return ServedQuality()
         quality = score_served(self._options, self._address, self._served, self._progress)
         if quality.reason is not None:
@@ -191,6 +195,20 @@ class HttpSession(Session):
             progress=progress,
         )
 
+    def _request_format(self) -> str:
+        backend = BACKENDS[self._options.backend]
+        return backend if backend == CHAT or self._options.is_pooling else COMPLETIONS
+
+    def _unusual(self) -> dict[str, Any]:
+        """What only some loads have, so that older results stay comparable."""
+        options = self._options
+        parts: dict[str, Any] = {}
+        if options.loras:
+            parts |= {"lora": list(options.loras), "lora_assignment": options.lora_assignment}
+        if options.is_pooling:
+            parts["batch_size"] = options.random_batch_size
+        return parts
+
     def _measure(self, number: int, description: str) -> MeasuredPass:
         self._scraper.start()
         self._machine.start()
@@ -209,7 +227,8 @@ class HttpSession(Session):
 
     def _warm_up(self) -> None:
         options, tokenizer = self._options, self._served.tokenizer
-        warmup = warmup_workload(self._workload, options.warmups, tokenizer, seed=options.seed)
+        count = options.warmups * (options.random_batch_size + 1 if options.is_pooling else 1)
+        warmup = warmup_workload(self._workload, count, tokenizer, seed=options.seed)
         if warmup is not None and not self._driver.warm_up(warmup, f"{self.name}, warm-up"):
             raise KeyboardInterrupt
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from ...engine.execution.step_trace import StepRecorder
 from ...quant.base.progress import Progress
 from ...quant.model.models import resolve_model
 from ..files.interrupt import interrupts_held
+from ..load.adapters import adapter_of
 from ..load.injected_delay import injected_delay
 from ..load.inprocess import InProcessTarget
 from ..load.load import Load, drive
@@ -95,7 +97,12 @@ class BenchSession(Session):
             ignore_eos=options.ignore_eos,
             temperature=options.temperature,
             seed=options.seed,
-            loras=tuple(options.loras),
+            adapter=partial(
+                adapter_of,
+                names=tuple(options.loras),
+                assignment=options.lora_assignment,
+                seed=options.seed,
+            ),
         )
         self._engine.hook = injected_delay(options.slowdown, options.slowdown_where)
         name = options.name or options.label or self._model.name
@@ -187,6 +194,8 @@ class BenchSession(Session):
         self._machine.start()
         load = self._drive(self._workload, description, self._options.duration)
         usage = self._machine.stop()
+        for trace in load.traces:
+            trace.lora = self._target.adapter(trace.request_id)
         self._engine.recorder = None
         load.engine_steps = in_pass(recorder.steps, load)
         after = self._engine.stats

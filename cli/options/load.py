@@ -45,6 +45,10 @@ class LoadOptions:
         int | None,
         typer.Option(help="Warm-up requests. Default: the concurrency."),
     ] = None
+    lora_assignment: Annotated[
+        str,
+        typer.Option(help="How requests get the adapters of --lora: round-robin or random."),
+    ] = "round-robin"
     ignore_eos: Annotated[
         bool,
         typer.Option(

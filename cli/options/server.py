@@ -20,7 +20,7 @@ class TargetOptions:
         str | None,
         typer.Option(
             help="Start a server of this kind with the model on a free port, measure it over HTTP, and stop "
-            "it: vllm, llama.cpp, transformers, llmopt."
+            "it: vllm, llama.cpp, transformers, llmopt, or a command line with {port}, {model}, {name} in it."
         ),
     ] = None
     serve_args: Annotated[
@@ -46,7 +46,8 @@ class TargetOptions:
         str | None,
         typer.Option(
             help="openai (default): completions with prompts as token ids (vllm is the same); openai-chat: "
-            "chats; transformers: completions as `transformers serve` takes them."
+            "chats; transformers: completions as `transformers serve` takes them; openai-embeddings, "
+            "vllm-rerank, vllm-pooling: one response each."
         ),
     ] = None
     endpoint: Annotated[

@@ -54,6 +54,12 @@ class DataOptions:
         int | None, typer.Option(help="Output tokens of random. Default: 128.")
     ] = None
     random_prefix_len: Annotated[int, typer.Option(help="Shared prefix tokens of random.")] = 0
+    random_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompts per request of openai-embeddings, documents per query of vllm-rerank. Default: 1."
+        ),
+    ] = None
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by ± this fraction.")] = (
         0.0
     )

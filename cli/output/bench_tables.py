@@ -17,7 +17,7 @@ def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> Non
     from ...bench.report.console_table import console_table
     from .console import people
 
-    table = console_table(result, options.percentile_metrics, options.metric_percentiles)
+    table = console_table(result, options.reported_metrics, options.metric_percentiles)
     out.print(table, markup=False)
     out.print(_summary(result), markup=False)
     if against := result["llmopt"].get("plan"):

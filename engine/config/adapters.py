@@ -115,7 +115,7 @@ class LoraSettings:
 
 
 def parse_adapters(words: Sequence[str]) -> dict[str, Path]:
-    """Adapters by name, from words of the form NAME=FOLDER.
+    """Adapters by name, from words of the form NAME=FOLDER, or FOLDER, whose name it then is.
 
     Raises:
         BadInput: another form, or a duplicate name.
@@ -123,7 +123,9 @@ def parse_adapters(words: Sequence[str]) -> dict[str, Path]:
     adapters: dict[str, Path] = {}
     for word in words:
         name, equals, folder = word.partition("=")
-        if not (name and equals and folder):
+        if not equals:
+            name, folder = Path(word).name, word
+        if not (name and folder):
             raise BadInput(f"--lora {word!r}: write NAME=FOLDER")
         if name in adapters:
             raise BadInput(f"--lora {word!r}: the name {name!r} was given twice")

@@ -199,8 +199,8 @@ class EngineConfig:
     loras: Mapping[str, Path] = field(
         default_factory=dict,
         metadata=option(
-            "NAME=FOLDER of a LoRA adapter in PEFT's form; repeatable. A server offers it as the model NAME, "
-            "a benchmark assigns the adapters to its requests round-robin.",
+            "NAME=FOLDER of a LoRA adapter in PEFT's form; repeatable. A server offers it as the model NAME; "
+            "a benchmark assigns its requests to the adapters, and names them alone to a running server.",
             flag="--lora",
             hidden_flags=("--lora-modules",),
             former_names=("lora",),

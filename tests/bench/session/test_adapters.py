@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.bench.load.adapters import adapter_of
 from llmopt.bench.load.inprocess import InProcessTarget, WithAdapter
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.workload import WorkloadItem
@@ -27,7 +29,8 @@ class NotingEngine:
 
 def test_requests_take_the_adapters_round_robin() -> None:
     engine: Any = NotingEngine()
-    target = InProcessTarget(engine, loras=("a", "b"))
+    adapter = partial(adapter_of, names=("a", "b"), assignment="round-robin", seed=0)
+    target = InProcessTarget(engine, adapter=adapter)
     for number in (0, 1, 2, 5, 4):
         target.send(WorkloadItem(f"bench-{number}", (1, 2), 3))
     assert engine.named == ["a", "b", "a", "b", "a"]
@@ -36,11 +39,20 @@ def test_requests_take_the_adapters_round_robin() -> None:
     assert engine.named[-2:] == [None, "b"]
 
 
+def test_random_assignment_is_seeded_and_covers_all() -> None:
+    ids = [f"bench-{number}" for number in range(60)]
+
+    def drawn(seed: int) -> list[str | None]:
+        return [adapter_of(each, ("a", "b", "c"), "random", seed) for each in ids]
+
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert set(drawn(0)) == {"a", "b", "c"}
+    assert min(drawn(0).count(name) for name in "abc") > 10
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"base_url": "http://localhost:1"}, "--lora loads adapters into this process"),
-        ({"serve": "vllm"}, "--serve-args"),
         ({"tasks": ("arc_easy",)}, "--tasks scores the model without adapters"),
         ({"lora": {"a": Path("a"), "b": Path("b")}}, "--no-quality"),
     ],

@@ -14,7 +14,7 @@ from llmopt.bench.session.run_sessions import run_bench
 # machine or from run to run.
 EVERY_TARGET = {
     "": "schema run_id arms name interrupted slowdown identity workload num_warmups num_runs runs rejected_passes metrics "
-    "spread peaks slo steady_state client_lag_ms phases preemptions prefix_cache_hit_rate memory quality "
+    "spread peaks slo lora steady_state client_lag_ms phases preemptions prefix_cache_hit_rate memory quality "
     "roofline energy environment cost",
     "identity": "model model_hash quantization dtype target workload workload_sha256 load engine device "
     "machine hardware",
