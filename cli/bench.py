@@ -18,12 +18,14 @@ from .options.result import ResultOptions
 from .options.score import MetricOptions, QualityOptions, RecordOptions
 from .options.server import TargetOptions
 from .options.sweep import SweepOptions
+from .options.tracking import TrackingOptions
 from .options.verdict import VerdictOptions
 from .options.workload import ArrivalOptions, DataOptions
 
 if TYPE_CHECKING:
     from ..bench.options.options import BenchOptions
     from ..bench.session.gate_run import Judged, VerdictWanted
+    from ..bench.tracking.tracked_run import Tracker
 
 
 @with_groups
@@ -41,6 +43,7 @@ def bench(
     quality: QualityOptions,
     verdict: VerdictOptions,
     record: RecordOptions,
+    tracking: TrackingOptions,
     result: ResultOptions,
 ) -> None:
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
@@ -68,21 +71,22 @@ def bench(
             raise BadInput(
                 "a grid has no load sweep, search or comparison: leave those options away"
             )
-        run_bench_grid(given, grid, result)
+        run_bench_grid(given, grid, result, tracking.trackers())
         return
     options = checked(BenchOptions, given, "option")
     if sweep.is_asked_for:
-        run_sweep(options, sweep, wanted, result)
+        run_sweep(options, sweep, wanted, result, tracking.trackers())
         return
+    trackers = tracking.trackers()
     progress = TerminalProgress()
     try:
         with served(options, progress) as options:
             judged = run_judged(options, wanted, progress)
     finally:
         progress.finish()
-    folder = _report(judged, options, result)
+    folder = _report(judged, options, result, [] if wanted is not None else trackers)
     if wanted is not None:
-        _judge(judged, wanted, folder, result.as_json)
+        _judge(judged, wanted, folder, result.as_json, trackers)
 
 
 def _parsed(target: TargetOptions, metrics: MetricOptions, record: RecordOptions) -> dict[str, Any]:
@@ -95,13 +99,22 @@ def _parsed(target: TargetOptions, metrics: MetricOptions, record: RecordOptions
     }
 
 
-def _judge(judged: Judged, wanted: VerdictWanted, folder: Path, as_json: bool) -> None:
-    """The verdict, its files and its exit code."""
+def _judge(
+    judged: Judged,
+    wanted: VerdictWanted,
+    folder: Path,
+    as_json: bool,
+    trackers: Sequence[Tracker],
+) -> None:
+    """The verdict, its files and its exit code; the run is logged with them."""
     from ..bench.session.gate_run import write_verdict
+    from ..bench.tracking.tracked_run import of_result
     from .output.comparison import print_comparison
     from .output.console import result_console
+    from .output.tracking import track
 
     write_verdict(judged, wanted, folder)
+    track(trackers, of_result(judged.run.result, folder))
     if (comparison := judged.comparison) is None:
         return
     out = result_console(as_json)
@@ -111,12 +124,16 @@ def _judge(judged: Judged, wanted: VerdictWanted, folder: Path, as_json: bool) -
         raise typer.Exit(comparison.outcome.exit_code)
 
 
-def _report(judged: Judged, options: BenchOptions, result: ResultOptions) -> Path:
-    """Write the run, and its baseline if it was measured too; print the run."""
+def _report(
+    judged: Judged, options: BenchOptions, result: ResultOptions, trackers: Sequence[Tracker]
+) -> Path:
+    """Write the run, and its baseline if it was measured too; log and print the run."""
     from ..bench.files.run_folder import stamped
     from ..bench.session.run_files import write_run
+    from ..bench.tracking.tracked_run import of_result
     from .output.bench_tables import show_run
     from .output.console import emit_json, people, result_console
+    from .output.tracking import track
 
     run = judged.run
     if not any(one.traces for one in run.passes):
@@ -127,6 +144,7 @@ def _report(judged: Judged, options: BenchOptions, result: ResultOptions) -> Pat
         write_run(judged.base, base, with_csv=result.csv, with_report=options.report)
     folder = result.folder(run.result["llmopt"]["name"])
     write_run(run, folder, with_csv=result.csv, with_report=options.report)
+    track(trackers, of_result(run.result, folder))
     if result.as_json:
         emit_json(run.result)
     out = result_console(result.as_json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,13 +12,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..bench.grid.plan import Plan
+    from ..bench.tracking.tracked_run import Tracker
     from .options.grid import GridOptions
     from .options.result import ResultOptions
 
 DRY_PORT = 8000
 
 
-def run_bench_grid(given: Mapping[str, Any], grid: GridOptions, result: ResultOptions) -> None:
+def run_bench_grid(
+    given: Mapping[str, Any],
+    grid: GridOptions,
+    result: ResultOptions,
+    trackers: Sequence[Tracker],
+) -> None:
     """Run or continue a grid, write its folder, print its table.
 
     Raises:
@@ -29,7 +35,9 @@ def run_bench_grid(given: Mapping[str, Any], grid: GridOptions, result: ResultOp
     from ..bench.grid.plan import plan_grid
     from ..bench.grid.run import open_grid, run_grid
     from ..bench.grid.table import parse_axes
+    from ..bench.tracking.tracked_run import of_result
     from .output.console import TerminalProgress, emit_json, people, result_console
+    from .output.tracking import track
 
     axes = parse_axes(grid.pareto)
     plan = plan_grid(given, grid.serve_params, grid.bench_params, grid.link_vars)
@@ -41,7 +49,13 @@ def run_bench_grid(given: Mapping[str, Any], grid: GridOptions, result: ResultOp
     open_grid(plan, folder)
     progress = TerminalProgress()
     try:
-        is_whole = run_grid(plan, folder, progress, refresh=lambda: write_grid(plan, folder, axes))
+        is_whole = run_grid(
+            plan,
+            folder,
+            progress,
+            after_cell=lambda _, run, cell: track(trackers, of_result(run.result, cell)),
+            refresh=lambda: write_grid(plan, folder, axes),
+        )
     finally:
         progress.finish()
     with interrupts_held():

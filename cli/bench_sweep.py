@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
     from ..bench.options.options import BenchOptions
     from ..bench.session.gate_run import VerdictWanted
+    from ..bench.tracking.tracked_run import Tracker
     from .options.result import ResultOptions
     from .options.sweep import SweepOptions
 
@@ -20,6 +22,7 @@ def run_sweep(
     sweep: SweepOptions,
     wanted: VerdictWanted | None,
     result: ResultOptions,
+    trackers: Sequence[Tracker],
 ) -> None:
     """Run a sweep or an SLO search, write its folder, print its table and verdict.
 
@@ -27,14 +30,17 @@ def run_sweep(
         BadInput: more than one of them, or combined with a comparison.
     """
     from ..bench.report.sweep_page import write_sweep
+    from ..bench.tracking.tracked_run import of_sweep
     from ..quant.base.errors import BadInput
     from .output.console import emit_json, people, result_console
+    from .output.tracking import track
 
     if wanted is not None:
         raise BadInput("a sweep or a search compares nothing: omit --baseline and --against")
     record = _measured(options, sweep)
     folder = result.folder(f"{record['name']}-{'slo' if sweep.slo else 'sweep'}")
     write_sweep(record, folder)
+    track(trackers, of_sweep(record, folder))
     if result.as_json:
         emit_json(record)
     out = result_console(result.as_json)

@@ -1,4 +1,4 @@
-"""Request bodies: prompts, chats, conversations and pooling inputs as JSON, encoded before the clock starts."""
+"""Request bodies: prompts, chats, conversations, pooling inputs as JSON, encoded before the clock starts."""
 
 from __future__ import annotations
 
