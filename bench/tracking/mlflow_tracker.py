@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from importlib import import_module
@@ -32,6 +33,8 @@ class MlflowTracker:
                 "--mlflow-uri needs MLflow: pip install 'llmopt[mlflow]', or leave the option away"
             ) from error
         self._uri = uri
+        # By default the library retries for minutes where no server answers.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         try:
             self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
             known = self._client.get_experiment_by_name(experiment)
