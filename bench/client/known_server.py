@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import cast
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+NOTHING = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 HURRY_SECONDS = 0.0005  # an event due within this is written now
 
@@ -47,6 +48,9 @@ class KnownLatencyProtocol(asyncio.Protocol):
         if len(body) < length:
             return
         self._buffer = body[length:]
+        if head.startswith(b"GET "):  # it has no list of models and no metrics
+            self._transport.write(NOTHING)
+            return
         count = json.loads(body[:length])["max_tokens"]
         self._plan(now, now + self._ttft, 1, count)
 

@@ -73,6 +73,9 @@ OVER_HTTP = {
     "identity": "server",
     "identity.server": "model version",
     "server_metrics": "url reason scraped_every_s counters gauges means runs",
+    **dict.fromkeys(
+        ("server_metrics.counters", "server_metrics.gauges", "server_metrics.means"), ""
+    ),
     "identity.engine": "backend path client_workers extra_body",
     "runs": f"{OF_A_RUN} client_machine_load",
     "client": "certified reasons workers client_ttft_error_ms client_itl_error_ms check loop_lag_ms "
