@@ -54,8 +54,8 @@ class RunData:
 
     def values(self, key: str) -> list[float]:
         """A metric's value in each pass, without passes that have none."""
-        found = [value_of_pass(run, key) for run in self.result["llmopt"]["runs"]]
-        return [value for value in found if value]
+        values = [value_of_pass(run, key) for run in self.result["llmopt"]["runs"]]
+        return [value for value in values if value]
 
     def by_request(self, column: str) -> dict[str, list[float]]:
         """A column's values by request id, in the order of the passes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import signal
@@ -32,6 +33,7 @@ ANSWER_SECONDS = 5.0
 STOP_SECONDS = 10.0
 VERSION_SECONDS = 120.0
 LOG_LINES = 12
+PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -68,6 +70,7 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         try:
             began = time.perf_counter()
@@ -99,6 +102,13 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
         finally:
             with interrupts_held():
                 stop(process)
+
+
+def _end_with_parent() -> None:
+    """Have Linux end the server when this process dies, also by SIGKILL: a killed benchmark that is continued
+    must find the GPU free. Called in the child; PR_SET_PDEATHSIG of prctl(2)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def server_arguments(options: BenchOptions, chosen: Preset, model: str, port: int) -> list[str]:

@@ -75,11 +75,11 @@ def of_sweep(record: Mapping[str, Any], folder: Path) -> TrackedRun:
 
 def flattened(part: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Nested mappings as one, keys joined by dots."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in part.items():
         inner = f"{path}.{key}" if path else str(key)
-        found |= flattened(value, inner) if isinstance(value, Mapping) else {inner: value}
-    return found
+        flat |= flattened(value, inner) if isinstance(value, Mapping) else {inner: value}
+    return flat
 
 
 def numbers(part: Mapping[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import signal
@@ -47,8 +48,8 @@ def test_parameter_files_are_vllms(tmp_path: Path) -> None:
     named = read_combinations(written(tmp_path / "b", "small: {a: 1}\nlarge: {a: 2}\n"), "--f")
     assert [c.name for c in named] == ["small", "large"]
     assert dict(named[1].params) == {"a": 2}
-    own = written(tmp_path / "c", [{"_benchmark_name": "mine", "a": 1}])
-    assert read_combinations(own, "--f")[0].name == "mine"
+    given = written(tmp_path / "c", [{"_benchmark_name": "mine", "a": 1}])
+    assert read_combinations(given, "--f")[0].name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -180,19 +181,34 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(out.glob("cells/*/result.json"))]
 
 
+def servers(words: str) -> list[Path]:
+    """Processes of the stand-in with these words on their command line."""
+    running = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_text()
+            if str(FAKE) in line and words in line and "bench" not in line.split("\0"):
+                running.append(path.parent)
+    return running
+
+
 def test_a_killed_grid_continues(tmp_path: Path) -> None:
     load = written(tmp_path / "load.json", {"a": {}, "b": {"seed": 1}})
     out = tmp_path / "grid"
-    serve = written(tmp_path / "serve.json", [{"max_num_seqs": 20}])
+    serve = written(tmp_path / "serve.json", [{"_benchmark_name": "s", "max_num_seqs": 21}])
     words = ["--serve-params", str(serve), "--bench-params", str(load), "--output", str(out)]
     command = [sys.executable, "-m", "llmopt.cli.main", "bench", "--serve", COMMAND, *FAST, *words]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        first = out / "cells" / "000-max_num_seqs=20--a" / "result.json"
+        first = out / "cells" / "000-s--a" / "result.json"
         deadline = time.monotonic() + 60
         while not first.is_file():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
+    # The server dies with it, or it would still hold the GPU.
+    while servers("--max-num-seqs\0" + "21"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     before = first.stat().st_mtime_ns
     assert bench(*words) == 0
     assert first.stat().st_mtime_ns == before and len(results(out)) == 2

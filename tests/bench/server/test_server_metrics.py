@@ -64,12 +64,12 @@ def test_a_pass_is_differences_means_and_maxima() -> None:
             "queue_seconds_sum": Sample("sum", seen * 0.5),
         }
 
-    found = pass_metrics([scrape(0, 10, 1), scrape(6, 12, 2), scrape(3, 30, 5)], 0)
-    assert found is not None
-    assert found["counters"]["prefix_cache_hits"] == 20
-    assert found["gauges"]["num_requests_running"] == {"mean": 3, "max": 6}
-    assert found["means"] == {"queue_seconds": 0.5}
-    assert found["prefix_cache_hit_rate"] == 0.25 and found["draft_acceptance"] is None
+    metrics = pass_metrics([scrape(0, 10, 1), scrape(6, 12, 2), scrape(3, 30, 5)], 0)
+    assert metrics is not None
+    assert metrics["counters"]["prefix_cache_hits"] == 20
+    assert metrics["gauges"]["num_requests_running"] == {"mean": 3, "max": 6}
+    assert metrics["means"] == {"queue_seconds": 0.5}
+    assert metrics["prefix_cache_hit_rate"] == 0.25 and metrics["draft_acceptance"] is None
     # A counter that fell belongs to another process.
     restarted = pass_metrics([scrape(0, 10, 1), scrape(0, 2, 1)], 0)
     assert restarted is not None and "prefix_cache_hits" not in restarted["counters"]
