@@ -13,9 +13,9 @@ from ..page.text import MISSING, number, percent
 from ..record.result import to_json
 from ..report.page_files import write_page
 from .params import flat
-from .plan import Plan
+from .plan import Plan, unusual
 from .run import GRID_NAME
-from .table import FIGURES, Row, grid_rows, pareto_front, prefers_less, write_parquet
+from .table import FIGURES, FORMULAS, Row, grid_rows, pareto_front, prefers_less, write_parquet
 
 TABLE_NAME = "grid.parquet"
 SHARES = ("slo_share", "kv_cache_usage_max", "prefix_cache_hit_rate", "throughput_cv")
@@ -57,14 +57,14 @@ def grid_page(record: Mapping[str, Any]) -> Page:
     if failed := [row for row in rows if row["status"] == "failed"]:
         table = Table(["", ""], [[row["cell"], row["error"]] for row in failed], is_prose=True)
         sections.append(Section("Failed cells", (), (), (table,)))
-    options = record["spec"]["options"]
-    said = [
-        [f"--{k.replace('_', '-')}", flat(v)] for k, v in options.items() if v not in (None, {}, [])
-    ]
+    options = unusual(record["spec"]["options"])
+    said = [[f"--{key.replace('_', '-')}", flat(value)] for key, value in options.items()]
     sections.append(
-        Section(
-            "Options of every cell", (), (), (Table(["", ""], said, is_prose=True),), folded=True
-        )
+        Section("Options of every cell", (), (), (Table(["", ""], said, is_prose=True),))
+    )
+    made = [[FIGURES.get(key, key), text] for key, text in FORMULAS.items()]
+    sections.append(
+        Section("How each number is made", (), (), (Table(["", ""], made, is_prose=True),))
     )
     return Page(
         title=f"Grid: {record['name']}",

@@ -106,7 +106,11 @@ def _options(
 
 def changed_fields(options: BenchOptions) -> dict[str, Any]:
     """The options of a cell that are not at their default, without what names its server or is secret."""
-    written = plain(options.model_dump(mode="json", exclude={*SECRET, *RESERVED}))
+    return unusual(plain(options.model_dump(mode="json", exclude={*SECRET, *RESERVED})))
+
+
+def unusual(written: Mapping[str, Any]) -> dict[str, Any]:
+    """The written options that are not at their default."""
     usual = plain(BenchOptions().model_dump(mode="json"))
     return {name: value for name, value in written.items() if value != usual[name]}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...quant.model.checkpoint import read_json
+from ..metrics.metrics import FORMULAS as METRIC_FORMULAS
 from ..record.result import RESULT_NAME
 from .params import flat
 from .plan import Cell, Plan
@@ -43,6 +44,21 @@ FIGURES = {
     "gpus": "GPUs",
 }
 """The figures of a cell, with their headings; any of them may be an axis."""
+FORMULAS = {
+    **{key: text for key, text in METRIC_FORMULAS.items() if key in FIGURES},
+    "median_ttft_ms": METRIC_FORMULAS["ttft"],
+    "median_tpot_ms": METRIC_FORMULAS["tpot"],
+    "median_e2el_ms": METRIC_FORMULAS["e2el"],
+    "tokens_per_user": "output throughput / the concurrency limit; without one, / the mean number of "
+    "requests in flight (completed requests per second · mean end-to-end time)",
+    "tokens_per_gpu": "output throughput / the product of the server's parallel sizes",
+    "kv_cache_usage_max": "the highest of the server's own gauge in any scrape",
+    "num_requests_waiting_mean": "the mean of the server's own gauge over the scrapes",
+    "prefix_cache_hit_rate": "prompt tokens from the prefix cache / prompt tokens, as the server says",
+    "throughput_cv": "standard deviation of output throughput between the passes / its mean",
+    "seconds_to_ready": "from the start of the server to its first answer on /health",
+}
+"""How the figures of the table are made."""
 LOWER_IS_BETTER = {
     "joules_per_token",
     "kv_cache_usage_max",

@@ -10,7 +10,7 @@ from ...quant.base.errors import BadInput
 from ...quant.open import open_checkpoint
 from ..metrics.trace import LoadPass
 from .ceilings import measure_ceilings
-from .roofline import roofline_part
+from .roofline import ByteSizes, roofline_part
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
@@ -50,7 +50,9 @@ def place_on_roofline(
         [step for load_pass in passes for step in load_pass.steps],
         shape,
         measure_ceilings(engine.device, engine.dtype, weight_bytes),
-        weight_bytes=weight_bytes,
-        kv_bytes_per_element=engine.memory.kv_bytes_per_token / shape.kv_bytes_per_token(1),
-        unquantized_bytes=engine.dtype.itemsize,
+        ByteSizes(
+            weight_bytes,
+            kv_bytes_per_element=memory.kv_bytes_per_token / shape.kv_bytes_per_token(1),
+            unquantized_bytes=engine.dtype.itemsize,
+        ),
     )

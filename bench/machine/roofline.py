@@ -48,14 +48,20 @@ class PhasePoint:
     bound: str
 
 
+@dataclass(frozen=True, slots=True)
+class ByteSizes:
+    """Bytes that a step moves: of all weights, of an element of the KV cache, of an unquantized weight."""
+
+    weight_bytes: float
+    kv_bytes_per_element: float
+    unquantized_bytes: float
+
+
 def decode_point(
     steps: Sequence[StepRecord],
     shape: ModelShape,
     ceilings: Ceilings,
-    *,
-    weight_bytes: float,
-    kv_bytes_per_element: float,
-    unquantized_bytes: float,
+    sizes: ByteSizes,
 ) -> PhasePoint | None:
     """The decode-only steps; None if there were none."""
     chosen = [step for step in steps if step.decode_only]
@@ -63,7 +69,12 @@ def decode_point(
     for step in chosen:
         batch, context = step.num_sequences, step.context_tokens / step.num_sequences
         moved += decode_step_bytes(
-            shape, batch, context, weight_bytes, kv_bytes_per_element, unquantized_bytes
+            shape,
+            batch,
+            context,
+            sizes.weight_bytes,
+            sizes.kv_bytes_per_element,
+            sizes.unquantized_bytes,
         )
         computed += decode_step_flops(shape, batch, context)
     return _point("decode", chosen, moved, computed, ceilings)
@@ -73,10 +84,7 @@ def prefill_point(
     steps: Sequence[StepRecord],
     shape: ModelShape,
     ceilings: Ceilings,
-    *,
-    weight_bytes: float,
-    kv_bytes_per_element: float,
-    unquantized_bytes: float,
+    sizes: ByteSizes,
 ) -> PhasePoint | None:
     """All other steps (prefill and mixed); decode tokens in mixed steps are included."""
     chosen = [step for step in steps if not step.decode_only and step.computed_tokens]
@@ -84,8 +92,8 @@ def prefill_point(
     for step in chosen:
         tokens = step.computed_tokens
         prompts = max(1, step.num_first)
-        moved += streamed_weight_bytes(shape, weight_bytes, tokens, unquantized_bytes)
-        moved += tokens * shape.kv_bytes_per_token(kv_bytes_per_element)
+        moved += streamed_weight_bytes(shape, sizes.weight_bytes, tokens, sizes.unquantized_bytes)
+        moved += tokens * shape.kv_bytes_per_token(sizes.kv_bytes_per_element)
         computed += prompts * prefill_flops(shape, max(1, tokens // prompts))
     return _point("prefill", chosen, moved, computed, ceilings)
 
@@ -147,23 +155,10 @@ def roofline_part(
     steps: Sequence[StepRecord],
     shape: ModelShape,
     ceilings: Ceilings,
-    *,
-    weight_bytes: float,
-    kv_bytes_per_element: float,
-    unquantized_bytes: float,
+    sizes: ByteSizes,
 ) -> dict[str, Any]:
     """`llmopt.roofline` of a result: the measured ceilings, and a point per phase with its explanation."""
-    points = [
-        measure(
-            steps,
-            shape,
-            ceilings,
-            weight_bytes=weight_bytes,
-            kv_bytes_per_element=kv_bytes_per_element,
-            unquantized_bytes=unquantized_bytes,
-        )
-        for measure in (prefill_point, decode_point)
-    ]
+    points = [measure(steps, shape, ceilings, sizes) for measure in (prefill_point, decode_point)]
     decode = points[1]
     generated = sum(step.num_sequences for step in steps if step.decode_only)
     return {

@@ -9,6 +9,7 @@ import torch
 from llmopt.bench.machine.ceilings import Ceilings, measure_ceilings
 from llmopt.bench.machine.environment import checkpoint_hash, peak_memory_bytes
 from llmopt.bench.machine.roofline import (
+    ByteSizes,
     decode_point,
     explain,
     name_bound,
@@ -34,7 +35,7 @@ SHAPE = ModelShape.from_config(
 ROOFS = Ceilings(
     far_bandwidth=1e9, near_bandwidth=2e9, near_bytes=1000, peak_flops={"float32": 1e10}
 )
-SIZES = {"weight_bytes": 4000.0, "kv_bytes_per_element": 4, "unquantized_bytes": 4}
+SIZES = ByteSizes(weight_bytes=4000.0, kv_bytes_per_element=4, unquantized_bytes=4)
 
 
 def step(seconds: float, **values: int | bool) -> StepRecord:
@@ -54,7 +55,7 @@ def step(seconds: float, **values: int | bool) -> StepRecord:
 
 
 def test_decode_bytes_by_hand() -> None:
-    found = decode_point([step(0.001), step(0.003)], SHAPE, ROOFS, **SIZES)
+    found = decode_point([step(0.001), step(0.003)], SHAPE, ROOFS, SIZES)
     assert found is not None
     # Weights once, and K and V of 20 tokens: 2 layers x 2 x 1 head x 4 wide x 4 bytes.
     assert found.bytes_per_step == pytest.approx(4000 + 20 * 2 * 2 * 4 * 4)
@@ -63,15 +64,15 @@ def test_decode_bytes_by_hand() -> None:
     assert found.mbu == pytest.approx(found.achieved_bandwidth / 2e9)
     assert found.of_roof < 1 and found.bound == "overhead"
     assert "not from the bytes saved" in explain(found)
-    assert decode_point([step(0.1, decode_only=False)], SHAPE, ROOFS, **SIZES) is None
+    assert decode_point([step(0.1, decode_only=False)], SHAPE, ROOFS, SIZES) is None
 
 
 def test_prefill_takes_the_other_steps() -> None:
     steps = [step(0.001), step(0.002, decode_only=False, num_first=1, computed_tokens=30)]
-    found = prefill_point(steps, SHAPE, ROOFS, **SIZES)
+    found = prefill_point(steps, SHAPE, ROOFS, SIZES)
     assert found is not None and found.num_steps == 1
     assert found.intensity > 1
-    part = roofline_part(steps, SHAPE, ROOFS, **SIZES)
+    part = roofline_part(steps, SHAPE, ROOFS, SIZES)
     assert [point["phase"] for point in part["points"]] == ["prefill", "decode"]
     assert part["bytes_per_decoded_token"] == pytest.approx((4000 + 20 * 64) / 2)
 
