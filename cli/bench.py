@@ -11,13 +11,12 @@ import typer
 from .options.common import ModelOptions
 from .options.conversation import ConversationOptions
 from .options.engine import EngineOptions
-from .options.grid import GridOptions
 from .options.groups import values_of, with_groups
 from .options.load import LoadOptions
 from .options.result import ResultOptions
 from .options.score import MetricOptions, QualityOptions, RecordOptions
 from .options.server import TargetOptions
-from .options.sweep import SweepOptions
+from .options.sweep import GridOptions, SweepOptions
 from .options.tracking import TrackingOptions
 from .options.verdict import VerdictOptions
 from .options.workload import ArrivalOptions, DataOptions

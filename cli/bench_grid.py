@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from ..bench.grid.plan import Plan
     from ..bench.tracking.tracked_run import Tracker
-    from .options.grid import GridOptions
     from .options.result import ResultOptions
+    from .options.sweep import GridOptions
 
 DRY_PORT = 8000
 

@@ -250,6 +250,10 @@ class BenchOptions(EngineFields, BaseModel):
             return self
         if self.base_url is None and self.serve is None:
             raise ValueError(f"--backend {self.backend} needs a server: give --base-url or --serve")
+        if self.tasks:
+            raise ValueError(
+                f"--tasks needs a model that generates: --backend {self.backend} does not"
+            )
         if set(parse_goodput(self.goodput)) - {"e2el"}:
             raise ValueError(f"--goodput of --backend {self.backend} has one metric, e2el")
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,14 @@ class HttpSession(Session):
 
     def _score_quality(self) -> ServedQuality:
         """The quality of the served model; what is missing is said in a note."""
-        if not self._options.quality or self._options.is_pooling:
+        options, adapters = self._options, list(self._options.loras)
+        if not options.quality or options.is_pooling:
             return ServedQuality()
-        quality = score_served(self._options, self._address, self._served, self._progress)
+        if len(adapters) > 1:
+            quality = ServedQuality(reason="quality is scored of one adapter: give one --lora")
+        else:
+            served = replace(self._served, model=adapters[0]) if adapters else self._served
+            quality = score_served(options, self._address, served, self._progress)
         if quality.reason is not None:
             self._progress.note(quality.reason)
         return quality

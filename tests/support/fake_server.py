@@ -55,7 +55,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.state.options.refuse:
             self._json({"error": {"message": "refused"}}, 400)
         elif self.path == "/v1/completions":
-            self._complete(body)
+            self._generate(len(body["prompt"]), body["max_tokens"], {"text": " a"})
+        elif self.path == "/v1/chat/completions":
+            said = {"delta": {"content": " a"}}
+            self._generate(len(body["messages"]), body["max_completion_tokens"], said)
         elif self.path == "/v1/embeddings":
             inputs = body["input"] if isinstance(body["input"][0], list) else [body["input"]]
             data = [{"index": n, "embedding": [0.5, 0.5]} for n, _ in enumerate(inputs)]
@@ -66,16 +69,16 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._send(404, b"")
 
-    def _complete(self, body: dict[str, Any]) -> None:
+    def _generate(self, prompt_tokens: int, max_tokens: int, said: dict[str, Any]) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for number in range(1, body["max_tokens"] + 1):
+        for number in range(1, max_tokens + 1):
             time.sleep(self.state.options.max_num_seqs / 1000)
-            reason = "length" if number == body["max_tokens"] else None
-            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": number}
-            event = {"choices": [{"text": " a", "finish_reason": reason}], "usage": usage}
+            reason = "length" if number == max_tokens else None
+            usage = {"prompt_tokens": prompt_tokens, "completion_tokens": number}
+            event = {"choices": [{**said, "finish_reason": reason}], "usage": usage}
             self._chunk(f"data: {json.dumps(event)}\n\n".encode())
             with self.state.lock:
                 self.state.tokens += 1

@@ -38,7 +38,7 @@ def fake() -> Iterator[tuple[str, State]]:
 
 def measured(url: str, **given: Any) -> BenchRun:
     options = {"num_prompts": 8, "num_runs": 1, "num_warmups": 0, "check_client": False}
-    usual = {"base_url": url, "tokenizer": "stories3M", "dataset": "random"}
+    usual = {"base_url": url, "quality": False, "tokenizer": "stories3M", "dataset": "random"}
     return run_bench(
         checked(BenchOptions, {**options, **usual, "random_input_len": 12, **given}, "option")
     )
@@ -58,6 +58,18 @@ def test_embeddings_have_one_time_and_no_tokens(fake: tuple[str, State], tmp_pat
     assert "requests/s" in run_verdict(result).headline
     write_run(run, tmp_path / "run", with_csv=True)
     assert "End to end" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_window_repeats_batches_with_first_tokens_of_their_own(fake: tuple[str, State]) -> None:
+    url, state = fake
+    run = measured(
+        url, backend="openai-embeddings", random_batch_size=4, duration=0.3, max_concurrency=1
+    )
+    (load,) = run.passes
+    assert all(trace.success for trace in load.traces) and max(t.cycle for t in load.traces) > 0
+    first = [[ids[0] for ids in body["input"]] for body in state.seen]
+    assert all(len(batch) == 4 and len(set(batch)) == 1 for batch in first)
+    assert len({batch[0] for batch in first}) > 1
 
 
 def test_rerank_sends_a_query_with_its_documents(fake: tuple[str, State]) -> None:
@@ -109,6 +121,10 @@ def test_our_own_embeddings(tmp_path: Path) -> None:
             {"base_url": "http://h", "backend": "vllm-rerank", "goodput": ("ttft:9",)},
             "one metric, e2el",
         ),
+        (
+            {"base_url": "http://h", "backend": "vllm-pooling", "tasks": ("arc_easy",)},
+            "a model that generates",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(given: dict[str, Any], words: str) -> None:
@@ -119,11 +135,10 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], words: str) -> None
 @pytest.mark.parametrize("assignment", ["round-robin", "random"])
 def test_adapters_share_the_requests_of_a_server(fake: tuple[str, State], assignment: str) -> None:
     url, state = fake
-    loras = ["sql=/nowhere/sql", "chat"]
-    run = measured(
-        url, lora=loras, lora_assignment=assignment, random_output_len=3, backend="openai"
-    )
+    load = {"lora": ["sql=/nowhere/sql", "chat"], "lora_assignment": assignment}
+    run = measured(url, **load, random_output_len=3, backend="openai", quality=True)
     ours = run.result["llmopt"]
+    assert "of one adapter" in ours["quality_reason"]
     sent = Counter(body["model"] for body in state.seen)
     by_adapter = ours["lora"]["by_adapter"]
     assert set(sent) == {"sql", "chat"} and sum(sent.values()) == 8
@@ -134,6 +149,26 @@ def test_adapters_share_the_requests_of_a_server(fake: tuple[str, State], assign
     assert ours["identity"]["engine"]["lora"] == ["sql", "chat"]
     tables = [table for section in run_page(run.result, {}).sections for table in section.tables]
     assert any(table.header[0] == "adapter" for table in tables)
+
+
+def test_all_turns_of_a_conversation_go_to_one_adapter(fake: tuple[str, State]) -> None:
+    url, state = fake
+    run = measured(
+        url,
+        lora=["sql", "chat"],
+        backend="openai-chat",
+        dataset="agentic",
+        num_prompts=2,
+        output_len=2,
+    )
+    assert run.result["failed"] == 0
+    by_conversation: dict[str, set[str | None]] = {}
+    for trace in run.passes[0].traces:
+        by_conversation.setdefault(trace.conversation, set()).add(trace.lora)
+    assert max(trace.turn for trace in run.passes[0].traces) > 0
+    assert all(len(adapters) == 1 for adapters in by_conversation.values())
+    sent = Counter(body["model"] for body in state.seen)
+    assert sent == Counter(trace.lora for trace in run.passes[0].traces)
 
 
 def test_a_started_server_is_given_its_adapters(tmp_path: Path) -> None:
