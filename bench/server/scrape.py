@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import urllib.error
-from http.client import HTTPException
 from typing import TYPE_CHECKING
 
+from ..client.json_http import RequestFailed
 from .exposition import Sample, parse_samples
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Scraper:
     def _scrape(self) -> None:
         try:
             self._samples.append(parse_samples(self._text()))
-        except (OSError, HTTPException, ValueError):
+        except (RequestFailed, ValueError):
             self._failed += 1
 
     def _text(self) -> str:
@@ -71,9 +70,7 @@ class Scraper:
             if parse_samples(self._text()):
                 return None
             return f"{self.url} has no Prometheus metrics"
-        except urllib.error.HTTPError as error:
-            return f"{self.url} answers HTTP {error.code}"
-        except (OSError, HTTPException) as error:
-            return f"{self.url} does not answer: {getattr(error, 'reason', error)}"
+        except RequestFailed as error:
+            return f"{self.url} {'does not answer:' if error.is_unreachable else 'answers'} {error}"
         except ValueError:
             return f"{self.url} is not in Prometheus' text format"
