@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..gate.gate import COUNTED, MEASURED
+from ..gate.scored import SCORED
 from ..record.comparable import series_identity
 
 MAX_OTHER_LOAD = 0.25
@@ -123,4 +124,8 @@ def metric_values(
             continue
         if value is not None:
             values[key] = float(value)
+    quality = result["llmopt"]["quality"] or {}
+    for key, scored in SCORED.items():
+        if quality.get(scored.name) is not None:
+            values[key] = float(quality[scored.name])
     return values

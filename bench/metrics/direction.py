@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-HIGHER_IS_BETTER = ("throughput", "goodput", "top1", "completed", "accuracy", "score", "hit_rate")
+HIGHER_IS_BETTER = (
+    "throughput",
+    "goodput",
+    "slo_share",
+    "top1",
+    "completed",
+    "accuracy",
+    "score",
+    "hit_rate",
+)
 
 
 def higher_is_better(key: str) -> bool:

@@ -11,7 +11,9 @@ from typing import Any
 from ...quant.base.errors import BadInput
 from ..files.run_folder import write_atomically
 from ..gate.compare import QualityGate, parse_share
-from ..gate.gate import Counted, Limit, parse_gate, speed_limits
+from ..gate.gate import Limit, parse_gate, speed_limits
+from ..gate.scored import Scored
+from ..gate.task_scored import TaskScored
 from ..record.result import to_json
 from .builds import Build, value_of
 
@@ -20,7 +22,6 @@ PLAN_NAME = "starts.json"
 # on the command line and wins.
 SHORT_PASSES = ("--num-prompts", "24", "--num-runs", "10", "--output-len", "16")
 ONE_THREAD = ("--num-threads", "1")
-QUALITY_KEYS = ("perplexity", "kl", "top1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,7 @@ class Plan:
 
     def scores_quality(self) -> bool:
         """Whether the first start of each build scores quality: if a limit or a reference asks for it."""
-        limited = any(
-            isinstance(limit.quantity, Counted) and limit.quantity.key in QUALITY_KEYS
-            for limit in self.gate()
-        )
+        limited = any(isinstance(limit.quantity, Scored | TaskScored) for limit in self.gate())
         asked = any(value is not None for value in asdict(self.quality()).values())
         return limited or asked or value_of(self.options, "--reference") is not None
 

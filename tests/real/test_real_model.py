@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
@@ -20,7 +21,7 @@ NEW_TOKENS = 24
 
 def test_greedy_continuations_equal_transformers(real_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(real_model)
-    oracle = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.float32).eval()
+    oracle: Any = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.float32).eval()
     engine = LLM(str(real_model), dtype="float32")
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     answers = engine.generate(list(PROMPTS), params)

@@ -32,7 +32,8 @@ def ranked(token: int) -> list[tuple[int, float]]:
 
 def by_id(body: dict[str, Any]) -> tuple[int, Any]:
     """vLLM's `prompt_logprobs`."""
-    count, positions = body.get("prompt_logprobs"), [None]
+    count = body.get("prompt_logprobs")
+    positions: list[dict[str, Any] | None] = [None]
     if count is None:
         return 400, {"error": {"message": "only prompt_logprobs here"}}
     for before, token in zip(body["prompt"], body["prompt"][1:], strict=False):
@@ -90,7 +91,7 @@ def serving(answer: Answer) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *_: Any) -> None: ...
+        def log_message(self, format: str, *args: Any) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

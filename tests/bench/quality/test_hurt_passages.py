@@ -40,7 +40,7 @@ def series(kl: list[float] | None, text: str) -> QualitySeries:
 def test_passages_are_shown_shaded_and_escaped() -> None:
     text = "a <b*>\n c"
     (passage,) = (
-        hurt_passages(series([0, 0, 0.06, 0.3, 2.0, 9.0, 0, 0, 0.06], text), Letters()) or ()
+        hurt_passages(series([0, 0, 0.06, 0.3, 2.0, 9.0, 0, 0, 0.06], text), Letters()) or []
     )
     assert passage["position"] == 1 and "".join(passage["tokens"]) == text
     shaded = marked(passage)

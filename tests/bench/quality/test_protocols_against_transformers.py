@@ -132,7 +132,7 @@ def test_scores_equal_a_transformers_loop(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "stories3M")
     with torch.inference_mode():
-        scored = loop(*oracles, tokenizer)
+        scored = loop(oracles[0], oracles[1], tokenizer)
         q, p = (torch.cat([each[i] for each in scored]).double().log_softmax(-1) for i in (0, 1))
     targets = torch.cat([each[2] for each in scored])[:, None]
     ours = by_engine(engines, options)

@@ -48,7 +48,7 @@ def peak_bytes(work: Any) -> int:
     events = [event for event in results.events() if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
+        live += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
         peak = max(peak, live)
     return peak
 

@@ -28,8 +28,8 @@ def test_lower_bound_that_tightens_with_more_tokens() -> None:
 
 
 def test_tokens_of_one_side_are_in_the_bucket() -> None:
-    half = {1: np.log(0.5), 2: np.log(0.25)}
-    other = {1: np.log(0.25), 3: np.log(0.5)}
+    half: dict[int | str, float] = {1: np.log(0.5), 2: np.log(0.25)}
+    other: dict[int | str, float] = {1: np.log(0.25), 3: np.log(0.5)}
     kl, rest = truncated_kl(half, other)  # {1} and the rest: 0.5, 0.5 against 0.25, 0.75
     assert kl == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(0.5 / 0.75))
     assert rest == pytest.approx(0.5)

