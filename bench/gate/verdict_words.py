@@ -13,6 +13,8 @@ from .judge import Delta
 POWER = 0.8
 # Beyond this many times the pairs at hand, the change is as good as at the limit.
 MOST_TIMES_AS_MANY = 30
+# With fewer pairs the signed-rank interval at 5 % a side is unbounded.
+MIN_PAIRS = 5
 Row = Delta | Check
 
 
@@ -43,6 +45,11 @@ def settle_words(undecided: Sequence[Delta], *, by_starts: bool) -> str:
         return "paired starts would settle it: llmopt compare --run base=… --run new=…"
     more = [delta.pairs_to_settle for delta in undecided]
     known = [value for value in more if value is not None]
+    if any(
+        value is None and delta.num_pairs < MIN_PAIRS
+        for value, delta in zip(more, undecided, strict=True)
+    ):
+        return f"fewer than {MIN_PAIRS} pairs of starts do not say how many would settle it"
     if len(known) < len(more):
         near = names(delta.label for delta in undecided if delta.pairs_to_settle is None)
         return f"no reasonable number of starts would settle {near}: the change is at the limit"

@@ -62,6 +62,9 @@ def test_few_pairs_are_not_settled_and_say_how_many_more_would_do() -> None:
     found = judged(4, 1.0)
     assert found.outcome is Outcome.NO_VERDICT and not found.settled
     assert judged(4, 1.0, final=True).settled
+    assert "fewer than 5 pairs of starts do not say" in "; ".join(
+        judged(1, 1.3, final=True).reasons
+    )
     found = judged(12, 1.12, f"{GATE} median_e2el_ms<=+100%", max_pairs=12)
     assert found.outcome is Outcome.NO_VERDICT and found.settled
     assert [delta.outcome.value for delta in found.deltas] == ["no verdict", "pass"]
