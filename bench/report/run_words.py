@@ -73,7 +73,7 @@ def disturbed_words(record: Mapping[str, Any]) -> list[str]:
         notes.append(f"{len(kept)} of {len(record['runs'])} passes were disturbed: {kept[0]}.")
     if rejected:
         notes.append(
-            f"Measured again after a disturbed pass, {len(rejected)} times: {rejected[0]}."
+            f"Passes measured again because they were disturbed: {len(rejected)} ({rejected[0]})."
         )
     return notes
 

@@ -64,6 +64,6 @@ def test_the_report_says_which_passes_were_disturbed() -> None:
     record = {"runs": [calm, run], "rejected_passes": [run]}
     assert disturbed_words(record) == [
         "1 of 2 passes were disturbed: 30% stolen.",
-        "Measured again after a disturbed pass, 1 times: 30% stolen.",
+        "Passes measured again because they were disturbed: 1 (30% stolen).",
     ]
     assert disturbed_words({"runs": [calm, {}]}) == []
