@@ -256,8 +256,9 @@ def test_models_of_transformers_and_routed_experts_take_none(tmp_path, folders):
     torch.testing.assert_close(engine.prompt_logits(tokens, "a"), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("words", [["a"], ["=b"], ["a="], ["a=b", "a=c"]])
+@pytest.mark.parametrize("words", [["=b"], ["a="], ["a=b", "a=c"], ["x/a", "y/a"]])
 def test_words_of_the_command_line(words):
     with pytest.raises(BadInput, match="--lora"):
         parse_adapters(words)
     assert parse_adapters(["x=folder/y=z"]) == {"x": Path("folder/y=z")}
+    assert parse_adapters(["folder/y"]) == {"y": Path("folder/y")}
