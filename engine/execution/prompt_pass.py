@@ -101,7 +101,7 @@ class PromptPass:
         """
         config, runs = self._config, []
         for prompt, begin, end in spans:
-            table, evicted = self._tables.setdefault(prompt, ([], range(0)))
+            table, _ = self._tables.setdefault(prompt, ([], range(0)))
             table += self._pool.allocate(config.num_blocks(end) - len(table))
             runs.append(Run(begin, prompts[prompt][begin:end], table))
         hidden = self._runner.hidden(runs, self._lora)

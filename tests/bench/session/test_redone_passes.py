@@ -23,10 +23,10 @@ class FakeSession(Session):
         self.numbers: list[int] = []
 
     def identity(self) -> dict[str, Any]:
-        raise NotImplementedError
+        raise AssertionError("these tests only make passes")
 
     def finish(self, *, interrupted: bool = False) -> Any:
-        raise NotImplementedError
+        raise AssertionError("these tests only make passes")
 
     def _measure(self, number: int, description: str) -> MeasuredPass:
         self.numbers.append(number)
