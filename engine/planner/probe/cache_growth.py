@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from ....quant.base.errors import BadInput
 from .data_free import DataFreeMode, ProbeTooLong
@@ -40,7 +41,13 @@ def cache_after(model: Any, num_tokens: int, max_operators: int = MAX_OPERATORS)
     for name in ("past_key_values", "cache_params", "state", "mems"):
         if (cache := getattr(output, name, None)) is not None:
             return cache
-    raise BadInput(f"{model.config.model_type} returns no cache: it cannot be planned")
+    # Some wrappers of a language model do not hand its cache out, but fill one that they are given.
+    given = DynamicCache(config=model.config.get_text_config(decoder=True))
+    with DataFreeMode(max_operators):
+        model(input_ids=ids, use_cache=True, past_key_values=given)
+    if not cache_bytes(given):
+        raise BadInput(f"{model.config.model_type} returns no cache: it cannot be planned")
+    return given
 
 
 def cache_shapes(cache: Any) -> Shapes:

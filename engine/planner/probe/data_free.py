@@ -1,8 +1,8 @@
 """Dispatch mode that answers data-dependent operators on the meta device with fixed values.
 
 A meta tensor has a shape and no values, so routing and length checks (`nonzero`, `.item()`) cannot run on
-it. The sizes that the probe reads do not depend on those values: `nonzero` is answered with one hit, a
-scalar with zero or False, which leaves conditional branches untaken.
+it. The sizes that the probe reads do not depend on those values: `nonzero` and a mask are answered with one
+hit, a scalar with zero or False, which leaves conditional branches untaken.
 """
 
 from __future__ import annotations
@@ -64,6 +64,18 @@ def _counts(args: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty((max(1, length),), dtype=torch.long, device="meta")
 
 
+def _indexed(args: tuple[Any, ...]) -> torch.Tensor:
+    """`tensor[indices]`, each mask as the position of one hit."""
+    tensor, indices = args
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype is torch.bool:
+            positions += [torch.empty((1,), dtype=torch.long, device="meta")] * index.dim()
+        else:
+            positions.append(index)
+    return aten.index.Tensor(tensor, positions)
+
+
 def _not_equal(args: tuple[Any, ...]) -> bool:
     return False
 
@@ -74,4 +86,5 @@ _ANSWERS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     aten.masked_select.default: _selected,
     aten.bincount.default: _counts,
     aten.equal.default: _not_equal,
+    aten.index.Tensor: _indexed,
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from llmopt.engine.planner.model.catalog import shape_of, table_configs
 from llmopt.engine.planner.model.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.model.families import current_names, has_table_rule
@@ -14,6 +15,7 @@ from llmopt.engine.planner.model.kv_dtypes import kv_dtype
 from llmopt.engine.planner.model.probed_shape import ProbedShape
 from llmopt.engine.planner.model.shapes import ModelShape
 from llmopt.engine.planner.probe import answers
+from llmopt.engine.planner.probe.data_free import DataFreeMode
 from llmopt.engine.planner.probe.facts import CachedTensor, ProbedModel
 from llmopt.engine.planner.probe.oracle import probe
 from llmopt.quant.base.errors import BadInput
@@ -21,13 +23,15 @@ from llmopt.quant.base.errors import BadInput
 from tools.survey.case import Case, surveyed_types, unlisted_types
 from tools.survey.plan_column import PlanColumn
 
-# One of each law: state, latent, indexer, compressed, shared layers, windows beside state, convolution.
+# One of each law: state, latent, indexer, compressed, shared layers, windows beside state, convolution, and
+# a cache that is filled and not handed out.
 MECHANISMS = (
     "qwen3_next",
     "mamba2",
     "deepseek_v32",
     "deepseek_v4",
     "gemma3n_text",
+    "granite4_vision",
     "lfm2",
     "nemotron_h",
 )
@@ -64,6 +68,12 @@ def test_probe_and_table_agree(name: str) -> None:
         args = (length, 2, CacheKnobs())
         assert rule.kv_bytes(probed, *args) == rule.kv_bytes(table, *args)
     assert (probed.tied, probed.max_context) == (table.tied, table.max_context)
+
+
+def test_a_mask_on_the_meta_device_has_one_hit() -> None:
+    values, mask = torch.empty(3, 5, 7, device="meta"), torch.empty(3, 5, device="meta").bool()
+    with DataFreeMode(10):
+        assert values[mask].shape == (1, 7)
 
 
 def test_every_type_of_transformers_is_listed() -> None:
