@@ -16,6 +16,7 @@ COMMANDS = {
     "verify": "Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was "
     "computed.",
     "convert": "Convert a quantized checkpoint to another format, losslessly where the grids allow it.",
+    "merge": "Fold LoRA and DoRA adapters into the weights of a checkpoint.",
     "bench": "Measure a model: latency, throughput, quality and memory, in a folder under runs/.",
     "freeze": "Write a workload with its token ids, lengths, arrival times and hash.",
     "compare": "Compare two runs, or paired starts of two builds: exit 0 pass, 1 regression, 3 no verdict.",

@@ -1,117 +1,28 @@
-"""LoRA adapter settings: PEFT's `adapter_config.json`, and its unsupported fields."""
+"""LoRA adapters of an engine: by name, each with a salt of its own, and only of kinds that can be served."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
+from ...quant.adapters.settings import LoraSettings
 from ...quant.base.errors import BadInput
-from ...quant.model.checkpoint import read_json
-
-CONFIG_NAME = "adapter_config.json"
-
-_OF_TRAINING = {
-    "corda_config",
-    "eva_config",
-    "exclude_modules",
-    "layers_pattern",
-    "layers_to_transform",
-}
-_OF_TRAINING |= {"loftq_config", "lora_dropout", "lora_ga_config", "runtime_config", "task_type"}
-_OF_THE_FILE = {"auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode"}
-_OF_THE_FILE |= {
-    "megatron_config",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-}
-_READ = {
-    "alpha_pattern",
-    "bias",
-    "init_lora_weights",
-    "lora_alpha",
-    "peft_type",
-    "r",
-    "rank_pattern",
-}
-_READ |= {"target_modules", "use_rslora"}
-_KEEPS_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the weights of the base model as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    """Rank, scale and target modules of an adapter; the patterns override them for single modules.
+def servable_settings(folder: Path) -> LoraSettings:
+    """The settings of an adapter that is applied beside its base.
 
-    Source: `LoraConfig` of PEFT, and Kalajdzievski, "A Rank Stabilization Scaling Factor for
-    Fine-Tuning with LoRA" (arXiv:2312.03732) for `rank_stabilized`.
+    Raises:
+        BadInput: see `LoraSettings.read`; or a DoRA adapter, which rescales the base's own weights.
     """
-
-    path: Path
-    rank: int
-    alpha: float
-    rank_stabilized: bool
-    targets: str | tuple[str, ...]
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
-
-    @classmethod
-    def read(cls, folder: Path) -> LoraSettings:
-        """The settings of an adapter folder.
-
-        Raises:
-            BadInput: naming the file and the field that is missing, invalid, or not supported.
-        """
-        path = folder / CONFIG_NAME
-        raw = read_json(path)
-        if (kind := raw.get("peft_type")) != "LORA":
-            raise BadInput(f"{path}: peft_type is {kind!r}: only LORA adapters can be served")
-        if raw.get("bias", "none") != "none":
-            raise BadInput(
-                f"{path}: bias = {raw['bias']!r}: adapters with biases are not supported"
-            )
-        if (start := raw.get("init_lora_weights")) not in _KEEPS_THE_BASE:
-            raise BadInput(
-                f"{path}: init_lora_weights = {start!r} changes the base model's weights: convert the "
-                "adapter to a plain one with PEFT"
-            )
-        for field in sorted(set(raw) - _OF_TRAINING - _OF_THE_FILE - _READ):
-            if raw[field]:
-                raise BadInput(f"{path}: {field} = {raw[field]!r} is not supported")
-        targets: Any = raw.get("target_modules")
-        if not isinstance(targets, str) and not _is_list_of(targets, str):
-            raise BadInput(f"{path}: target_modules is {targets!r}: it needs names or a pattern")
-        return cls(
-            path,
-            rank=_number(path, "r", raw.get("r"), int),
-            alpha=_number(path, "lora_alpha", raw.get("lora_alpha"), float),
-            rank_stabilized=bool(raw.get("use_rslora")),
-            targets=targets if isinstance(targets, str) else tuple(targets),
-            rank_pattern=_pattern(path, "rank_pattern", raw, int),
-            alpha_pattern=_pattern(path, "alpha_pattern", raw, float),
+    settings = LoraSettings.read(folder)
+    if settings.is_dora:
+        raise BadInput(
+            f"{settings.path}: use_dora = True: such an adapter cannot be served beside its base: merge it "
+            "with llmopt merge"
         )
-
-    def targets_module(self, module: str) -> bool:
-        """Whether `target_modules` matches a module, named without PEFT's prefix."""
-        if self.targets == "all-linear":
-            return True
-        if isinstance(self.targets, str):
-            return re.fullmatch(self.targets, module) is not None
-        return any(module == name or module.endswith(f".{name}") for name in self.targets)
-
-    def rank_of(self, module: str) -> int:
-        return _find(self.rank_pattern, module, self.rank)
-
-    def scale_of(self, module: str) -> float:
-        """The scale of `B·A`."""
-        rank, alpha = self.rank_of(module), _find(self.alpha_pattern, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+    return settings
 
 
 def parse_adapters(words: Sequence[str]) -> dict[str, Path]:
@@ -138,36 +49,3 @@ def adapter_salt(adapter: str | None, salt: bytes) -> bytes:
     if adapter is None:
         return salt
     return blake2b(salt, key=blake2b(adapter.encode()).digest(), digest_size=32).digest()
-
-
-def _find(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    keys = (key for key in pattern if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
-    return pattern[key] if (key := next(keys, None)) is not None else default
-
-
-def _number(path: Path, field: str, value: Any, kind: type) -> Any:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole or (kind is float and isinstance(value, float))) or not 0 < value < math.inf:
-        raise BadInput(f"{path}: {field} is {value!r}: need a number above 0")
-    return value
-
-
-def _pattern(path: Path, field: str, raw: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    pattern = raw.get(field) or {}
-    if not isinstance(pattern, dict):
-        raise BadInput(f"{path}: {field} is {pattern!r}, not an object")
-    for key, value in pattern.items():
-        _number(path, f"{field}[{key!r}]", value, kind)
-        _compiled(path, field, key)
-    return pattern
-
-
-def _compiled(path: Path, field: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise BadInput(f"{path}: {field}: {pattern!r} is no pattern: {error}") from error
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, kind) for v in value)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ..base.units import parse_bytes, parse_size
-from ..config.adapters import LoraSettings, parse_adapters
+from ..config.adapters import parse_adapters, servable_settings
 
 VLLM_VERSION = "0.32.0"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -97,7 +97,7 @@ def _kv_cache_dtype(value: str) -> Words:
 
 def _loras(words: Sequence[str]) -> Words:
     adapters = parse_adapters(words)
-    largest = max(LoraSettings.read(folder).rank for folder in adapters.values())
+    largest = max(servable_settings(folder).rank for folder in adapters.values())
     rank = next((rank for rank in LORA_RANKS if rank >= largest), None)
     if rank is None:
         raise BadInput(f"--lora: an adapter has rank {largest}, vLLM takes up to {LORA_RANKS[-1]}")

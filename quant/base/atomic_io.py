@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,6 +156,32 @@ def make_folder(folder: Path, option: str) -> None:
         raise BadInput(
             f"cannot make the folder {folder}: {reason}; choose another one with {option}"
         ) from error
+
+
+@contextmanager
+def atomic_folder(output: Path, suffix: str) -> Iterator[Path]:
+    """Atomic creation of a folder: an unfinished one, fsynced and renamed on exit, removed on errors.
+
+    Args:
+        suffix: of the unfinished folder; what an earlier run left there is removed.
+
+    Raises:
+        BadInput: `output` exists or cannot be created, or the disk is full.
+    """
+    if output.exists():
+        raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
+    work = output.with_name(output.name + suffix)
+    if work.exists():
+        shutil.rmtree(work)
+    make_folder(work, "--output")
+    try:
+        yield work
+        flush_folder(work)
+        work.rename(output)
+    except OSError as error:
+        raise no_space_or(error, work) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def flush_folder(folder: Path) -> None:

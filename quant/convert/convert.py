@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -10,14 +9,7 @@ from typing import Any
 
 import torch
 
-from ..base.atomic_io import (
-    flush_folder,
-    layout_of,
-    make_folder,
-    no_space_or,
-    write_atomically,
-    write_tensors,
-)
+from ..base.atomic_io import atomic_folder, write_atomically
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import Scheme, scheme_record
@@ -34,23 +26,9 @@ from ..request.selection import Shapes
 from ..tensors.base import QuantizedTensor
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
 from .requantize import Requantized, requantize
+from .shards import KV_SCALES, companions, write_shards
 
-SHARD_BYTES = 2**30
 _UNFINISHED = ".converting"  # unlike the suffix of an unfinished `quantize`, which must stay
-_KV_SCALES = (".k_scale", ".v_scale")
-# Tokenizer, generation config, licence: files to copy beside the weights.
-_COMPANIONS = (
-    "generation_config.json",
-    "preprocessor_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 def convert(
@@ -61,7 +39,7 @@ def convert(
     allow_loss: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Write `source` in the format `target`, in shards of 1 GiB, one of them in memory at a time.
+    """Write `source` in the format `target`, one shard in memory at a time.
 
     Args:
         output: folder to create; it appears atomically, once everything is written.
@@ -73,24 +51,10 @@ def convert(
     """
     if target not in FORMATS:
         raise BadInput(f"unknown format {target!r}: choose one of {', '.join(sorted(FORMATS))}")
-    if output.exists():
-        raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
     if checkpoint_format(source).name == target:
         raise BadInput(f"{source.folder} is in the format {target} already")
-    work = output.with_name(output.name + _UNFINISHED)
-    if work.exists():
-        shutil.rmtree(work)
-    make_folder(work, "--output")
-    try:
-        job = _Job(source, FORMATS[target], work, allow_loss, progress or Silent())
-        result = job.run(output)
-        flush_folder(work)
-        work.rename(output)
-    except OSError as error:
-        raise no_space_or(error, work) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return result
+    with atomic_folder(output, _UNFINISHED) as work:
+        return _Job(source, FORMATS[target], work, allow_loss, progress or Silent()).run(output)
 
 
 class _Job:
@@ -122,14 +86,14 @@ class _Job:
 
     def run(self, output: Path) -> Conversion:
         kv_cache = self._kv_cache()
-        self._write_shards(drop_kv=kv_cache is None)
+        write_shards(self._work, self._tensors(drop_kv=kv_cache is None), self._source.release)
         options = {} if kv_cache is None else {"kv_cache": kv_cache}
         ignore = self._unquantized()
         config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
         if self._target.name == "gguf":
             self._assemble(config, output.name)
         config["quantization_config"] = self._target.config(self._schemes, ignore, **options)
-        for path in self._companions():
+        for path in companions(self._source.folder):
             write_atomically(self._work / path.name, path.read_bytes())
         write_atomically(self._work / "config.json", to_json(config))
         manifest = self._new_manifest()
@@ -147,28 +111,6 @@ class _Job:
         )
         write_atomically(self._work / CARD_NAME, conversion_card(result, manifest))
         return result
-
-    def _write_shards(self, *, drop_kv: bool) -> None:
-        weight_map: dict[str, str] = {}
-        held: dict[str, torch.Tensor] = {}
-        total = size = 0
-        for tensors in self._tensors(drop_kv):
-            held |= tensors
-            added = sum(tensor.nbytes for tensor in tensors.values())
-            size, total = size + added, total + added
-            if size >= SHARD_BYTES:
-                self._write_shard(held, weight_map)
-                held, size = {}, 0
-        if held:
-            self._write_shard(held, weight_map)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_atomically(self._work / INDEX_NAME, to_json(index))
-
-    def _write_shard(self, tensors: dict[str, torch.Tensor], weight_map: dict[str, str]) -> None:
-        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        write_tensors(self._work / name, tensors, layout_of(tensors))
-        weight_map |= dict.fromkeys(tensors, name)
-        self._source.release()
 
     def _tensors(self, drop_kv: bool) -> Iterator[dict[str, torch.Tensor]]:
         """The output tensors: module by module, then the unquantized ones."""
@@ -189,7 +131,7 @@ class _Job:
             self._progress.advance()
         self._progress.finish()
         for name in self._source.names:
-            if name not in taken and not (drop_kv and name.endswith(_KV_SCALES)):
+            if name not in taken and not (drop_kv and name.endswith(KV_SCALES)):
                 yield {name: self._source.tensor(name)}
 
     def _check_digests(self, module: str, tensor: QuantizedTensor) -> None:
@@ -223,7 +165,7 @@ class _Job:
 
     def _kv_cache(self) -> str | None:
         """Dtype of the KV cache's scales, if the target format can store them."""
-        held = [name for name in self._source.names if name.endswith(_KV_SCALES)]
+        held = [name for name in self._source.names if name.endswith(KV_SCALES)]
         if not held:
             return None
         record = (self._source.quantization_config or {}).get("kv_cache_scheme") or {}
@@ -250,7 +192,7 @@ class _Job:
 
     def _assemble(self, config: dict[str, Any], name: str) -> None:
         """Assemble the shards into one GGUF file."""
-        for path in self._companions():
+        for path in companions(self._source.folder):
             write_atomically(self._work / path.name, path.read_bytes())
         write_atomically(self._work / "config.json", to_json(config))
         blocks = [self._target.config({"m": s}, [])["types"]["m"] for s in self._schemes.values()]
@@ -263,10 +205,6 @@ class _Job:
         shards.release()
         for shard in (*used, INDEX_NAME):
             (self._work / shard).unlink()
-
-    def _companions(self) -> list[Path]:
-        found = {path for name in _COMPANIONS for path in self._source.folder.glob(name)}
-        return sorted(path for path in found if path.is_file())
 
     def _new_manifest(self) -> dict[str, Any]:
         labels = [scheme.label for scheme in self._schemes.values()]

@@ -80,7 +80,7 @@ HIDDEN = [
     ("--lora-modules", "a=b", "loras", {"a": Path("b")}),
 ]
 WRITES = {
-    *("quantize", "convert", "bench", "freeze", "compare"),
+    *("quantize", "convert", "merge", "bench", "freeze", "compare"),
     *("kv-plan", "deploy", "report", "run"),
 }
 Captured = Callable[..., EngineConfig]

@@ -185,7 +185,7 @@ def test_families_with_stacked_and_transposed_weights(tmp_path, family):
     ("change", "words"),
     [
         ({"peft_type": "IA3"}, "peft_type"),
-        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"use_dora": True}, "use_dora = True"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),

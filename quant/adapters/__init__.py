@@ -1,0 +1,1 @@
+"""LoRA adapters as PEFT writes them: settings, weights, and merging into a checkpoint."""

@@ -1,0 +1,67 @@
+"""Writing of a checkpoint's shards one at a time, and the files that belong beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from ..base.atomic_io import layout_of, write_atomically, write_tensors
+from ..manifest.manifest import to_json
+from ..model.checkpoint import INDEX_NAME
+
+SHARD_BYTES = 2**30
+KV_SCALES = (".k_scale", ".v_scale")
+"""Endings of the names of a quantized KV cache's scales."""
+# Tokenizer, generation config, licence: files to copy beside the weights.
+_COMPANIONS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+def write_shards(
+    folder: Path, parts: Iterable[Mapping[str, torch.Tensor]], release: Callable[[], None]
+) -> None:
+    """Write tensors as they come in shards of 1 GiB, of which one is in memory, and their index.
+
+    Args:
+        release: called after each shard, to let go of what was read for it.
+    """
+    weight_map: dict[str, str] = {}
+    held: dict[str, torch.Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        write_tensors(folder / name, held, layout_of(held))
+        weight_map.update(dict.fromkeys(held, name))
+        held.clear()
+        release()
+
+    for tensors in parts:
+        held |= tensors
+        added = sum(tensor.nbytes for tensor in tensors.values())
+        size, total = size + added, total + added
+        if size >= SHARD_BYTES:
+            write()
+            size = 0
+    if held:
+        write()
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_atomically(folder / INDEX_NAME, to_json(index))
+
+
+def companions(folder: Path) -> list[Path]:
+    """The files of a checkpoint, beside its config and weights, that its copy needs too."""
+    paths = {path for name in _COMPANIONS for path in folder.glob(name)}
+    return sorted(path for path in paths if path.is_file())
