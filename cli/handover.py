@@ -1,4 +1,4 @@
-"""`llmopt serve-local --engine vllm`: translate the options and exec `vllm serve`."""
+"""`llmopt serve-local --engine vllm|sglang|trtllm`: translate the options and exec that engine's server."""
 
 from __future__ import annotations
 
@@ -23,40 +23,41 @@ def asked(context: typer.Context) -> dict[str, Any]:
 
 
 def refuse_handover_options(given: Mapping[str, Any]) -> None:
-    """Raises `BadInput` for vLLM-only options with llmopt's engine."""
+    """Raises `BadInput` for options of other engines with llmopt's."""
     from ..quant.base.errors import BadInput
 
     for name in ("pipeline_parallel_size", "ray", "print_command"):
         if name in given:
-            raise BadInput(f"--{name.replace('_', '-')} is for --engine vllm")
+            raise BadInput(f"--{name.replace('_', '-')} is for another --engine")
 
 
-def hand_over(name: str, given: Mapping[str, Any]) -> None:
-    """Replace this process by `vllm serve` for the model `name`, or only print the command.
+def hand_over(engine: str, name: str, given: Mapping[str, Any]) -> None:
+    """Replace this process by another engine's server for the model `name`, or only print the command.
 
     Raises:
-        BadInput: an option without a vLLM counterpart, or vLLM is not installed.
+        BadInput: an option without a counterpart, or an engine that is unknown or not installed.
     """
     import os
     import shlex
     from pathlib import Path
 
-    from ..engine.deploy.vllm_command import find_vllm, vllm_command
+    from ..engine.deploy.engines import server_command
     from ..quant.model.models import bundled_models, resolve_model
     from .output.console import people
 
+    server = server_command(engine)
     options = {key: value for key, value in given.items() if key not in _OF_THE_HANDOVER}
     is_here = name in bundled_models() or Path(name).expanduser().is_dir()
     model = str(resolve_model(name).resolve()) if is_here else name
-    if is_here:
+    if is_here and "served_model_name" in server.table:
         options.setdefault("served_model_name", Path(model).name)
-    command = vllm_command(model, options)
+    command = server.command(model, options)
     key = next(iter(given.get("api_key") or ()), None)
-    shown = ("VLLM_API_KEY=... " if key else "") + shlex.join(command)
+    environment = {server.key_variable: key} if key and server.key_variable else {}
+    shown = " ".join([*(f"{variable}=..." for variable in environment), shlex.join(command)])
     if given.get("print_command"):
         typer.echo(shown)
         return
-    program = find_vllm()
+    program = server.find()
     people.print(f"handing over: {shown}", soft_wrap=True, markup=False)
-    environment = {**os.environ, **({"VLLM_API_KEY": key} if key else {})}
-    os.execve(program, command, environment)
+    os.execve(program, command, {**os.environ, **environment})

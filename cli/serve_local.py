@@ -31,16 +31,13 @@ def serve_local(
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
     from ..engine.config.config import EngineConfig
     from ..engine.server.launch import is_loopback
-    from ..quant.base.errors import BadInput
     from ..recipes import DEFAULT_MODEL
 
     name = model.name or DEFAULT_MODEL
     asked = handover.asked(context)
-    if other.engine == "vllm":
-        handover.hand_over(name, asked)
-        return
     if other.engine != "llmopt":
-        raise BadInput(f"--engine {other.engine}: choose llmopt or vllm")
+        handover.hand_over(other.engine, name, asked)
+        return
     handover.refuse_handover_options(asked)
     options = protection.server_options(is_loopback=is_loopback(serving.host))
     _serve(EngineConfig(model=name, **engine.keywords()), name, options, serving)

@@ -1,4 +1,5 @@
-"""Server presets: command line and request format of llmopt, vLLM, llama.cpp and transformers."""
+"""Server presets: command line and request format of llmopt, vLLM, SGLang, TensorRT-LLM, llama.cpp and
+transformers."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...engine.deploy.sglang_command import SGLANG
+from ...engine.deploy.translation import ServerCommand
+from ...engine.deploy.trtllm_command import TRTLLM
 from ...quant.base.errors import BadInput
 
 HOST = "127.0.0.1"
@@ -67,6 +71,18 @@ def _vllm(model: str, name: str, port: int) -> list[str]:
     return ["serve", model, "--served-model-name", name, *where]
 
 
+def _of_engine(engine: ServerCommand) -> Callable[[str, str, int], list[str]]:
+    """The arguments of an engine that `serve-local --engine` knows too."""
+
+    def arguments(model: str, name: str, port: int) -> list[str]:
+        asked = {"host": HOST, "port": port}
+        if "served_model_name" in engine.table:
+            asked["served_model_name"] = name
+        return engine.command(model, asked)[1:]
+
+    return arguments
+
+
 def _llama_cpp(model: str, name: str, port: int) -> list[str]:
     return ["--model", model, "--alias", name, "--host", HOST, "--port", str(port)]
 
@@ -84,6 +100,10 @@ def _vllm_adapters(folders: Mapping[str, Path]) -> list[str]:
     return ["--enable-lora", "--lora-modules", *_named(folders)]
 
 
+def _sglang_adapters(folders: Mapping[str, Path]) -> list[str]:
+    return ["--max-loras-per-batch", str(len(folders) + 1), "--lora-paths", *_named(folders)]
+
+
 def _llmopt_adapters(folders: Mapping[str, Path]) -> list[str]:
     return [word for each in _named(folders) for word in ("--lora", each)]
 
@@ -94,6 +114,11 @@ def _named(folders: Mapping[str, Path]) -> list[str]:
 
 PRESETS = {
     "vllm": Preset("vllm", _vllm, ("--version",), "pip install vllm", adapters=_vllm_adapters),
+    "sglang": Preset(
+        SGLANG.program, _of_engine(SGLANG), ("version",), SGLANG.install, adapters=_sglang_adapters
+    ),
+    # It names its model by the folder, whatever the requests say.
+    "trtllm": Preset(TRTLLM.program, _of_engine(TRTLLM), (), TRTLLM.install, has_no_name=True),
     "llama.cpp": Preset(
         "llama-server",
         _llama_cpp,

@@ -11,18 +11,22 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class HandoverOptions:
-    """Options for serving with vLLM instead of llmopt's engine."""
+    """Options for serving with another engine than llmopt's."""
 
     PANEL: ClassVar = "Another engine"
 
     engine: Annotated[
         str,
-        typer.Option(help="llmopt, or vllm: exec vLLM's server with these options."),
+        typer.Option(
+            help="llmopt, or vllm, sglang or trtllm: exec that server with these options."
+        ),
     ] = "llmopt"
-    pipeline_parallel_size: Annotated[int, typer.Option(help="vllm: pipeline-parallel size.")] = 1
+    pipeline_parallel_size: Annotated[
+        int, typer.Option(help="Other engines: pipeline-parallel size.")
+    ] = 1
     ray: Annotated[bool, typer.Option("--ray", help="vllm: distribute over a Ray cluster.")] = False
     print_command: Annotated[
-        bool, typer.Option("--print-command", help="vllm: print its command and exit.")
+        bool, typer.Option("--print-command", help="Other engines: print the command and exit.")
     ] = False
 
 

@@ -10,11 +10,11 @@ from math import ceil
 from ...quant.base.errors import BadInput
 from ..planner.memory.cache_size import DEFAULT_UTILIZATION
 from ..planner.plan.plan import DevicePlan, Plan
-from .vllm_command import VLLM_VERSION, vllm_command
+from .vllm_command import VLLM
 
 GIB = 1 << 30
 PORT = 8000
-VLLM_IMAGE = f"vllm/vllm-openai:v{VLLM_VERSION}"
+VLLM_IMAGE = f"vllm/vllm-openai:v{VLLM.version}"
 DRAIN_SECONDS = 30
 STEP_ASIDE_SECONDS = 5
 """Delay between a pod's removal from the service and SIGTERM, so that no request is routed to it then."""
@@ -158,7 +158,7 @@ def _command(choices: Choices, plan: Plan, device_plan: DevicePlan) -> Sequence[
         if deployment.pp > 1:
             asked["pipeline_parallel_size"] = deployment.pp
         return [
-            *vllm_command(choices.model, asked),
+            *VLLM.command(choices.model, asked),
             *([] if kv_dtype == "bf16" else ["--kv-cache-dtype", kv_dtype]),
             *("--gpu-memory-utilization", f"{device_plan.reserve.utilization:g}"),
         ]

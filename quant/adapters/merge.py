@@ -111,7 +111,7 @@ class _Adapter:
 
 
 class _Merge:
-    """A merge under way: which adapter changes which tensor, and what was changed so far."""
+    """An unfinished merge: which adapter changes which tensor, and what was changed so far."""
 
     def __init__(
         self, base: Checkpoint, adapters: Sequence[_Adapter], dtype: str, progress: Progress

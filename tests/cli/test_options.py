@@ -22,11 +22,11 @@ from llmopt.engine.config.compatibility import FEATURES
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.config.option import Option, options_of
 from llmopt.engine.config.speculation import SpeculationConfig
-from llmopt.engine.deploy.vllm_command import VLLM_VERSION
+from llmopt.engine.deploy.vllm_command import VLLM
 from llmopt.quant.base.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
-VLLM = (ROOT / f"tests/engine/deploy/vllm-{VLLM_VERSION}-options.txt").read_text().split()
+VLLM_OPTIONS = (ROOT / f"tests/engine/deploy/vllm-{VLLM.version}-options.txt").read_text().split()
 NOT_OPTIONS = {"model": "every command takes it as its argument"}
 OURS_ALONE = {
     "--device": "vLLM is built for one kind of device",
@@ -228,7 +228,7 @@ def test_former_names_are_still_keywords_and_keys(monkeypatch) -> None:
 def test_vllm_spells_an_option_so_or_has_none(word) -> None:
     flag = "--" + word.replace("_", "-")
     spelled = {flag, *all_options()[word].hidden_flags}
-    assert bool(spelled & set(VLLM)) != (flag in OURS_ALONE), spelled
+    assert bool(spelled & set(VLLM_OPTIONS)) != (flag in OURS_ALONE), spelled
 
 
 def test_the_feature_table_names_options_of_the_command_line(commands) -> None:

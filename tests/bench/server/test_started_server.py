@@ -103,7 +103,7 @@ def test_a_server_that_is_never_ready_is_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"serve": "ollama"}, "none of vllm, llama.cpp, transformers, llmopt"),
+        ({"serve": "ollama"}, "none of vllm, sglang, trtllm, llama.cpp, transformers, llmopt"),
         ({"serve": "vllm", "base_url": "http://127.0.0.1:1"}, "one server"),
         ({"serve": "vllm", "serve_program": "/nowhere/vllm"}, "no program that can be run"),
         ({"serve": "llmopt", "serve_args": "'open"}, "No closing quotation"),

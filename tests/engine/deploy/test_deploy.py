@@ -15,12 +15,12 @@ from llmopt.engine.deploy.compose import dashboard
 from llmopt.engine.deploy.deploy_files import deploy_files
 from llmopt.engine.deploy.deployment import Choices, Deployment, deployment_for
 from llmopt.engine.deploy.kubernetes import QUEUE_METRIC
-from llmopt.engine.deploy.vllm_command import VLLM_VERSION
+from llmopt.engine.deploy.vllm_command import VLLM
 from llmopt.engine.planner.plan.plan_request import PlanRequest, plan_for
 from llmopt.quant.base.errors import BadInput
 
 KUBERNETES = ("1.31", "1.37")
-OPTIONS = Path(__file__).with_name(f"vllm-{VLLM_VERSION}-options.txt").read_text().split()
+OPTIONS = Path(__file__).with_name(f"vllm-{VLLM.version}-options.txt").read_text().split()
 
 
 def deployment(ask: dict[str, Any] | None = None, **choices: Any) -> Deployment:

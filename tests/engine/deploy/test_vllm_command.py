@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from llmopt.cli.main import main
-from llmopt.engine.deploy.vllm_command import VLLM_VERSION, vllm_command
+from llmopt.engine.deploy.vllm_command import VLLM
 from llmopt.quant.base.errors import BadInput
 
-OPTIONS = Path(__file__).with_name(f"vllm-{VLLM_VERSION}-options.txt").read_text().split()
+OPTIONS = Path(__file__).with_name(f"vllm-{VLLM.version}-options.txt").read_text().split()
 
 
 def adapter(folder: Path, rank: int) -> str:
@@ -63,7 +63,7 @@ def everything(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_every_word_is_an_option_of_that_version(tmp_path: Path) -> None:
-    command = vllm_command("org/model", everything(tmp_path))
+    command = VLLM.command("org/model", everything(tmp_path))
     assert command[:3] == ["vllm", "serve", "org/model"]
     used = {word.split("=")[0] for word in command if word.startswith("--")}
     assert len(used) >= 25
@@ -72,7 +72,7 @@ def test_every_word_is_an_option_of_that_version(tmp_path: Path) -> None:
 
 
 def test_values_mean_the_same(tmp_path: Path) -> None:
-    words = vllm_command("m", everything(tmp_path))
+    words = VLLM.command("m", everything(tmp_path))
 
     def after(option: str, count: int = 1) -> list[str]:
         return words[words.index(option) + 1 :][:count]
@@ -93,7 +93,7 @@ def test_values_mean_the_same(tmp_path: Path) -> None:
 
 
 def test_the_defaults_of_our_server_are_passed_to_vllm() -> None:
-    assert vllm_command("m", {}) == shlex.split(
+    assert VLLM.command("m", {}) == shlex.split(
         "vllm serve m --host 127.0.0.1 --port 8000 --allowed-origins '[]' --shutdown-timeout 5"
     )
 
@@ -113,7 +113,7 @@ def test_the_defaults_of_our_server_are_passed_to_vllm() -> None:
 )
 def test_what_vllm_has_nothing_for_is_refused_by_name(asked: dict[str, Any], named: str) -> None:
     with pytest.raises(BadInput, match=named):
-        vllm_command("m", asked)
+        VLLM.command("m", asked)
 
 
 def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
