@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 BASE=${BASE:-origin/main}
 HEAD=${HEAD:-HEAD}
 WORK=${WORK:-build/regression}
-# A limit on CPU time is one on waiting time too. 5 % of CPU time is more than so few pairs can tell: docs/measuring.md.
+# A limit on CPU time is one on waiting time too. Error rates, also of 5 % on CPU time: docs/measuring.md.
 GATE=${GATE:-duration<=+10% cpu_seconds<=+10% kl<=0.001 weight_bytes<=+0%}
 MINUTES=${MINUTES:-7.5}
 PYTHON=${PYTHON:-python3}
