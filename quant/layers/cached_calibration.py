@@ -29,6 +29,7 @@ from ..model.families import Family
 from ..request.selection import HEAD
 from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
+from ..stream.states import States
 from .online_calibration import head_statistics
 from .quantized_layer import HEAD_FAMILY, LayerStatistics, QuantizedLayer
 
@@ -89,23 +90,25 @@ class StatisticsFolder:
         stream.prepare(calibration.token_ids)
         found = [int(m[1]) for p in self.folder.iterdir() if (m := _HIDDEN.fullmatch(p.name))]
         first = max(found, default=0)
+        ids = (calibration.token_ids, calibration.held_out)
         if first:
-            state = load_file(self._hidden(first))
-            hidden = [state[name].clone() for name in _SPLITS]
+            stored = load_file(self._hidden(first))
+            splits = zip(_SPLITS, ids, strict=True)
+            states = [States.restored(name, tokens, stored) for name, tokens in splits]
         else:
-            hidden = [stream.embed(calibration.token_ids), stream.embed(calibration.held_out)]
+            states = [stream.embed(tokens) for tokens in ids]
         progress.start("measuring", stream.num_layers, "layers")
         progress.advance(first)
         for index in range(first, stream.num_layers):
-            self._measure_layer(stream, index, hidden, kv=kv)
-            state = dict(zip(_SPLITS, hidden, strict=True))
+            states = self._measure_layer(stream, index, states, kv=kv)
+            state = states[0].stored(_SPLITS[0]) | states[1].stored(_SPLITS[1])
             write_tensors(self._hidden(index + 1), state, layout_of(state))
             self._hidden(index).unlink(missing_ok=True)
             stream.checkpoint.release()
             give_back()
             progress.advance()
         if head:
-            records = [{HEAD: head_statistics(stream, part)} for part in hidden]
+            records = [{HEAD: head_statistics(stream, part)} for part in states]
             self._write("head", HEAD_FAMILY, records, None)
         progress.finish()
         write_atomically(self.folder / _FACTS, header)
@@ -113,20 +116,21 @@ class StatisticsFolder:
             path.unlink(missing_ok=True)
 
     def _measure_layer(
-        self, stream: LayerStream, index: int, hidden: Sequence[torch.Tensor], *, kv: bool
-    ) -> None:
+        self, stream: LayerStream, index: int, states: Sequence[States], *, kv: bool
+    ) -> list[States]:
+        """Write what enters the linears of a layer; returns the states behind it."""
         stream.load(index, stream.tensors(index))
-        records = [stream.measure(index, part) if len(part) else {} for part in hidden]
+        records = [stream.measure(index, part) if len(part) else {} for part in states]
         ranges = KvRanges() if kv else None
         cache = {"past_key_values": ranges} if kv else {}
-        for part in hidden:
-            stream.run(index, part, out=part, **cache)
-            if not bool(torch.isfinite(part).all()):
-                raise BadInput(
-                    f"{stream.prefix(index)} gives NaN or infinite outputs: the checkpoint is damaged"
-                )
+        following = [stream.run(index, part, in_place=True, **cache) for part in states]
+        if not all(part.finite() for part in following):
+            raise BadInput(
+                f"{stream.prefix(index)} gives NaN or infinite outputs: the checkpoint is damaged"
+            )
         self._write(f"layer-{index:05d}", stream.family(index), records, ranges)
         stream.unload(index)
+        return following
 
     def _write(
         self,

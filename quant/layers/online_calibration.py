@@ -18,8 +18,11 @@ from ..calibration.calibration import Calibration
 from ..methods.base import InputStatistics
 from ..request.selection import HEAD
 from ..stream.kv_scales import KvRanges
-from ..stream.layer_stream import TOKENS_PER_BATCH, LayerStream
+from ..stream.layer_stream import LayerStream
+from ..stream.states import States
 from .quantized_layer import LayerStatistics, QuantizedLayer
+
+_CALIBRATION, _HELD_OUT = "calibration", "held_out"  # names in the file of the states
 
 
 class Source(Protocol):
@@ -68,19 +71,20 @@ class OnlineCalibration:
         self._stream = stream
         stream.prepare(calibration.token_ids)
         if saved is None:
-            self._hidden = stream.embed(calibration.token_ids)
+            self._states = stream.embed(calibration.token_ids)
             self._held_out = stream.embed(calibration.held_out)
         else:
-            state = load_file(saved)
-            self._hidden, self._held_out = state["hidden"].clone(), state["held_out"].clone()
+            stored = load_file(saved)
+            self._states = States.restored(_CALIBRATION, calibration.token_ids, stored)
+            self._held_out = States.restored(_HELD_OUT, calibration.held_out, stored)
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
-        stream, hidden = self._stream, self._hidden
+        stream, states = self._stream, self._states
         stream.load(index, tensors)
         return LayerStatistics(
-            statistics={} if self._sequential else stream.measure(index, hidden),
+            statistics={} if self._sequential else stream.measure(index, states),
             held_out=stream.measure(index, self._held_out) if len(self._held_out) else {},
-            remeasure=lambda replaced, only: stream.remeasure(index, hidden, replaced, only),
+            remeasure=lambda replaced, only: stream.remeasure(index, states, replaced, only),
         )
 
     def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -92,10 +96,10 @@ class OnlineCalibration:
         self._stream.substitute(index, work.result.norms | work.result.routers)
         ranges = KvRanges() if self._kv else None
         cache = {"past_key_values": ranges} if self._kv else {}
-        for hidden in (self._hidden, self._held_out):
-            self._stream.run(index, hidden, out=hidden, **cache)
+        self._states = self._stream.run(index, self._states, in_place=True, **cache)
+        self._held_out = self._stream.run(index, self._held_out, in_place=True, **cache)
         self._stream.unload(index)
-        if not all(map(_finite, (self._hidden, self._held_out))):
+        if not (self._states.finite() and self._held_out.finite()):
             raise BadInput(
                 f"{work.prefix} gives NaN or infinite outputs: the checkpoint is damaged"
             )
@@ -104,24 +108,18 @@ class OnlineCalibration:
     def measure_head(self) -> LayerStatistics:
         held_out = {HEAD: head_statistics(self._stream, self._held_out)}
         return LayerStatistics(
-            statistics={HEAD: head_statistics(self._stream, self._hidden)},
+            statistics={HEAD: head_statistics(self._stream, self._states)},
             held_out=held_out if len(self._held_out) else {},
         )
 
     def save(self, path: Path) -> None:
-        state = {"hidden": self._hidden, "held_out": self._held_out}
+        state = self._states.stored(_CALIBRATION) | self._held_out.stored(_HELD_OUT)
         write_tensors(path, state, layout_of(state))
 
 
-def _finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite; checks minimum and maximum, which takes no copy."""
-    return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
-
-
-def head_statistics(stream: LayerStream, hidden: torch.Tensor) -> InputStatistics:
-    """Input statistics of the output projection, from `[samples, length, hidden]` states."""
-    record = InputStatistics(hidden.shape[-1])
-    batch = max(1, TOKENS_PER_BATCH // max(1, hidden.shape[1]))
-    for start in range(0, hidden.shape[0], batch):
-        record.add(stream.final_norm(hidden[start : start + batch]))
+def head_statistics(stream: LayerStream, states: States) -> InputStatistics:
+    """Input statistics of the output projection, from the states behind the last layer."""
+    record = InputStatistics(stream.hidden_size)
+    for inputs in stream.head_inputs(states):
+        record.add(inputs)
     return record

@@ -1,17 +1,22 @@
-"""The decoder layers of a checkpoint, and the linears of each that can be quantized."""
+"""The decoder layers of a checkpoint, the linears of each that can be quantized, and those that are not."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import BadInput
 from .checkpoint import Checkpoint
 from .families import FAMILIES, Family, family_of
 
-_KNOWN_PREFIX = "model.layers"
+if TYPE_CHECKING:
+    from .meta_model import MetaModel
+
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)")
 _ROUTERS = {"gate", "router", "wg", "classifier", "shared_expert_gate"}
+_EMBEDDING = re.compile(r"(^|[._])(embed|wte|wpe)|embeddings?[._]")
+HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +27,18 @@ class Architecture:
         model_type: as in `config.json`.
         prefix: common prefix of the layers' tensor names, such as `model.layers`.
         layers: the family of each layer.
+        unquantized: full names on disk of the linears that no layer's family has: routers, vision towers and
+            projectors, MTP layers, and matrices that are converted on loading. Without `lm_head`.
         notes: for the user, one line each.
+        meta_model: the model that its layers belong to.
     """
 
     model_type: str
     prefix: str
     layers: tuple[Family, ...]
+    unquantized: tuple[str, ...]
     notes: tuple[str, ...]
+    meta_model: MetaModel = field(compare=False, repr=False)
 
     def layer_prefix(self, index: int) -> str:
         """Name of a layer in the checkpoint."""
@@ -45,66 +55,69 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
         BadInput: no causal language model that can be run layer by layer, or transposed weights
             (`Conv1D`), which no format here supports.
     """
-    config = checkpoint.config
-    model_type = str(config.get("model_type"))
-    if "text_config" in config:
-        raise BadInput(
-            f"model type {model_type!r} is more than a text model: only causal language models can be "
-            "quantized"
-        )
-    if model_type not in FAMILIES:
-        return _discovered(checkpoint, model_type)
+    from .meta_model import MetaModel
+
+    config = checkpoint.text_config
+    model_type, text_type = str(checkpoint.config.get("model_type")), config.get("model_type")
     num_layers = config.get("num_hidden_layers")
-    if not isinstance(num_layers, int) or num_layers < 1:
+    if text_type in FAMILIES and (not isinstance(num_layers, int) or num_layers < 1):
         raise BadInput(f"{checkpoint.folder}/config.json has no usable num_hidden_layers")
-    names = _names_by_layer(checkpoint, num_layers)
-    notes = []
-    if any(_FUSED.search(name) for name in checkpoint.names):
-        notes.append(
-            "note: the experts of this checkpoint are fused 3-D tensors, which no format here holds: "
-            "they stay as they are, and only the other linears are quantized"
-        )
+    model = MetaModel(checkpoint)
+    if text_type in FAMILIES:
+        complete = model.config.to_dict()
+        names = [_names_on_disk(checkpoint, model, index) for index in range(len(model.layers))]
+        layers = tuple(family_of(complete, each) for each in names)
+        notes = [_FUSED_NOTE] if any(_FUSED.search(name) for name in checkpoint.names) else []
+    else:
+        layers, notes = _discovered(model, model_type)
+    quantized = {
+        f"{model.disk_prefix}.{index}.{name}"
+        for index, family in enumerate(layers)
+        for name in family.linears
+    }
     return Architecture(
         model_type=model_type,
-        prefix=_KNOWN_PREFIX,
-        layers=tuple(family_of(config, names[index]) for index in range(num_layers)),
+        prefix=model.disk_prefix,
+        layers=layers,
+        unquantized=_unquantized(checkpoint, model, quantized),
         notes=tuple(notes),
+        meta_model=model,
     )
 
 
-def _names_by_layer(checkpoint: Checkpoint, num_layers: int) -> list[set[str]]:
-    """Names of the tensors of each layer, relative to it."""
-    names: list[set[str]] = [set() for _ in range(num_layers)]
-    pattern = re.compile(re.escape(_KNOWN_PREFIX) + r"\.(\d+)\.(.+)")
-    for name in checkpoint.names:
-        match = pattern.fullmatch(name)
-        if match and int(match[1]) < num_layers:
-            names[int(match[1])].add(match[2])
-    return names
+_FUSED_NOTE = (
+    "note: the experts of this checkpoint are fused 3-D tensors, which no format here holds: "
+    "they stay as they are, and only the other linears are quantized"
+)
 
 
-def _discovered(checkpoint: Checkpoint, model_type: str) -> Architecture:
+def _names_on_disk(checkpoint: Checkpoint, model: MetaModel, index: int) -> set[str]:
+    """Names of the tensors of a layer, relative to it."""
+    start = f"{model.disk_prefix}.{index}."
+    return {name.removeprefix(start) for name in checkpoint.names if name.startswith(start)}
+
+
+def _discovered(model: MetaModel, model_type: str) -> tuple[tuple[Family, ...], list[str]]:
     """The layers of a model type without a smoothing map: the linears in transformers' modules."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    from .meta_model import MetaModel
-
-    meta_model = MetaModel(checkpoint)
     layers: list[Family] = []
     left_alone = False
-    for index, layer in enumerate(meta_model.layers):
+    for index, layer in enumerate(model.layers):
         if any(isinstance(module, Conv1D) for module in layer.modules()):
             raise BadInput(
                 f"model type {model_type!r} keeps its weights transposed (Conv1D), which no format "
                 "here holds"
             )
-        on_disk = {name: disk for disk, name in meta_model.names_in_layer(index).items()}
+        on_disk = {name: disk for disk, name in model.names_in_layer(index).items()}
         linears = [
             on_disk[f"{path}.weight"].removesuffix(".weight")
             for path, module in layer.named_modules()
             if isinstance(module, nn.Linear)
             and f"{path}.weight" in on_disk
+            and on_disk[f"{path}.weight"].endswith(".weight")
+            and not model.is_tied(index, f"{path}.weight")
             and _ROUTERS.isdisjoint(path.split("."))
         ]
         left_alone |= any(parameter.dim() == 3 for parameter in layer.parameters())
@@ -117,4 +130,34 @@ def _discovered(checkpoint: Checkpoint, model_type: str) -> Architecture:
     ]
     if left_alone:
         notes.append("note: its 3-D tensors (fused experts or convolutions) stay as they are")
-    return Architecture(model_type, meta_model.disk_prefix, tuple(layers), tuple(notes))
+    return tuple(layers), notes
+
+
+def _unquantized(
+    checkpoint: Checkpoint, model: MetaModel, quantized: set[str]
+) -> tuple[str, ...]:
+    """Names on disk of matrices that a linear or router computes with, other than the quantized ones.
+
+    Of a tensor that no module has (MTP layers), the shape and the name tell.
+    """
+    modules = _modules_of_weights(model)
+    names = []
+    for name in checkpoint.names:
+        module = name.removesuffix(".weight")
+        if module in quantized or module in (name, HEAD) or len(checkpoint.shape(name)) != 2:
+            continue
+        owner = modules.get(model.weight_map.targets[name])
+        if not _EMBEDDING.search(module) if owner is None else _is_linear(owner):
+            names.append(module)
+    return tuple(names)
+
+
+def _modules_of_weights(model: MetaModel) -> dict[str, Any]:
+    return {f"{path}.weight": module for path, module in model.model.named_modules()}
+
+
+def _is_linear(module: Any) -> bool:
+    """A linear, or a router that transformers writes as a module of its own."""
+    from torch import nn
+
+    return isinstance(module, nn.Linear) or not type(module).__module__.startswith("torch.nn")

@@ -116,6 +116,12 @@ class Checkpoint:
         return sorted(self.shard_of)
 
     @property
+    def text_config(self) -> dict[str, Any]:
+        """The part of `config.json` that describes the decoder: all of it, unless there is more than text."""
+        part = self.config.get("text_config")
+        return part if isinstance(part, dict) else self.config
+
+    @property
     def quantization_config(self) -> dict[str, Any] | None:
         """The `quantization_config` of `config.json`, or None for a plain checkpoint."""
         return self.config.get("quantization_config")

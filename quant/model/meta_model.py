@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,20 +13,23 @@ from torch import nn
 
 from ..base.errors import BadInput
 from .checkpoint import Checkpoint
+from .decoder_layers import decoder_layers
 from .experts import LEAVES, SplitExperts, fused_experts
-
-_FINAL_NORMS = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm")
+from .surroundings import Surroundings
+from .weight_map import WeightMap
 
 
 class MetaModel:
-    """A causal language model on the meta device, with the mapping to tensor names on disk.
+    """A language model on the meta device, with the mapping to tensor names on disk.
 
     Fused experts that the checkpoint stores separately are split, so that each tensor has a module.
 
     Attributes:
-        decoder: the base model, without the output projection.
+        model: the whole model, with a vision tower where it has one.
         layers: its decoder layers.
+        config: of the decoder.
         disk_prefix: common prefix of the layers' tensor names, such as `model.layers`.
+        weight_map: from tensors on disk to the model's.
 
     Raises:
         BadInput: transformers rejects the config, or the checkpoint holds none of its layers.
@@ -34,44 +38,71 @@ class MetaModel:
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
         try:
-            model = _meta_model(checkpoint)
-            self.decoder: Any = model.base_model
-            self._base_prefix: str = model.base_model_prefix
-            self._prefix, self.layers = _decoder_layers(self.decoder)
-            self.module_names = _module_names(checkpoint, model)
+            self.model: Any = _meta_model(checkpoint)
+            self.config: Any = self.model.config.get_text_config(decoder=True)
+            num_layers = int(self.config.num_hidden_layers)
+            self._prefix, stack = decoder_layers(self.model, num_layers)
+            self.layers: list[Any] = list(stack)[:num_layers]
+            self.weight_map = WeightMap(checkpoint.names, self.model)
         except Exception as error:  # a wrong config fails in many places in transformers
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise BadInput(f"{checkpoint.folder}/config.json is not usable: {reason}") from error
-        self.config: Any = self.decoder.config
-        patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in patterns]
-        first = f"{self._prefix}.0."
-        inside = [disk for disk, name in self.module_names.items() if name.startswith(first)]
-        if not inside:
-            raise BadInput(f"{checkpoint.folder} holds no tensors of decoder layer 0")
-        self.disk_prefix = inside[0][: inside[0].index(".0.")]
-        self._by_layer = self._sorted_into_layers()
-        self._empty: dict[int, dict[str, Any]] = {}  # meta tensors of the loaded layers
         for index, layer in enumerate(self.layers):
-            _split(layer, set(self._by_layer[index].values()))
+            self._split(f"{self._prefix}.{index}", layer)
+        self.sources: dict[str, list[str]] = defaultdict(list)  # by module tensor
+        for disk, name in self.weight_map.targets.items():
+            self.sources[name].append(disk)
+        self._tied = _tied_names(self.model)
+        self.disk_prefix = self._disk_prefix()
+        self._by_layer = [self._names_in_layer(index) for index in range(num_layers)]
+        self._empty: dict[int, dict[str, Any]] = {}  # meta tensors of the loaded layers
 
-    def _sorted_into_layers(self) -> list[dict[str, str]]:
-        """For each layer the relative names of its tensors: on disk, and in its module."""
-        by_layer: list[dict[str, str]] = [{} for _ in self.layers]
-        start, disk_start = self._prefix + ".", self.disk_prefix + "."
-        for disk, name in self.module_names.items():
-            if disk.startswith(disk_start) and name.startswith(start):
-                number, _, inner = name.removeprefix(start).partition(".")
-                if number.isdigit() and int(number) < len(by_layer):
-                    relative = disk.removeprefix(f"{disk_start}{number}.")
-                    by_layer[int(number)][relative] = inner
-        return by_layer
+    def _split(self, path: str, layer: nn.Module) -> None:
+        """Split the fused experts of a layer that are stored separately on disk."""
+        for inner, fused in list(fused_experts(layer)):
+            names = self.weight_map.renamed(f"{path}.{inner}")
+            for leaves in LEAVES:
+                if f"{path}.{inner}.0.{leaves[0]}.weight" in names:
+                    with torch.device("meta"):
+                        split = SplitExperts(fused, leaves).requires_grad_(False)
+                    layer.set_submodule(inner, split)
+                    self.weight_map.take_apart(f"{path}.{inner}")
+                    break
+
+    def _disk_prefix(self) -> str:
+        prefixes = Counter(
+            disk[: disk.index(".0.")]
+            for name, disks in self.sources.items()
+            if name.startswith(f"{self._prefix}.0.")
+            for disk in disks
+            if ".0." in disk
+        )
+        if not prefixes:
+            raise BadInput(f"{self.checkpoint.folder} holds no tensors of decoder layer 0")
+        return prefixes.most_common(1)[0][0]
+
+    def _names_in_layer(self, index: int) -> dict[str, str]:
+        start, disk_start = f"{self._prefix}.{index}.", f"{self.disk_prefix}.{index}."
+        return {
+            disk.removeprefix(disk_start): name.removeprefix(start)
+            for name, disks in self.sources.items()
+            if name.startswith(start)
+            for disk in disks
+            if disk.startswith(disk_start) and self.weight_map.is_direct(disk)
+        }
 
     def names_in_layer(self, index: int) -> dict[str, str]:
-        """Names of a layer's tensors relative to it: on disk to those of its module."""
+        """Names of a layer's tensors relative to it: on disk to those of its module. Tensors that are converted
+        on loading have none."""
         return self._by_layer[index]
 
-    def fill(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
+    def is_tied(self, index: int, name: str) -> bool:
+        """Whether a tensor of a layer, by its name in the module, is another module's too."""
+        return f"{self._prefix}.{index}.{name}" in self._tied
+
+    def fill(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load a layer's weights in float32; `empty` frees them.
 
         Args:
@@ -80,16 +111,51 @@ class MetaModel:
         Raises:
             BadInput: they are not those of this architecture.
         """
-        prefix, layer = f"{self.disk_prefix}.{index}", self.layers[index]
-        held = layer.state_dict(keep_vars=True)
-        state = {}
-        for disk, tensor in tensors.items():
-            name = self._by_layer[index].get(disk, disk)
-            ignored = any(pattern.search(f"{prefix}.{disk}") for pattern in self._ignored)
-            if name in held or not ignored:
-                state[name] = tensor.to(torch.float32)
-        self._load(layer, state, prefix)
+        start, disk_start = f"{self._prefix}.{index}.", f"{self.disk_prefix}.{index}."
+        layer = self.layers[index]
+        held = self._empty.get(index) or layer.state_dict(keep_vars=True)
+        on_disk = {disk_start + name: tensor for name, tensor in tensors.items()}
+        elsewhere = {
+            disk
+            for name in held
+            for disk in self._sources_of(start + name)
+            if not disk.startswith(disk_start)
+        }
+        on_disk |= {disk: self.checkpoint.tensor(disk) for disk in elsewhere}
+        state = self._state(on_disk)
+        mine = {}
+        for name in held:
+            alias = next((a for a in self._tied.get(start + name, ()) if a in state), None)
+            if start + name in state:
+                mine[name] = state[start + name]
+            elif alias is not None:
+                mine[name] = state[alias]
+        for disk in on_disk:  # what the layer does not hold is named by `_load`
+            name = self.weight_map.targets.get(disk, disk).removeprefix(start)
+            ignored = any(pattern.search(disk) for pattern in self._ignored)
+            if disk.startswith(disk_start) and self._is_surplus(disk, start, held) and not ignored:
+                mine[name.removeprefix(disk_start)] = on_disk[disk]
+        self._load(layer, mine, f"{self.disk_prefix}.{index}")
         self._empty.setdefault(index, held)
+
+    def _is_surplus(self, disk: str, start: str, held: Mapping[str, Any]) -> bool:
+        name = self.weight_map.targets.get(disk, disk)
+        converted = not self.weight_map.is_direct(disk) and name.removeprefix(start) in held
+        return not converted and name.removeprefix(start) not in held and name not in self._tied
+
+    def _sources_of(self, name: str) -> list[str]:
+        """Tensors on disk that a module tensor, or what it is tied to, is made of."""
+        for alias in (name, *self._tied.get(name, ())):
+            if alias in self.sources:
+                return self.sources[alias]
+        return []
+
+    def _state(self, on_disk: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Module tensors, floats in float32."""
+        return {
+            name: tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+            for name, tensor in self.weight_map.converted(on_disk).items()
+        }
 
     def _load(self, module: nn.Module, state: dict[str, torch.Tensor], what: str) -> None:
         try:
@@ -108,78 +174,51 @@ class MetaModel:
             self.layers[index].load_state_dict(self._empty.pop(index), assign=True)
 
     @contextmanager
-    def non_layer_weights(self, token_ids: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Load the weights outside the layers while the model is run on `token_ids`.
-
-        The embedding holds only the rows of these tokens, in float32, so that a large vocabulary needs no
-        memory; the model must be run on the remapped ids that this yields.
-
-        Raises:
-            BadInput: some weights are missing, or have other shapes.
-        """
-        start = f"{self._base_prefix}."
-        disk_names = {name.removeprefix(start): disk for disk, name in self.module_names.items()}
-        whole = self.decoder.state_dict()
-        around = [name for name in whole if not (start + name).startswith(self._prefix + ".")]
-        embedding: Any = self.decoder.get_input_embeddings()
-        table_name = next(
-            f"{path}.weight" for path, module in self.decoder.named_modules() if module is embedding
-        )
-        tokens, input_ids = token_ids.unique(return_inverse=True)
-        state: dict[str, torch.Tensor] = {}
-        for name in around:
-            if name not in disk_names:
-                raise BadInput(f"{self.checkpoint.folder} has no tensor '{start}{name}'")
-            tensor = self.checkpoint.tensor(disk_names[name])
-            if tensor.shape != whole[name].shape:
-                raise BadInput(
-                    f"{self.checkpoint.folder}: {disk_names[name]} has shape {list(tensor.shape)}, "
-                    f"but its config says {list(whole[name].shape)}"
-                )
-            state[name] = (tensor[tokens] if name == table_name else tensor).to(torch.float32)
-        table = state.pop(table_name)
-        full, embedding.padding_idx = embedding.weight, None
+    def zeroed_layers(self) -> Iterator[None]:
+        """Zeros as every layer's weights, which take no memory."""
         try:
-            embedding.weight = nn.Parameter(table, requires_grad=False)
-            whole[table_name] = table
-            self._load(self.decoder, whole | state, "what surrounds the layers")
-            yield input_ids
+            for index, layer in enumerate(self.layers):
+                held = layer.state_dict(keep_vars=True)
+                zeros = {
+                    name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                    for name, tensor in held.items()
+                }
+                layer.load_state_dict(zeros, assign=True)
+                self._empty[index] = held
+            yield
         finally:
-            embedding.weight = full
-            meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
-            self.decoder.load_state_dict(meta, strict=False, assign=True)
+            for index in range(len(self.layers)):
+                self.empty(index)
 
-    def final_norm(self) -> nn.Module:
-        """The final norm, with its weights.
+    def surroundings(self) -> Surroundings:
+        """A context in which the modules outside the layers load their weights as they are called."""
+        return Surroundings(self.model, self.layers, self._read, self.checkpoint.folder)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A tensor of a module outside the layers, floats in their stored dtype.
 
         Raises:
-            BadInput: no final norm under a known name.
+            BadInput: the checkpoint lacks it.
         """
-        parent, _, _ = self._prefix.removeprefix(f"{self._base_prefix}.").rpartition(".")
-        home = self.decoder.get_submodule(parent)
-        for name in _FINAL_NORMS:
-            norm = getattr(home, name, None)
-            if isinstance(norm, nn.Module):
-                path = ".".join(part for part in (self._base_prefix, parent, name) if part)
-                state = {
-                    name.removeprefix(path + "."): self.checkpoint.tensor(disk).to(torch.float32)
-                    for disk, name in self.module_names.items()
-                    if name.startswith(path + ".")
-                }
-                self._load(norm, state, "the norm behind the layers")
-                return norm
-        raise BadInput(f"{self.checkpoint.folder}: no norm is known behind the decoder layers")
+        disks = self._sources_of(name)
+        if not disks:
+            raise BadInput(f"{self.checkpoint.folder} has no tensor '{name}'")
+        if len(disks) == 1 and self.weight_map.is_direct(disks[0]):
+            return self.checkpoint.tensor(disks[0])
+        state = self.weight_map.converted({disk: self.checkpoint.tensor(disk) for disk in disks})
+        return state[next(alias for alias in (name, *self._tied.get(name, ())) if alias in state)]
 
 
 def _meta_model(checkpoint: Checkpoint) -> Any:
     """The meta-device model; buffers that no checkpoint holds, such as RoPE frequencies, are real."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
+        model: Any = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     for module in model.modules():
         computed = [name for name in module._non_persistent_buffers_set if _is_meta(module, name)]
         for name in computed:
@@ -199,41 +238,14 @@ def _is_meta(module: nn.Module, buffer_name: str) -> bool:
     return buffer is not None and buffer.is_meta
 
 
-def _decoder_layers(decoder: Any) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers, and its path in the whole model."""
-    num_layers = int(decoder.config.num_hidden_layers)
-    lists = [
-        (path, module)
-        for path, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    ]
-    if not lists:
-        raise ValueError(f"{type(decoder).__name__} has no list of {num_layers} decoder layers")
-    path, layers = min(lists, key=lambda entry: entry[0].count("."))
-    return f"{decoder.base_model_prefix}.{path}", layers
-
-
-def _module_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
-    """Module tensor name for each tensor on disk, by transformers' key renaming."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    own = {name for name, _ in model.named_children()}
-    names = {}
-    for disk in checkpoint.names:
-        name = disk
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        names[disk] = name if name.split(".")[0] in own else f"{model.base_model_prefix}.{name}"
-    return names
-
-
-def _split(layer: nn.Module, names: set[str]) -> None:
-    """Split the fused experts of a layer that are stored separately on disk."""
-    for path, fused in list(fused_experts(layer)):
-        for leaves in LEAVES:
-            if f"{path}.0.{leaves[0]}.weight" in names:
-                with torch.device("meta"):
-                    layer.set_submodule(path, SplitExperts(fused, leaves).requires_grad_(False))
+def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For each parameter that has several names, the other ones."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {
+        name: tuple(other for other in group if other != name)
+        for group in names.values()
+        if len(group) > 1
+        for name in group
+    }

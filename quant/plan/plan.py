@@ -323,7 +323,7 @@ def _base_options(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> 
 
 
 def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
-    context = checkpoint.config.get("max_position_embeddings", DEFAULT_SEQ_LEN)
+    context = checkpoint.text_config.get("max_position_embeddings", DEFAULT_SEQ_LEN)
     if not isinstance(context, int) or context < 1:
         raise BadInput(f"{checkpoint.folder}/config.json has no usable max_position_embeddings")
     if request.seq_len is None:

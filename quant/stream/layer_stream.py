@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +20,14 @@ from ..methods.base import InputStatistics
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.families import Family
-from ..model.meta_model import MetaModel
+from .chain import Chain, Walk, chain_of
+from .forward import Call
+from .outcome import outcome_of
+from .replay import Replay
+from .states import States
 
 TOKENS_PER_BATCH = 1024  # larger: page faults of temporaries; smaller: slower GEMMs
 _IGNORED_BUFFER = "rotary_emb.inv_freq"  # in old checkpoints; every model computes it
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Arguments of a layer's call besides the hidden states."""
-
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
 
 
 class LayerStream:
@@ -58,13 +53,12 @@ class LayerStream:
         self.checkpoint = checkpoint
         self.architecture = architecture
         self.compute = compute
-        self._meta_model = MetaModel(checkpoint)
+        self._meta_model = architecture.meta_model
         self._layers = self._meta_model.layers
         self.num_layers = len(self._layers)
         self.vocab_size = int(self._meta_model.config.vocab_size)
         self.hidden_size = int(self._meta_model.config.hidden_size)
-        self._calls: list[_Call] = []
-        self._max_rows: int | None = None
+        self._prepared: Walk | None = None
 
     def prefix(self, index: int) -> str:
         """Name of a layer in the checkpoint."""
@@ -75,69 +69,59 @@ class LayerStream:
         return self.architecture.layers[index]
 
     def prepare(self, token_ids: torch.Tensor) -> None:
-        """Record the arguments of each layer (mask, RoPE cos/sin) for samples of this length.
+        """Find how the layers follow each other, for samples of this length.
 
         Args:
             token_ids: int64 `[samples, length]`; one sample is enough, since all have one length.
 
         Raises:
-            BadInput: the layers do not form a chain, or read the token ids.
+            BadInput: the layers cannot be run one by one, or the checkpoint lacks what is around them.
         """
-        with self._meta_model.non_layer_weights(token_ids[:1]) as sample:
-            self._calls = self._recorded(sample)[1]
-            mirrored = self._recorded(sample.flip(1))[1]
-            twice = self._recorded(sample.repeat(2, 1))[1]
-        if not _all(torch.equal, self._calls, mirrored):
-            raise self._no_chain("they take more per-sample inputs than the hidden states")
-        # Where an argument depends on the batch size (ALiBi of some models), samples run one by one.
-        self._max_rows = None if _all(_broadcasts, self._calls, twice) else 1
+        sample = token_ids[:1]
+        with self._around(), torch.no_grad():
+            self._prepared = chain_of(self._meta_model, sample) or Replay(self._meta_model, sample)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[samples, length, hidden]` that enter the first layer, float32."""
-        hidden = torch.empty(*token_ids.shape, self.hidden_size)
-        batch = self._rows(token_ids)
-        with self._meta_model.non_layer_weights(token_ids) as input_ids:
-            for start in range(0, len(token_ids), batch):
-                rows = slice(start, start + batch)
-                hidden[rows] = self._recorded(input_ids[rows])[0]
-        return hidden
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """The weights around the layers; what fails inside is the user's to know, in a line."""
+        try:
+            with self._meta_model.surroundings():
+                yield
+        except BadInput:
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise BadInput(
+                f"{self.checkpoint.folder}: the layers of model type "
+                f"{self.architecture.model_type!r} cannot be run one by one: {reason}"
+            ) from error
 
-    @torch.no_grad()
-    def _recorded(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, list[_Call]]:
-        """Run the model with stub layers; returns the first layer's input, and each layer's call."""
-        reason = "unknown structure"
-        for as_tuple in (False, True):  # a layer's return type
-            records: list[tuple[torch.Tensor, _Call]] = []
-            try:
-                with _recording_layers(self._layers, records, as_tuple):
-                    self._meta_model.decoder(input_ids=input_ids, use_cache=False)
-            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                continue
-            if len(records) == self.num_layers and all(
-                hidden.shape == records[0][0].shape for hidden, _ in records
-            ):
-                return records[0][0], [call for _, call in records]
-        raise self._no_chain(reason)
+    @property
+    def _walk(self) -> Walk:
+        assert self._prepared is not None, "prepare comes first"
+        return self._prepared
 
-    def _no_chain(self, reason: str) -> BadInput:
-        return BadInput(
-            f"{self.checkpoint.folder}: the layers of model type "
-            f"{self.architecture.model_type!r} cannot be run one by one: {reason}"
-        )
+    def embed(self, token_ids: torch.Tensor) -> States:
+        """The states of samples `[samples, length]` that enter the first layer."""
+        with self._around(), torch.no_grad():
+            return self._walk.enter(token_ids, self._rows(token_ids))
 
-    @torch.no_grad()
-    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to the outputs of the last layer, the input of `lm_head`.
+    def head_inputs(self, states: States) -> Iterator[torch.Tensor]:
+        """Inputs `[samples, length, hidden]` of the output projection, batch by batch, from the states behind
+        the last layer."""
+        for rows in self._batches(states):
+            with self._around(), torch.no_grad():
+                read = self._walk.head_input(states, rows)
+            yield read
 
-        Raises:
-            BadInput: this model type has no known final norm.
-        """
-        return self._meta_model.final_norm()(hidden)
+    def _rows(self, token_ids: torch.Tensor) -> int:
+        """Batch size: samples `[samples, length]` per forward."""
+        return self._walk.max_rows or max(1, TOKENS_PER_BATCH // max(1, token_ids.shape[1]))
 
-    def _rows(self, samples: torch.Tensor) -> int:
-        """Batch size: samples `[samples, length, ...]` per forward."""
-        return self._max_rows or max(1, TOKENS_PER_BATCH // max(1, samples.shape[1]))
+    def _batches(self, states: States) -> Iterator[slice]:
+        batch = self._rows(states.token_ids)
+        for start in range(0, len(states), batch):
+            yield slice(start, start + batch)
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
         """The tensors of a layer in the checkpoint's dtype."""
@@ -161,27 +145,39 @@ class LayerStream:
         self._meta_model.empty(index)
 
     def run(
-        self, index: int, hidden: torch.Tensor, out: torch.Tensor | None = None, **overrides: Any
-    ) -> torch.Tensor:
-        """Outputs `[samples, length, hidden]` of a loaded layer.
+        self, index: int, states: States, *, in_place: bool = False, **overrides: Any
+    ) -> States:
+        """The states behind a loaded layer.
 
         Args:
-            out: output buffer; may be `hidden` itself, since samples are independent.
-            overrides: arguments that replace the recorded ones, such as `past_key_values`.
+            in_place: `states` need not outlive the call, and its memory is used again.
+            overrides: arguments that replace those of the model, such as `past_key_values`.
         """
-        layer, call = self._layers[index], self._calls[index]
-        outputs = torch.empty_like(hidden) if out is None else out
-        named = call.named | overrides
-        batch = self._rows(hidden)
-        with temporaries_kept(), torch.no_grad(), self._precision():
-            for start in range(0, hidden.shape[0], batch):
-                rows = slice(start, start + batch)
-                result = layer(hidden[rows], *call.arguments, **named)
-                outputs[rows] = result[0] if isinstance(result, tuple) else result
-        return outputs
+        walk, layer = self._walk, self._layers[index]
+        if not walk.called(index):
+            return states
+        following = walk.following(index, states, in_place=in_place)
+        with temporaries_kept(), torch.no_grad():
+            for rows, call in self._calls(index, states):
+                with self._precision():
+                    outcome = outcome_of(
+                        call, lambda call=call: layer(*call.arguments, **(call.named | overrides))
+                    )
+                walk.keep(index, outcome, following, rows)
+        return following
+
+    def _calls(self, index: int, states: States) -> Iterator[tuple[slice, Call]]:
+        """A layer's calls, batch by batch."""
+        for rows in self._batches(states):
+            if isinstance(self._walk, Chain):
+                call = self._walk.call(index, states, rows)
+            else:
+                with self._around():
+                    call = self._walk.call(index, states, rows)
+            yield rows, call
 
     def measure(
-        self, index: int, hidden: torch.Tensor, only: Collection[str] | None = None
+        self, index: int, states: States, only: Collection[str] | None = None
     ) -> dict[str, InputStatistics]:
         """Run a loaded layer and collect input statistics of its linears and routers.
 
@@ -209,14 +205,13 @@ class LayerStream:
                 )
             )
         records = set(statistics.values())
-        batch = self._rows(hidden)
-        layer, call = self._layers[index], self._calls[index]
+        layer = self._layers[index]
         try:
-            with temporaries_kept(), torch.no_grad(), self._precision():
-                for start in range(0, hidden.shape[0], batch):
+            with temporaries_kept(), torch.no_grad():
+                for _, call in self._calls(index, states) if self._walk.called(index) else ():
                     unseen |= records
-                    with suppress(_EarlyExit):
-                        layer(hidden[start : start + batch], *call.arguments, **call.named)
+                    with suppress(_EarlyExit), self._precision():
+                        layer(*call.arguments, **call.named)
         finally:
             for handle in handles:
                 handle.remove()
@@ -229,7 +224,7 @@ class LayerStream:
     def remeasure(
         self,
         index: int,
-        hidden: torch.Tensor,
+        states: States,
         replaced: Mapping[str, torch.Tensor],
         only: Collection[str] | None = None,
     ) -> dict[str, InputStatistics]:
@@ -237,7 +232,7 @@ class LayerStream:
         before = self.weights(index, replaced)
         self.substitute(index, replaced)
         try:
-            return self.measure(index, hidden, only)
+            return self.measure(index, states, only)
         finally:
             self.substitute(index, before)
 
@@ -288,43 +283,3 @@ def _recording_inputs(
             raise _EarlyExit
 
     return hook
-
-
-@contextmanager
-def _recording_layers(
-    layers: nn.ModuleList, records: list[tuple[torch.Tensor, _Call]], as_tuple: bool
-) -> Iterator[None]:
-    """Replace every layer's forward by the identity, recording its call."""
-
-    def forward(*arguments: Any, **named: Any) -> Any:
-        hidden = arguments[0] if arguments else named.pop("hidden_states")
-        records.append((hidden, _Call(arguments[1:], named)))
-        return (hidden,) if as_tuple else hidden
-
-    for layer in layers:
-        layer.forward = forward
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def _broadcasts(once: torch.Tensor, twice: torch.Tensor) -> bool:
-    """Whether an argument for one sample broadcasts to several."""
-    return once.dim() == twice.dim() and all(
-        before in (1, after) for before, after in zip(once.shape, twice.shape, strict=True)
-    )
-
-
-def _all(agree: Callable[[torch.Tensor, torch.Tensor], bool], one: Any, other: Any) -> bool:
-    """Whether all tensors in two equally nested structures agree."""
-    if isinstance(one, torch.Tensor):
-        return agree(one, other)
-    if isinstance(one, _Call):
-        return _all(agree, (one.arguments, one.named), (other.arguments, other.named))
-    if isinstance(one, dict):
-        return all(_all(agree, value, other[name]) for name, value in one.items())
-    if isinstance(one, (tuple, list)):
-        return all(_all(agree, *pair) for pair in zip(one, other, strict=True))
-    return True

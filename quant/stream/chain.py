@@ -1,0 +1,175 @@
+"""A plain chain of layers: each takes the hidden states of the one before, and the same other arguments for
+all samples, which are recorded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ..model.meta_model import MetaModel
+from .forward import Call, forward
+from .nested import containers_of
+from .outcome import Outcome
+from .states import States
+
+HIDDEN = "hidden"
+
+
+class Walk(Protocol):
+    """How the layers of a model follow each other; all its calls are inside `MetaModel.surroundings`.
+
+    Attributes:
+        max_rows: the most samples in a batch; None: any number.
+    """
+
+    max_rows: int | None
+
+    def enter(self, token_ids: torch.Tensor, rows: int) -> States:
+        """The states that enter the first layer, `rows` samples at a time."""
+        ...
+
+    def called(self, index: int) -> bool:
+        """Whether a text reaches this layer."""
+        ...
+
+    def call(self, index: int, states: States, rows: slice) -> Call:
+        """A layer's arguments for some samples."""
+        ...
+
+    def following(self, index: int, states: States, *, in_place: bool) -> States:
+        """The states behind a layer, to be filled by `keep`."""
+        ...
+
+    def keep(self, index: int, outcome: Outcome, states: States, rows: slice) -> None:
+        """Write what a layer returned for some samples into the states behind it."""
+        ...
+
+    def head_input(self, states: States, rows: slice) -> torch.Tensor:
+        """The input of the output projection, from the states behind the last layer."""
+        ...
+
+
+class Chain:
+    """The calls of the layers besides their hidden states.
+
+    Args:
+        calls: of each layer.
+        as_tuple: whether a layer returns a tuple.
+        max_rows: 1 where an argument depends on the batch size (ALiBi of some models).
+    """
+
+    def __init__(self, model: MetaModel, calls: list[Call], as_tuple: bool, max_rows: int | None):
+        self._model = model
+        self._calls = calls
+        self._as_tuple = as_tuple
+        self.max_rows = max_rows
+
+    def enter(self, token_ids: torch.Tensor, rows: int) -> States:
+        batches = [
+            record(self._model, token_ids[start : start + rows], self._as_tuple)[0]
+            for start in range(0, len(token_ids), rows)
+        ]
+        width = self._model.config.hidden_size
+        empty = torch.empty(*token_ids.shape, width)
+        return States(token_ids, {HIDDEN: torch.cat(batches) if batches else empty})
+
+    def called(self, index: int) -> bool:
+        return True
+
+    def call(self, index: int, states: States, rows: slice) -> Call:
+        call = self._calls[index]
+        return Call((states.tensors[HIDDEN][rows], *call.arguments), dict(call.named))
+
+    def following(self, index: int, states: States, *, in_place: bool) -> States:
+        hidden = states.tensors[HIDDEN]
+        return States(
+            states.token_ids, {HIDDEN: hidden if in_place else torch.empty_like(hidden)}
+        )
+
+    def keep(self, index: int, outcome: Outcome, states: States, rows: slice) -> None:
+        result = outcome.result
+        states.tensors[HIDDEN][rows] = result[0] if isinstance(result, tuple) else result
+
+    def head_input(self, states: States, rows: slice) -> torch.Tensor:
+        hidden = states.tensors[HIDDEN][rows]
+        last = len(self._calls) - 1
+
+        def stub(index: int, call: Call) -> Any:
+            output = hidden if index == last else call.split()[0]
+            return (output,) if self._as_tuple else output
+
+        read = forward(self._model, states.token_ids[rows], stub)
+        assert read is not None
+        return read
+
+
+def chain_of(model: MetaModel, token_ids: torch.Tensor) -> Chain | None:
+    """The layers as a plain chain, or None where they are none.
+
+    Args:
+        token_ids: one sample `[1, length]`.
+    """
+    for as_tuple in (False, True):
+        try:
+            calls = record(model, token_ids, as_tuple)[1]
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError):
+            continue
+        mirrored = record(model, token_ids.flip(1), as_tuple)[1]
+        if not _all(torch.equal, calls, mirrored):
+            return None
+        twice = record(model, token_ids.repeat(2, 1), as_tuple)[1]
+        return Chain(model, calls, as_tuple, None if _all(_broadcasts, calls, twice) else 1)
+    return None
+
+
+def record(
+    model: MetaModel, input_ids: torch.Tensor, as_tuple: bool
+) -> tuple[torch.Tensor, list[Call]]:
+    """The hidden states that enter the first layer, and the other arguments of each.
+
+    Raises:
+        ValueError: the layers do not hand hidden states to each other as they are, or may write into their
+            other arguments.
+    """
+    entering: list[torch.Tensor] = []
+    calls: list[Call] = []
+
+    def stub(index: int, call: Call) -> Any:
+        hidden, rest = call.split()
+        entering.append(hidden)
+        if index != len(calls) or hidden is not entering[0] or not _is_fixed(rest):
+            raise ValueError("no plain chain")
+        calls.append(rest)
+        return (hidden,) if as_tuple else hidden
+
+    forward(model, input_ids, stub)
+    if len(calls) != len(model.layers):
+        raise ValueError("no plain chain")
+    return entering[0], calls
+
+
+def _is_fixed(call: Call) -> bool:
+    """Whether no argument is a list or dict, which a layer could write into."""
+    return not containers_of((call.arguments, *call.named.values()))
+
+
+def _broadcasts(once: torch.Tensor, twice: torch.Tensor) -> bool:
+    """Whether an argument for one sample broadcasts to several."""
+    return once.dim() == twice.dim() and all(
+        before in (1, after) for before, after in zip(once.shape, twice.shape, strict=True)
+    )
+
+
+def _all(agree: Callable[[torch.Tensor, torch.Tensor], bool], value: Any, other: Any) -> bool:
+    """Whether all tensors in two equally nested structures agree."""
+    if isinstance(value, torch.Tensor):
+        return agree(value, other)
+    if isinstance(value, Call):
+        return _all(agree, value.told(), other.told())
+    if isinstance(value, dict):
+        return all(_all(agree, part, other[name]) for name, part in value.items())
+    if isinstance(value, (tuple, list)):
+        return all(_all(agree, *pair) for pair in zip(value, other, strict=True))
+    return True
