@@ -8,8 +8,10 @@ from torch import nn
 
 
 def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """Path and list of the decoder layers: the largest list of `num_layers` in the nearest module that holds
-    the token embedding too. Layers behind them in the list (MTP) do not count.
+    """Path and list of the decoder layers, in the nearest module that holds the token embedding too.
+
+    Of several lists the largest of `num_layers`; else one with more (MTP layers behind the others), or the
+    largest (where a layer counts for several).
 
     Raises:
         ValueError: there is none.
@@ -18,16 +20,28 @@ def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
     path = next(path for path, module in model.named_modules() if module is embedding)
     while path:
         path = path.rpartition(".")[0]
-        home = model.get_submodule(path)
         lists = [
             (f"{path}.{inner}".lstrip("."), module)
-            for inner, module in home.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) >= num_layers
+            for inner, module in model.get_submodule(path).named_modules()
+            if isinstance(module, nn.ModuleList) and _has_linears(module)
         ]
-        exact = [entry for entry in lists if len(entry[1]) == num_layers] or lists
-        if exact:
-            return max(exact, key=lambda entry: _size(entry[1]))
-    raise ValueError(f"{type(model).__name__} has no list of {num_layers} decoder layers")
+        for usable in (
+            [entry for entry in lists if len(entry[1]) == num_layers],
+            [entry for entry in lists if len(entry[1]) > num_layers],
+            lists,
+        ):
+            if usable:
+                return max(usable, key=lambda entry: _size(entry[1]))
+    raise ValueError(f"{type(model).__name__} has no list of decoder layers")
+
+
+def _has_linears(layers: nn.ModuleList) -> bool:
+    """Whether its members are more than linears or norms themselves."""
+    return any(
+        isinstance(module, nn.Linear) and module is not layer
+        for layer in layers
+        for module in layer.modules()
+    )
 
 
 def _size(module: nn.Module) -> int:

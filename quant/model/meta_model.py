@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -42,7 +42,7 @@ class MetaModel:
             self.config: Any = self.model.config.get_text_config(decoder=True)
             num_layers = int(self.config.num_hidden_layers)
             self._prefix, stack = decoder_layers(self.model, num_layers)
-            self.layers: list[Any] = list(stack)[:num_layers]
+            self.layers: list[Any] = list(stack)[:num_layers]  # behind them: MTP layers
             self.weight_map = WeightMap(checkpoint.names, self.model)
         except Exception as error:  # a wrong config fails in many places in transformers
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -56,7 +56,7 @@ class MetaModel:
             self.sources[name].append(disk)
         self._tied = _tied_names(self.model)
         self.disk_prefix = self._disk_prefix()
-        self._by_layer = [self._names_in_layer(index) for index in range(num_layers)]
+        self._by_layer = [self._names_in_layer(index) for index in range(len(self.layers))]
         self._empty: dict[int, dict[str, Any]] = {}  # meta tensors of the loaded layers
 
     def _split(self, path: str, layer: nn.Module) -> None:
@@ -173,22 +173,16 @@ class MetaModel:
         if index in self._empty:
             self.layers[index].load_state_dict(self._empty.pop(index), assign=True)
 
-    @contextmanager
-    def zeroed_layers(self) -> Iterator[None]:
-        """Zeros as every layer's weights, which take no memory."""
-        try:
-            for index, layer in enumerate(self.layers):
-                held = layer.state_dict(keep_vars=True)
-                zeros = {
-                    name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-                    for name, tensor in held.items()
-                }
-                layer.load_state_dict(zeros, assign=True)
-                self._empty[index] = held
-            yield
-        finally:
-            for index in range(len(self.layers)):
-                self.empty(index)
+    def fill_with_zeros(self, index: int) -> None:
+        """Zeros as a layer's weights; their pages are never written, and take no memory."""
+        layer = self.layers[index]
+        held = layer.state_dict(keep_vars=True)
+        zeros = {
+            name: torch.from_numpy(np.zeros(tensor.shape, np.float32)).to(tensor.dtype)
+            for name, tensor in held.items()
+        }
+        layer.load_state_dict(zeros, assign=True)
+        self._empty[index] = held
 
     def surroundings(self) -> Surroundings:
         """A context in which the modules outside the layers load their weights as they are called."""
@@ -219,18 +213,38 @@ def _meta_model(checkpoint: Checkpoint) -> Any:
     auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     with torch.device("meta"):
         model: Any = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    for module in model.modules():
-        computed = [name for name in module._non_persistent_buffers_set if _is_meta(module, name)]
-        for name in computed:
+    _compute_buffers(model)
+    return model.eval().requires_grad_(False)
+
+
+def _compute_buffers(model: nn.Module) -> None:
+    """Real buffers in place of those on meta that no checkpoint holds, by transformers' initialisation.
+
+    Raises:
+        ValueError: it leaves one out.
+    """
+    from transformers import PreTrainedModel
+
+    computed: list[tuple[nn.Module, str]] = []
+    initialized: list[tuple[Any, nn.Module]] = []  # children before their parents
+    for path, module in model.named_modules():
+        names = [name for name in module._non_persistent_buffers_set if _is_meta(module, name)]
+        for name in names:
             buffer = module._buffers[name]
+            assert buffer is not None
             empty = float("nan") if buffer.is_floating_point() else 0
             module._buffers[name] = torch.full_like(buffer, empty, device="cpu")
-        if computed:
-            model._init_weights(module)
-        for name in computed:
-            if bool(module._buffers[name].isnan().any()):
-                raise ValueError(f"{type(module).__name__} does not say how to compute its {name}")
-    return model.eval().requires_grad_(False)
+            computed.append((module, name))
+        if names or isinstance(module, PreTrainedModel):
+            parts = path.split(".") if path else []
+            around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1))
+            owner = next(each for each in around if isinstance(each, PreTrainedModel))
+            initialized.insert(0, (owner, module))
+    for owner, module in initialized:
+        owner._init_weights(module)
+    for module, name in computed:
+        if bool(getattr(module, name).isnan().any()):
+            raise ValueError(f"{type(module).__name__} does not say how to compute its {name}")
 
 
 def _is_meta(module: nn.Module, buffer_name: str) -> bool:

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..base.errors import BadInput
 
+_DEVICE: Any = torch.Tensor.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
+
 
 class Surroundings:
     """A context in which a meta-device model is run with its layers replaced.
@@ -101,7 +103,8 @@ def _meta_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Te
 
 
 class _TablesOnDisk(TorchFunctionMode):
-    """Lookups in embedding tables on the meta device read the rows of their ids from disk."""
+    """Lookups in embedding tables on the meta device read the rows of their ids from disk; every tensor says
+    that it is on the CPU."""
 
     def __init__(
         self,
@@ -115,6 +118,8 @@ class _TablesOnDisk(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == _DEVICE:  # what is on meta is there once it is needed: inputs are not moved to meta
+            return torch.device("cpu")
         table = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
         if func is not functional.embedding or id(table) not in self._tables:
             return func(*args, **(kwargs or {}))

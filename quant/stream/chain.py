@@ -55,16 +55,16 @@ class Chain:
     """The calls of the layers besides their hidden states.
 
     Args:
-        calls: of each layer.
+        calls, twice: of each layer, for one sample and for two.
         as_tuple: whether a layer returns a tuple.
-        max_rows: 1 where an argument depends on the batch size (ALiBi of some models).
     """
 
-    def __init__(self, model: MetaModel, calls: list[Call], as_tuple: bool, max_rows: int | None):
+    def __init__(self, model: MetaModel, calls: list[Call], twice: list[Call], as_tuple: bool):
         self._model = model
-        self._calls = calls
+        self._calls, self._twice = calls, twice
         self._as_tuple = as_tuple
-        self.max_rows = max_rows
+        # Where an argument depends on the batch size (ALiBi of some models), samples run one by one.
+        self.max_rows = None if _all(_broadcasts, calls, twice) else 1
 
     def enter(self, token_ids: torch.Tensor, rows: int) -> States:
         batches = [
@@ -79,8 +79,9 @@ class Chain:
         return True
 
     def call(self, index: int, states: States, rows: slice) -> Call:
-        call = self._calls[index]
-        return Call((states.tensors[HIDDEN][rows], *call.arguments), dict(call.named))
+        hidden = states.tensors[HIDDEN][rows]
+        arguments, named = _expanded(self._calls[index].told(), self._twice[index].told(), len(hidden))
+        return Call((hidden, *arguments), named)
 
     def following(self, index: int, states: States, *, in_place: bool) -> States:
         hidden = states.tensors[HIDDEN]
@@ -120,7 +121,7 @@ def chain_of(model: MetaModel, token_ids: torch.Tensor) -> Chain | None:
         if not _all(torch.equal, calls, mirrored):
             return None
         twice = record(model, token_ids.repeat(2, 1), as_tuple)[1]
-        return Chain(model, calls, as_tuple, None if _all(_broadcasts, calls, twice) else 1)
+        return Chain(model, calls, twice, as_tuple)
     return None
 
 
@@ -160,6 +161,20 @@ def _broadcasts(once: torch.Tensor, twice: torch.Tensor) -> bool:
     return once.dim() == twice.dim() and all(
         before in (1, after) for before, after in zip(once.shape, twice.shape, strict=True)
     )
+
+
+def _expanded(once: Any, twice: Any, samples: int) -> Any:
+    """A nested argument for one sample, expanded where it has a row for each."""
+    if isinstance(once, torch.Tensor):
+        if samples == 1 or once.shape == twice.shape:
+            return once
+        pairs = zip(once.shape, twice.shape, strict=True)
+        return once.expand([samples if before != after else before for before, after in pairs])
+    if isinstance(once, dict):
+        return {name: _expanded(part, twice[name], samples) for name, part in once.items()}
+    if isinstance(once, tuple):
+        return tuple(_expanded(*pair, samples) for pair in zip(once, twice, strict=True))
+    return once
 
 
 def _all(agree: Callable[[torch.Tensor, torch.Tensor], bool], value: Any, other: Any) -> bool:

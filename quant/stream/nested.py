@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     """A copy in which `change` was applied to every tensor; other leaves are kept."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         parts = {name: with_tensors(part, change) for name, part in value.items()}
-        return parts if type(value) is dict else type(value)(**parts)
+        return type(value)(**parts) if is_dataclass(value) else parts
     if isinstance(value, tuple):
         parts = [with_tensors(part, change) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -35,24 +36,26 @@ def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     return value
 
 
-def containers_of(value: Any) -> list[dict[Any, Any] | list[Any]]:
+Container = MutableMapping[Any, Any] | list[Any]
+
+
+def containers_of(value: Any) -> list[Container]:
     """The lists and dicts in a nested value, which a layer may write into."""
-    inner: list[dict[Any, Any] | list[Any]] = []
-    if isinstance(value, (list, dict)):
+    inner: list[Container] = []
+    if isinstance(value, (list, MutableMapping)):
         inner.append(value)
-    parts = value.values() if isinstance(value, dict) else value
-    if isinstance(value, (tuple, list, dict)):
-        for part in parts:
+    if isinstance(value, (tuple, list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
             inner += containers_of(part)
     return inner
 
 
-def entries_of(container: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
+def entries_of(container: Container) -> dict[Any, Any]:
     """Items by key, or by index."""
-    return dict(container if isinstance(container, dict) else enumerate(container))
+    return dict(enumerate(container) if isinstance(container, list) else container)
 
 
-def set_entry(container: dict[Any, Any] | list[Any], key: Any, value: Any) -> None:
+def set_entry(container: Container, key: Any, value: Any) -> None:
     """Write an item, or append it where the index is the list's length."""
     if isinstance(container, list) and key == len(container):
         container.append(value)

@@ -156,14 +156,17 @@ def _dry_run(model: MetaModel, token_ids: torch.Tensor) -> list[tuple[int, Outco
 
     def stub(index: int, call: Call) -> Any:
         layer = model.layers[index]
-        outcome = outcome_of(
-            call, lambda: type(layer).forward(layer, *call.arguments, **call.named)
-        )
+        model.fill_with_zeros(index)
+        try:
+            outcome = outcome_of(
+                call, lambda: type(layer).forward(layer, *call.arguments, **call.named)
+            )
+        finally:
+            model.empty(index)
         outcomes.append((index, outcome))
         return outcome.result
 
-    with model.zeroed_layers():
-        forward(model, token_ids, stub)
+    forward(model, token_ids, stub)
     return outcomes
 
 
