@@ -133,9 +133,7 @@ def _discovered(model: MetaModel, model_type: str) -> tuple[tuple[Family, ...], 
     return tuple(layers), notes
 
 
-def _unquantized(
-    checkpoint: Checkpoint, model: MetaModel, quantized: set[str]
-) -> tuple[str, ...]:
+def _unquantized(checkpoint: Checkpoint, model: MetaModel, quantized: set[str]) -> tuple[str, ...]:
     """Names on disk of matrices that a linear or router computes with, other than the quantized ones.
 
     Of a tensor that no module has (MTP layers), the shape and the name tell.

@@ -23,7 +23,7 @@ def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
         lists = [
             (f"{path}.{inner}".lstrip("."), module)
             for inner, module in model.get_submodule(path).named_modules()
-            if isinstance(module, nn.ModuleList) and _has_linears(module)
+            if isinstance(module, nn.ModuleList) and _holds_matrices(module)
         ]
         for usable in (
             [entry for entry in lists if len(entry[1]) == num_layers],
@@ -35,12 +35,12 @@ def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
     raise ValueError(f"{type(model).__name__} has no list of decoder layers")
 
 
-def _has_linears(layers: nn.ModuleList) -> bool:
-    """Whether its members are more than linears or norms themselves."""
+def _holds_matrices(layers: nn.ModuleList) -> bool:
+    """Whether its members are modules of modules with matrices: no list of linears or norms."""
     return any(
-        isinstance(module, nn.Linear) and module is not layer
+        "." in name and parameter.dim() > 1
         for layer in layers
-        for module in layer.modules()
+        for name, parameter in layer.named_parameters()
     )
 
 

@@ -15,7 +15,7 @@ from ..base.errors import BadInput
 from .checkpoint import Checkpoint
 from .decoder_layers import decoder_layers
 from .experts import LEAVES, SplitExperts, fused_experts
-from .surroundings import Surroundings
+from .lazy_weights import LazyWeights
 from .weight_map import WeightMap
 
 
@@ -52,8 +52,9 @@ class MetaModel:
         for index, layer in enumerate(self.layers):
             self._split(f"{self._prefix}.{index}", layer)
         self.sources: dict[str, list[str]] = defaultdict(list)  # by module tensor
-        for disk, name in self.weight_map.targets.items():
-            self.sources[name].append(disk)
+        for disk in self.weight_map.targets:
+            for name in self.weight_map.all_targets(disk):
+                self.sources[name].append(disk)
         self._tied = _tied_names(self.model)
         self.disk_prefix = self._disk_prefix()
         self._by_layer = [self._names_in_layer(index) for index in range(len(self.layers))]
@@ -94,8 +95,8 @@ class MetaModel:
         }
 
     def names_in_layer(self, index: int) -> dict[str, str]:
-        """Names of a layer's tensors relative to it: on disk to those of its module. Tensors that are converted
-        on loading have none."""
+        """Names of a layer's tensors relative to it: on disk to those of its module. Tensors that are
+        converted on loading have none."""
         return self._by_layer[index]
 
     def is_tied(self, index: int, name: str) -> bool:
@@ -184,9 +185,9 @@ class MetaModel:
         layer.load_state_dict(zeros, assign=True)
         self._empty[index] = held
 
-    def surroundings(self) -> Surroundings:
+    def lazy_weights(self) -> LazyWeights:
         """A context in which the modules outside the layers load their weights as they are called."""
-        return Surroundings(self.model, self.layers, self._read, self.checkpoint.folder)
+        return LazyWeights(self.model, self.layers, self._read, self.checkpoint.folder)
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor of a module outside the layers, floats in their stored dtype.

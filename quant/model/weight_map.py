@@ -72,6 +72,14 @@ class WeightMap:
                 self.targets[disk] = name
                 self._patterns.pop(disk, None)
 
+    def all_targets(self, disk: str) -> list[str]:
+        """Every module tensor that a tensor on disk goes into."""
+        target, pattern = self.targets[disk], self._patterns.get(disk)
+        if pattern is None:
+            return [target]
+        patterns = self._converter_of[pattern].target_patterns
+        return [target.replace(patterns[0], other) for other in patterns]
+
     def is_direct(self, disk: str) -> bool:
         """Whether the tensor on disk is the module's, under whatever name."""
         return disk not in self._patterns

@@ -18,7 +18,7 @@ HIDDEN = "hidden"
 
 
 class Walk(Protocol):
-    """How the layers of a model follow each other; all its calls are inside `MetaModel.surroundings`.
+    """How the layers of a model follow each other; all its calls are inside `MetaModel.lazy_weights`.
 
     Attributes:
         max_rows: the most samples in a batch; None: any number.
@@ -80,14 +80,14 @@ class Chain:
 
     def call(self, index: int, states: States, rows: slice) -> Call:
         hidden = states.tensors[HIDDEN][rows]
-        arguments, named = _expanded(self._calls[index].told(), self._twice[index].told(), len(hidden))
+        arguments, named = _expanded(
+            self._calls[index].told(), self._twice[index].told(), len(hidden)
+        )
         return Call((hidden, *arguments), named)
 
     def following(self, index: int, states: States, *, in_place: bool) -> States:
         hidden = states.tensors[HIDDEN]
-        return States(
-            states.token_ids, {HIDDEN: hidden if in_place else torch.empty_like(hidden)}
-        )
+        return States(states.token_ids, {HIDDEN: hidden if in_place else torch.empty_like(hidden)})
 
     def keep(self, index: int, outcome: Outcome, states: States, rows: slice) -> None:
         result = outcome.result

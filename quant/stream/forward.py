@@ -43,7 +43,7 @@ class Reached(Exception):
 def forward(model: MetaModel, input_ids: torch.Tensor, stub: Stub) -> torch.Tensor | None:
     """Run the model on `[samples, length]` ids with `stub` in place of its layers, up to its output
     projection, whose input is returned; None if a stub raised `Reached`. Call it inside
-    `MetaModel.surroundings`."""
+    `MetaModel.lazy_weights`."""
     head = model.model.get_output_embeddings()
     read: list[torch.Tensor] = []
 

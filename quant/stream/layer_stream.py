@@ -85,7 +85,7 @@ class LayerStream:
     def _around(self) -> Iterator[None]:
         """The weights around the layers; what fails inside is the user's to know, in a line."""
         try:
-            with self._meta_model.surroundings():
+            with self._meta_model.lazy_weights():
                 yield
         except BadInput:
             raise

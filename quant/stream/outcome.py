@@ -58,7 +58,7 @@ class Leaf:
     value: torch.Tensor | None
 
     def by_sample(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
-        """The tensor with the samples as its first dimension, and what a sample has of `dim` as the second."""
+        """The tensor with the samples as first dimension, and what a sample has of `dim` as second."""
         assert self.dim is not None
         return tensor.movedim(self.dim, 0).unflatten(0, (samples, self.shape[self.dim]))
 
@@ -112,9 +112,11 @@ def template_of(once: Outcome, twice: Outcome) -> Template:
 
 
 def _leaf(once: torch.Tensor, twice: torch.Tensor) -> Leaf:
-    differing = [dim for dim, pair in enumerate(zip(once.shape, twice.shape)) if len({*pair}) > 1]
     shape = tuple(once.shape)
-    if not differing and once.shape == twice.shape:
+    if once.dim() != twice.dim():
+        raise ValueError("a tensor that they return changes its dimensions with the samples")
+    differing = [dim for dim in range(once.dim()) if once.shape[dim] != twice.shape[dim]]
+    if not differing:
         return Leaf(once.dtype, shape, None, once.clone())
     if len(differing) == 1 and twice.shape[differing[0]] == 2 * shape[differing[0]]:
         return Leaf(once.dtype, shape, differing[0], None)

@@ -1,8 +1,8 @@
 """Layers of any form, by replay: the model's own forward pass, with the layers before one replaced by what
 they returned, leads to that layer's arguments.
 
-So a layer gets whatever the model tells it: embeddings of the token ids, other layers' outputs, shared keys and
-values. A dry run with zeros as weights shows what each layer returns; which of it a later layer reads is
+So a layer gets whatever the model tells it: embeddings of the token ids, other layers' outputs, shared keys
+and values. A dry run with zeros as weights shows what each layer returns; which of it a later layer reads is
 found by changing it. That is carried, the rest is dropped.
 """
 
@@ -17,7 +17,7 @@ import torch
 from ..model.meta_model import MetaModel
 from .forward import Call, Reached, forward
 from .nested import tensors_of
-from .outcome import Outcome, Template, outcome_of, template_of
+from .outcome import Outcome, outcome_of, template_of
 from .states import States
 
 
@@ -119,7 +119,11 @@ class Replay:
             if name in self._read_by:
                 shape = leaf.by_sample(leaf.blank(1), 1).shape[1:]
                 position = next(
-                    (p for p, t in enumerate(free) if t.shape[1:] == shape and t.dtype == leaf.dtype),
+                    (
+                        p
+                        for p, t in enumerate(free)
+                        if t.shape[1:] == shape and t.dtype == leaf.dtype
+                    ),
                     None,
                 )
                 reused = None if position is None else free.pop(position)

@@ -229,10 +229,3 @@ def test_model_types_that_transformers_does_not_know_are_named(tmp_path: Path) -
     (tmp_path / "config.json").write_text(text.replace('"llama"', '"perceptron"'))
     with pytest.raises(BadInput, match=r"config\.json is not usable: .*perceptron"):
         architecture_of(Checkpoint(tmp_path))
-
-
-def test_models_of_more_than_text_are_refused(tmp_path: Path) -> None:
-    save_model("gemma3", tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "text_config": {}}')
-    with pytest.raises(BadInput, match="'gemma3' is more than a text model"):
-        architecture_of(Checkpoint(tmp_path))

@@ -11,7 +11,9 @@ from llmopt.quant.methods.base import InputStatistics
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts import SplitExperts
+from llmopt.quant.stream.chain import HIDDEN as HIDDEN_STATES
 from llmopt.quant.stream.layer_stream import LayerStream, compute_dtype
+from llmopt.quant.stream.states import States
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -41,6 +43,11 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stream
     return make
 
 
+def outputs(stream: LayerStream, index: int, states: States) -> torch.Tensor:
+    """What a loaded layer of a plain chain gives."""
+    return stream.run(index, states).tensors[HIDDEN_STATES]
+
+
 def whole_run(model: Any, stream: LayerStream, ids: torch.Tensor) -> list[torch.Tensor]:
     """Inputs of the first layer and outputs of all layers when transformers runs the whole model."""
     layers = model.get_submodule(stream.prefix(0).rpartition(".")[0])
@@ -68,12 +75,13 @@ def test_layers_one_by_one_give_what_the_whole_model_gives(
     model, stream = streamed(name)
     ids = token_ids()
     expected = whole_run(model, stream, ids)
-    hidden = stream.embed(ids)
-    assert torch.equal(hidden, expected[0])
+    states = stream.embed(ids)
+    assert torch.equal(states.tensors[HIDDEN_STATES], expected[0])
     for index in range(stream.num_layers):
         stream.load(index, stream.tensors(index))
-        hidden = stream.run(index, hidden)
+        states = stream.run(index, states)
         stream.unload(index)
+        hidden = states.tensors[HIDDEN_STATES]
         assert (hidden - expected[index + 1]).abs().max() < 2e-6 * expected[index + 1].abs().max()
         assert (hidden - expected[index]).abs().max() > 0.01
 
@@ -84,11 +92,11 @@ def test_statistics_are_those_of_the_inputs_in_the_whole_model(
 ) -> None:
     model, stream = streamed(name)
     ids = token_ids(samples=4, seed=2)
-    hidden = stream.embed(ids)
+    states = stream.embed(ids)
     for index in range(stream.num_layers):
         stream.load(index, stream.tensors(index))
-        measured = stream.measure(index, hidden)
-        hidden = stream.run(index, hidden)
+        measured = stream.measure(index, states)
+        states = stream.run(index, states)
         stream.unload(index)
         expected = brute_force(model, stream, index, ids)
         family = stream.family(index)
@@ -160,8 +168,8 @@ def test_an_expert_without_tokens_has_zero_statistics(
 ) -> None:
     _, stream = streamed("mixtral")
     stream.load(0, stream.tensors(0))
-    one_token = stream.embed(token_ids(samples=1)[:, :1].repeat(1, token_ids().shape[1]))
-    measured = stream.measure(0, one_token[:, :1].repeat(1, token_ids().shape[1], 1))
+    same = token_ids(samples=1)[:, :1].repeat(1, token_ids().shape[1])
+    measured = stream.measure(0, stream.embed(same))
     stream.unload(0)
     experts = {
         name: record for name, record in measured.items() if ".experts." in name and "w1" in name
@@ -175,11 +183,11 @@ def test_an_expert_without_tokens_has_zero_statistics(
 
 def test_only_some_linears_are_measured(streamed: Callable[[str], Streamed]) -> None:
     _, stream = streamed("mixtral")
-    hidden = stream.embed(token_ids())
+    states = stream.embed(token_ids())
     stream.load(0, stream.tensors(0))
-    all_of_them = stream.measure(0, hidden)
+    all_of_them = stream.measure(0, states)
     name = "block_sparse_moe.experts.1.w2"
-    some = stream.measure(0, hidden, only=[name])
+    some = stream.measure(0, states, only=[name])
     stream.unload(0)
     assert some.keys() == {name}
     assert torch.equal(some[name].gram, all_of_them[name].gram)
@@ -189,36 +197,37 @@ def test_replaced_weights_change_what_comes_after_and_are_put_back(
     streamed: Callable[[str], Streamed],
 ) -> None:
     _, stream = streamed("deepseek_v3")
-    hidden = stream.embed(token_ids())
+    states = stream.embed(token_ids())
     tensors = stream.tensors(1)
     stream.load(1, tensors)
-    before = stream.measure(1, hidden)
-    output = stream.run(1, hidden)
+    before = stream.measure(1, states)
+    output = outputs(stream, 1, states)
     name = "mlp.shared_experts.up_proj"
     replaced = {name: 2 * tensors[f"{name}.weight"]}
-    after = stream.remeasure(1, hidden, replaced)
+    after = stream.remeasure(1, states, replaced)
     down = "mlp.shared_experts.down_proj"
     assert torch.allclose(after[down].gram, 4 * before[down].gram)
     assert torch.equal(after[name].gram, before[name].gram)
-    assert torch.equal(stream.run(1, hidden), output)
+    assert torch.equal(outputs(stream, 1, states), output)
     stream.substitute(1, replaced)
-    assert not torch.equal(stream.run(1, hidden), output)
+    assert not torch.equal(outputs(stream, 1, states), output)
     assert torch.equal(stream.weights(1, [name])[name], replaced[name])
     stream.unload(1)
 
 
 def test_outputs_may_take_the_place_of_the_inputs(streamed: Callable[[str], Streamed]) -> None:
     _, stream = streamed("gemma3")
-    hidden = stream.embed(token_ids(samples=5))
+    states = stream.embed(token_ids(samples=5))
     stream.load(0, stream.tensors(0))
-    expected = stream.run(0, hidden)
-    assert stream.run(0, hidden, out=hidden) is hidden
+    expected = outputs(stream, 0, states)
+    before = states.tensors[HIDDEN_STATES]
+    assert stream.run(0, states, in_place=True).tensors[HIDDEN_STATES] is before
     stream.unload(0)
-    assert torch.equal(hidden, expected)
+    assert torch.equal(before, expected)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "gptj"])
-def test_the_final_norm_is_what_the_output_projection_reads(
+def test_the_inputs_of_the_output_projection(
     streamed: Callable[[str], Streamed], name: str
 ) -> None:
     model, stream = streamed(name)
@@ -228,12 +237,14 @@ def test_the_final_norm_is_what_the_output_projection_reads(
     handle = head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     states = whole_run(model, stream, ids)
     handle.remove()
-    assert (stream.final_norm(states[-1]) - read[0]).abs().max() < 1e-6
+    inputs = torch.cat(list(stream.head_inputs(States(ids, {HIDDEN_STATES: states[-1]}))))
+    assert (inputs - read[0]).abs().max() < 1e-6
 
 
 def test_no_samples_give_no_states(streamed: Callable[[str], Streamed]) -> None:
     _, stream = streamed("llama")
-    assert stream.embed(token_ids(samples=0)).shape == (0, token_ids().shape[1], HIDDEN)
+    states = stream.embed(token_ids(samples=0))
+    assert states.tensors[HIDDEN_STATES].shape == (0, token_ids().shape[1], HIDDEN)
 
 
 def test_split_experts_compute_what_fused_ones_do() -> None:
@@ -283,7 +294,7 @@ def test_names_without_the_prefix_of_the_model_are_found(tmp_path: Path) -> None
     ids = token_ids()
     stream.prepare(ids)
     stream.load(0, stream.tensors(0))
-    hidden = stream.run(0, stream.embed(ids))
+    hidden = outputs(stream, 0, stream.embed(ids))
     with torch.no_grad():
         expected = model(ids, output_hidden_states=True).hidden_states[1]
     assert (hidden - expected).abs().max() < 1e-5
@@ -319,10 +330,10 @@ def test_bfloat16_gemms_change_little_and_keep_float_weights(tmp_path: Path) -> 
     for dtype in (torch.float32, torch.bfloat16):
         stream = LayerStream(checkpoint, architecture_of(checkpoint), dtype)
         stream.prepare(token_ids())
-        hidden = stream.embed(token_ids())
+        states = stream.embed(token_ids())
         stream.load(0, stream.tensors(0))
-        grams = {name: one.gram for name, one in stream.measure(0, hidden).items()}
-        found[dtype] = grams | {"": stream.run(0, hidden)}
+        grams = {name: record.gram for name, record in stream.measure(0, states).items()}
+        found[dtype] = grams | {"": outputs(stream, 0, states)}
     exact, rounded = found[torch.float32], found[torch.bfloat16]
     for name, tensor in exact.items():
         assert rounded[name].dtype == torch.float32

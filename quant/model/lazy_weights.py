@@ -21,7 +21,7 @@ from ..base.errors import BadInput
 _DEVICE: Any = torch.Tensor.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Surroundings:
+class LazyWeights:
     """A context in which a meta-device model is run with its layers replaced.
 
     Args:
@@ -92,7 +92,7 @@ class Surroundings:
 
 
 def _meta_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """A module's own tensors without values that a checkpoint holds: the dict that each is in, and its name."""
+    """A module's own tensors on meta that a checkpoint holds: the dict that each is in, and its name."""
     slots: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     return [
         (slot, name, tensor)
@@ -116,9 +116,15 @@ class _TablesOnDisk(TorchFunctionMode):
         self._read = read
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func == _DEVICE:  # what is on meta is there once it is needed: inputs are not moved to meta
+        if (
+            func == _DEVICE
+        ):  # what is on meta is there once it is needed: inputs are not moved to meta
             return torch.device("cpu")
         table = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
         if func is not functional.embedding or id(table) not in self._tables:
