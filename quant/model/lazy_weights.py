@@ -22,7 +22,10 @@ _DEVICE: Any = torch.Tensor.device.__get__  # pyright: ignore[reportAttributeAcc
 
 
 class LazyWeights:
-    """A context in which a meta-device model is run with its layers replaced.
+    """A context in which a meta-device model can be run with its layers replaced.
+
+    Attributes:
+        lookup: a context for the pass itself.
 
     Args:
         layers: modules that the caller loads itself.
@@ -49,13 +52,12 @@ class LazyWeights:
             for module, path in self._paths.items()
             if isinstance(module, nn.Embedding)
         }
-        self._lookup = _TablesOnDisk(tables, self._checked)
+        self.lookup = _TablesOnDisk(tables, self._checked)
 
     def __enter__(self) -> None:
         for module in self._paths:
             if not isinstance(module, nn.Embedding) and any(_meta_tensors(module)):
                 self._handles.append(module.register_forward_pre_hook(self._fill))
-        self._lookup.__enter__()
 
     def __exit__(
         self,
@@ -63,7 +65,6 @@ class LazyWeights:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._lookup.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
         for slots, name, tensor in self._restored:
@@ -126,9 +127,11 @@ class _TablesOnDisk(TorchFunctionMode):
             func == _DEVICE
         ):  # what is on meta is there once it is needed: inputs are not moved to meta
             return torch.device("cpu")
-        table = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
-        if func is not functional.embedding or id(table) not in self._tables:
+        if func is not functional.embedding:
             return func(*args, **(kwargs or {}))
-        ids, inverse = args[0].unique(return_inverse=True)
-        rows = self._read(*self._tables[id(table)])[ids].to(torch.float32)
+        given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
+        if id(given["weight"]) not in self._tables:
+            return func(*args, **(kwargs or {}))
+        ids, inverse = given["input"].unique(return_inverse=True)
+        rows = self._read(*self._tables[id(given["weight"])])[ids].to(torch.float32)
         return functional.embedding(inverse, rows)

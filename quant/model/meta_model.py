@@ -30,6 +30,7 @@ class MetaModel:
         config: of the decoder.
         disk_prefix: common prefix of the layers' tensor names, such as `model.layers`.
         weight_map: from tensors on disk to the model's.
+        around: a context in which the modules outside the layers load their weights as they are called.
 
     Raises:
         BadInput: transformers rejects the config, or the checkpoint holds none of its layers.
@@ -59,6 +60,7 @@ class MetaModel:
         self.disk_prefix = self._disk_prefix()
         self._by_layer = [self._names_in_layer(index) for index in range(len(self.layers))]
         self._empty: dict[int, dict[str, Any]] = {}  # meta tensors of the loaded layers
+        self.around = LazyWeights(self.model, self.layers, self._read, checkpoint.folder)
 
     def _split(self, path: str, layer: nn.Module) -> None:
         """Split the fused experts of a layer that are stored separately on disk."""
@@ -184,10 +186,6 @@ class MetaModel:
         }
         layer.load_state_dict(zeros, assign=True)
         self._empty[index] = held
-
-    def lazy_weights(self) -> LazyWeights:
-        """A context in which the modules outside the layers load their weights as they are called."""
-        return LazyWeights(self.model, self.layers, self._read, self.checkpoint.folder)
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor of a module outside the layers, floats in their stored dtype.

@@ -18,7 +18,7 @@ HIDDEN = "hidden"
 
 
 class Walk(Protocol):
-    """How the layers of a model follow each other; all its calls are inside `MetaModel.lazy_weights`.
+    """How the layers of a model follow each other; all its calls are inside `MetaModel.around`.
 
     Attributes:
         max_rows: the most samples in a batch; None: any number.

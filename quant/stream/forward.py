@@ -43,7 +43,7 @@ class Reached(Exception):
 def forward(model: MetaModel, input_ids: torch.Tensor, stub: Stub) -> torch.Tensor | None:
     """Run the model on `[samples, length]` ids with `stub` in place of its layers, up to its output
     projection, whose input is returned; None if a stub raised `Reached`. Call it inside
-    `MetaModel.lazy_weights`."""
+    `MetaModel.around`."""
     head = model.model.get_output_embeddings()
     read: list[torch.Tensor] = []
 
@@ -53,7 +53,7 @@ def forward(model: MetaModel, input_ids: torch.Tensor, stub: Stub) -> torch.Tens
 
     handle = None if head is None else head.register_forward_pre_hook(at_head)
     try:
-        with _replaced(model.layers, stub):
+        with _replaced(model.layers, stub), model.around.lookup:
             model.model(input_ids=input_ids, use_cache=False)
     except Reached:
         return read[0] if read else None

@@ -20,7 +20,7 @@ from ..methods.base import InputStatistics
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.families import Family
-from .chain import Chain, Walk, chain_of
+from .chain import Walk, chain_of
 from .forward import Call
 from .outcome import outcome_of
 from .replay import Replay
@@ -85,7 +85,7 @@ class LayerStream:
     def _around(self) -> Iterator[None]:
         """The weights around the layers; what fails inside is the user's to know, in a line."""
         try:
-            with self._meta_model.lazy_weights():
+            with self._meta_model.around:
                 yield
         except BadInput:
             raise
@@ -109,10 +109,9 @@ class LayerStream:
     def head_inputs(self, states: States) -> Iterator[torch.Tensor]:
         """Inputs `[samples, length, hidden]` of the output projection, batch by batch, from the states behind
         the last layer."""
-        for rows in self._batches(states):
-            with self._around(), torch.no_grad():
-                read = self._walk.head_input(states, rows)
-            yield read
+        with self._around():
+            for rows in self._batches(states):
+                yield self._walk.head_input(states, rows)
 
     def _rows(self, token_ids: torch.Tensor) -> int:
         """Batch size: samples `[samples, length]` per forward."""
@@ -168,13 +167,9 @@ class LayerStream:
 
     def _calls(self, index: int, states: States) -> Iterator[tuple[slice, Call]]:
         """A layer's calls, batch by batch."""
-        for rows in self._batches(states):
-            if isinstance(self._walk, Chain):
-                call = self._walk.call(index, states, rows)
-            else:
-                with self._around():
-                    call = self._walk.call(index, states, rows)
-            yield rows, call
+        with self._around():
+            for rows in self._batches(states):
+                yield rows, self._walk.call(index, states, rows)
 
     def measure(
         self, index: int, states: States, only: Collection[str] | None = None
