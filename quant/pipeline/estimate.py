@@ -137,7 +137,7 @@ def _decoder_layer(plan: Plan, index: int) -> _Layer:
         family=family,
         shapes=shapes,
         chosen=tuple(name for name in shapes if start + name in plan.modules),
-        widest=max(max(shape) for shape in shapes.values()),
+        widest=max((max(shape) for shape in shapes.values()), default=0),
         routers=sum(width**2 for width in widths) * _FLOAT,
     )
 
