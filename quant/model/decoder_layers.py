@@ -10,8 +10,8 @@ from torch import nn
 def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
     """Path and list of the decoder layers, in the nearest module that holds the token embedding too.
 
-    Of several lists the largest of `num_layers`; else one with more (MTP layers behind the others), or the
-    largest (where a layer counts for several).
+    Of several lists the outermost of `num_layers`, and the largest of those; else one with more (MTP layers
+    behind the others), or fewer (where a layer counts for several). A tower for images may be inside too.
 
     Raises:
         ValueError: there is none.
@@ -31,7 +31,7 @@ def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
             lists,
         ):
             if usable:
-                return max(usable, key=lambda entry: _size(entry[1]))
+                return min(usable, key=lambda entry: (entry[0].count("."), -_size(entry[1])))
     raise ValueError(f"{type(model).__name__} has no list of decoder layers")
 
 

@@ -37,6 +37,8 @@ class Replay:
         self._model = model
         once, twice = _dry_run(model, token_ids), _dry_run(model, token_ids.repeat(2, 1))
         order = [index for index, _ in once]
+        if not order:
+            raise ValueError("a text reaches none of them")
         if sorted({*order}) != order:
             raise ValueError("a layer runs more than once in a pass, or before an earlier one")
         self._templates = {
