@@ -94,6 +94,7 @@ class OnlineCalibration:
         for name, quantized in work.result.weights.items():
             self._stream.substitute(index, {name: quantized.dequantize()})
         self._stream.substitute(index, work.result.norms | work.result.routers)
+        self._stream.substitute(index, work.result.norm_biases, "bias")
         ranges = KvRanges() if self._kv else None
         cache = {"past_key_values": ranges} if self._kv else {}
         self._states = self._stream.run(index, self._states, in_place=True, **cache)

@@ -135,6 +135,9 @@ def quantize_tensors(
             if name in measured.statistics
         },
         norms={name: tensors[f"{name}.weight"] for name in sources},
+        norm_biases={
+            name: tensors[f"{name}.bias"] for name in sources if f"{name}.bias" in tensors
+        },
         with_bias=frozenset(name for name in linears if f"{name}.bias" in tensors),
         routers={name: tensors[f"{name}.weight"].to(torch.float32) for name in family.routers},
         held_out={name: one for name, one in measured.held_out.items() if name in schemes},
@@ -153,6 +156,7 @@ def quantize_tensors(
         del others[f"{name}.weight"]
     for name, tensor in (*result.norms.items(), *result.routers.items()):
         others[f"{name}.weight"] = tensor.to(tensors[f"{name}.weight"].dtype)
+    others |= {f"{name}.bias": tensor for name, tensor in result.norm_biases.items()}
     return QuantizedLayer(prefix, result, others, time.perf_counter() - began)
 
 
@@ -186,4 +190,5 @@ def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:
         norms={} if folded else result.norms,
         reports=reports,
         routers={} if folded else result.routers,
+        norm_biases={} if folded else result.norm_biases,
     )

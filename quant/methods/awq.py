@@ -27,7 +27,14 @@ from ..tensors.integer import IntTensor
 from .awq_clip import clip_groups
 from .awq_scales import run_length, scale_candidates
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
-from .folding import can_fold, fold_into_norm, row_scales
+from .folding import (
+    can_fold,
+    column_scales,
+    divided_bias,
+    fold_into_norm,
+    row_scales,
+    tied_scales,
+)
 from .options import refuse_options
 from .rounding import round_weight
 
@@ -69,9 +76,10 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Scales:
-    """A candidate for one pair: input scales of the targets, and the norm divided by them."""
+    """A candidate for one pair: scales of the source's rows and of the targets' columns, and the norm."""
 
     ratio: float
+    rows: torch.Tensor
     columns: torch.Tensor
     norm: torch.Tensor | None
 
@@ -101,6 +109,7 @@ class _Work:
         self.problem = problem
         self.linears: dict[str, _Linear] = {}
         self.norms: dict[str, torch.Tensor] = {}
+        self.norm_biases: dict[str, torch.Tensor] = {}
         self.routers: dict[str, torch.Tensor] = {}
 
     def run(self) -> LayerResult:
@@ -118,7 +127,7 @@ class _Work:
         for name in problem.weights:
             weights[name], report = self._finish(name)
             reports.append(report)
-        return LayerResult(weights, self.norms, reports, self.routers)
+        return LayerResult(weights, self.norms, reports, self.routers, self.norm_biases)
 
     def _search(self, fold: Fold) -> None:
         """Apply the best scales of one pair's grid that make no linear worse than RTN.
@@ -142,7 +151,7 @@ class _Work:
             scaled = [(name, scales.columns, self.linears[name].rows) for name in targets]
             if scales.norm is None:
                 source = self.linears[fold.source]
-                rows = row_scales(fold, len(source.rows), scales.columns)
+                rows = row_scales(fold, len(source.rows), scales.rows)
                 scaled.append((fold.source, source.columns, rows))
             errors = [self._errors(*one) for one in scaled]
             if not pair.together and any(
@@ -160,6 +169,7 @@ class _Work:
                 self.routers[router] = problem.routers[router] * scales.columns
             if scales.norm is not None:
                 self.norms[fold.source] = scales.norm
+                self.norm_biases |= divided_bias(fold, problem, scales.rows)
             return
 
     def _candidates(self, pair: _Pair) -> Iterator[_Scales]:
@@ -170,11 +180,10 @@ class _Work:
             [problem.weights[target] for target in targets],
             run_length(problem.schemes[targets[0]], problem.weights[targets[0]].shape[1]),
         ):
+            rows, norm = tied_scales(fold, wanted), None
             if fold.source in problem.norms:
-                norm, scales = fold_into_norm(problem.norms[fold.source], wanted, fold.norm_offset)
-                yield _Scales(ratio, scales, norm)
-            else:
-                yield _Scales(ratio, wanted, None)
+                norm, rows = fold_into_norm(problem.norms[fold.source], rows, fold.norm_offset)
+            yield _Scales(ratio, rows, column_scales(fold, rows), norm)
 
     def _promise(self, pair: _Pair, scales: _Scales) -> float:
         """Ratio of the sampled rows' error to the present one; infinite if a target looks worse."""

@@ -87,6 +87,7 @@ class LayerProblem:
         statistics: of each of these linears' inputs. With a sequential method and `remeasure`, initially
             empty: the method fills it stage by stage.
         norms: norm weights in the dtype of the checkpoint.
+        norm_biases: biases of those norms that have one, likewise.
         with_bias: the linears that have a bias.
         routers: float32 weights that stay floats but read an input that may be scaled.
         held_out: statistics of held-out inputs, for the report only; may be empty.
@@ -103,6 +104,7 @@ class LayerProblem:
     norms: dict[str, torch.Tensor]
     with_bias: frozenset[str]
     routers: dict[str, torch.Tensor] = field(default_factory=dict)
+    norm_biases: dict[str, torch.Tensor] = field(default_factory=dict)
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
     remeasure: Remeasure | None = None
     options: MethodOptions = MethodOptions()
@@ -168,7 +170,7 @@ class LayerResult:
 
     Attributes:
         weights: the quantized linears.
-        norms: norms that changed, in the checkpoint's dtype.
+        norms, norm_biases: those that changed, in the checkpoint's dtype.
         reports: one for each of `weights`, in the same order.
         routers: routers that changed, float32.
     """
@@ -177,6 +179,7 @@ class LayerResult:
     norms: dict[str, torch.Tensor]
     reports: list[ModuleReport]
     routers: dict[str, torch.Tensor] = field(default_factory=dict)
+    norm_biases: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,32 @@ def can_fold(fold: Fold, problem: LayerProblem) -> bool:
     """Whether the fold can be applied.
 
     Scaling an unquantized target or a source's bias would round its stored floats once more, so such folds
-    are skipped. With GQA a value head feeds several query heads, so its rows do not match the columns of
-    the output projection.
+    are skipped; the bias of a norm is divided, for without it few norms with biases could be folded.
     """
     if any(name not in problem.weights and name not in problem.routers for name in fold.targets):
         return False
-    if fold.source in problem.norms:
-        return True
-    if fold.source not in problem.weights or fold.source in problem.with_bias:
+    linears = [problem.weights[name] for name in fold.targets if name in problem.weights]
+    if not linears:
         return False
-    start, stop = fold.rows or (0, problem.weights[fold.source].shape[0])
-    return stop - start == problem.weights[fold.targets[0]].shape[1]
+    if fold.source in problem.norms:
+        num_rows = problem.norms[fold.source].shape[0]
+    elif fold.source not in problem.weights or fold.source in problem.with_bias:
+        return False
+    else:
+        start, stop = fold.rows or (0, problem.weights[fold.source].shape[0])
+        num_rows = stop - start
+    return num_rows * fold.repeats == linears[0].shape[1] and num_rows % fold.groups == 0
+
+
+def tied_scales(fold: Fold, columns: torch.Tensor) -> torch.Tensor:
+    """Scales of the source's rows: the geometric mean of those wanted for the columns that each feeds."""
+    return columns.log().view(fold.groups, fold.repeats, -1).mean(dim=1).exp().flatten()
+
+
+def column_scales(fold: Fold, rows: torch.Tensor) -> torch.Tensor:
+    """Scales of the targets' columns `[in]` from those of the source's rows."""
+    grouped = rows.view(fold.groups, 1, -1)
+    return grouped.expand(-1, fold.repeats, -1).reshape(-1)
 
 
 def row_scales(fold: Fold, num_rows: int, scales: torch.Tensor) -> torch.Tensor:
@@ -30,6 +45,16 @@ def row_scales(fold: Fold, num_rows: int, scales: torch.Tensor) -> torch.Tensor:
     divisors = torch.ones(num_rows)
     divisors[slice(*fold.rows) if fold.rows else slice(None)] = scales
     return divisors
+
+
+def divided_bias(
+    fold: Fold, problem: LayerProblem, scales: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The bias of a norm divided by scales, in its dtype, by the norm's name; empty without one."""
+    if fold.source not in problem.norm_biases:
+        return {}
+    bias = problem.norm_biases[fold.source]
+    return {fold.source: (bias.to(torch.float32) / scales).to(bias.dtype)}
 
 
 def fold_into_norm(

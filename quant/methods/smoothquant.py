@@ -24,7 +24,7 @@ from ..base.scheme import PER_CHANNEL, Activations, IntScheme, Scheme
 from ..model.families import Fold
 from ..tensors.base import QuantizedTensor
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions, relative
-from .folding import can_fold, fold_into_norm
+from .folding import can_fold, column_scales, divided_bias, fold_into_norm, tied_scales
 from .options import choose_bits, refuse_options
 from .rounding import module_name, round_weight
 
@@ -79,12 +79,14 @@ class SmoothQuant:
         }
         plain = {name: one.errors for name, one in chosen.items()}
         norms: dict[str, torch.Tensor] = {}
+        norm_biases: dict[str, torch.Tensor] = {}
         routers: dict[str, torch.Tensor] = {}
         for fold in problem.family.folds:
             if fold.source not in problem.norms or not can_fold(fold, problem):
                 continue
-            wanted = smoothing_scales(fold, problem)
-            norm, columns = fold_into_norm(problem.norms[fold.source], wanted, fold.norm_offset)
+            wanted = tied_scales(fold, smoothing_scales(fold, problem))
+            norm, rows = fold_into_norm(problem.norms[fold.source], wanted, fold.norm_offset)
+            columns = column_scales(fold, rows)
             targets = [name for name in fold.targets if name in problem.weights]
             try:
                 trial = {name: _round(problem, name, columns, smoothed=True) for name in targets}
@@ -95,11 +97,12 @@ class SmoothQuant:
             ):
                 chosen |= trial
                 norms[fold.source] = norm
+                norm_biases |= divided_bias(fold, problem, rows)
                 readers = [name for name in fold.targets if name in problem.routers]
                 routers |= {name: problem.routers[name] * columns for name in readers}
         weights: dict[str, QuantizedTensor] = {name: one.codes for name, one in chosen.items()}
         reports = [_report(problem, name, chosen[name], plain[name]) for name in weights]
-        return LayerResult(weights=weights, norms=norms, reports=reports, routers=routers)
+        return LayerResult(weights, norms, reports, routers, norm_biases)
 
 
 def smoothing_scales(fold: Fold, problem: LayerProblem) -> torch.Tensor:

@@ -26,12 +26,17 @@ class Fold:
         targets: all consumers of this input: linears, and routers.
         rows: the rows `[start, stop)` of a fused source that feed the targets; None: all of them.
         norm_offset: what is added to the norm's weight before it multiplies; 1 in Gemma.
+        groups, repeats: which row feeds which column: the rows `[groups, width]` feed the columns
+            `[groups, repeats, width]`. With grouped-query attention a group is a value head, repeated for the
+            query heads that read it; a norm over each head is one group, repeated for every head.
     """
 
     source: str
     targets: tuple[str, ...]
     rows: tuple[int, int] | None = None
     norm_offset: float = 0.0
+    groups: int = 1
+    repeats: int = 1
 
 
 @dataclass(frozen=True, slots=True)

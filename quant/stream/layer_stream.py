@@ -235,10 +235,12 @@ class LayerStream:
         """Float32 weights of a loaded layer, `[out, in]` of linears; they share its memory."""
         return {name: self._module(index, name).weight.data for name in names}
 
-    def substitute(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace weights of a loaded layer, by the name of the linear, norm or router."""
+    def substitute(
+        self, index: int, tensors: Mapping[str, torch.Tensor], leaf: str = "weight"
+    ) -> None:
+        """Replace weights or biases of a loaded layer, by the name of the linear, norm or router."""
         for name, tensor in tensors.items():
-            self._module(index, name).weight.data = tensor.to(torch.float32)
+            getattr(self._module(index, name), leaf).data = tensor.to(torch.float32)
 
     def _module(self, index: int, name: str) -> Any:
         """The module of a linear, norm or router."""
