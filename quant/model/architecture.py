@@ -124,10 +124,7 @@ def _discovered(model: MetaModel, model_type: str) -> tuple[tuple[Family, ...], 
         layers.append(Family(tuple((name,) for name in linears), (), frozenset(), mapped=False))
     if not any(family.linears for family in layers):
         raise BadInput(f"model type {model_type!r} has no linears in its decoder layers")
-    notes = [
-        f"note: no smoothing map is known for model type {model_type!r}: the linears of its decoder "
-        "layers are quantized without moving scales between them"
-    ]
+    notes = []
     if left_alone:
         notes.append("note: its 3-D tensors (fused experts or convolutions) stay as they are")
     return tuple(layers), notes

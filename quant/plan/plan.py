@@ -33,13 +33,14 @@ from ..request.selection import (
     options_by_module,
     split_fusions,
 )
+from ..smoothing.smoothing_map import with_smoothing
 from ..stream.kv_scales import LARGEST
 from ..stream.layer_stream import compute_dtype
 
 __all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
 
 DEFAULT_SEQ_LEN = 256
-# Methods that fold scales need a smoothing map.
+# Methods that fold scales, for which the foldable pairs are discovered.
 _SMOOTHING = ("awq", "smoothquant")
 # Methods that end in RTN to any grid, ggml's blocks included.
 _BLOCK_METHODS = ("rtn", "awq")
@@ -230,6 +231,8 @@ def _selected(
     if checkpoint.quantization_config is not None:
         raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
     architecture = architecture_of(checkpoint)
+    if request.method in _SMOOTHING:
+        architecture = with_smoothing(checkpoint, architecture)
     linears = find_linears(checkpoint, architecture)
     if request.lm_head:
         linears[HEAD] = find_head(checkpoint)
@@ -258,12 +261,6 @@ def check_plan(plan: Plan) -> None:
         weight_format.config(plan.schemes, plan.unquantized)
         if weight_format.name == "gguf":
             check_source(plan.checkpoint)
-    unmapped = not all(family.mapped for family in plan.architecture.layers)
-    if unmapped and plan.method.name in _SMOOTHING:
-        raise BadInput(
-            f"no smoothing map is known for model type {plan.architecture.model_type!r}, "
-            f"which method {plan.method.name} needs: use rtn, gptq, fp8 or nf4"
-        )
 
 
 def plan_notes(plan: Plan) -> list[str]:

@@ -1,22 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.methods.base import LayerProblem
-from llmopt.quant.methods.folding import can_fold, fold_into_norm, row_scales
-from llmopt.quant.model.architecture import Architecture, architecture_of
+from llmopt.quant.methods.folding import fold_into_norm, row_scales
+from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.families import Family, Fold, family_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from ...support.family_models import MAPPED, OTHERS, save_model, token_ids
+from ...support.family_models import MAPPED, OTHERS, save_model
+from ...support.folded_models import fold_model, logits_of
 
 EXPERTS, SHARED = 4, 1
 # Folds that can be done in the two layers of each tiny model together.
@@ -40,73 +37,6 @@ UNMAPPED_ROUTERS = {
     "olmoe": {"mlp.gate"},
     "qwen2_moe": {"mlp.gate", "mlp.shared_expert_gate"},
 }
-
-
-def problem_of(family: Family, tensors: dict[str, torch.Tensor]) -> LayerProblem:
-    linears = family.linears
-    return LayerProblem(
-        prefix="layer",
-        family=family,
-        schemes={},
-        scale_dtypes={},
-        weights={name: tensors[f"{name}.weight"] for name in linears},
-        statistics={},
-        norms={
-            name: tensors[f"{name}.weight"]
-            for name in {fold.source for fold in family.folds} - set(linears)
-        },
-        with_bias=frozenset(name for name in linears if f"{name}.bias" in tensors),
-        routers={name: tensors[f"{name}.weight"] for name in family.routers},
-    )
-
-
-def fold_layer(family: Family, tensors: dict[str, torch.Tensor], seed: int) -> int:
-    """Random scales into every fold of a layer, in place; how many there were."""
-    generator = torch.Generator().manual_seed(seed)
-    problem = problem_of(family, tensors)
-    done = 0
-    for fold in family.folds:
-        if not can_fold(fold, problem):
-            continue
-        width = tensors[f"{fold.targets[0]}.weight"].shape[1]
-        scales = torch.exp(0.7 * torch.randn(width, generator=generator))
-        source = f"{fold.source}.weight"
-        if fold.source in problem.norms:
-            tensors[source], scales = fold_into_norm(tensors[source], scales, fold.norm_offset)
-        else:
-            divisors = row_scales(fold, tensors[source].shape[0], scales)
-            tensors[source] = tensors[source] / divisors[:, None]
-        for target in fold.targets:
-            tensors[f"{target}.weight"] = tensors[f"{target}.weight"] * scales
-        done += 1
-    return done
-
-
-def fold_model(
-    folder: Path, output: Path, layers: Iterable[Family], architecture: Architecture
-) -> int:
-    """A copy of a checkpoint with random scales in every fold; how many."""
-    stored = load_file(folder / "model.safetensors")
-    done = 0
-    for index, family in enumerate(layers):
-        start = architecture.layer_prefix(index) + "."
-        tensors = {
-            name.removeprefix(start): tensor
-            for name, tensor in stored.items()
-            if name.startswith(start)
-        }
-        done += fold_layer(family, tensors, index)
-        stored |= {start + name: tensor for name, tensor in tensors.items()}
-    output.mkdir()
-    save_file(stored, output / "model.safetensors", {"format": "pt"})
-    (output / "config.json").write_bytes((folder / "config.json").read_bytes())
-    return done
-
-
-def logits_of(folder: Path) -> torch.Tensor:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        return model(token_ids(samples=4)).logits
 
 
 @pytest.mark.parametrize("name", MAPPED)
@@ -143,7 +73,7 @@ def test_every_matrix_of_a_layer_is_a_linear_or_a_router(tmp_path: Path, name: s
     save_model(name, tmp_path)
     checkpoint = Checkpoint(tmp_path)
     architecture = architecture_of(checkpoint)
-    assert bool(architecture.notes) == (name in OTHERS or name == "gpt_oss")
+    assert any("fused" in note for note in architecture.notes) == (name == "gpt_oss")
     for index, family in enumerate(architecture.layers):
         assert family.mapped == (name in MAPPED)
         start = architecture.layer_prefix(index) + "."

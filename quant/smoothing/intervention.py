@@ -1,0 +1,280 @@
+"""Interventions on a random model: divide a module's channels, restore what reads them, compare the logits.
+
+A pair (source, targets) can be folded iff a division of the source's channels reaches the targets' inputs
+channel by channel and nothing else. So a trial divides each channel by a scale of its own, and gives every
+linear whose input is the former one times such scales its former input back. If the logits are then the
+former ones, all that the division reached was restored: the pair is proven. From the scales follows which
+channel of the source each input channel comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.errors import BadInput
+from .random_model import RandomModel
+
+LARGEST_SCALE = 256.0  # far from 1, so that clamps and soft caps show
+_SAME_OUTPUT = 1e-6  # relative to the largest value
+_TOLERANCE = 1e-4  # of a channel that is scaled by one factor
+UNKNOWN, UNREACHED = -1, -2
+
+
+class _NotFoldable(Exception):
+    """A linear's input changed in another way than channel by channel, or a layer's output changed."""
+
+
+class _LayerDone(Exception):
+    """A layer returned what it returned before."""
+
+
+class Intervention:
+    """Trials on the decoder layers of a random model.
+
+    Attributes:
+        readers: for each layer, its modules with a matrix, by their path, in the order in which they run.
+        norms: for each layer, the paths of its modules with a vector as weight, in that order too.
+        inputs: for each layer, the inputs of every call of a reader.
+        order: for each layer, the paths of both in the order in which they run.
+        outputs: for each layer, the tensors that each of its calls returned.
+
+    Raises:
+        BadInput: the model does not run, or gives NaN.
+    """
+
+    def __init__(self, model: RandomModel):
+        self.model = model
+        self.readers: list[dict[str, nn.Module]] = []
+        self.norms: list[dict[str, nn.Module]] = []
+        self.inputs: list[dict[str, list[torch.Tensor]]] = []
+        self.order: list[list[str]] = []
+        self.outputs: list[list[list[torch.Tensor]]] = []
+        self.logits = self._recorded()
+        if not bool(torch.isfinite(self.logits).all()):
+            raise BadInput("the random model of this config gives NaN: its pairs cannot be proven")
+
+    def _recorded(self) -> torch.Tensor:
+        handles = []
+        for layer in self.model.layers:
+            inputs: dict[str, list[torch.Tensor]] = {}
+            order: list[str] = []
+            for path, module in layer.named_modules():
+                dims = _weight_dims(module)
+                if dims in (1, 2):
+                    hook = _recorder(path, inputs if dims == 2 else None, order)
+                    handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            outputs: list[list[torch.Tensor]] = []
+            handles.append(layer.register_forward_hook(_output_recorder(outputs)))
+            self.outputs.append(outputs)
+            self.inputs.append(inputs)
+            self.order.append(order)
+        try:
+            logits = self.model.logits()
+        except Exception as error:  # a module may raise anything
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise BadInput(f"its random model does not run: {reason}") from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        for layer, order in zip(self.model.layers, self.order, strict=True):
+            ran = {path: layer.get_submodule(path) for path in dict.fromkeys(order)}
+            self.readers.append({p: m for p, m in ran.items() if _weight_dims(m) == 2})
+            self.norms.append({p: m for p, m in ran.items() if _weight_dims(m) == 1})
+        return logits
+
+    def trial(
+        self,
+        index: int,
+        source: str,
+        rows: slice = slice(None),
+        offset: float = 0.0,
+        *,
+        whole: bool = True,
+    ) -> dict[str, torch.Tensor] | None:
+        """Divide the rows of one source of a layer; None if that cannot be folded.
+
+        Args:
+            offset: added to a norm's weight before it multiplies.
+            whole: compare the logits; else what the layer returns, which takes less time and does not tell
+                whether other layers read its keys and values.
+
+        Returns:
+            For each target the source's row `[in]` that each of its input channels comes from, counted from
+            the first divided one; `UNKNOWN` where a channel is zero, `UNREACHED` where it did not change.
+        """
+        module = self.model.layers[index].get_submodule(source)
+        scales = spread(len(_parameter(module)[rows]))
+        targets: dict[str, torch.Tensor] = {}
+        with _divided(module, scales, rows, offset), self._restoring(index, scales, targets):
+            handle = None
+            if not whole and len(self.outputs[index]) == 1:
+                hook = _ends_layer(self.outputs[index][0])
+                handle = self.model.layers[index].register_forward_hook(hook)
+            try:
+                same = _close(self.model.logits(), self.logits)
+            except _NotFoldable:
+                return None
+            except _LayerDone:
+                same = True
+            finally:
+                if handle is not None:
+                    handle.remove()
+        return targets if same and targets else None
+
+    @contextmanager
+    def _restoring(
+        self, index: int, scales: torch.Tensor, targets: dict[str, torch.Tensor]
+    ) -> Iterator[None]:
+        """Give every reader of a layer its former input back where that was scaled; collect which were."""
+        handles = []
+        for path, module in self.readers[index].items():
+            hook = _restorer(path, self.inputs[index][path], scales, targets)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def spread(count: int) -> torch.Tensor:
+    """Distinct scales `[count]` in random order, none near 1, float32."""
+    powers = torch.linspace(-1, 1, 2 * ((count + 1) // 2) + 2)  # evenly many: none is 0
+    powers = powers[torch.randperm(len(powers), generator=torch.Generator().manual_seed(count))]
+    return LARGEST_SCALE ** powers[:count]
+
+
+def channel_map(
+    now: torch.Tensor, before: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor | None:
+    """Which of the scales divided each channel of an input `[..., in]`; None if not each by one of them."""
+    x, y = (part.flatten(0, -2).double() for part in (before, now))
+    energy = x.square().sum(dim=0)
+    alive = energy > 0
+    ratio = torch.where(alive, (x * y).sum(dim=0) / energy.clamp(min=1e-300), 1.0)
+    off = (y - ratio * x).abs().amax(dim=0)
+    if bool((off > _TOLERANCE * y.abs().amax(dim=0)).any()) or bool((ratio <= 0).any()):
+        return None
+    logs, order = scales.double().log().sort()
+    wanted = -ratio.log()
+    right = torch.searchsorted(logs, wanted).clamp(max=len(logs) - 1)
+    left = (right - 1).clamp(min=0)
+    nearest = torch.where((wanted - logs[left]).abs() < (logs[right] - wanted).abs(), left, right)
+    matches = (logs[nearest] - wanted).abs() < _TOLERANCE
+    unreached = wanted.abs() < _TOLERANCE
+    if bool((alive & ~matches & ~unreached).any()):
+        return None
+    indices = torch.where(unreached, UNREACHED, order[nearest])
+    return torch.where(alive, indices, UNKNOWN)
+
+
+def _weight_dims(module: nn.Module) -> int:
+    """Dimensions of the weight that a module itself has; 0 without one, and for embeddings."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or isinstance(module, nn.Embedding):
+        return 0
+    transposed = bias is not None and len(bias) != len(weight)  # Conv1D
+    return 0 if transposed else weight.dim()
+
+
+def _parameter(module: nn.Module, name: str = "weight") -> torch.Tensor:
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+@contextmanager
+def _divided(module: nn.Module, scales: torch.Tensor, rows: slice, offset: float) -> Iterator[None]:
+    """Divide the rows of a module's weight, and of its bias, while the context is open."""
+    before = {name: p.clone() for name, p in module._parameters.items() if p is not None}
+    weight = _parameter(module)
+    with torch.no_grad():
+        divisors = scales.view(-1, *[1] * (weight.dim() - 1))
+        weight[rows] = (weight[rows] + offset) / divisors - offset
+        if "bias" in before:
+            _parameter(module, "bias")[rows] /= scales
+        try:
+            yield
+        finally:
+            for name, tensor in before.items():
+                _parameter(module, name).copy_(tensor)
+
+
+def _input(arguments: Sequence[Any], named: dict[str, Any]) -> torch.Tensor:
+    return arguments[0] if arguments else next(iter(named.values()))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of a module's output, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value
+    if not isinstance(parts, Iterable):
+        return []
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _close(now: torch.Tensor, before: torch.Tensor) -> bool:
+    return bool((now - before).abs().max() <= _SAME_OUTPUT * before.abs().max())
+
+
+def _output_recorder(outputs: list[list[torch.Tensor]]) -> Callable[..., None]:
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        outputs.append(_tensors(output))
+
+    return hook
+
+
+def _ends_layer(before: list[torch.Tensor]) -> Callable[..., None]:
+    """A hook that ends the forward pass, saying whether the layer's output is the former one."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        now = _tensors(output)
+        if len(now) != len(before) or not all(map(_close, now, before)):
+            raise _NotFoldable
+        raise _LayerDone
+
+    return hook
+
+
+def _recorder(
+    path: str, inputs: dict[str, list[torch.Tensor]] | None, order: list[str]
+) -> Callable[..., None]:
+    def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        order.append(path)
+        if inputs is not None:
+            inputs.setdefault(path, []).append(_input(arguments, named))
+
+    return hook
+
+
+def _restorer(
+    path: str,
+    former: Sequence[torch.Tensor],
+    scales: torch.Tensor,
+    targets: dict[str, torch.Tensor],
+) -> Callable[..., Any]:
+    calls = iter(former)
+
+    def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        before, now = next(calls, None), _input(arguments, named)
+        if before is None or before.shape != now.shape:
+            raise _NotFoldable
+        if torch.equal(before, now):
+            return None
+        channels = channel_map(now, before, scales)
+        if channels is None or len(channels) != _parameter(module).shape[-1]:
+            raise _NotFoldable
+        if path in targets and not torch.equal(targets[path], channels):
+            raise _NotFoldable
+        targets[path] = channels
+        if arguments:
+            return (before, *arguments[1:]), named
+        return arguments, {**named, next(iter(named)): before}
+
+    return hook

@@ -1,0 +1,152 @@
+"""Small configs of the same structure: widths divided by one factor, fewer experts, tokens and layers.
+
+Every width of a model is a product of counts and of other widths (`hidden = heads * head_dim`,
+`inner = expand * hidden`), so dividing all of them by one factor keeps what the config says true. Counts of
+heads and groups stay, and with them the order of the channels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_WIDTH = re.compile(
+    r"hidden_size|intermediate_size|head_dim|(_|^)(dim|rank|width|d_model|d_head|d_ssm|n_embd|n_inner|d_ff"
+    r"|channels|hidden_dim|ffn_dim|embed_dim)(_|$)|_(dim|rank|width|dimension)$"
+)
+_NO_WIDTH = re.compile(r"vocab|window|chunk|patch|image|kernel|block|state|num_|axis")
+_EXPERTS = re.compile(r"^(n|num|moe_num|moe)(_routed|_local)?_experts$")
+_CHOSEN = re.compile(r"experts_per_tok(en)?$|^moe_top_?k(_experts)?$|^top_k_experts$")
+_DEPTH = re.compile(r"^(num_hidden_layers|n_layers?|num_layers)$")
+_TOKEN = re.compile(r"_token_(id|index)$")
+_MIN_HIDDEN, _MIN_HEAD = 64, 8
+_VOCABULARY = 512
+_MOST_CHOSEN = 4
+_CHUNK = 16  # of state-space scans, which pad to it
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+
+Raw = dict[str, Any]
+
+
+def small_config(raw: Mapping[str, Any], num_layers: int | None) -> Raw:
+    """A raw config with the structure of another.
+
+    Args:
+        num_layers: of the text model; None keeps them all.
+    """
+    text = _text(raw)
+    small = _small(raw, _factor(text), text is raw, num_layers)
+    small.pop("quantization_config", None)
+    small["dtype"] = "float32"
+    return small
+
+
+def text_layers(raw: Mapping[str, Any]) -> int:
+    """Decoder layers that a raw config counts; 0 if it does not say."""
+    return next((v for k, v in _text(raw).items() if _DEPTH.match(k) and isinstance(v, int)), 0)
+
+
+def _text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a raw config that says what the text model is."""
+    for name in _TEXT_PARTS:
+        if isinstance(raw.get(name), Mapping):
+            return _text(raw[name])
+    return raw
+
+
+def _factor(text: Mapping[str, Any]) -> int:
+    """The factor of all widths: a power of two that leaves heads that RoPE can turn."""
+    hidden = text.get("hidden_size") or text.get("n_embd") or text.get("d_model") or _MIN_HIDDEN
+    heads = text.get("num_attention_heads") or text.get("n_head") or 1
+    dims = [value for key, value in text.items() if _is_head_width(key) and isinstance(value, int)]
+    if not isinstance(heads, int):
+        heads = 1
+    dims = [value for value in dims if value >= _MIN_HEAD] or [hidden // heads]
+    factor = 1
+    while (
+        hidden // (2 * factor) >= _MIN_HIDDEN
+        and min(dims) // (2 * factor) >= _MIN_HEAD // 2
+        and max(dims) // (2 * factor) >= _MIN_HEAD
+        and all(width % (2 * factor) == 0 for width in (hidden, *dims))
+    ):
+        factor *= 2
+    return factor
+
+
+def _is_width(name: str) -> bool:
+    return _WIDTH.search(name) is not None and _NO_WIDTH.search(name) is None
+
+
+def _is_head_width(name: str) -> bool:
+    return _is_width(name) and "head" in name
+
+
+def _small(raw: Mapping[str, Any], factor: int, is_text: bool, num_layers: int | None) -> Raw:
+    depth = text_layers(raw) if is_text else 0
+    cut = num_layers if is_text and num_layers is not None and num_layers < depth else None
+    groups = next((raw[k] for k in ("n_group", "num_expert_group") if raw.get(k)), 1)
+    small: Raw = {}
+    for name, value in raw.items():
+        if isinstance(value, Mapping):
+            inner = name in _TEXT_PARTS
+            config = inner or name.endswith("_config")
+            small[name] = (
+                _small(value, factor, inner, num_layers) if config else _small_rope(value, factor)
+            )
+        elif isinstance(value, bool):
+            small[name] = value
+        elif isinstance(value, int):
+            small[name] = _small_number(name, value, factor, int(groups))
+            if cut is not None and _DEPTH.match(name):
+                small[name] = cut
+        elif isinstance(value, (list, str)):
+            per_layer = cut is not None and len(value) == depth
+            small[name] = _small_widths(name, value[:cut] if per_layer else value, factor)
+        else:
+            small[name] = value
+    return small
+
+
+def _small_widths(name: str, value: list[Any] | str, factor: int) -> list[Any] | str:
+    """A list of widths, one for each layer, divided; anything else as it is."""
+    if isinstance(value, list) and _is_width(name) and _all_integers(value):
+        return [max(1, width // factor) for width in value]
+    return value
+
+
+def _all_integers(values: Any) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _small_number(name: str, value: int, factor: int, groups: int) -> int:
+    if name.endswith("chunk_size"):
+        return min(value, _CHUNK)
+    if "vocab_size" in name:
+        return min(value, _VOCABULARY)
+    if _TOKEN.search(name) and value >= _VOCABULARY:
+        return _VOCABULARY - 1 - len(name) % 16
+    if _EXPERTS.match(name):
+        return min(value, max(2 * _MOST_CHOSEN, 2 * groups))
+    if _CHOSEN.search(name):
+        return min(value, _MOST_CHOSEN)
+    if _is_width(name) and value > factor:
+        return -(-value // factor)
+    return value
+
+
+def _small_rope(rope: Mapping[str, Any], factor: int) -> Raw:
+    """RoPE's settings for heads that are narrower by a factor: factors of each frequency, and sections."""
+    small: Raw = {}
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            small[name] = _small_rope(value, factor)
+        elif name.endswith("section") and isinstance(value, list) and _all_integers(value):
+            half = max(len(value), sum(value) // factor)
+            rest = half // len(value)
+            small[name] = [half - rest * (len(value) - 1), *[rest] * (len(value) - 1)]
+        elif isinstance(value, list) and len(value) >= _MIN_HEAD:
+            small[name] = value[: max(1, len(value) // factor)]
+        else:
+            small[name] = value
+    return small

@@ -1,0 +1,193 @@
+"""Smoothing maps of a checkpoint, discovered once for a config and kept in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..base.atomic_io import write_atomically
+from ..base.errors import BadInput
+from ..model.architecture import Architecture
+from ..model.checkpoint import Checkpoint
+from .patterns import LayerPattern, Shapes, family_of_pattern, starred
+from .small_config import small_config, text_layers
+
+FORMAT = 1
+"""Raised whenever discovery says something else: kept answers of another format are not read."""
+_SMALL_ENOUGH = 5_000_000  # parameters of a model that can be taken as it is
+_FEWEST_LAYERS = 4
+_NO_STRUCTURE = frozenset({"_name_or_path", "transformers_version", "architectures"})
+
+Kind = frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class KindMap:
+    """The smoothing map of one layer of the small model.
+
+    Attributes:
+        kind: the names of its weights on disk, `*` for an expert's number.
+    """
+
+    kind: Kind
+    pattern: LayerPattern
+
+
+def with_smoothing(checkpoint: Checkpoint, architecture: Architecture) -> Architecture:
+    """The layers of a checkpoint with their foldable pairs.
+
+    Raises:
+        BadInput: no small model of this config can be built and run.
+    """
+    shapes = [_shapes(checkpoint, architecture, index) for index in range(len(architecture.layers))]
+    kinds = [frozenset(map(starred, names)) for names in shapes]
+    maps = _discovered_once(checkpoint, kinds)
+    patterns = _by_layer(maps, kinds)
+    layers = tuple(
+        family_of_pattern(pattern, base, weights) if pattern else base
+        for pattern, base, weights in zip(patterns, architecture.layers, shapes, strict=True)
+    )
+    notes = architecture.notes
+    if not any(family.folds for family in layers):
+        notes += ("note: no layer has a pair that scales can be folded through",)
+    return replace(architecture, layers=layers, notes=notes)
+
+
+def _shapes(checkpoint: Checkpoint, architecture: Architecture, index: int) -> Shapes:
+    start = architecture.layer_prefix(index) + "."
+    return {
+        name.removeprefix(start).removesuffix(".weight"): tuple(checkpoint.shape(name))
+        for name in checkpoint.names
+        if name.startswith(start) and name.endswith(".weight")
+    }
+
+
+def _by_layer(maps: Sequence[KindMap], kinds: Sequence[Kind]) -> list[LayerPattern | None]:
+    """The pattern of each layer of the checkpoint: by its number, or by its kind where layers were cut."""
+    if len(maps) == len(kinds):
+        return [entry.pattern for entry in maps]
+    known = {entry.kind: entry.pattern for entry in reversed(maps)}
+    return [known.get(kind) for kind in kinds]
+
+
+def _discovered_once(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[KindMap]:
+    """The kept answer for this config; else it is discovered and kept."""
+    path = cache_folder() / f"{_key(checkpoint.config, kinds)}-{version('transformers')}.json"
+    if (answer := _read(path)) is not None:
+        return answer
+    answer = _discovered(checkpoint, kinds)
+    _keep(path, answer)
+    return answer
+
+
+def _discovered(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[KindMap]:
+    """The maps of a small model's layers; of the attempts the first that runs and has all kinds."""
+    reason: BadInput | None = None
+    for raw in _attempts(checkpoint, kinds):
+        try:
+            maps = discovered_maps(raw)
+        except BadInput as error:
+            reason = error
+            continue
+        if len(maps) == len(kinds) or set(kinds) <= {entry.kind for entry in maps}:
+            return maps
+    raise BadInput(
+        f"{checkpoint.folder}: no foldable pairs can be discovered for model type "
+        f"{checkpoint.config.get('model_type')!r}, which awq and smoothquant need"
+        f"{f' ({reason})' if reason else ''}: use rtn or gptq"
+    ) from reason
+
+
+def _attempts(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
+    """Raw configs to try: small ones with few layers and with all, then as it is if that is small."""
+    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    few = max(_FEWEST_LAYERS, max(first.values()) + 1)
+    raw = json.loads(_read_config(checkpoint.config).to_json_string(use_diff=False))
+    attempts = [small_config(raw, few)] if few < text_layers(raw) else []
+    attempts.append(small_config(raw, None))
+    size = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names)
+    return [*attempts, checkpoint.config] if size <= _SMALL_ENOUGH else attempts
+
+
+def discovered_maps(raw: Mapping[str, Any]) -> list[KindMap]:
+    """The map of each layer of the random model of a raw config.
+
+    Raises:
+        BadInput: the model cannot be built or run.
+    """
+    from .discover import discover
+    from .random_model import random_model
+
+    model = random_model(_read_config(raw))
+    return [
+        KindMap(frozenset(map(starred, names.values())), pattern)
+        for names, pattern in zip(model.names, discover(model), strict=True)
+    ]
+
+
+def _read_config(raw: Mapping[str, Any]) -> Any:
+    """The transformers config of a raw one, with the defaults of its class.
+
+    Raises:
+        BadInput: transformers refuses it.
+    """
+    from transformers import AutoConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        try:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # a config class may raise anything about its fields
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise BadInput(f"transformers refuses its config: {reason}") from error
+
+
+def cache_folder() -> Path:
+    """Folder of the kept answers: llmopt/smoothing in `XDG_CACHE_HOME` or `~/.cache`."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "llmopt" / "smoothing"
+
+
+def _key(raw: Mapping[str, Any], kinds: Sequence[Kind]) -> str:
+    """SHA-256 of what a map depends on: the config, and how its layers lie on disk."""
+    told = {key: value for key, value in raw.items() if key not in _NO_STRUCTURE}
+    layers = sorted({tuple(sorted(kind)) for kind in kinds})
+    text = json.dumps([FORMAT, told, layers], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> list[KindMap] | None:
+    """A kept answer; None if there is none, or it is damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        known = [
+            KindMap(frozenset(entry["kind"]), LayerPattern.from_dict(entry["pattern"]))
+            for entry in value["kinds"]
+        ]
+        return [known[number] for number in value["layers"]]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _keep(path: Path, answer: Sequence[KindMap]) -> None:
+    """Write an answer; a folder that cannot be written costs the next call its time, not this one."""
+    distinct = list(dict.fromkeys(answer))
+    value = {
+        "kinds": [
+            {"kind": sorted(entry.kind), "pattern": asdict(entry.pattern)} for entry in distinct
+        ],
+        "layers": [distinct.index(entry) for entry in answer],
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(value).encode())
+    except (OSError, BadInput):
+        return
