@@ -19,12 +19,16 @@ import transformers
 from llmopt.quant.base.atomic_io import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.survey.awq_column import AwqColumn
 from tools.survey.case import Case, Column, Verdict, surveyed_types, unlisted_types
 from tools.survey.plan_column import PlanColumn
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "model-survey.md"
 BEGIN, END = (f"<!-- made by tools/model_survey.py: {side} -->" for side in ("begin", "end"))
-COLUMNS: tuple[Column, ...] = (PlanColumn(),)
+COLUMNS: tuple[Column, ...] = (
+    PlanColumn(),
+    AwqColumn(),
+)
 Results = dict[str, dict[str, Verdict]]
 
 
