@@ -108,7 +108,8 @@ def open_model(
     give_back_freed_memory()
     bank = None
     if loras:
-        bank = AdapterBank(loras, weights.linears, spec.names.bases, device, dtype)
+        bases = (weights.base, *spec.names.bases)
+        bank = AdapterBank(loras, weights.linears, bases, device, dtype)
     return Decoder(sharded, weights, longest, dtype, bank), longest
 
 

@@ -136,9 +136,83 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+DEEPSEEK_MOE = {
+    **MOE,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LAYER_ROPES = {
+    "full_attention": {**YARN_ROPE},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+SLIDING = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+GRANITE = {
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.5,
+    "attention_bias": True,
+}  # fmt: skip
+# Their configs are completed by transformers' classes.
+COMPLETED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {**MOE, "num_experts": 8, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+    ),
+    "ministral": ("MinistralConfig", {**SLIDING, "head_dim": 16}),
+    "ministral-3": (
+        "Ministral3Config",
+        {
+            "head_dim": 16, "rope_parameters": {
+                **YARN_ROPE, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5,
+                "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "glm-4-moe": (
+        "Glm4MoeConfig",
+        {**DEEPSEEK_MOE, "head_dim": 16, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
+    ),
+    "glm-4": ("Glm4Config", {"head_dim": 16}),
+    "glm": ("GlmConfig", {"head_dim": 16, "attention_bias": False}),
+    "smollm-3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "olmo-2": ("Olmo2Config", {"rms_norm_eps": 1e-5}),
+    "olmo-3": ("Olmo3Config", {**SLIDING, "rope_parameters": LAYER_ROPES}),
+    "granite": ("GraniteConfig", {**GRANITE, "mlp_bias": True}),
+    "granite-moe": ("GraniteMoeConfig", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "ernie-4.5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
+    "ernie-4.5-moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2, "tie_word_embeddings": True,
+        },
+    ),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
+    "dots-1": (
+        "Dots1Config", {**DEEPSEEK_MOE, **SLIDING, "head_dim": 16, "n_shared_experts": 2, "norm_topk_prob": True},
+    ),
+    "cohere": ("CohereConfig", {"attention_bias": True, "logit_scale": 0.5}),
+    "cohere-2": ("Cohere2Config", {**SLIDING, "logit_scale": 0.5}),
+    "exaone-4": ("Exaone4Config", {**SLIDING, "head_dim": 16}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+}  # fmt: skip
+FAMILIES |= COMPLETED
+
 # Beside the config: how transformers' modules are run, and what a token takes in the cache.
 ADAPTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
-    "olmo-2": ("Olmo2Config", {}, "PackedForward", 3 * 2 * 4 * 8),
+    "stablelm": ("StableLmConfig", {}, "PackedForward", 3 * 2 * 4 * 8),
     "starcoder-2-sliding": ("Starcoder2Config", {"sliding_window": 9}, "PackedForward", 3 * 2 * 4 * 8),
     "bloom-alibi": ("BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 8}, "SequentialForward", 2 * 2 * 8 * 8),
     "gpt-j": (

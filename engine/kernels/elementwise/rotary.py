@@ -24,11 +24,14 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
     return x * cos + swapped * sin
 
 
-def interleaved_to_halves(x: torch.Tensor) -> torch.Tensor:
-    """Reorder interleaved (GPT-J) pairs (2i, 2i + 1) to half-split (NeoX) ones, for `apply_rotary_emb`.
+def interleaved_to_halves(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Reorder interleaved (GPT-J) pairs (2i, 2i + 1) of the first `width` elements to half-split (NeoX) ones,
+    for `apply_rotary_emb`.
 
     Applied to queries and keys alike, it changes no attention score.
     """
+    if width < x.shape[-1]:
+        return torch.cat([interleaved_to_halves(x[..., :width], width), x[..., width:]], dim=-1)
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 

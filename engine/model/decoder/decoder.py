@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ...kernels.activations.quantized_activations import Rows
 from ...kernels.attention.dispatch import attention_kernels, reads_in_place
 from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RowKernelQuery
 from ...scheduling.window import Window
@@ -24,21 +25,24 @@ from ..spec.spec import KvLayout, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """A pre-norm decoder layer: attention and MLP (or experts), each added to the residual.
+    """A decoder layer: attention and MLP (or experts), each added to the residual.
 
     Attributes:
-        mlp_norm: None where attention and MLP share the input norm.
+        input_norm: None in a post-norm layer (OLMo 2).
+        mlp_norm: None in a post-norm layer, and where attention and MLP share the input norm.
         post_attention_norm, post_mlp_norm: norms of the outputs, before the residual add (Gemma).
         parallel: parallel residual: attention and MLP read the same residual (Falcon).
+        residual_scale: factor on both outputs (Granite).
     """
 
-    input_norm: Norm
+    input_norm: Norm | None
     attention: Attention
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Block
     post_mlp_norm: Norm | None
     parallel: bool
+    residual_scale: float = 1.0
 
     @property
     def weight_bytes(self) -> int:
@@ -50,9 +54,13 @@ class DecoderLayer:
         self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes the residual as `hidden + added` and returns it so: the next norm fuses the add."""
-        # With a parallel residual MLP and attention share the norm, so it stays unquantized.
-        activation_quant = None if self.parallel else self.attention.activation_quant
-        hidden, x = self.input_norm.of_sum(hidden, added, activation_quant)
+        x: Rows
+        if self.input_norm is None:
+            x = hidden = hidden if added is None else hidden + added
+        else:
+            # With a parallel residual MLP and attention share the norm, so it stays unquantized.
+            activation_quant = None if self.parallel else self.attention.activation_quant
+            hidden, x = self.input_norm.of_sum(hidden, added, activation_quant)
         adapters = step.inputs.adapters
         mixed = self.attention(x, step, cache)
         if self.parallel:
@@ -61,12 +69,17 @@ class DecoderLayer:
             return hidden + mixed, self.mlp(x, adapters)
         if self.post_attention_norm is not None:
             mixed = self.post_attention_norm(mixed)
+        mixed = self._scaled(mixed)
         if self.mlp_norm is None:
             x = hidden = hidden + mixed
         else:
             hidden, x = self.mlp_norm.of_sum(hidden, mixed, self.mlp.activation_quant)
         out = self.mlp(x, adapters)
-        return hidden, out if self.post_mlp_norm is None else self.post_mlp_norm(out)
+        out = out if self.post_mlp_norm is None else self.post_mlp_norm(out)
+        return hidden, self._scaled(out)
+
+    def _scaled(self, out: torch.Tensor) -> torch.Tensor:
+        return out if self.residual_scale == 1.0 else out * self.residual_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,7 @@ class DecoderWeights:
     """Weights of a decoder. With tied embeddings `head` shares the embedding.
 
     `ropes` are the distinct RoPEs, indexed by the layers' `Rotation.index`; `linears` are the layers' linears
-    by name, for LoRA.
+    by name below `base`, the prefix of the decoder's tensors, for LoRA.
     """
 
     embedding: torch.Tensor
@@ -85,6 +98,7 @@ class DecoderWeights:
     is_tied: bool
     ropes: Sequence[RopeSpec]
     linears: Mapping[str, LinearSite]
+    base: str
 
     @property
     def bytes_held(self) -> int:
@@ -216,5 +230,7 @@ class Decoder:
         if self.broadcast is not None:
             self.broadcast("logits", hidden)
         logits = self.weights.head(hidden).float()
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * (logits / cap).tanh()

@@ -51,14 +51,14 @@ def load_mixture(
     router = Router(
         read(f"{name}.weight", experts.count, hidden, dtype=exact),
         read(f"{name}.bias", experts.count, dtype=exact) if kind.bias else None,
-        read(layer + names.correction, experts.count, dtype=exact) if kind.correction else None,
+        reader.vector(layer + names.correction, experts.count, exact) if kind.correction else None,
         experts.per_token,
         kind,
     )
     prefix = f"{layer}{names.experts}."
     local_ids = range(experts.count) if shard is None else shard.experts(experts.count)
     routed: list[GatedMlp]
-    if names.fused_experts:
+    if names.fused_experts is not None:
         routed = _fused(reader, spec, prefix, experts, local_ids)
     else:
         gate, up, down = names.expert
@@ -66,8 +66,10 @@ def load_mixture(
             gated(f"{prefix}{expert}.", (gate, up), down, experts.width, whole=True)
             for expert in local_ids
         ]
-    shared = None
+    shared, shared_gate = None, None
     if experts.shared_width:
+        if names.shared_gate:
+            shared_gate = read(f"{layer}{names.shared_gate}.weight", 1, hidden)
         shared_prefix = f"{layer}{names.shared_expert}."
         shared = gated(shared_prefix, ("gate_proj", "up_proj"), "down_proj", experts.shared_width)
     whole = len(local_ids) == experts.count
@@ -76,7 +78,7 @@ def load_mixture(
     # So a kernel that repacks the weights holds the only copy.
     reader.drop_linears(prefix)
     return MixtureOfExperts(
-        router, kernel, shared, None if shard is None else shard.group.all_reduce
+        router, kernel, shared, shared_gate, None if shard is None else shard.group.all_reduce
     )
 
 
@@ -85,12 +87,15 @@ def _fused(
 ) -> list[GatedMlp]:
     """Experts `local_ids` of fused weights: two tensors that hold all experts."""
     count, inner, hidden = experts.count, experts.width, spec.shape.hidden_size
-    into = reader.experts(f"{prefix}gate_up_proj", count, 2 * inner, hidden)
-    out_of = reader.experts(f"{prefix}down_proj", count, hidden, inner)
+    assert spec.names.fused_experts is not None
+    gate_up, down = (prefix + name for name in spec.names.fused_experts)
+    transposed = spec.names.fused_transposed
+    into = reader.experts(gate_up, count, 2 * inner, hidden, transposed)
+    out_of = reader.experts(down, count, hidden, inner, transposed)
     into_bias = out_bias = None
     if spec.shape.expert_bias:
-        into_bias = reader.tensor(f"{prefix}gate_up_proj_bias", count, 2 * inner)
-        out_bias = reader.tensor(f"{prefix}down_proj_bias", count, hidden)
+        into_bias = reader.tensor(f"{gate_up}_bias", count, 2 * inner)
+        out_bias = reader.tensor(f"{down}_bias", count, hidden)
     if spec.names.gate_up_alternates:
         into = [_gate_before_up(weight) for weight in into]
         into_bias = None if into_bias is None else _halves(into_bias.T).T

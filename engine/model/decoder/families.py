@@ -11,14 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ....quant.base.errors import BadInput
-from ...planner.model.families import complete
+from ...planner.model.families import complete, current_names
 from ...planner.model.shapes import ModelShape
 from ..layers.mlp import ACTIVATIONS, CLAMPED_SWIGLU
 from ..spec.names import Names
 from ..spec.rope import RopeSpec, yarn_scale
 from ..spec.spec import ModelSpec, NotCovered, RouterSpec, Temperature
+from ..spec.text_config import text_config
+from .dense_families import DENSE_FAMILIES
+from .family import Choices, Config, DecoderFamily
+from .sparse_families import SPARSE_FAMILIES
 
-Config = Mapping[str, Any]
 # Default epsilons that differ from 1e-6.
 _NORM_EPS = {"mixtral": 1e-5, "phi3": 1e-5, "gpt_oss": 1e-5, "llama4_text": 1e-5}
 
@@ -30,19 +33,23 @@ def model_spec(raw: Config) -> ModelSpec:
         NotCovered: an unsupported model type or feature.
         BadInput: an invalid value, or a missing key.
     """
-    model_type = raw.get("model_type")
-    nested = raw.get("text_config")
-    if isinstance(nested, Mapping):
-        model_type = nested.get("model_type", f"{model_type}_text")
+    raw = current_names(raw)
+    multimodal = isinstance(raw.get("text_config"), Mapping)
+    config = text_config(raw) if multimodal else raw
+    model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise NotCovered(
             f"config.json: model_type {model_type!r} is not one of the decoder's own "
             f"({', '.join(SUPPORTED_MODEL_TYPES)})"
         )
+    family = FAMILIES[model_type]
     try:
-        _, _, config = complete(raw)
-        shape = ModelShape.from_config(raw)
-        dtype = config.get("dtype") or config.get("torch_dtype") or raw.get("torch_dtype")
+        if family.tensors is None:
+            _, tensors, config = complete(config)
+        else:
+            tensors, config = family.tensors, config if multimodal else text_config(config)
+        shape = ModelShape.from_completed(model_type, tensors, config)
+        dtype = config.get("dtype") or config.get("torch_dtype")
         defaults: dict[str, Any] = {
             "shape": shape,
             "names": Names(),
@@ -51,8 +58,9 @@ def model_spec(raw: Config) -> ModelSpec:
             "rotary_width": shape.head_dim,
             "attention_scale": shape.head_dim**-0.5,
             "activation": config.get("hidden_act", "silu"),
+            "multimodal": multimodal,
         }
-        spec = ModelSpec(**{**defaults, **FAMILIES[model_type](shape, config)})
+        spec = ModelSpec(**{**defaults, **family.choices(shape, config)})
     except NotCovered:
         raise
     except BadInput as error:
@@ -67,27 +75,27 @@ def model_spec(raw: Config) -> ModelSpec:
     return spec
 
 
-def _rotated(shape: ModelShape, config: Config, theta: float = 10000.0) -> dict[str, Any]:
+def _rotated(shape: ModelShape, config: Config, theta: float = 10000.0) -> Choices:
     """The same RoPE in every layer."""
     return {"ropes": (RopeSpec.from_config(config, theta),) * shape.num_layers}
 
 
-def _llama(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _llama(shape: ModelShape, config: Config) -> Choices:
     return _rotated(shape, config)
 
 
-def _mixtral(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _mixtral(shape: ModelShape, config: Config) -> Choices:
     block = "block_sparse_moe"
     names = Names(router=f"{block}.gate", experts=f"{block}.experts", expert=("w1", "w3", "w2"))
     return {**_rotated(shape, config, 1e6), "names": names}
 
 
-def _qwen3_moe(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _qwen3_moe(shape: ModelShape, config: Config) -> Choices:
     router = RouterSpec(normalize=bool(config.get("norm_topk_prob", False)))
     return {**_rotated(shape, config), "router": router}
 
 
-def _phi3(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _phi3(shape: ModelShape, config: Config) -> Choices:
     options = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if options.get("rope_type", options.get("type")) in ("su", "yarn"):  # earlier names
         config = {**config, "rope_parameters": {**options, "rope_type": "longrope"}}
@@ -99,7 +107,7 @@ def _phi3(shape: ModelShape, config: Config) -> dict[str, Any]:
     }
 
 
-def _gemma(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _gemma(shape: ModelShape, config: Config) -> Choices:
     return {
         "names": Names(
             post_attention_norm="post_attention_layernorm",
@@ -113,7 +121,7 @@ def _gemma(shape: ModelShape, config: Config) -> dict[str, Any]:
     }
 
 
-def _gemma2(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _gemma2(shape: ModelShape, config: Config) -> Choices:
     return {
         **_gemma(shape, config),
         **_rotated(shape, config),
@@ -122,7 +130,7 @@ def _gemma2(shape: ModelShape, config: Config) -> dict[str, Any]:
     }
 
 
-def _gemma3(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _gemma3(shape: ModelShape, config: Config) -> Choices:
     if config.get("use_bidirectional_attention"):
         raise NotCovered("config.json: use_bidirectional_attention is not supported")
     return {
@@ -146,7 +154,7 @@ def _gemma3_ropes(shape: ModelShape, config: Config) -> tuple[RopeSpec, ...]:
     return tuple(kinds[window is not None] for window in shape.windows)
 
 
-def _gpt_oss(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _gpt_oss(shape: ModelShape, config: Config) -> Choices:
     if "rope_parameters" not in config and "rope_scaling" not in config:
         stretched = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
         stretched["original_max_position_embeddings"] = 4096
@@ -155,13 +163,17 @@ def _gpt_oss(shape: ModelShape, config: Config) -> dict[str, Any]:
         raise NotCovered("config.json: swiglu_alpha and swiglu_limit are fixed at 1.702 and 7")
     return {
         **_rotated(shape, config, 150000.0),
-        "names": Names(router="mlp.router", fused_experts=True, gate_up_alternates=True),
+        "names": Names(
+            router="mlp.router",
+            fused_experts=("gate_up_proj", "down_proj"),
+            gate_up_alternates=True,
+        ),
         "activation": CLAMPED_SWIGLU,
         "router": RouterSpec(bias=True),
     }
 
 
-def _llama4(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _llama4(shape: ModelShape, config: Config) -> Choices:
     block = "feed_forward"
     with_rope = config.get("no_rope_layers") or [window is not None for window in shape.windows]
     rope = RopeSpec.from_config(config, 500000.0)
@@ -172,11 +184,11 @@ def _llama4(shape: ModelShape, config: Config) -> dict[str, Any]:
             router=f"{block}.router",
             experts=f"{block}.experts",
             shared_expert=f"{block}.shared_expert",
-            fused_experts=True,
+            fused_experts=("gate_up_proj", "down_proj"),
         ),
         "ropes": tuple(rope if has_rope else None for has_rope in with_rope),
         "rotary_interleaved": True,
-        "key_norm_after_rotation": bool(config.get("use_qk_norm", True)),
+        "qk_norm_after_rotation": bool(config.get("use_qk_norm", True)),
         "temperature": Temperature(config.get("floor_scale", 8192), config.get("attn_scale", 0.1))
         if config.get("attn_temperature_tuning", True)
         else None,
@@ -184,7 +196,7 @@ def _llama4(shape: ModelShape, config: Config) -> dict[str, Any]:
     }
 
 
-def _deepseek(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _deepseek(shape: ModelShape, config: Config) -> Choices:
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise NotCovered("config.json: biases in a DeepSeek model are not supported")
     assert shape.latent is not None
@@ -197,10 +209,11 @@ def _deepseek(shape: ModelShape, config: Config) -> dict[str, Any]:
         "rotary_width": shape.latent.rope_dim,
         "rotary_interleaved": bool(config.get("rope_interleave", True)),
         "attention_scale": scale,
+        "mtp_layers": True,
     }
 
 
-def _deepseek_v2(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _deepseek_v2(shape: ModelShape, config: Config) -> Choices:
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise NotCovered(f"config.json: topk_method {method!r} is not supported")
@@ -214,7 +227,7 @@ def _deepseek_v2(shape: ModelShape, config: Config) -> dict[str, Any]:
     return {**_deepseek(shape, config), "router": router}
 
 
-def _deepseek_v3(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _deepseek_v3(shape: ModelShape, config: Config) -> Choices:
     router = RouterSpec(
         scoring="sigmoid",
         normalize=bool(config.get("norm_topk_prob", True)),
@@ -227,7 +240,7 @@ def _deepseek_v3(shape: ModelShape, config: Config) -> dict[str, Any]:
     return {**_deepseek(shape, config), "router": router}
 
 
-def _gpt2(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _gpt2(shape: ModelShape, config: Config) -> Choices:
     unusual = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
     if any(config.get(key) for key in unusual) or not config.get("scale_attn_weights", True):
         raise NotCovered("config.json: scaled or crossed attention of GPT-2 is not supported")
@@ -253,7 +266,7 @@ def _gpt2(shape: ModelShape, config: Config) -> dict[str, Any]:
     }
 
 
-def _falcon(shape: ModelShape, config: Config) -> dict[str, Any]:
+def _falcon(shape: ModelShape, config: Config) -> Choices:
     if config.get("alibi"):
         raise NotCovered("config.json: Falcon with alibi is not supported")
     two_norms = shape.norms_per_layer == 2
@@ -280,7 +293,8 @@ def _falcon(shape: ModelShape, config: Config) -> dict[str, Any]:
     }
 
 
-FAMILIES: Mapping[str, Callable[[ModelShape, Config], dict[str, Any]]] = {
+# Types of the planner's table.
+_PLANNED: Mapping[str, Callable[[ModelShape, Config], Choices]] = {
     "llama": _llama,
     "mistral": _llama,
     "mixtral": _mixtral,
@@ -296,5 +310,10 @@ FAMILIES: Mapping[str, Callable[[ModelShape, Config], dict[str, Any]]] = {
     "deepseek_v3": _deepseek_v3,
     "gpt2": _gpt2,
     "falcon": _falcon,
+}
+FAMILIES: Mapping[str, DecoderFamily] = {
+    **{name: DecoderFamily(choices) for name, choices in _PLANNED.items()},
+    **DENSE_FAMILIES,
+    **SPARSE_FAMILIES,
 }
 SUPPORTED_MODEL_TYPES = tuple(FAMILIES)

@@ -44,12 +44,25 @@ def load_weights(
 
 
 def _base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
-    """Prefix of the decoder's tensors; multimodal checkpoints nest them."""
-    for base in spec.names.bases:
-        if f"{base}{spec.names.embedding}.weight" in checkpoint:
-            return base
-    wanted = f"{spec.names.bases[0]}{spec.names.embedding}.weight"
-    raise BadInput(f"{checkpoint.folder} has no tensor {wanted!r}")
+    """Prefix of the decoder's tensors, discovered from their names: where an embedding lies beside layers.
+
+    Raises:
+        BadInput: there is none, or several.
+    """
+    table, last = f"{spec.names.embedding}.weight", spec.names.layer.format(0)
+    bases = [
+        name.removesuffix(table)
+        for name in checkpoint.names
+        if name == table or name.endswith(f".{table}")
+    ]
+    if len(bases) > 1:
+        bases = [base for base in bases if any(n.startswith(base + last) for n in checkpoint.names)]
+    if len(bases) == 1:
+        return bases[0]
+    wanted = f"{spec.names.bases[0]}{table}"
+    if not bases:
+        raise BadInput(f"{checkpoint.folder} has no tensor {wanted!r}")
+    raise BadInput(f"{checkpoint.folder} holds several decoders: {', '.join(sorted(bases))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +97,7 @@ class LayerLoader:
         head_name = f"{self.base.removesuffix('model.')}{names.head}"
         if f"{head_name}.weight" not in reader and not reader.is_quantized(head_name):
             head_name = names.head
-        # A quantized head is a separate weight, even where the config still ties it.
-        tied = shape.tied and not reader.is_quantized(head_name)
+        tied = shape.tied and not self._has_other_head(head_name)
         part = slice(0, vocab) if self.shard is None else self.shard.vocabulary(vocab)
         if tied:
             head = Projection([embedding[part]], None, self.dtype)
@@ -97,9 +109,19 @@ class LayerLoader:
         if (shard := self.shard) is not None:
             head.then(lambda logits: shard.group.all_gather_columns(logits, vocab))
         reader.finish(lambda name: self._may_remain(name, f"{head_name}.weight" if tied else ""))
+        linears = self._linears()
         return DecoderWeights(
-            embedding, positions, layers, final_norm, head, tied, ropes, self._linears()
+            embedding, positions, layers, final_norm, head, tied, ropes, linears, self.base
         )
+
+    def _has_other_head(self, name: str) -> bool:
+        """Whether the file's head is not the embedding, even if the config ties them: a quantized one, or one
+        of other values, which transformers does not tie either."""
+        if self.reader.is_quantized(name):
+            return True
+        table = f"{self.base}{self.spec.names.embedding}.weight"
+        head = f"{name}.weight"
+        return head in self.reader and not self.reader.same(head, table)
 
     def _linears(self) -> dict[str, LinearSite]:
         """Linears that support LoRA, by name below the decoder: the layers', without routed experts."""
@@ -120,9 +142,16 @@ class LayerLoader:
             expert = name.partition(f".{self.spec.names.experts}.")[2].partition(".")[0]
             if expert.isdecimal() and int(expert) not in self.shard.experts(experts.count):
                 return True
-        beyond = self.base + self.spec.names.layer.format(self.spec.shape.num_layers)
-        outside = self.base not in ("", "model.", "transformer.") and not name.startswith(self.base)
-        return outside or (self.spec.shape.latent is not None and name.startswith(beyond))
+        names = self.spec.names
+        beyond = names.layer.format(self.spec.shape.num_layers)
+        mtp = (*names.mtp, beyond) if self.spec.mtp_layers else names.mtp
+        if name.startswith(tuple(self.base + prefix for prefix in mtp)):
+            return True
+        # Other parts may lie below the decoder's prefix: Qwen2.5-VL's files say `model.visual`.
+        parts = (names.layer.split("{")[0], names.embedding, names.final_norm)
+        return self.spec.multimodal and not name.startswith(
+            tuple(self.base + part for part in parts)
+        )
 
     def norm(self, module: str, size: int) -> Norm:
         """Load a norm."""
@@ -130,7 +159,8 @@ class LayerLoader:
         # 1 + w needs more precision than w: it is kept, and the norm computed, in float32.
         dtype = torch.float32 if offset else self.dtype
         weight = self.reader.tensor(f"{module}.weight", size, dtype=dtype)
-        bias = self.reader.tensor(f"{module}.bias", size) if centered else None
+        has_bias = centered and self.spec.norm_bias
+        bias = self.reader.tensor(f"{module}.bias", size) if has_bias else None
         return Norm(size, self.spec.norm_eps, weight + offset if offset else weight, bias, centered)
 
     def _norm_if(self, layer: str, name: str) -> Norm | None:
@@ -149,13 +179,14 @@ class LayerLoader:
         else:
             attention = self.head_attention(layer, index, rotation)
         return DecoderLayer(
-            input_norm=self.norm(layer + names.input_norm, self.spec.shape.hidden_size),
+            input_norm=self._norm_if(layer, names.input_norm),
             attention=attention,
             post_attention_norm=self._norm_if(layer, names.post_attention_norm),
             mlp_norm=self._norm_if(layer, names.mlp_norm),
             mlp=self.block(layer, index),
             post_mlp_norm=self._norm_if(layer, names.post_mlp_norm),
             parallel=self.spec.parallel,
+            residual_scale=self.spec.residual_scale,
         )
 
     def head_attention(
@@ -178,7 +209,7 @@ class LayerLoader:
             softcap=spec.attention_softcap,
             sinks=sinks,
         )
-        hidden, weight_slices = shape.hidden_size, (None, None)
+        hidden, weight_slices, temperature = shape.hidden_size, (None, None), spec.temperature
         inputs = in_features or hidden
         if shard is not None:
             weight_slices = shard.qkv(spec), shard.output(shape)
@@ -199,16 +230,23 @@ class LayerLoader:
             ),
             rule=rule,
             rotation=rotation,
-            query_norm=self.norm(layer + names.query_norm, shape.head_dim)
-            if shape.qk_norm
+            query_norm=self._qk_norm(layer + names.query_norm, shape.num_heads, rotation),
+            key_norm=self._qk_norm(layer + names.key_norm, shape.num_kv_heads, rotation),
+            norm_after_rotation=spec.qk_norm_after_rotation,
+            temperature=temperature
+            if temperature is not None and (rotation is None or temperature.everywhere)
             else None,
-            key_norm=self.norm(layer + names.key_norm, shape.head_dim) if shape.qk_norm else None,
-            rotated_norm=Norm(shape.head_dim, spec.norm_eps)
-            if spec.key_norm_after_rotation and rotation is not None
-            else None,
-            temperature=spec.temperature if rotation is None else None,
             grouped=spec.grouped_qkv,
         )
+
+    def _qk_norm(self, module: str, num_heads: int, rotation: Rotation | None) -> Norm | None:
+        """Load the QK-norm of queries or keys, which have `num_heads`."""
+        spec, head_dim = self.spec, self.spec.shape.head_dim
+        if spec.shape.qk_norm:
+            return self.norm(module, num_heads * head_dim if spec.qk_norm_whole else head_dim)
+        if spec.qk_norm_after_rotation and rotation is not None:
+            return Norm(head_dim, spec.norm_eps)
+        return None
 
     def _latent_attention(self, layer: str, latent: Latent, rotation: Rotation) -> LatentAttention:
         shape, prefix, shard = self.spec.shape, f"{layer}self_attn.", self.shard

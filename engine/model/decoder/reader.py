@@ -75,6 +75,15 @@ class CheckpointReader:
         # A tensor that still aliases the mapped file would keep all of the file in memory.
         return moved.clone() if moved.data_ptr() == tensor.data_ptr() else moved
 
+    def vector(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A float vector [size], which may be stored as a row [1, size]."""
+        is_row = name in self._checkpoint and self._checkpoint.tensor(name).dim() == 2
+        return self.tensor(name, *((1, size) if is_row else (size,)), dtype=dtype).view(size)
+
+    def same(self, first: str, second: str) -> bool:
+        """Whether two tensors hold the same values."""
+        return torch.equal(self._checkpoint.tensor(first), self._checkpoint.tensor(second))
+
     def release(self) -> None:
         """Release the mapped pages of the checkpoint's files."""
         self._checkpoint.release()
@@ -155,9 +164,19 @@ class CheckpointReader:
         return Projection(weights, bias, self._dtype, self._input_bits)
 
     def experts(
-        self, projection: str, num_experts: int, out_features: int, in_features: int
+        self,
+        projection: str,
+        num_experts: int,
+        out_features: int,
+        in_features: int,
+        transposed: bool = False,
     ) -> Sequence[torch.Tensor | QuantizedTensor]:
-        """Each expert's weight [out, in], from a fused tensor [experts, in, out] or MXFP4 blocks."""
+        """Each expert's weight [out, in], from a fused tensor [experts, in, out] or MXFP4 blocks.
+
+        `transposed` fused tensors are [experts, out, in].
+        """
+        if not self._has_mxfp4 and transposed:
+            return self.tensor(projection, num_experts, out_features, in_features).unbind()
         if not self._has_mxfp4:
             whole = self.tensor(projection, num_experts, in_features, out_features)
             return whole.transpose(1, 2).unbind()

@@ -104,9 +104,10 @@ class Rotation:
     def _rotate(
         self, x: torch.Tensor, cos_sin: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        return apply_rotary_emb(
-            interleaved_to_halves(x) if self.interleaved else x, *cos_sin[self.index]
-        )
+        cos, sin = cos_sin[self.index]
+        if self.interleaved:
+            x = interleaved_to_halves(x, cos.shape[-1])
+        return apply_rotary_emb(x, cos, sin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,8 @@ class HeadAttention:
 
     Attributes:
         qkv: stacked QKV projection; with `grouped`, stacked per KV head.
-        query_norm, key_norm: QK-norm, before RoPE.
-        rotated_norm: of queries and keys, after RoPE.
+        query_norm, key_norm: QK-norm, of each head or, with the whole projection's width, of all heads.
+        norm_after_rotation: QK-norm follows RoPE.
         temperature: attention temperature by position (Llama 4).
     """
 
@@ -129,7 +130,7 @@ class HeadAttention:
     rotation: Rotation | None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
-    rotated_norm: Norm | None = None
+    norm_after_rotation: bool = False
     temperature: Temperature | None = None
     grouped: bool = False
 
@@ -147,6 +148,8 @@ class HeadAttention:
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         adapters = step.inputs.adapters
         qkv = self.qkv(x, adapters)
+        if self._norms_whole_projections:
+            qkv = self._with_whole_norms(qkv)
         norms = self._head_norms(qkv.dtype)
         if self._is_fusable_rope(norms) and not step.sink_cos_sin:
             assert self.rotation is not None
@@ -164,15 +167,17 @@ class HeadAttention:
             mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
             return self.output(mixed.flatten(1), adapters)
         queries, keys, values = self._split(qkv)
-        if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        by_head = self._norms_each_head
+        if by_head and not self.norm_after_rotation:
+            queries, keys = _normed(queries, self.query_norm), _normed(keys, self.key_norm)
         sink_queries = None
         if self.rotation is not None:
             sink_queries = self.rotation.sink_queries(queries, step)
             queries, keys = self.rotation(queries, step), self.rotation(keys, step)
-        if self.rotated_norm is not None:
-            queries, keys = self.rotated_norm(queries), self.rotated_norm(keys)
-            sink_queries = None if sink_queries is None else self.rotated_norm(sink_queries)
+        if by_head and self.norm_after_rotation:
+            queries, keys = _normed(queries, self.query_norm), _normed(keys, self.key_norm)
+            if sink_queries is not None:
+                sink_queries = _normed(sink_queries, self.query_norm)
         if self.temperature is not None:
             queries = _scale_by_position(queries, self.temperature, step.cache_positions)
         cache.keys.write(keys, step.inputs.slots)
@@ -182,17 +187,34 @@ class HeadAttention:
         )
         return self.output(mixed.flatten(1), adapters)
 
+    @property
+    def _norms_whole_projections(self) -> bool:
+        return self.query_norm is not None and self.query_norm.size != self.head_dim
+
+    @property
+    def _norms_each_head(self) -> bool:
+        return self.query_norm is not None and self.query_norm.size == self.head_dim
+
+    def _with_whole_norms(self, qkv: torch.Tensor) -> torch.Tensor:
+        """QKV with queries and keys normed, each over all of its heads."""
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        queries, keys, values = qkv.split([width, kv_width, kv_width], dim=-1)
+        queries = _normed(queries.contiguous(), self.query_norm)
+        return torch.cat([queries, _normed(keys.contiguous(), self.key_norm), values], dim=-1)
+
     def _is_fusable_rope(self, norms: HeadNorms | None) -> bool:
         """Whether the fused RoPE + KV-cache write covers all that happens to queries and keys."""
-        rotation, others = self.rotation, (self.rotated_norm, self.temperature)
-        is_normed = self.query_norm is None or norms is not None
+        rotation = self.rotation
+        is_normed = not self._norms_each_head or norms is not None
         plain = rotation is not None and not rotation.interleaved and not self.grouped
-        return plain and is_normed and others == (None, None)
+        return plain and is_normed and self.temperature is None
 
     def _head_norms(self, dtype: torch.dtype) -> HeadNorms | None:
         """The QK-norm, where the fused RoPE kernel can apply it."""
         query, key = self.query_norm, self.key_norm
         if query is None or key is None or query.weight is None or key.weight is None:
+            return None
+        if self.norm_after_rotation:
             return None
         same = query.eps == key.eps and query.weight.dtype is key.weight.dtype is dtype
         shapes = query.weight.shape == key.weight.shape == (self.head_dim,)
@@ -276,9 +298,13 @@ class LatentAttention:
 Attention = HeadAttention | LatentAttention
 
 
+def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    return x if norm is None else norm(x)
+
+
 def _scale_by_position(
     queries: torch.Tensor, temperature: Temperature, cache_positions: torch.Tensor
 ) -> torch.Tensor:
-    steps = ((cache_positions.float() + 1.0) / temperature.floor).floor()
+    steps = ((cache_positions.float() + temperature.first) / temperature.floor).floor()
     factor = steps.log1p() * temperature.weight + 1.0
     return (queries * factor[:, None, None]).to(queries.dtype)

@@ -62,17 +62,20 @@ class MixtureOfExperts:
 
     Attributes:
         experts: kernel of this rank's experts.
+        shared_gate: [1, hidden]; the sigmoid of its product with the input weighs the shared expert's output.
         total: all-reduce over the tensor-parallel ranks; None without.
     """
 
     router: Router
     experts: ExpertsKernel
     shared: Block | None
+    shared_gate: torch.Tensor | None = None
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def weight_bytes(self) -> int:
         shared = 0 if self.shared is None else self.shared.weight_bytes
+        shared += 0 if self.shared_gate is None else self.shared_gate.nbytes
         return self.router.weight_bytes + self.experts.weight_bytes + shared
 
     @property
@@ -90,4 +93,9 @@ class MixtureOfExperts:
         out = self.experts(x, *self.router(x))
         if self.total is not None:
             out = self.total(out)
-        return out if self.shared is None else out + self.shared(x, adapters)
+        if self.shared is None:
+            return out
+        shared = self.shared(x, adapters)
+        if self.shared_gate is not None:
+            shared = functional.linear(x, self.shared_gate).sigmoid() * shared
+        return out + shared

@@ -10,14 +10,18 @@ class Names:
     """Module names, the defaults those of Llama; "" for a module that the family does not have.
 
     Attributes:
-        bases: prefixes of the decoder's modules; the first that occurs in the checkpoint is used.
+        bases: usual prefixes of the decoder's modules; a checkpoint may have another.
         layer: prefix of a layer, by index; all names below are relative to it.
         qkv, gate_up: the linears to stack, or the single one that the checkpoint already stacks.
         expert: gate, up and down of one expert, below `experts` and the expert id.
-        fused_experts: the experts are two 3-D tensors [experts, in, out], `gate_up_proj` and `down_proj`.
+        shared_gate: linear to one value, whose sigmoid weighs the shared expert's output (Qwen2-MoE).
+        fused_experts: the experts are two 3-D tensors [experts, in, out] below `experts`, of gate with up and
+            of down; None: each expert has modules.
+        fused_transposed: those tensors are [experts, out, in].
         gate_up_alternates: rows of gate and up are interleaved in them.
         transposed: every linear's weight is stored as [in, out] (Conv1D).
         buffers: suffixes of saved buffers, which are ignored.
+        mtp: prefixes of modules for multi-token prediction, below the base, which are ignored.
     """
 
     bases: tuple[str, ...] = ("model.", "language_model.model.", "model.language_model.")
@@ -42,7 +46,10 @@ class Names:
     experts: str = "mlp.experts"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_expert: str = "mlp.shared_experts"
-    fused_experts: bool = False
+    shared_gate: str = ""
+    fused_experts: tuple[str, str] | None = None
+    fused_transposed: bool = False
     gate_up_alternates: bool = False
     transposed: bool = False
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    mtp: tuple[str, ...] = ()

@@ -67,13 +67,17 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Attention temperature: growth of the scores with the position, in layers without RoPE (Llama 4).
+    """Attention temperature: the scores of position p grow by `1 + weight * ln(1 + (p + first) // floor)`.
+
+    In layers without RoPE (Llama 4: the first position counts as 1), or `everywhere` (Ministral 3: as 0).
 
     Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (arXiv:2501.19399).
     """
 
     floor: float
     weight: float
+    first: int = 1
+    everywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,17 @@ class ModelSpec:
         attention_scale: factor on the scores.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and logits.
         norm_offset: added to the weight of every norm; 1 in Gemma.
+        norm_bias: layer norms have a bias; False in Cohere.
+        qk_norm_whole: QK-norm is over all heads of a projection, not over each head (OLMo 2, MiniMax-M2).
+        qk_norm_after_rotation: QK-norm follows RoPE (Hunyuan); it has no weights where `shape.qk_norm` is
+            False (Llama 4).
         embedding_scale: factor on the embeddings, rounded to the model's dtype.
-        key_norm_after_rotation: queries and keys get a norm without weights after RoPE (Llama 4).
+        logit_scale: factor on the logits (Granite, Cohere).
+        residual_scale: factor on what attention and MLP add to the residual (Granite).
         grouped_qkv: the stacked QKV projection is grouped by KV head: its queries, its key, its value.
-        parallel: attention and MLP read the same residual and are added together (Falcon).
+        parallel: attention and MLP read the same residual and are added together (Falcon, Cohere).
+        mtp_layers: checkpoints may hold layers for multi-token prediction after the decoder's (DeepSeek-V3).
+        multimodal: this is the text model of a multimodal checkpoint, whose other tensors are not read.
         stream: attention sinks and window of StreamingLLM; None: off.
     """
 
@@ -107,11 +118,17 @@ class ModelSpec:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     norm_offset: float = 0.0
+    norm_bias: bool = True
+    qk_norm_whole: bool = False
+    qk_norm_after_rotation: bool = False
     embedding_scale: float = 1.0
-    key_norm_after_rotation: bool = False
+    logit_scale: float = 1.0
+    residual_scale: float = 1.0
     temperature: Temperature | None = None
     grouped_qkv: bool = False
     parallel: bool = False
+    mtp_layers: bool = False
+    multimodal: bool = False
     router: RouterSpec = field(default_factory=RouterSpec)
     stream: Window | None = None
 

@@ -150,7 +150,15 @@ class ModelShape:
         Raises:
             BadInput: an unknown model type or attention type, or a missing or invalid field.
         """
-        model_type, family, config = complete(raw)
+        return cls.from_completed(*complete(raw))
+
+    @classmethod
+    def from_completed(cls, model_type: str, family: Family, config: Config) -> ModelShape:
+        """The shape of a config with all defaults filled in, by the rules of a family.
+
+        Raises:
+            BadInput: an unknown attention type, or a missing or invalid field.
+        """
         hidden = _number(config, "hidden_size", model_type)
         layers = _number(config, "num_hidden_layers", model_type)
         heads = _number(config, "num_attention_heads", model_type)

@@ -13,7 +13,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.model.decoder.families import model_spec
 from llmopt.engine.model.spec.rope import RopeSpec, rope_frequencies
 from llmopt.engine.model.spec.spec import ModelSpec
-from llmopt.engine.planner.model.shapes import ModelShape
+from llmopt.engine.planner.model.catalog import shape_of
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
@@ -70,13 +70,16 @@ def test_greedy_tokens_of_a_batch_agree_with_transformers(checkpoint):
     assert built.stats.prefix_cache_hits >= 20
 
 
-def test_the_cache_has_the_planned_size(checkpoint):
+def test_the_cache_has_the_planned_size(checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder, _ = checkpoint
     built = engine(folder, block_size=4, num_blocks=5)
     if folder.name in ADAPTED:
         token_bytes = ADAPTED[folder.name][3] * 4
     else:
-        token_bytes = ModelShape.from_config(Checkpoint(folder).config).kv_bytes_per_token(4)
+        config = Checkpoint(folder).config
+        token_bytes = shape_of(config, folder).kv_bytes_per_token(4)
+        assert model_spec(config).shape.kv_bytes_per_token(4) == token_bytes
     assert built.memory.kv_cache_bytes == 6 * 4 * token_bytes
 
 

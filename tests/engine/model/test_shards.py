@@ -214,7 +214,7 @@ def test_codes_that_cannot_be_divided_there_are_refused(scheme, rows, columns):
         ("llama-3.1", 3, "4 KV heads do not divide"),
         ("llama-3.1", 16, "num_heads = 8 does not divide"),
         (
-            "olmo-2",
+            "stablelm",
             2,
             "tensor parallelism and a model that runs through transformers do not go together",
         ),
