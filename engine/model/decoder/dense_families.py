@@ -23,7 +23,7 @@ _SANDWICH_NORMS = Names(
     mlp_norm="post_attention_layernorm",
     post_mlp_norm="post_mlp_layernorm",
 )
-HUNYUAN_NORMS = {"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"}
+HUNYUAN = Names(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
 
 
 def _plain(_: ModelShape, config: Config) -> Choices:
@@ -96,8 +96,7 @@ def hunyuan_ropes(config: Config) -> Choices:
 
 
 def _hunyuan(_: ModelShape, config: Config) -> Choices:
-    names = Names(**HUNYUAN_NORMS)
-    return {**hunyuan_ropes(config), "names": names, "qk_norm_after_rotation": True}
+    return {**hunyuan_ropes(config), "names": HUNYUAN, "qk_norm_after_rotation": True}
 
 
 def _cohere(_: ModelShape, config: Config) -> Choices:

@@ -12,7 +12,7 @@ from ...kernels.attention.paged_attention import AttentionRule
 from ...planner.model.shapes import Latent
 from ..layers.attention import Attention, HeadAttention, LatentAttention, Rotation
 from ..layers.mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating
-from ..layers.norm import Norm
+from ..layers.norm import Norm, ShardedNorm
 from ..layers.projection import LinearSite, Projection
 from ..parallel.shard import Shard
 from ..parallel.weight_slice import WeightSlice
@@ -230,8 +230,9 @@ class LayerLoader:
             ),
             rule=rule,
             rotation=rotation,
-            query_norm=self._qk_norm(layer + names.query_norm, shape.num_heads, rotation),
-            key_norm=self._qk_norm(layer + names.key_norm, shape.num_kv_heads, rotation),
+            query_norm=self._qk_norm(layer + names.query_norm, rotation, of_keys=False),
+            key_norm=self._qk_norm(layer + names.key_norm, rotation, of_keys=True),
+            norm_whole=spec.qk_norm_whole,
             norm_after_rotation=spec.qk_norm_after_rotation,
             temperature=temperature
             if temperature is not None and (rotation is None or temperature.everywhere)
@@ -239,11 +240,21 @@ class LayerLoader:
             grouped=spec.grouped_qkv,
         )
 
-    def _qk_norm(self, module: str, num_heads: int, rotation: Rotation | None) -> Norm | None:
-        """Load the QK-norm of queries or keys, which have `num_heads`."""
-        spec, head_dim = self.spec, self.spec.shape.head_dim
-        if spec.shape.qk_norm:
-            return self.norm(module, num_heads * head_dim if spec.qk_norm_whole else head_dim)
+    def _qk_norm(
+        self, module: str, rotation: Rotation | None, *, of_keys: bool
+    ) -> Norm | ShardedNorm | None:
+        """Load the QK-norm of queries or keys."""
+        spec, shape, shard = self.spec, self.spec.shape, self.shard
+        head_dim, heads = shape.head_dim, shape.num_kv_heads if of_keys else shape.num_heads
+        if shape.qk_norm:
+            whole = self.norm(module, heads * head_dim if spec.qk_norm_whole else head_dim)
+            if shard is None or not spec.qk_norm_whole:
+                return whole
+            part = shard.kv_heads(shape) if of_keys else shard.heads(shape)
+            assert whole.weight is not None
+            weight = whole.weight[part.start * head_dim : part.stop * head_dim].clone()
+            copies = shard.size * (part.stop - part.start) // heads
+            return ShardedNorm(weight, whole.eps, whole.size, copies, shard.group.all_reduce)
         if spec.qk_norm_after_rotation and rotation is not None:
             return Norm(head_dim, spec.norm_eps)
         return None

@@ -9,7 +9,7 @@ from ...planner.model.families import Family
 from ...planner.model.shapes import ModelShape
 from ..spec.names import Names
 from ..spec.spec import NotCovered, RouterSpec
-from .dense_families import HUNYUAN_NORMS, granite_scales, hunyuan_ropes
+from .dense_families import HUNYUAN, granite_scales, hunyuan_ropes
 from .family import (
     BIASED_ATTENTION,
     QK_NORM,
@@ -134,7 +134,7 @@ def _hunyuan_moe(shape: ModelShape, config: Config) -> Choices:
     return {
         **hunyuan_ropes(config),
         "shape": replace(shape, experts=experts(config, inner, inner)),
-        "names": Names(router="mlp.gate.wg", shared_expert="mlp.shared_mlp", **HUNYUAN_NORMS),
+        "names": replace(HUNYUAN, router="mlp.gate.wg", shared_expert="mlp.shared_mlp"),
         "qk_norm_after_rotation": True,
     }
 

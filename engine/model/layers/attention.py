@@ -14,7 +14,7 @@ from ...kernels.elementwise.dispatch import RopeAndCacheKernel, TorchRopeAndCach
 from ...kernels.elementwise.head_norms import HeadNorms
 from ...kernels.elementwise.rotary import apply_rotary_emb, interleaved_to_halves
 from ..spec.spec import KvLayout, Temperature
-from .norm import Norm
+from .norm import Norm, ShardedNorm
 from .projection import AdapterRows, Projection
 
 
@@ -116,7 +116,7 @@ class HeadAttention:
 
     Attributes:
         qkv: stacked QKV projection; with `grouped`, stacked per KV head.
-        query_norm, key_norm: QK-norm, of each head or, with the whole projection's width, of all heads.
+        query_norm, key_norm: QK-norm, of each head or, with `norm_whole`, of all heads.
         norm_after_rotation: QK-norm follows RoPE.
         temperature: attention temperature by position (Llama 4).
     """
@@ -128,8 +128,9 @@ class HeadAttention:
     output: Projection
     rule: AttentionRule
     rotation: Rotation | None
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
+    query_norm: Norm | ShardedNorm | None = None
+    key_norm: Norm | ShardedNorm | None = None
+    norm_whole: bool = False
     norm_after_rotation: bool = False
     temperature: Temperature | None = None
     grouped: bool = False
@@ -148,7 +149,7 @@ class HeadAttention:
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         adapters = step.inputs.adapters
         qkv = self.qkv(x, adapters)
-        if self._norms_whole_projections:
+        if self.norm_whole:
             qkv = self._with_whole_norms(qkv)
         norms = self._head_norms(qkv.dtype)
         if self._is_fusable_rope(norms) and not step.sink_cos_sin:
@@ -167,7 +168,7 @@ class HeadAttention:
             mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
             return self.output(mixed.flatten(1), adapters)
         queries, keys, values = self._split(qkv)
-        by_head = self._norms_each_head
+        by_head = not self.norm_whole
         if by_head and not self.norm_after_rotation:
             queries, keys = _normed(queries, self.query_norm), _normed(keys, self.key_norm)
         sink_queries = None
@@ -187,14 +188,6 @@ class HeadAttention:
         )
         return self.output(mixed.flatten(1), adapters)
 
-    @property
-    def _norms_whole_projections(self) -> bool:
-        return self.query_norm is not None and self.query_norm.size != self.head_dim
-
-    @property
-    def _norms_each_head(self) -> bool:
-        return self.query_norm is not None and self.query_norm.size == self.head_dim
-
     def _with_whole_norms(self, qkv: torch.Tensor) -> torch.Tensor:
         """QKV with queries and keys normed, each over all of its heads."""
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -205,16 +198,21 @@ class HeadAttention:
     def _is_fusable_rope(self, norms: HeadNorms | None) -> bool:
         """Whether the fused RoPE + KV-cache write covers all that happens to queries and keys."""
         rotation = self.rotation
-        is_normed = not self._norms_each_head or norms is not None
+        is_normed = self.norm_whole or self.query_norm is None or norms is not None
         plain = rotation is not None and not rotation.interleaved and not self.grouped
         return plain and is_normed and self.temperature is None
 
     def _head_norms(self, dtype: torch.dtype) -> HeadNorms | None:
         """The QK-norm, where the fused RoPE kernel can apply it."""
         query, key = self.query_norm, self.key_norm
-        if query is None or key is None or query.weight is None or key.weight is None:
+        if not isinstance(query, Norm) or not isinstance(key, Norm):
             return None
-        if self.norm_after_rotation:
+        if (
+            self.norm_whole
+            or self.norm_after_rotation
+            or query.weight is None
+            or key.weight is None
+        ):
             return None
         same = query.eps == key.eps and query.weight.dtype is key.weight.dtype is dtype
         shapes = query.weight.shape == key.weight.shape == (self.head_dim,)
@@ -298,7 +296,7 @@ class LatentAttention:
 Attention = HeadAttention | LatentAttention
 
 
-def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+def _normed(x: torch.Tensor, norm: Norm | ShardedNorm | None) -> torch.Tensor:
     return x if norm is None else norm(x)
 
 

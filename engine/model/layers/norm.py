@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -64,3 +65,31 @@ class Norm:
     def _takes(self, x: torch.Tensor) -> bool:
         """Whether the kernel selected for the weight supports these rows: same dtype, 2-D."""
         return self.weight is not None and x.dtype is self.weight.dtype and x.dim() == 2
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedNorm:
+    """RMS norm over the outputs of a column-parallel linear: the sum of squares is that of all ranks.
+
+    Attributes:
+        weight: of this rank's outputs.
+        width: outputs of all ranks, of which each is held by `copies` of them.
+        total: all-reduce over the ranks.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    width: int
+    copies: int
+    total: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight."""
+        return self.weight.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        squares = self.total(wide.square().sum(dim=-1, keepdim=True)) / self.copies
+        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        return normed.to(x.dtype) * self.weight

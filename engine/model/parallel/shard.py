@@ -33,8 +33,6 @@ class Shard:
         one_for_several = self.size % shape.num_kv_heads == 0 or shape.latent is not None
         if shape.num_kv_heads % self.size and not one_for_several:
             raise BadInput(f"{what}: {shape.num_kv_heads} KV heads do not divide into that many")
-        if spec.qk_norm_whole and shape.qk_norm:
-            raise BadInput(f"{what}: a QK-norm over all heads ({shape.model_type}) is not split")
         counts = {"num_heads": shape.num_heads}
         experts = shape.experts
         if experts is None or experts.dense_layers:
@@ -49,7 +47,7 @@ class Shard:
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
         """The spec of this rank: its numbers of heads and KV heads."""
-        heads, kv_heads = self.heads(spec.shape), self._kv_heads(spec.shape)
+        heads, kv_heads = self.heads(spec.shape), self.kv_heads(spec.shape)
         shape = replace(
             spec.shape,
             num_heads=heads.stop - heads.start,
@@ -60,7 +58,7 @@ class Shard:
     def qkv(self, spec: ModelSpec) -> WeightSlice:
         """This rank's rows of the QKV weights, in the family's stacking order."""
         shape, dim = spec.shape, spec.shape.head_dim
-        heads, kv_heads = self.heads(shape), self._kv_heads(shape)
+        heads, kv_heads = self.heads(shape), self.kv_heads(shape)
         if spec.grouped_qkv:
             group = shape.num_heads // shape.num_kv_heads
             stride = (group + 2) * dim
@@ -116,7 +114,8 @@ class Shard:
     def _run(self, count: int) -> slice:
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
-    def _kv_heads(self, shape: ModelShape) -> slice:
+    def kv_heads(self, shape: ModelShape) -> slice:
+        """KV heads of this rank; with fewer than ranks, one that others hold as well."""
         if self.size <= shape.num_kv_heads:
             return self._run(shape.num_kv_heads)
         kv_head = self.rank * shape.num_kv_heads // self.size

@@ -167,6 +167,10 @@ FUSED = {
     "phi-3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "gpt-2": ("c_attn", "c_proj", "c_fc"),
     "qwen3": LINEARS,
+    "qwen2-moe": LINEARS,
+    "glm-4": (*ATTENTION, "gate_up_proj", "down_proj"),
+    "olmo-2": LINEARS,
+    "cohere-2": LINEARS,
 }
 
 

@@ -106,7 +106,8 @@ DIVIDED = [
     "llama-3.1", "llama-biases-tied-wide-heads", "mistral-sliding", "qwen2", "qwen3", "gemma-2",
     "gemma-3", "phi-3", "gpt-2", "falcon-7b", "falcon-40b", "falcon-11b",
     "falcon-sequential-heads-biases", "mixtral", "qwen3-moe", "llama-4", "gpt-oss",
-    "deepseek-v2", "deepseek-v2-lite", "deepseek-v3",
+    "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "qwen2-moe", "glm-4-moe", "glm-4", "granite",
+    "granite-moe", "hunyuan-moe", "minimax-m2", "olmo-3", "cohere-2", "exaone-4",
 ]  # fmt: skip
 
 
@@ -124,7 +125,9 @@ def test_experts_and_heads_are_sharded_one_by_one(tmp_path, family, size):
     assert held[-1] < 1.01 * held[0]
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama-3.1", 8), ("phi-3", 8), ("llama-2", 4)])
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama-3.1", 8), ("phi-3", 8), ("llama-2", 4), ("olmo-2", 8)]
+)
 def test_fewer_kv_heads_than_parts_are_held_by_several(tmp_path, family, size):
     save_model(tmp_path / "model", *FAMILIES[family][:2])
     parts = assert_parts_are_the_whole(tmp_path / "model", size)
