@@ -138,6 +138,7 @@ DENSE_FAMILIES: Mapping[str, DecoderFamily] = {
     "gemma": DecoderFamily(_gemma, BIASED_ATTENTION),
     "glm": DecoderFamily(_glm, Family(qkv_bias="attention_bias")),
     "glm4": DecoderFamily(_glm4, Family(qkv_bias="attention_bias", norms_per_layer=4)),
+    "glm4v_text": DecoderFamily(_glm4, Family(qkv_bias=True, norms_per_layer=4)),
     "granite": DecoderFamily(_granite, _BIASED),
     "hunyuan_v1_dense": DecoderFamily(_hunyuan, QK_NORM),
     "ministral": DecoderFamily(_plain, Family()),

@@ -89,7 +89,10 @@ def _fused(
     count, inner, hidden = experts.count, experts.width, spec.shape.hidden_size
     assert spec.names.fused_experts is not None
     gate_up, down = (prefix + name for name in spec.names.fused_experts)
-    transposed = spec.names.fused_transposed
+    # Files of one family differ: those of Qwen3-VL-MoE are [experts, in, out], transformers writes both.
+    shape, transposed = reader.shape(down), spec.names.fused_transposed
+    if inner != hidden and shape is not None:
+        transposed = shape == (count, hidden, inner)
     into = reader.experts(gate_up, count, 2 * inner, hidden, transposed)
     out_of = reader.experts(down, count, hidden, inner, transposed)
     into_bias = out_bias = None

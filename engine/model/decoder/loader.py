@@ -17,7 +17,7 @@ from ..layers.projection import LinearSite, Projection
 from ..parallel.shard import Shard
 from ..parallel.weight_slice import WeightSlice
 from ..spec.rope import RopeSpec
-from ..spec.spec import ModelSpec
+from ..spec.spec import ModelSpec, NotCovered
 from .decoder import DecoderLayer, DecoderWeights
 from .expert_loader import load_mixture
 from .reader import CheckpointReader
@@ -40,23 +40,36 @@ def load_weights(
         BadInput: a tensor is missing, of a wrong shape, or unexpected.
     """
     reader = CheckpointReader(checkpoint, device, dtype, input_bits, shard)
-    return LayerLoader(reader, spec, _base(checkpoint, spec), dtype, shard).load()
+    return LayerLoader(reader, spec, decoder_base(checkpoint, spec), dtype, shard).load()
 
 
-def _base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
+def check_names(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    """Raise `NotCovered` where the first layer's modules do not have the family's names, as in multimodal
+    checkpoints of their own form."""
+    layer = decoder_base(checkpoint, spec) + spec.names.layer.format(0)
+    latent = ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj")
+    modules = latent if spec.shape.latent is not None else (*spec.names.qkv, spec.names.output)
+    for module in modules:
+        if not any(name.startswith(f"{layer}{module}.") for name in checkpoint.names):
+            raise NotCovered(f"{checkpoint.folder} has no {layer}{module}")
+
+
+def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
     """Prefix of the decoder's tensors, discovered from their names: where an embedding lies beside layers.
 
     Raises:
         BadInput: there is none, or several.
     """
-    table, last = f"{spec.names.embedding}.weight", spec.names.layer.format(0)
+    table, first = f"{spec.names.embedding}.weight", spec.names.layer.format(0)
     bases = [
         name.removesuffix(table)
         for name in checkpoint.names
         if name == table or name.endswith(f".{table}")
     ]
     if len(bases) > 1:
-        bases = [base for base in bases if any(n.startswith(base + last) for n in checkpoint.names)]
+        bases = [
+            base for base in bases if any(n.startswith(base + first) for n in checkpoint.names)
+        ]
     if len(bases) == 1:
         return bases[0]
     wanted = f"{spec.names.bases[0]}{table}"

@@ -80,6 +80,10 @@ class CheckpointReader:
         is_row = name in self._checkpoint and self._checkpoint.tensor(name).dim() == 2
         return self.tensor(name, *((1, size) if is_row else (size,)), dtype=dtype).view(size)
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a tensor; None: the file has no such tensor."""
+        return tuple(self._checkpoint.tensor(name).shape) if name in self else None
+
     def same(self, first: str, second: str) -> bool:
         """Whether two tensors hold the same values."""
         return torch.equal(self._checkpoint.tensor(first), self._checkpoint.tensor(second))

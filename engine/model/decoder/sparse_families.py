@@ -77,7 +77,7 @@ def _glm4_moe(shape: ModelShape, config: Config) -> Choices:
     mixture = experts(config, width, shared, _first_dense(config))
     return {
         **ropes(config),
-        "shape": replace(shape, experts=mixture, qk_norm=bool(config["use_qk_norm"])),
+        "shape": replace(shape, experts=mixture, qk_norm=bool(config.get("use_qk_norm"))),
         "router": deepseek_router(config),
         "mtp_layers": True,
     }
@@ -143,6 +143,7 @@ SPARSE_FAMILIES: Mapping[str, DecoderFamily] = {
     "dots1": DecoderFamily(_dots1, QK_NORM),
     "ernie4_5_moe": DecoderFamily(_ernie_moe, Family()),
     "glm4_moe": DecoderFamily(_glm4_moe, Family(qkv_bias="attention_bias")),
+    "glm4v_moe_text": DecoderFamily(_glm4_moe, Family(qkv_bias="attention_bias")),
     "granitemoe": DecoderFamily(_granitemoe, BIASED_ATTENTION),
     "hunyuan_v1_moe": DecoderFamily(_hunyuan_moe, QK_NORM),
     "minimax_m2": DecoderFamily(_minimax_m2, Family(qk_norm=True)),

@@ -17,7 +17,7 @@ class Names:
         shared_gate: linear to one value, whose sigmoid weighs the shared expert's output (Qwen2-MoE).
         fused_experts: the experts are two 3-D tensors [experts, in, out] below `experts`, of gate with up and
             of down; None: each expert has modules.
-        fused_transposed: those tensors are [experts, out, in].
+        fused_transposed: those tensors are [experts, out, in], where their shape does not tell.
         gate_up_alternates: rows of gate and up are interleaved in them.
         transposed: every linear's weight is stored as [in, out] (Conv1D).
         buffers: suffixes of saved buffers, which are ignored.

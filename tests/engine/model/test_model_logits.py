@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,8 @@ from llmopt.engine.planner.model.catalog import shape_of
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
-from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
-from ...support.model_families import ADAPTED, FAMILIES, LLAMA3_ROPE, SHAPE, VOCAB, save_model
+from ...support.model_families import ADAPTED, FAMILIES, LLAMA3_ROPE, VOCAB, save_model
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *ADAPTED])
@@ -81,28 +79,6 @@ def test_the_cache_has_the_planned_size(checkpoint, monkeypatch, tmp_path):
         token_bytes = shape_of(config, folder).kv_bytes_per_token(4)
         assert model_spec(config).shape.kv_bytes_per_token(4) == token_bytes
     assert built.memory.kv_cache_bytes == 6 * 4 * token_bytes
-
-
-def test_a_multimodal_checkpoint_gives_its_text_model(tmp_path):
-    text = {**SHAPE, **FAMILIES["gemma-3"][1]}
-    vision = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "image_size": 16, "patch_size": 8,
-    }  # fmt: skip
-    own: dict[str, Any] = {"image_token_index": 500, "boi_token_index": 501, "eoi_token_index": 502}
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **own)
-    torch.manual_seed(0)
-    model: Any = Gemma3ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.2)
-        model.save_pretrained(tmp_path)
-        AutoTokenizer.from_pretrained(MODELS / "stories260K").save_pretrained(tmp_path)
-        tokens = torch.randint(3, 490, (1, 40), generator=torch.Generator().manual_seed(1))
-        expected = model(tokens).logits[0]
-    assert expected.std() > 0.1
-    got = engine(tmp_path, block_size=4).prompt_logits(tokens[0].tolist())
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 WINDOWED = {"mistral-sliding": 7, "mixtral": 11, "phi-3": 9, "gemma-3": None, "llama-4": None}

@@ -47,7 +47,19 @@ def expected_logits(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Ten
         return model(TOKENS).logits[0]
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "gemma-2", "phi-3", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3-moe",
+        "gemma-2",
+        "phi-3",
+        "deepseek-v3",
+        "qwen2-moe",
+        "glm-4-moe",
+        "olmo-3",
+        "minimax-m2",
+    ],
+)
 def test_a_quantized_family_has_the_logits_of_its_dequantized_weights(family, tmp_path):
     source, folder = tmp_path / "source", tmp_path / "quantized"
     save_model(source, *FAMILIES[family])
