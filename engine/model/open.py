@@ -16,7 +16,7 @@ from ..config.compatibility import refuse
 from ..scheduling.window import Window
 from .decoder.decoder import Decoder
 from .decoder.families import model_spec
-from .decoder.loader import check_names, load_weights
+from .decoder.loader import decoder_base, load_weights
 from .layers.attention import LayerCache, StepInputs
 from .lora.bank import AdapterBank
 from .parallel.shard import Shard
@@ -88,8 +88,7 @@ def open_model(
     """
     try:
         spec = model_spec(checkpoint.config)
-        if spec.multimodal:
-            check_names(checkpoint, spec)
+        decoder_base(checkpoint, spec)
     except NotCovered as reason:
         from .adapter.adapter import TransformersModel
 

@@ -199,7 +199,7 @@ COMPLETED: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanDenseV1Config",
         {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
     ),
-    "hunyuan-moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 4, "moe_topk": [2, 2, 2]}),
     "dots-1": (
         "Dots1Config", {**DEEPSEEK_MOE, **SLIDING, "head_dim": 16, "n_shared_experts": 2, "norm_topk_prob": True},
     ),

@@ -64,11 +64,19 @@ def experts(
 ) -> Experts:
     """The mixture of a completed config: experts of `width`, shared experts of `shared_width` together."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    count = next((config[name] for name in names if config.get(name) is not None), None)
-    per_token = config.get("num_experts_per_tok")
+    count = _of_all_layers(
+        next((config[name] for name in names if config.get(name) is not None), None)
+    )
+    per_token = _of_all_layers(config.get("num_experts_per_tok"))
     if not isinstance(count, int) or not isinstance(per_token, int) or not 0 < per_token <= count:
         raise NotCovered(f"config.json: {per_token} of {count} experts per token are not supported")
     return Experts(count, per_token, width, shared_width, tuple(dense_layers))
+
+
+def _of_all_layers(value: Any) -> Any:
+    """A number that the config may repeat for each layer (Hunyuan)."""
+    repeated = isinstance(value, list) and value and all(item == value[0] for item in value)
+    return value[0] if repeated else value
 
 
 def deepseek_router(config: Config) -> RouterSpec:

@@ -43,39 +43,39 @@ def load_weights(
     return LayerLoader(reader, spec, decoder_base(checkpoint, spec), dtype, shard).load()
 
 
-def check_names(checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    """Raise `NotCovered` where the first layer's modules do not have the family's names, as in multimodal
-    checkpoints of their own form."""
-    layer = decoder_base(checkpoint, spec) + spec.names.layer.format(0)
-    latent = ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj")
-    modules = latent if spec.shape.latent is not None else (*spec.names.qkv, spec.names.output)
-    for module in modules:
-        if not any(name.startswith(f"{layer}{module}.") for name in checkpoint.names):
-            raise NotCovered(f"{checkpoint.folder} has no {layer}{module}")
-
-
 def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
     """Prefix of the decoder's tensors, discovered from their names: where an embedding lies beside layers.
 
     Raises:
-        BadInput: there is none, or several.
+        NotCovered: a multimodal checkpoint whose text model has other names.
+        BadInput: there is no embedding, or there are several decoders.
     """
     table, first = f"{spec.names.embedding}.weight", spec.names.layer.format(0)
-    bases = [
-        name.removesuffix(table)
-        for name in checkpoint.names
-        if name == table or name.endswith(f".{table}")
-    ]
+    tables = (name for name in checkpoint.names if name == table or name.endswith(f".{table}"))
+    bases = [name.removesuffix(table) for name in tables]
     if len(bases) > 1:
-        bases = [
-            base for base in bases if any(n.startswith(base + first) for n in checkpoint.names)
-        ]
-    if len(bases) == 1:
-        return bases[0]
-    wanted = f"{spec.names.bases[0]}{table}"
+        bases = [base for base in bases if _holds(checkpoint, base + first)]
+    if len(bases) > 1:
+        raise BadInput(f"{checkpoint.folder} holds several decoders: {', '.join(sorted(bases))}")
+    if spec.multimodal:
+        _check_names(checkpoint, spec, bases[0] if bases else spec.names.bases[0])
     if not bases:
-        raise BadInput(f"{checkpoint.folder} has no tensor {wanted!r}")
-    raise BadInput(f"{checkpoint.folder} holds several decoders: {', '.join(sorted(bases))}")
+        raise BadInput(f"{checkpoint.folder} has no tensor {spec.names.bases[0] + table!r}")
+    return bases[0]
+
+
+def _check_names(checkpoint: Checkpoint, spec: ModelSpec, base: str) -> None:
+    """Raise `NotCovered` where the modules of the first layer do not have the family's names."""
+    latent = ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj")
+    modules = latent if spec.shape.latent is not None else (*spec.names.qkv, spec.names.output)
+    for module in modules:
+        name = f"{base}{spec.names.layer.format(0)}{module}"
+        if not _holds(checkpoint, f"{name}."):
+            raise NotCovered(f"{checkpoint.folder} has no {name}")
+
+
+def _holds(checkpoint: Checkpoint, prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in checkpoint.names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.decoder.families import model_spec
-from llmopt.engine.model.decoder.loader import check_names
+from llmopt.engine.model.decoder.loader import decoder_base
 from llmopt.engine.model.spec.spec import NotCovered
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
@@ -101,7 +101,7 @@ def rename(folder: Path, **prefixes: str) -> None:
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_multimodal_checkpoint_gives_its_text_model(tmp_path, name):
     model = save_wrapped(tmp_path, name)
-    check_names(Checkpoint(tmp_path), model_spec(Checkpoint(tmp_path).config))
+    decoder_base(Checkpoint(tmp_path), model_spec(Checkpoint(tmp_path).config))
     assert_logits_are(tmp_path, model)
 
 
@@ -143,7 +143,7 @@ def test_a_text_model_under_other_names_is_not_covered(tmp_path):
     rename(tmp_path, language_model__model__layers__="language_model__model__blocks__")
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(NotCovered, match=r"no language_model\.model\.layers\.0\.self_attn\.q_proj"):
-        check_names(checkpoint, model_spec(checkpoint.config))
+        decoder_base(checkpoint, model_spec(checkpoint.config))
 
 
 def test_generated_tokens_are_those_of_transformers(tmp_path):
