@@ -22,8 +22,8 @@ ENGINE_TYPES = frozenset(
     {
         "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3",
         "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "gpt2", "falcon", "cohere", "cohere2",
-        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "glm", "glm4", "glm4_moe", "glm4v_text",
-        "glm4v_moe_text", "granite",
+        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma4_text", "glm", "glm4",
+        "glm4_moe", "glm4v_text", "glm4v_moe_text", "granite",
         "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2", "ministral", "ministral3", "olmo2",
         "olmo3", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
         "seed_oss", "smollm3",

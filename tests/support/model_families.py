@@ -155,6 +155,10 @@ GRANITE = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.5,
     "attention_bias": True,
 }  # fmt: skip
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 6, "final_logit_softcapping": 3.0,
+    "num_kv_shared_layers": 0,
+}  # fmt: skip
 # Their configs are completed by transformers' classes.
 COMPLETED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": (
@@ -173,7 +177,7 @@ COMPLETED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm-4-moe": (
         "Glm4MoeConfig",
-        {**DEEPSEEK_MOE, "head_dim": 16, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
+        {**DEEPSEEK_MOE, "head_dim": 64, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
     ),
     "glm-4": ("Glm4Config", {"head_dim": 16}),
     "glm": ("GlmConfig", {"head_dim": 16, "attention_bias": False}),
@@ -184,7 +188,7 @@ COMPLETED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-moe": ("GraniteMoeConfig", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "minimax-m2": (
         "MiniMaxM2Config",
-        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+        {"head_dim": 64, "rotary_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
     "ernie-4.5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
     "ernie-4.5-moe": (
@@ -207,6 +211,28 @@ COMPLETED: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-2": ("Cohere2Config", {**SLIDING, "logit_scale": 0.5}),
     "exaone-4": ("Exaone4Config", {**SLIDING, "head_dim": 16}),
     "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "gemma-4-shared-kv": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA4, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma-4-moe": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA4, "layer_types": SLIDING["layer_types"], "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+        },
+    ),
+    "gemma-4-keys-as-values": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA4, "layer_types": SLIDING["layer_types"], "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+        },
+    ),
 }  # fmt: skip
 FAMILIES |= COMPLETED
 
@@ -235,7 +261,7 @@ def save_model(folder: Path, config_class: str, overrides: dict[str, Any]) -> An
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # They start as ones and zeros, which hide mistakes.
-            if any(part in name for part in ("norm", "ln_", "bias", "sinks")):
+            if any(part in name for part in ("norm", "ln_", "bias", "sinks", "layer_scalar")):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
             elif "experts." in name or "router" in name or "mlp.gate.weight" in name:
                 tensor.normal_(std=0.2)

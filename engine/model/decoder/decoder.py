@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from ...kernels.activations.quantized_activations import Rows
 from ...kernels.attention.dispatch import attention_kernels, reads_in_place
-from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RowKernelQuery
+from ...kernels.attention.paged_attention import AttentionKernel
+from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RopeAndCacheKernel, RowKernelQuery
 from ...scheduling.window import Window
-from ..layers.attention import Attention, LayerCache, Step, StepInputs
+from ..layers.attention import HeadAttention, LatentAttention, LayerCache, Step, StepInputs
 from ..layers.mlp import Block
 from ..layers.norm import Norm
+from ..layers.per_layer_input import PerLayerEmbedding, PerLayerInput
 from ..layers.projection import LinearSite, Projection
 from ..layers.rotary_embedding import RotaryEmbedding
+from ..layers.shared_attention import SharedAttention
 from ..lora.bank import AdapterBank
 from ..spec.rope import RopeSpec
 from ..spec.spec import KvLayout, ModelSpec
+
+Attention = HeadAttention | LatentAttention | SharedAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class DecoderLayer:
         post_attention_norm, post_mlp_norm: norms of the outputs, before the residual add (Gemma).
         parallel: parallel residual: attention and MLP read the same residual (Falcon).
         residual_scale: factor on both outputs (Granite).
+        per_layer_input: adds the layer's own input of the token (Gemma 3n and 4).
+        output_scale: [1], factor on the layer's output (Gemma 4).
     """
 
     input_norm: Norm | None
@@ -43,16 +50,20 @@ class DecoderLayer:
     post_mlp_norm: Norm | None
     parallel: bool
     residual_scale: float = 1.0
+    per_layer_input: PerLayerInput | None = None
+    output_scale: torch.Tensor | None = None
 
     @property
     def weight_bytes(self) -> int:
         norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
         total = self.attention.weight_bytes + self.mlp.weight_bytes
+        total += 0 if self.per_layer_input is None else self.per_layer_input.weight_bytes
+        total += 0 if self.output_scale is None else self.output_scale.nbytes
         return total + sum(norm.weight_bytes for norm in norms if norm is not None)
 
     def __call__(
         self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Takes the residual as `hidden + added` and returns it so: the next norm fuses the add."""
         x: Rows
         if self.input_norm is None:
@@ -76,10 +87,22 @@ class DecoderLayer:
             hidden, x = self.mlp_norm.of_sum(hidden, mixed, self.mlp.activation_quant)
         out = self.mlp(x, adapters)
         out = out if self.post_mlp_norm is None else self.post_mlp_norm(out)
-        return hidden, self._scaled(out)
+        if self.per_layer_input is None and self.output_scale is None:
+            return hidden, self._scaled(out)
+        hidden = hidden + self._scaled(out)
+        if self.per_layer_input is not None and step.per_layer_inputs is not None:
+            hidden = hidden + self.per_layer_input(hidden, step.per_layer_inputs, adapters)
+        return hidden if self.output_scale is None else hidden * self.output_scale, None
 
     def _scaled(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.residual_scale == 1.0 else out * self.residual_scale
+
+
+class LayerKernels(NamedTuple):
+    """Kernels of layers with one KV-cache layout: attention without and with token trees, RoPE + KV write."""
+
+    attend: tuple[AttentionKernel, AttentionKernel]
+    rope_and_cache: RopeAndCacheKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +122,7 @@ class DecoderWeights:
     ropes: Sequence[RopeSpec]
     linears: Mapping[str, LinearSite]
     base: str
+    per_layer: PerLayerEmbedding | None = None
 
     @property
     def bytes_held(self) -> int:
@@ -107,12 +131,14 @@ class DecoderWeights:
         # With tensor parallelism the tied head is a slice of the embedding, which is replicated.
         tables = self.embedding.nbytes - (self.head.weight_bytes if shared else 0)
         tables += 0 if self.positions is None else self.positions.nbytes
+        tables += 0 if self.per_layer is None else self.per_layer.table.nbytes
         return self.bytes_per_step + tables
 
     @property
     def bytes_per_step(self) -> int:
         """Bytes of weights that a step reads: all but the embedding tables, of which it reads rows."""
         layers = sum(layer.weight_bytes for layer in self.layers)
+        layers += 0 if self.per_layer is None else self.per_layer.weight_bytes
         return self.head.weight_bytes + self.final_norm.weight_bytes + layers
 
 
@@ -147,10 +173,21 @@ class Decoder:
         )
         # Gemma rounds the factor to the model's dtype.
         self._scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
-        layout = spec.kv_layouts[0]
-        self._attend = attention_kernels(device, dtype, layout.key_dim, layout.value_dim)
-        rope_query = RowKernelQuery(device.type, dtype, spec.rotary_width)
-        self._rope_and_cache = ROPE_AND_CACHE.select(rope_query).run()
+        self._cache_indices = spec.cache_indices
+        layouts = spec.kv_layouts
+        self._kernels = {
+            layout: self._layer_kernels(layout, device, dtype) for layout in dict.fromkeys(layouts)
+        }
+        self._layouts = [layouts[index] for index in self._cache_indices]
+
+    def _layer_kernels(
+        self, layout: KvLayout, device: torch.device, dtype: torch.dtype
+    ) -> LayerKernels:
+        """Kernels of the layers with one layout."""
+        width = layout.key_dim if self.spec.layers else self.spec.rotary_width
+        attend = attention_kernels(device, dtype, layout.key_dim, layout.value_dim)
+        rope_and_cache = ROPE_AND_CACHE.select(RowKernelQuery(device.type, dtype, width))
+        return LayerKernels(attend, rope_and_cache.run())
 
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
@@ -188,7 +225,8 @@ class Decoder:
         paged attention that reads the blocks in place.
         """
         same = all(layer.mlp.is_capturable for layer in self.weights.layers)
-        return same and self.broadcast is None and reads_in_place(self._attend[False])
+        in_place = all(reads_in_place(kernels.attend[False]) for kernels in self._kernels.values())
+        return same and self.broadcast is None and in_place
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
@@ -202,19 +240,32 @@ class Decoder:
             self._rotary_embedding.of(positions),
             self._rotary_embedding.of_sink_queries(cache_positions),
         )
-        attend = self._attend[inputs.batch.has_trees]
-        step = Step(inputs, cache_positions, cos_sin, attend, sink_cos_sin, self._rope_and_cache)
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)
         if self._scale != 1.0:
             hidden = hidden * self._scale
+        per_layer = self.weights.per_layer
+        per_layer_inputs = None if per_layer is None else per_layer(inputs.token_ids, hidden)
+        steps = {
+            layout: Step(
+                inputs,
+                cache_positions,
+                cos_sin,
+                kernels.attend[inputs.batch.has_trees],
+                sink_cos_sin,
+                kernels.rope_and_cache,
+                per_layer_inputs,
+            )
+            for layout, kernels in self._kernels.items()
+        }
         if self.weights.positions is not None:
             hidden = hidden + functional.embedding(inputs.positions, self.weights.positions)
         added: torch.Tensor | None = None
         aux_hidden: dict[int, torch.Tensor] = {}
-        for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
+        for index, layer in enumerate(self.weights.layers):
             if index in inputs.aux_hidden_state_layers:
                 aux_hidden[index] = hidden if added is None else hidden + added
-            hidden, added = layer(hidden, added, step, cache)
+            cache = caches[self._cache_indices[index]]
+            hidden, added = layer(hidden, added, steps[self._layouts[index]], cache)
         normed = self.weights.final_norm(hidden if added is None else hidden + added)
         if not inputs.aux_hidden_state_layers:
             return normed

@@ -23,6 +23,11 @@ _SANDWICH_NORMS = Names(
     mlp_norm="post_attention_layernorm",
     post_mlp_norm="post_mlp_layernorm",
 )
+GEMMA_NORMS = Names(
+    post_attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+)
 HUNYUAN = Names(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
 
 

@@ -13,6 +13,7 @@ from ...kernels.moe.dispatch import EXPERTS
 from ...planner.model.shapes import Experts
 from ..layers.experts import MixtureOfExperts, Router
 from ..layers.mlp import GatedMlp, gating
+from ..layers.norm import Norm
 from ..layers.projection import Projection
 from ..parallel.shard import Shard
 from ..spec.spec import ModelSpec
@@ -48,12 +49,20 @@ def load_mixture(
     assert experts is not None
     kind, read, exact = spec.router, reader.tensor, torch.float32
     name = layer + names.router
+    weight = read(f"{name}.weight", experts.count, hidden, dtype=exact)
+    input_norm = expert_scale = None
+    if names.router_scale:
+        input_norm = Norm(hidden, spec.norm_eps)
+        weight = weight * read(layer + names.router_scale, hidden, dtype=exact) * hidden**-0.5
+        expert_scale = read(layer + names.expert_scale, experts.count, dtype=exact)
     router = Router(
-        read(f"{name}.weight", experts.count, hidden, dtype=exact),
+        weight,
         read(f"{name}.bias", experts.count, dtype=exact) if kind.bias else None,
         reader.vector(layer + names.correction, experts.count, exact) if kind.correction else None,
         experts.per_token,
         kind,
+        input_norm,
+        expert_scale,
     )
     prefix = f"{layer}{names.experts}."
     local_ids = range(experts.count) if shard is None else shard.experts(experts.count)

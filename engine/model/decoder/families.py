@@ -18,8 +18,9 @@ from ..spec.names import Names
 from ..spec.rope import RopeSpec, yarn_scale
 from ..spec.spec import ModelSpec, NotCovered, RouterSpec, Temperature
 from ..spec.text_config import text_config
-from .dense_families import DENSE_FAMILIES
+from .dense_families import DENSE_FAMILIES, GEMMA_NORMS
 from .family import Choices, Config, DecoderFamily
+from .gemma4_family import GEMMA4
 from .sparse_families import SPARSE_FAMILIES
 
 # Default epsilons that differ from 1e-6.
@@ -109,11 +110,7 @@ def _phi3(shape: ModelShape, config: Config) -> Choices:
 
 def _gemma(shape: ModelShape, config: Config) -> Choices:
     return {
-        "names": Names(
-            post_attention_norm="post_attention_layernorm",
-            mlp_norm="pre_feedforward_layernorm",
-            post_mlp_norm="post_feedforward_layernorm",
-        ),
+        "names": GEMMA_NORMS,
         "activation": config.get("hidden_activation") or "gelu_pytorch_tanh",
         "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
         "norm_offset": 1.0,
@@ -315,5 +312,6 @@ FAMILIES: Mapping[str, DecoderFamily] = {
     **{name: DecoderFamily(choices) for name, choices in _PLANNED.items()},
     **DENSE_FAMILIES,
     **SPARSE_FAMILIES,
+    "gemma4_text": GEMMA4,
 }
 SUPPORTED_MODEL_TYPES = tuple(FAMILIES)

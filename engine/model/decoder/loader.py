@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,16 +10,19 @@ from ....quant.base.errors import BadInput
 from ....quant.model.checkpoint import Checkpoint
 from ...kernels.attention.paged_attention import AttentionRule
 from ...planner.model.shapes import Latent
-from ..layers.attention import Attention, HeadAttention, LatentAttention, Rotation
+from ..layers.attention import HeadAttention, LatentAttention, Rotation
+from ..layers.experts import MixtureOfExperts, MlpBesideExperts
 from ..layers.mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating
 from ..layers.norm import Norm, ShardedNorm
 from ..layers.projection import LinearSite, Projection
+from ..layers.shared_attention import SharedAttention
 from ..parallel.shard import Shard
 from ..parallel.weight_slice import WeightSlice
 from ..spec.rope import RopeSpec
 from ..spec.spec import ModelSpec, NotCovered
-from .decoder import DecoderLayer, DecoderWeights
+from .decoder import Attention, DecoderLayer, DecoderWeights
 from .expert_loader import load_mixture
+from .per_layer_loader import load_per_layer_embedding, load_per_layer_input
 from .reader import CheckpointReader
 
 
@@ -102,9 +105,12 @@ class LayerLoader:
                 ropes.append(rope)
         layers = []
         for index in range(shape.num_layers):
-            layers.append(self._layer(index, ropes))
+            layers.append(replace(self, spec=spec.of_layer(index))._layer(index, ropes))
             # Repacked weights make the file's mapped pages redundant.
             reader.release()
+        per_layer = None
+        if spec.per_layer_width:
+            per_layer = load_per_layer_embedding(reader, spec, self.base, self.dtype)
         final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
         # Outside the decoder's prefix: `lm_head`, or `language_model.lm_head` in a multimodal checkpoint.
         head_name = f"{self.base.removesuffix('model.')}{names.head}"
@@ -122,9 +128,17 @@ class LayerLoader:
         if (shard := self.shard) is not None:
             head.then(lambda logits: shard.group.all_gather_columns(logits, vocab))
         reader.finish(lambda name: self._may_remain(name, f"{head_name}.weight" if tied else ""))
-        linears = self._linears()
         return DecoderWeights(
-            embedding, positions, layers, final_norm, head, tied, ropes, linears, self.base
+            embedding,
+            positions,
+            layers,
+            final_norm,
+            head,
+            tied,
+            ropes,
+            self._linears(),
+            self.base,
+            per_layer,
         )
 
     def _has_other_head(self, name: str) -> bool:
@@ -156,6 +170,8 @@ class LayerLoader:
             if expert.isdecimal() and int(expert) not in self.shard.experts(experts.count):
                 return True
         names = self.spec.names
+        if ".self_attn." in name and self._is_unused_by_sharing(name):
+            return True
         beyond = names.layer.format(self.spec.shape.num_layers)
         mtp = (*names.mtp, beyond) if self.spec.mtp_layers else names.mtp
         if name.startswith(tuple(self.base + prefix for prefix in mtp)):
@@ -164,6 +180,15 @@ class LayerLoader:
         parts = (names.layer.split("{")[0], names.embedding, names.final_norm)
         return self.spec.multimodal and not name.startswith(
             tuple(self.base + part for part in parts)
+        )
+
+    def _is_unused_by_sharing(self, name: str) -> bool:
+        """Whether it belongs to keys or values that a layer with KV sharing does not compute."""
+        module = name.rpartition(".self_attn.")[2].partition(".")[0]
+        return module in ("k_proj", "v_proj", "k_norm", "v_norm") and any(
+            name.startswith(self.base + self.spec.names.layer.format(index))
+            for index in range(len(self.spec.layers))
+            if self._shares(index)
         )
 
     def norm(self, module: str, size: int) -> Norm:
@@ -189,6 +214,8 @@ class LayerLoader:
         attention: Attention
         if latent is not None and rotation is not None:
             attention = self._latent_attention(layer, latent, rotation)
+        elif rotation is not None and self._shares(index):
+            attention = self._shared_attention(layer, index, rotation)
         else:
             attention = self.head_attention(layer, index, rotation)
         return DecoderLayer(
@@ -200,6 +227,43 @@ class LayerLoader:
             post_mlp_norm=self._norm_if(layer, names.post_mlp_norm),
             parallel=self.spec.parallel,
             residual_scale=self.spec.residual_scale,
+            per_layer_input=load_per_layer_input(self.reader, self.spec, layer, index)
+            if self.spec.per_layer_width
+            else None,
+            output_scale=self.reader.tensor(layer + names.layer_scale, 1)
+            if names.layer_scale
+            else None,
+        )
+
+    def _shares(self, index: int) -> bool:
+        return bool(self.spec.layers) and self.spec.layers[index].kv_source is not None
+
+    def _rule(self, index: int, sinks: torch.Tensor | None = None) -> AttentionRule:
+        """Mask and score transform of a layer."""
+        spec, window = self.spec, self.spec.shape.windows[index]
+        return AttentionRule(
+            spec.attention_scale,
+            window=None if spec.shape.chunked else window,
+            num_sink_tokens=spec.num_sink_tokens,
+            chunk=window if spec.shape.chunked else None,
+            softcap=spec.attention_softcap,
+            sinks=sinks,
+        )
+
+    def _shared_attention(self, layer: str, index: int, rotation: Rotation) -> SharedAttention:
+        """Load the attention of a layer that reads another layer's cache."""
+        names, shape = self.spec.names, self.spec.shape
+        hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
+        norm = self.norm(layer + names.query_norm, shape.head_dim) if shape.qk_norm else None
+        query, output = (names.qkv[0],), (names.output,)
+        return SharedAttention(
+            shape.num_heads,
+            shape.head_dim,
+            self._linear(layer, query, hidden, [queries], bias=shape.qkv_bias),
+            self._linear(layer, output, queries, [hidden], bias=shape.output_bias),
+            self._rule(index),
+            rotation,
+            norm,
         )
 
     def head_attention(
@@ -209,19 +273,14 @@ class LayerLoader:
         spec, names, shape, shard = self.spec, self.spec.names, self.spec.shape, self.shard
         local = shape if shard is None else shard.spec(spec).shape
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        outs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
+        modules = names.qkv
+        outs = [queries, keys, keys] if len(modules) > 1 else [queries + 2 * keys]
+        keys_as_values = bool(spec.layers) and spec.layers[index].keys_as_values
+        if keys_as_values:
+            modules, outs = modules[:2], outs[:2]
         sinks = self.reader.tensor(layer + names.sinks, shape.num_heads) if shape.sinks else None
         if sinks is not None and shard is not None:
             sinks = sinks[shard.heads(shape)].clone()
-        window = shape.windows[index]
-        rule = AttentionRule(
-            spec.attention_scale,
-            window=None if shape.chunked else window,
-            num_sink_tokens=spec.num_sink_tokens,
-            chunk=window if shape.chunked else None,
-            softcap=spec.attention_softcap,
-            sinks=sinks,
-        )
         hidden, weight_slices, temperature = shape.hidden_size, (None, None), spec.temperature
         inputs = in_features or hidden
         if shard is not None:
@@ -231,7 +290,7 @@ class LayerLoader:
             local.num_kv_heads,
             shape.head_dim,
             qkv=self._linear(
-                layer, names.qkv, inputs, outs, bias=shape.qkv_bias, weight_slice=weight_slices[0]
+                layer, modules, inputs, outs, bias=shape.qkv_bias, weight_slice=weight_slices[0]
             ),
             output=self._linear(
                 layer,
@@ -241,7 +300,7 @@ class LayerLoader:
                 bias=shape.output_bias,
                 weight_slice=weight_slices[1],
             ),
-            rule=rule,
+            rule=self._rule(index, sinks),
             rotation=rotation,
             query_norm=self._qk_norm(layer + names.query_norm, rotation, of_keys=False),
             key_norm=self._qk_norm(layer + names.key_norm, rotation, of_keys=True),
@@ -251,6 +310,8 @@ class LayerLoader:
             if temperature is not None and (rotation is None or temperature.everywhere)
             else None,
             grouped=spec.grouped_qkv,
+            value_norm=Norm(shape.head_dim, spec.norm_eps) if spec.value_norm else None,
+            keys_as_values=keys_as_values,
         )
 
     def _qk_norm(
@@ -321,7 +382,8 @@ class LayerLoader:
         shape, names = self.spec.shape, self.spec.names
         experts = shape.experts
         if experts is not None and index not in experts.dense_layers:
-            return load_mixture(self.reader, self.spec, layer, self._gated, self.shard)
+            mixture = load_mixture(self.reader, self.spec, layer, self._gated, self.shard)
+            return self._beside(layer, mixture) if self.spec.mlp_beside_experts else mixture
         hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
         if shape.gated_mlp:
             return self._gated(layer, names.gate_up, names.down, inner, bias=bias)
@@ -330,6 +392,20 @@ class LayerLoader:
             self._linear(layer, names.gate_up, hidden, [inner], bias=bias, weight_slice=into),
             self._linear(layer, (names.down,), inner, [hidden], bias=bias, weight_slice=out_of),
             ACTIVATIONS[self.spec.activation],
+        )
+
+    def _beside(self, layer: str, mixture: MixtureOfExperts) -> MlpBesideExperts:
+        """Load the MLP beside a mixture of experts."""
+        shape, names = self.spec.shape, self.spec.names
+        outputs = layer + names.post_mlp_norm
+        inputs = f"{layer}pre_feedforward_layernorm"
+        return MlpBesideExperts(
+            self.norm(inputs, shape.hidden_size),
+            self._gated(layer, names.gate_up, names.down, shape.intermediate_size),
+            self.norm(f"{outputs}_1", shape.hidden_size),
+            self.norm(f"{inputs}_2", shape.hidden_size),
+            mixture,
+            self.norm(f"{outputs}_2", shape.hidden_size),
         )
 
     def _gated(

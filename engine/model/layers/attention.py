@@ -76,7 +76,7 @@ class Step:
     """Per-step data shared by all layers: inputs, cos/sin of each RoPE, kernels.
 
     `cache_positions` differ from `inputs.positions` with StreamingLLM only; `sink_cos_sin` rotates the
-    sink queries, and is empty without sink tokens.
+    sink queries, and is empty without sink tokens. `per_layer_inputs` are [tokens, layers, width] or None.
     """
 
     inputs: StepInputs
@@ -85,6 +85,7 @@ class Step:
     attend: AttentionKernel
     sink_cos_sin: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     rope_and_cache: RopeAndCacheKernel = field(default_factory=TorchRopeAndCache)
+    per_layer_inputs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ class HeadAttention:
         query_norm, key_norm: QK-norm, of each head or, with `norm_whole`, of all heads.
         norm_after_rotation: QK-norm follows RoPE.
         temperature: attention temperature by position (Llama 4).
+        value_norm: norm of each head of the values.
+        keys_as_values: `qkv` projects no values: they are the keys, before norm and RoPE.
     """
 
     num_heads: int
@@ -134,6 +137,8 @@ class HeadAttention:
     norm_after_rotation: bool = False
     temperature: Temperature | None = None
     grouped: bool = False
+    value_norm: Norm | None = None
+    keys_as_values: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -151,6 +156,8 @@ class HeadAttention:
         qkv = self.qkv(x, adapters)
         if self.norm_whole:
             qkv = self._with_whole_norms(qkv)
+        if self.value_norm is not None or self.keys_as_values:
+            qkv = self._with_values(qkv)
         norms = self._head_norms(qkv.dtype)
         if self._is_fusable_rope(norms) and not step.sink_cos_sin:
             assert self.rotation is not None
@@ -194,6 +201,13 @@ class HeadAttention:
         queries, keys, values = qkv.split([width, kv_width, kv_width], dim=-1)
         queries = _normed(queries.contiguous(), self.query_norm)
         return torch.cat([queries, _normed(keys.contiguous(), self.key_norm), values], dim=-1)
+
+    def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
+        """QKV with its values: the keys where it has none, and normed."""
+        width = self.num_kv_heads * self.head_dim
+        values = qkv[:, -width:].reshape(-1, self.num_kv_heads, self.head_dim)
+        kept = qkv if self.keys_as_values else qkv[:, :-width]
+        return torch.cat([kept, _normed(values, self.value_norm).flatten(1)], dim=-1)
 
     def _is_fusable_rope(self, norms: HeadNorms | None) -> bool:
         """Whether the fused RoPE + KV-cache write covers all that happens to queries and keys."""
@@ -291,9 +305,6 @@ class LatentAttention:
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, sink_queries
         )
         return self.output(torch.einsum("thr,hvr->thv", mixed, self.value_up).flatten(1), adapters)
-
-
-Attention = HeadAttention | LatentAttention
 
 
 def _normed(x: torch.Tensor, norm: Norm | ShardedNorm | None) -> torch.Tensor:

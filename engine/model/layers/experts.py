@@ -12,6 +12,7 @@ from ...kernels.activations.quantized_activations import ActivationQuant, Rows
 from ...kernels.moe.experts import ExpertsKernel
 from ..spec.spec import RouterSpec
 from .mlp import Block
+from .norm import Norm
 from .projection import NO_ADAPTERS, AdapterRows
 
 
@@ -20,7 +21,7 @@ class Router:
     """Top-k router: selects `per_token` experts for each token, with top-k weights.
 
     `weight` [experts, hidden], `bias` and `correction` [experts] are float32, and so is the computation:
-    in lower precision other experts could be selected.
+    in lower precision other experts could be selected. `expert_scale` [experts] is a factor on the weights.
     """
 
     weight: torch.Tensor
@@ -28,15 +29,18 @@ class Router:
     correction: torch.Tensor | None
     per_token: int
     spec: RouterSpec
+    input_norm: Norm | None = None
+    expert_scale: torch.Tensor | None = None
 
     @property
     def weight_bytes(self) -> int:
-        parts = (self.weight, self.bias, self.correction)
+        parts = (self.weight, self.bias, self.correction, self.expert_scale)
         return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Top-k weights, float32, and expert ids, int64, [tokens, per_token] each."""
-        logits = functional.linear(x.float(), self.weight, self.bias)
+        x = x.float() if self.input_norm is None else self.input_norm(x.float())
+        logits = functional.linear(x, self.weight, self.bias)
         softmax = self.spec.scoring == "softmax"
         scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
         selection_scores = scores if self.correction is None else scores + self.correction
@@ -46,6 +50,8 @@ class Router:
         weights = scores.gather(1, experts)
         if self.spec.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[experts]
         return weights * self.spec.scale, experts
 
     def _limit_to_top_groups(self, selection_scores: torch.Tensor) -> torch.Tensor:
@@ -99,3 +105,36 @@ class MixtureOfExperts:
         if self.shared_gate is not None:
             shared = functional.linear(x, self.shared_gate).sigmoid() * shared
         return out + shared
+
+
+@dataclass(frozen=True, slots=True)
+class MlpBesideExperts:
+    """A dense MLP and routed experts that read the same residual, each between norms of its own (Gemma 4)."""
+
+    mlp_norm: Norm
+    mlp: Block
+    mlp_output_norm: Norm
+    experts_norm: Norm
+    mixture: MixtureOfExperts
+    experts_output_norm: Norm
+
+    @property
+    def weight_bytes(self) -> int:
+        norms = (self.mlp_norm, self.mlp_output_norm, self.experts_norm, self.experts_output_norm)
+        total = self.mlp.weight_bytes + self.mixture.weight_bytes
+        return total + sum(norm.weight_bytes for norm in norms)
+
+    @property
+    def is_capturable(self) -> bool:
+        return self.mlp.is_capturable and self.mixture.is_capturable
+
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """None: it norms its input itself."""
+        return None
+
+    def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        dense = self.mlp_output_norm(self.mlp(self.mlp_norm(x), adapters))
+        routed = self.mixture.experts(self.experts_norm(x), *self.mixture.router(x))
+        return dense + self.experts_output_norm(routed)

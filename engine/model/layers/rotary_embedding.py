@@ -37,11 +37,13 @@ class RotaryEmbedding:
     ) -> None:
         self._dtype = dtype
         self._stream = stream
-        self._tables = [rope_table(rope, width, num_positions, device) for rope in ropes]
+        self._tables = [
+            rope_table(rope, rope.width or width, num_positions, device) for rope in ropes
+        ]
         self._frequencies = [
             (frequencies.to(device, torch.float64), factor)
             for frequencies, factor in (
-                rope_frequencies(rope, width, num_positions) for rope in ropes
+                rope_frequencies(rope, rope.width or width, num_positions) for rope in ropes
             )
         ]
 

@@ -33,6 +33,8 @@ class Shard:
         one_for_several = self.size % shape.num_kv_heads == 0 or shape.latent is not None
         if shape.num_kv_heads % self.size and not one_for_several:
             raise BadInput(f"{what}: {shape.num_kv_heads} KV heads do not divide into that many")
+        if spec.layers:
+            raise BadInput(f"{what}: layers of different sizes ({shape.model_type}) are not split")
         counts = {"num_heads": shape.num_heads}
         experts = shape.experts
         if experts is None or experts.dense_layers:

@@ -14,12 +14,14 @@ class Names:
         layer: prefix of a layer, by index; all names below are relative to it.
         qkv, gate_up: the linears to stack, or the single one that the checkpoint already stacks.
         expert: gate, up and down of one expert, below `experts` and the expert id.
+        router_scale, expert_scale: factors on the router's normed input, on each expert's weight (Gemma 4).
         shared_gate: linear to one value, whose sigmoid weighs the shared expert's output (Qwen2-MoE).
         fused_experts: the experts are two 3-D tensors [experts, in, out] below `experts`, of gate with up and
             of down; None: each expert has modules.
         fused_transposed: those tensors are [experts, out, in], where their shape does not tell.
         gate_up_alternates: rows of gate and up are interleaved in them.
         transposed: every linear's weight is stored as [in, out] (Conv1D).
+        layer_scale: a scalar that multiplies the layer's output (Gemma 4).
         buffers: suffixes of saved buffers, which are ignored.
         mtp: prefixes of modules for multi-token prediction, below the base, which are ignored.
     """
@@ -43,6 +45,8 @@ class Names:
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
+    router_scale: str = ""
+    expert_scale: str = ""
     experts: str = "mlp.experts"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_expert: str = "mlp.shared_experts"
@@ -51,5 +55,6 @@ class Names:
     fused_transposed: bool = False
     gate_up_alternates: bool = False
     transposed: bool = False
+    layer_scale: str = ""
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     mtp: tuple[str, ...] = ()

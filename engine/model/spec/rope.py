@@ -15,7 +15,7 @@ import torch
 
 from ....quant.base.errors import BadInput
 
-KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 _NEEDED = {
     "linear": ("factor",),
     "llama3": (
@@ -34,6 +34,8 @@ class RopeSpec:
 
     `kind` is one of `KINDS`; `parameters` are the config's numbers. LongRoPE divides each frequency by a
     separate factor, from the short list within the original context and from the long one beyond it.
+    Proportional RoPE (Gemma 4) rotates some of the pairs, with the frequencies of all. `width` is the number
+    of rotated elements where layers differ; 0: the model's.
     """
 
     theta: float
@@ -41,6 +43,7 @@ class RopeSpec:
     parameters: Mapping[str, float]
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    width: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
@@ -93,6 +96,10 @@ def rope_frequencies(
         return _yarn(frequencies, rope, width)
     if rope.kind == "longrope":
         return _longrope(frequencies, rope, num_positions)
+    if rope.kind == "proportional":
+        num_rotated = int(rope.parameters.get("partial_rotary_factor", 1.0) * width // 2)
+        frequencies[num_rotated:] = 0.0
+        return frequencies / rope.parameters.get("factor", 1.0), 1.0
     return frequencies, 1.0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ....quant.base.errors import BadInput
 from ...planner.model.shapes import ModelShape
@@ -81,6 +81,22 @@ class Temperature:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Sizes of one layer, where those of a model differ (Gemma 4).
+
+    Attributes:
+        kv_source: the layer whose keys and values it attends to (KV sharing); None: its own.
+        keys_as_values: the values are the projected keys, before their norm and RoPE.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    kv_source: int | None = None
+    keys_as_values: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Spec of a decoder-only transformer. Sizes are in elements, in `shape`.
 
@@ -100,6 +116,12 @@ class ModelSpec:
         logit_scale: factor on the logits (Granite, Cohere).
         residual_scale: factor on what attention and MLP add to the residual (Granite).
         grouped_qkv: the stacked QKV projection is grouped by KV head: its queries, its key, its value.
+        layers: sizes of each layer; (): all are as in `shape`.
+        value_norm: values get a norm without weights (Gemma 4).
+        per_layer_width, per_layer_vocab: per-layer embeddings: elements of a layer's input, and rows of their
+            table; 0: none (Gemma 3n and 4).
+        mlp_beside_experts: layers have an MLP and experts that read the same residual, each between norms of
+            its own (Gemma 4).
         parallel: attention and MLP read the same residual and are added together (Falcon, Cohere).
         mtp_layers: checkpoints may hold layers for multi-token prediction after the decoder's (DeepSeek-V3).
         multimodal: this is the text model of a multimodal checkpoint, whose other tensors are not read.
@@ -126,6 +148,11 @@ class ModelSpec:
     residual_scale: float = 1.0
     temperature: Temperature | None = None
     grouped_qkv: bool = False
+    layers: tuple[LayerSizes, ...] = ()
+    value_norm: bool = False
+    mlp_beside_experts: bool = False
+    per_layer_width: int = 0
+    per_layer_vocab: int = 0
     parallel: bool = False
     mtp_layers: bool = False
     multimodal: bool = False
@@ -147,10 +174,40 @@ class ModelSpec:
 
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
-        """Each layer's KV-cache layout; MLA caches the latent and the rotated key."""
+        """The KV-cache layout of each layer with a cache; MLA caches the latent and the rotated key."""
+        if self.layers:
+            return tuple(
+                KvLayout(layer.num_kv_heads, layer.head_dim, layer.head_dim)
+                for layer in self.layers
+                if layer.kv_source is None
+            )
         if (latent := self.shape.latent) is not None:
             layout = KvLayout(1, latent.cached_elements, latent.kv_rank, values_in_keys=True)
         else:
             head_dim = self.shape.head_dim
             layout = KvLayout(self.shape.num_kv_heads, head_dim, head_dim)
         return (layout,) * self.shape.num_layers
+
+    @property
+    def cache_indices(self) -> tuple[int, ...]:
+        """Index into `kv_layouts` of each layer's cache; layers that share one have the same."""
+        if not self.layers:
+            return tuple(range(self.shape.num_layers))
+        with_cache = [i for i, layer in enumerate(self.layers) if layer.kv_source is None]
+        return tuple(
+            with_cache.index(i if layer.kv_source is None else layer.kv_source)
+            for i, layer in enumerate(self.layers)
+        )
+
+    def of_layer(self, index: int) -> ModelSpec:
+        """The spec whose shape has the sizes of one layer."""
+        if not self.layers:
+            return self
+        sizes = self.layers[index]
+        shape = replace(
+            self.shape,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            intermediate_size=sizes.intermediate_size,
+        )
+        return replace(self, shape=shape)

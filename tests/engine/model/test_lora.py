@@ -170,6 +170,7 @@ FUSED = {
     "qwen2-moe": LINEARS,
     "glm-4": (*ATTENTION, "gate_up_proj", "down_proj"),
     "olmo-2": LINEARS,
+    "gemma-4-shared-kv": (*LINEARS, "per_layer_input_gate", "per_layer_projection"),
     "cohere-2": LINEARS,
 }
 

@@ -216,6 +216,7 @@ def test_codes_that_cannot_be_divided_there_are_refused(scheme, rows, columns):
         ("mixtral", 8, "4 experts are too few for that many"),
         ("llama-3.1", 3, "4 KV heads do not divide"),
         ("llama-3.1", 16, "num_heads = 8 does not divide"),
+        ("gemma-4-shared-kv", 2, "layers of different sizes (gemma4_text) are not split"),
         (
             "stablelm",
             2,
