@@ -238,7 +238,7 @@ FAMILIES |= COMPLETED
 
 # Beside the config: how transformers' modules are run, and what a token takes in the cache.
 ADAPTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
-    "stablelm": ("StableLmConfig", {}, "PackedForward", 3 * 2 * 4 * 8),
+    "arcee": ("ArceeConfig", {}, "PackedForward", 3 * 2 * 4 * 8),
     "starcoder-2-sliding": ("Starcoder2Config", {"sliding_window": 9}, "PackedForward", 3 * 2 * 4 * 8),
     "bloom-alibi": ("BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 8}, "SequentialForward", 2 * 2 * 8 * 8),
     "gpt-j": (

@@ -172,7 +172,7 @@ def test_bfloat16_gemm_without_widening_changes_little(prompts):
 
 @pytest.mark.parametrize("kv", NARROW)
 @pytest.mark.parametrize(
-    "family", ["deepseek-v3", "gemma-2", "gpt-oss", "gpt-2", "stablelm", "bloom-alibi"]
+    "family", ["deepseek-v3", "gemma-2", "gpt-oss", "gpt-2", "arcee", "bloom-alibi"]
 )
 def test_every_kind_of_attention_runs_over_codes(tmp_path, family, kv):
     """Latents too: their values are the first elements of their keys, under the keys' scale."""

@@ -105,7 +105,7 @@ def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
 
     quantize((), add((), "LlamaConfig", {"intermediate_size": 128}))
     quantize(("windows",), add(("windows",), "MistralConfig", window))
-    add(("transformers",), "StableLmConfig", {})
+    add(("transformers",), "ArceeConfig", {})
     add(("transformers", "windows"), "Starcoder2Config", window)
     folder = root / "refused"
     shutil.copytree(found[frozenset({"transformers"})], folder)

@@ -65,7 +65,7 @@ def changed(folder: Path, **changes) -> Path:
     ],
 )  # fmt: skip
 def test_what_transformers_cannot_serve_is_refused(changes, complaint, tmp_path):
-    save_model(tmp_path, "StableLmConfig", {})
+    save_model(tmp_path, "ArceeConfig", {})
     with pytest.raises(BadInput, match=complaint) as refusal:
         adapted(changed(tmp_path, **changes))
     assert "\n" not in str(refusal.value)
