@@ -11,6 +11,9 @@ from .token_view import OUTPUT_PLACEHOLDER, TokenView
 
 Rank = tuple[int, int]
 
+NULL_SLOT = 0
+"""The null state slot, which no sequence owns: of models without state, and of padding."""
+
 
 class RequestStatus(Enum):
     """State of a sequence. A preempted one is WAITING again."""
@@ -75,6 +78,7 @@ class Request:
     num_output_placeholders: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
+    state_slot: int = NULL_SLOT
     evicted: range = range(0)
     block_hashes: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0

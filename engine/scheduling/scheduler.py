@@ -11,6 +11,7 @@ from .prefix_cache import PrefixCache
 from .request import Rank, Request, RequestStatus, Token
 from .scheduler_config import SchedulerConfig
 from .scheduling_policy import rank_of
+from .state_pool import StatePool
 from .step_plan import BlockCopies, ScheduledRow, StepPlan
 from .stop import stop_token_reason
 from .swap_space import SwapSpace
@@ -30,6 +31,8 @@ class Scheduler:
       behind a window are freed, it takes as many as it will ever hold.
     * When a running sequence cannot grow, the last in rank is preempted: its blocks are freed, it keeps its
       tokens and its place in the queue, and is recomputed later, or swapped in from the swap space.
+    * Where the model has constant state, a running sequence has a state slot beside its blocks. It is
+      admitted if one is free, and goes on from a cached prefix where a checkpoint of the state is.
     * `add` refuses a request that could never fit, not even alone.
     """
 
@@ -39,11 +42,13 @@ class Scheduler:
         pool: BlockPool,
         cache: PrefixCache,
         swap: SwapSpace | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
         self.cache = cache
         self.swap = SwapSpace() if swap is None else swap
+        self.states = StatePool() if states is None else states
         self.running: list[Request] = []
         self._waiting: list[tuple[Rank, Request]] = []
         self._requests: dict[str, Request] = {}
@@ -147,7 +152,8 @@ class Scheduler:
                 self.swap.discard_uncopied(request)
         within = tuple((source, destination) for destination, source in self._copies.items())
         self._copies.clear()
-        return StepPlan(rows, BlockCopies(within, *self.swap.take_copies()))
+        copies = BlockCopies(within, *self.swap.take_copies(), self.states.take_copies())
+        return StepPlan(rows, copies)
 
     def update(
         self,
@@ -172,10 +178,12 @@ class Scheduler:
         for index, row in enumerate(plan.rows):
             request = self.request_of(row)
             if request is None:
+                self.states.end_save(row.checkpoint, None, row.end)
                 continue
             if request.status is RequestStatus.RUNNING:  # else it was preempted since
                 self.cache.insert(request, row.start, min(row.end, request.num_computed_tokens))
                 self._evict_behind_window(request)
+            self.states.end_save(row.checkpoint, request, row.end)
             if not row.num_samples:
                 continue
             token_ids = sampled[row.sequence_id]
@@ -224,6 +232,7 @@ class Scheduler:
         for request in list(self.running):
             self._requeue(request)
         self._copies.clear()
+        self.states.reset_in_flight()
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence for a reason outside the scheduler."""
@@ -256,13 +265,16 @@ class Scheduler:
             assert request.num_computed_tokens <= request.num_tokens
             assert len(request.block_ids) >= self.config.num_blocks(request.num_computed_tokens)
         self.swap.check_integrity(waiting)
+        assert not any(request.state_slot for request in waiting)
+        self.states.check_integrity(self.running)
         self.pool.check_integrity(request.held_block_ids for request in self.running)
         self.cache.check_integrity()
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Tokens that `request` may compute now, at least one."""
         limit = self.config.prefill_chunk_size or budget
-        return max(1, min(request.num_tokens - request.num_computed_tokens, budget, limit))
+        num_new = max(1, min(request.num_tokens - request.num_computed_tokens, budget, limit))
+        return self.states.chunk(request, num_new)
 
     def _grow(self, request: Request, num_new: int) -> bool:
         """Allocate the blocks for `num_new` more tokens of `request`, if enough are free."""
@@ -296,9 +308,12 @@ class Scheduler:
         return count
 
     def _admit(self, request: Request, now: float) -> bool:
-        """Move a waiting sequence to the running ones, if blocks for all its tokens are free."""
+        """Move a waiting sequence to the running ones, if blocks for all its tokens and a slot are free."""
+        if not self.states.has_free:
+            return False
         table = self.cache.match(request)
-        num_hits = len(table)
+        num_hits = self.states.num_restorable(request, len(table))
+        del table[num_hits:]
         num_computed = num_hits * self.config.block_size
         swapped = self.swap.swapped(request)
         if swapped is not None:
@@ -319,6 +334,7 @@ class Scheduler:
         if swapped is not None:
             self.swap.swap_in(request, new)
         request.evicted = evicted
+        self.states.admit(request, num_hits)
         request.num_computed_tokens = num_computed
         self.cache.count(request, num_hits)
         if request.times.first_scheduled is None:
@@ -344,6 +360,8 @@ class Scheduler:
             seed=request.seed,
             lora=request.lora,
             num_draft_tokens=num_draft_tokens,
+            state_slot=request.state_slot,
+            checkpoint=self.states.begin_save(request, end),
         )
         request.num_computed_tokens = end
         if row.samples_one:
@@ -397,10 +415,8 @@ class Scheduler:
         child.rank = rank_of(child, self.config.policy)
         self._requests[child.sequence_id] = child
         num_full, partial = divmod(parent.num_computed_tokens, self.config.block_size)
-        has_free_block = len(
-            self.running
-        ) < self.config.max_num_seqs and self.pool.num_free >= bool(partial)
-        if not has_free_block:
+        has_room = len(self.running) < self.config.max_num_seqs and self.states.has_free
+        if not has_room or self.pool.num_free < bool(partial):
             self._enqueue(child)
             return child
         shared = parent.block_ids[:num_full]
@@ -411,6 +427,7 @@ class Scheduler:
             copy = self.pool.allocate(1)
             self._copies[copy[0]] = parent.block_ids[num_full]
             child.block_ids += copy
+        self.states.fork(parent, child)
         child.num_computed_tokens = parent.num_computed_tokens
         child.status = RequestStatus.RUNNING
         self.running.append(child)
@@ -430,12 +447,13 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
 
     def _release(self, request: Request) -> None:
-        """Free a sequence's blocks; all of them are freed here.
+        """Free a sequence's blocks and state slot; all of them are freed here.
 
         A pending copy may write to one of them. It does no harm: copies come before the step writes, and the
         next owner of the block writes each slot before reading it.
         """
         self.pool.free(request.held_block_ids)
+        self.states.free(request)
         request.block_ids = []
         request.evicted = range(0)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..base.sampling_params import SamplingParams
+from .request import NULL_SLOT
 from .token_view import TokenView
 
 
@@ -24,6 +25,8 @@ class ScheduledRow(NamedTuple):
         params, seed: for sampling.
         lora: name of the adapter, if any.
         num_draft_tokens: slots reserved after `end` for draft tokens.
+        state_slot: of the sequence's constant state, which starts from nothing at position 0.
+        checkpoint: state slot into which the state after `end` is copied; the null slot: none.
     """
 
     sequence_id: str
@@ -37,6 +40,8 @@ class ScheduledRow(NamedTuple):
     seed: int
     lora: str | None = None
     num_draft_tokens: int = 0
+    state_slot: int = NULL_SLOT
+    checkpoint: int = NULL_SLOT
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -81,14 +86,16 @@ class BlockCopies:
         within: on the device, for sequences that forked (copy-on-write).
         to_host: swapped out, of preempted sequences.
         from_host: swapped in, of sequences admitted again.
+        states: of state slots, for sequences that forked or restore a checkpoint.
     """
 
     within: Copies = ()
     to_host: Copies = ()
     from_host: Copies = ()
+    states: Copies = ()
 
     def __bool__(self) -> bool:
-        return bool(self.within or self.to_host or self.from_host)
+        return bool(self.within or self.to_host or self.from_host or self.states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,11 @@ class StepPlan:
     def num_tokens_of(self) -> dict[str, int]:
         """Tokens that each sequence computes in this step."""
         return {row.sequence_id: row.num_tokens for row in self.rows}
+
+    @property
+    def checkpoints(self) -> Copies:
+        """Copies of states after the forward pass, (slot of a sequence, slot of its checkpoint)."""
+        return tuple((row.state_slot, row.checkpoint) for row in self.rows if row.checkpoint)
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ from llmopt.engine.scheduling.draft_length import DraftLength
 from llmopt.engine.scheduling.prefix_cache import PrefixCache
 from llmopt.engine.scheduling.request import Request, RequestTimes, Token
 from llmopt.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from llmopt.engine.scheduling.state_pool import StatePool
 from llmopt.engine.scheduling.step_plan import Copies, ScheduledRow, StepPlan
 from llmopt.engine.scheduling.swap_space import SwapSpace
 from llmopt.engine.scheduling.tree import Tree
@@ -75,6 +76,8 @@ class World:
     Attention reads every slot of a sequence up to the current token, or those within the window. So before
     each token is sampled, every slot must hold exactly that sequence's prefix and salt; a block that was
     shared, copied, freed or reused wrongly fails at once. Draft tokens are written too, right and wrong ones.
+
+    With `num_states` each sequence has a state as well, which is the prefix that its tokens have updated it by.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class World:
         width: int = 1,
         loop: Loop = "serial",
         num_host_blocks: int = 0,
+        num_states: int = 0,
+        num_checkpoints: int = 0,
         **limits: int,
     ) -> None:
         self.block_size = block_size
@@ -110,9 +115,12 @@ class World:
             pool,
             PrefixCache(pool, block_size, enabled=caching),
             SwapSpace(num_host_blocks),
+            StatePool(num_states, num_checkpoints, block_size),
         )
         self.host: dict[tuple[int, int], Past] = {}
         self.slots: dict[tuple[int, int], Past] = {}
+        self.states: dict[int, Past] = {}
+        self.num_restored = 0
         self._salts: dict[str, bytes] = {}
         self.num_accepted = 0
         self.num_moved = 0
@@ -186,6 +194,7 @@ class World:
         self._copy(self.slots, self.slots, plan.copies.within)
         self._copy(self.slots, self.host, plan.copies.to_host)
         self._copy(self.host, self.slots, plan.copies.from_host)
+        self._copy_states(plan.copies.states)
         salts = {row.sequence_id: self._salts[row.sequence_id.split("/")[0]] for row in plan.rows}
         drafts = {
             row.sequence_id: draft_of(row, salts[row.sequence_id], self._width) for row in plan.rows
@@ -202,11 +211,13 @@ class World:
             draft, tree = drafts[row.sequence_id]
             pasts: list[Past] = [(salt, *known[: i + 1]) for i in range(row.start, row.end)]
             pasts += [(salt, *known, *path_of(draft, tree, i)) for i in range(len(draft))]
+            self._update_state(row, salt)
             for number, past in enumerate(pasts, row.start):
                 slot = self._slot(row, number)
                 assert slot[0] != 0, "a token is written to the null block"
                 assert slot not in written, "two sequences write the same slot"
                 written[slot] = past
+        self._copy_states(plan.checkpoints)
         self.slots.update(written)
         sampled: dict[str, list[int]] = {}
         for row in plan.rows:
@@ -255,6 +266,27 @@ class World:
             if past is not None:
                 target[place] = past
 
+    def _copy_states(self, copies: Copies) -> None:
+        assert len({destination for _, destination in copies}) == len(copies)
+        last = self.scheduler.states.num_slots
+        self.num_restored += sum(source > last for source, _ in copies)
+        self.states |= {
+            destination: self.states[source]
+            for source, destination in copies
+            if source in self.states
+        }
+
+    def _update_state(self, row: ScheduledRow, salt: bytes) -> None:
+        """Update the state of a row's sequence by its tokens; it starts from nothing at position 0."""
+        if not self.scheduler.states.num_slots:
+            assert row.state_slot == row.checkpoint == 0
+            return
+        assert row.state_slot, "a sequence has no state"
+        if row.start:
+            before = self.states.get(row.state_slot)
+            assert before == (salt, *row.history[: row.start]), "the state is wrong"
+        self.states[row.state_slot] = (salt, *row.history[: row.end])
+
     def _slot(self, row: ScheduledRow, number: int) -> tuple[int, int]:
         return row.block_ids[number // self.block_size], number % self.block_size
 
@@ -276,6 +308,7 @@ class World:
         pool, swap = self.scheduler.pool, self.scheduler.swap
         assert pool.num_free == pool.num_usable
         assert swap.num_free == swap.num_blocks
+        assert self.scheduler.states.num_free == self.scheduler.states.num_slots
 
 
 def foretell(
