@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from .cache.kv_cache import (
     kv_bytes_per_token,
     stored_dtype,
 )
+from .cache.state_cache import StateCache, check_states, state_bytes_per_sequence
 from .config.config import EngineConfig
 from .execution.memory_profile import (
     PROFILE_BLOCKS,
@@ -40,10 +41,12 @@ from .planner.memory.cache_size import (
     DEFAULT_MAX_NUM_SEQS,
     KvCacheBudget,
 )
+from .planner.memory.state_slots import StateSlots, size_states
 from .scheduling.block_pool import BlockPool
 from .scheduling.prefix_cache import PrefixCache
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig
+from .scheduling.state_pool import StatePool
 from .scheduling.swap_space import SwapSpace
 from .speculation.open import Draft, draft_length, open_draft, open_proposer
 from .speculation.proposer import Proposer
@@ -54,7 +57,7 @@ from .tensor_parallel.workers import Workers, num_threads, open_shards
 class EngineMemory:
     """Memory held by the engine, and weights read per step, in bytes, summed over tensor-parallel shards.
 
-    `draft_bytes` are of the draft model or draft heads, with their KV cache.
+    `draft_bytes` are of the draft model or draft heads, with their KV cache; `state_bytes` of state slots.
     """
 
     weight_bytes: int
@@ -62,6 +65,7 @@ class EngineMemory:
     weight_bytes_per_step: int
     kv_bytes_per_token: int
     draft_bytes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +124,9 @@ def build_engine(config: EngineConfig) -> EngineParts:
     loaded = load_model(config)
     limits = scheduler_limits(config, loaded)
     layout = cache_layout(config, loaded, limits.block_size)
-    num_blocks = _num_blocks(config, loaded, limits, layout)
+    slots, num_blocks = _sizes(config, loaded, limits, layout)
     with explaining_out_of_memory(f"a KV cache of {num_blocks} blocks", loaded.device):
-        cache = open_cache(loaded, layout, num_blocks, layout.num_host_blocks)
+        cache = open_cache(loaded, layout, num_blocks, layout.num_host_blocks, slots.num_slots)
         proposer = open_proposer(
             config.speculation,
             loaded.draft,
@@ -142,7 +146,13 @@ def build_engine(config: EngineConfig) -> EngineParts:
     return EngineParts(
         loaded,
         runner,
-        Scheduler(limits, pool, prefixes, SwapSpace(layout.num_host_blocks)),
+        Scheduler(
+            limits,
+            pool,
+            prefixes,
+            SwapSpace(layout.num_host_blocks),
+            StatePool(slots.num_sequences, slots.num_checkpoints, layout.block_size),
+        ),
         open_loop(runner, loaded.device, overlapped=config.async_scheduling),
         engine_memory(loaded, cache, proposer),
     )
@@ -161,6 +171,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, tokenizer)
     with explaining_out_of_memory("the model", device):
         model, max_model_len, workers = open_shards(config, checkpoint, device, dtype)
+    check_states(config, model.state_layouts)
     draft = open_draft(config.speculation, tokenizer, model, max_model_len, device, dtype)
     return LoadedModel(
         folder, device, dtype, tokenizer, eos_token_ids, model, max_model_len, workers, draft
@@ -193,9 +204,13 @@ def cache_layout(config: EngineConfig, loaded: LoadedModel, block_size: int) -> 
 
 
 def open_cache(
-    loaded: LoadedModel, layout: CacheLayout, num_blocks: int, num_host_blocks: int = 0
+    loaded: LoadedModel,
+    layout: CacheLayout,
+    num_blocks: int,
+    num_host_blocks: int = 0,
+    num_slots: int = 0,
 ) -> KvCache:
-    """Allocate the target's KV cache, in the workers as well."""
+    """Allocate the target's KV cache, in the workers as well, and its state slots."""
     cache = KvCache(
         loaded.model.kv_layouts,
         num_blocks,
@@ -203,6 +218,7 @@ def open_cache(
         loaded.device,
         layout.dtype,
         num_host_blocks,
+        StateCache(loaded.model.state_layouts, num_slots, loaded.device),
     )
     if loaded.workers is not None:
         loaded.workers.attach(loaded.model, cache, num_blocks)
@@ -253,24 +269,36 @@ def engine_memory(
         weight_bytes_per_step=sum(shard.bytes_per_step for shard in shards),
         kv_bytes_per_token=per_token * len(shards),
         draft_bytes=0 if proposer is None else proposer.bytes_held,
+        state_bytes=cache.states.num_bytes,
     )
 
 
-def _num_blocks(
+def _sizes(
     config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, layout: CacheLayout
-) -> int:
-    """Blocks of the KV cache, the null block included; unless the config fixes them, by a profile run."""
+) -> tuple[StateSlots, int]:
+    """State slots, and blocks of the KV cache with the null block; unless the config fixes them, by a
+    profile run."""
     longest = limits.max_blocks(loaded.max_model_len) * layout.block_size
+    budget = cache(partial(_kv_cache_budget, config, loaded, limits, layout))
+    is_fixed = config.num_blocks is not None or config.kv_cache_memory_bytes is not None
+    slot_bytes = state_bytes_per_sequence(loaded.model.state_layouts)
     with explaining_out_of_memory("the largest step", loaded.device):
-        return choose_num_blocks(
+        slots = size_states(
+            slot_bytes,
+            limits.max_num_seqs,
+            caching=config.enable_prefix_caching,
+            memory_bytes=None if is_fixed or not slot_bytes else budget().num_bytes,
+        )
+        num_blocks = choose_num_blocks(
             config,
             layout.layouts,
             layout.block_size,
             min(loaded.max_model_len, longest),
             limits.max_num_seqs,
             layout.dtype,
-            partial(_kv_cache_budget, config, loaded, limits, layout),
+            lambda: budget().less("states", slots.num_bytes),
         )
+    return slots, num_blocks
 
 
 def _kv_cache_budget(

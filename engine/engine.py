@@ -241,7 +241,7 @@ class Engine:
         self._check_lora(lora)
         self._wait_for_thread()
         scheduler = self.scheduler
-        return PromptPass(self.runner, scheduler.pool, scheduler.config, lora)
+        return PromptPass(self.runner, scheduler.pool, scheduler.config, lora, scheduler.states)
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prefixes and their counters, as a benchmark does between runs."""

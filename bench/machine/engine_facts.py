@@ -23,6 +23,7 @@ def memory_part(engine: Engine, model: Path, peak_bytes: int | None) -> dict[str
         "weight_bytes": engine.memory.weight_bytes,
         "checkpoint_bytes": open_checkpoint(model).weight_bytes,
         "kv_cache_bytes": engine.memory.kv_cache_bytes,
+        "state_bytes": engine.memory.state_bytes,
         "kv_cache": {
             "dtype": engine.stats.kv_dtype,
             "bytes_per_token": engine.memory.kv_bytes_per_token,

@@ -19,6 +19,7 @@ from ..model.layers.attention import LayerCache
 from ..model.spec.spec import KvLayout
 from ..planner.memory.cache_size import CacheRequest, KvCacheBudget, size_cache
 from ..scheduling.step_plan import BlockCopies
+from .state_cache import StateCache
 
 _STORED = {
     "bfloat16": torch.bfloat16,
@@ -26,6 +27,8 @@ _STORED = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
+
+_MOST_EMPTY_BLOCKS = 2**16
 
 
 def stored_dtype(name: str, computed: torch.dtype) -> torch.dtype:
@@ -74,6 +77,11 @@ def choose_num_blocks(
     Raises:
         BadInput: the configured memory does not hold a single sequence.
     """
+    if (
+        not layouts
+    ):  # every layer has a constant state: a block is a place in block tables, without memory
+        whole = -(-max_model_len // block_size) * max_num_seqs
+        return (config.num_blocks or min(whole, _MOST_EMPTY_BLOCKS)) + 1
     num_ranks, memory = config.tensor_parallel_size, config.kv_cache_memory_bytes
     layers = _Layers(layouts)
     request = CacheRequest(
@@ -115,7 +123,8 @@ def choose_num_host_blocks(
 class KvCache:
     """Keys and values of all layers in blocks, stored as `dtype`; 8-bit dtypes with their scales.
 
-    `num_host_blocks` blocks on the host are the swap space of preempted sequences.
+    `num_host_blocks` blocks on the host are the swap space of preempted sequences; `states` are beside the
+    blocks, for a model with constant state.
     """
 
     def __init__(
@@ -126,11 +135,13 @@ class KvCache:
         device: torch.device,
         dtype: torch.dtype,
         num_host_blocks: int = 0,
+        states: StateCache | None = None,
     ) -> None:
         self.layers = [
             LayerCache.zeros(layout, num_blocks, block_size, device, dtype) for layout in layouts
         ]
         self.num_host_blocks = num_host_blocks
+        self.states = StateCache((), 0, device) if states is None else states
         # Pinned, so that copies are asynchronous to the host.
         self._on_host = [
             torch.empty(
@@ -156,6 +167,7 @@ class KvCache:
             return
         if self.broadcast is not None:
             self.broadcast("copy", copies)
+        self.states.copy(copies.states)
         for part, on_host in zip(self._parts, self._on_host, strict=True):
             if copies.within:
                 sources, destinations = torch.tensor(copies.within, device=part.device).unbind(1)

@@ -10,7 +10,9 @@ import torch
 from ..base.transfer import packed
 from ..kernels.attention.paged_attention import AttentionBatch, DecodeGroup, SequenceSpan, TreeMask
 from ..model.layers.attention import StepInputs
+from ..model.layers.state import StateBatch
 from ..scheduling.block_pool import NULL_BLOCK
+from ..scheduling.request import NULL_SLOT
 from ..scheduling.tree import Tree
 from ..scheduling.window import evicted_places
 
@@ -22,12 +24,14 @@ class Run(NamedTuple):
         start: number of slots of the sequence before these tokens.
         block_ids: block table of the whole sequence.
         tree: of the draft tokens at the end, of which the first may be computed already.
+        state_slot: of the sequence's constant state.
     """
 
     start: int
     token_ids: Sequence[int]
     block_ids: Sequence[int]
     tree: Tree | None = None
+    state_slot: int = NULL_SLOT
 
 
 def step_inputs(
@@ -35,14 +39,18 @@ def step_inputs(
     block_size: int,
     device: torch.device,
     dtype: torch.dtype,
+    states: Sequence[torch.Tensor] = (),
 ) -> StepInputs:
-    """Build the model's inputs for a step; all but tree masks go in one host-to-device copy."""
+    """Build the model's inputs for a step; all but tree masks go in one host-to-device copy.
+
+    `states` are the tensors of the state cache.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     multi_token: list[tuple[int, int, int, Sequence[int], range, TreeMask | None]] = []
     decodes: list[tuple[int, int, Sequence[int], range]] = []
-    for start, tokens, block_ids, tree in runs:
+    for start, tokens, block_ids, tree, _ in runs:
         begin, end = len(token_ids), start + len(tokens)
         token_ids.extend(tokens)
         mask = None
@@ -75,9 +83,12 @@ def step_inputs(
         [len(evicted) * block_size for _, _, _, evicted in decodes],
     )
     tables = [held for _, _, _, held, _, _ in multi_token]
-    tokens, position_ids, slot_mapping, rows, block_ids, lengths, evicted_spans, *copied = packed(
-        [token_ids, positions, slots, *decode_columns, *tables], device
-    )
+    state_slots = [run.state_slot for run in runs] if states else []
+    columns = [token_ids, positions, slots, state_slots, *decode_columns]
+    copied = packed([*columns, *tables], device)
+    tokens, position_ids, slot_mapping, of_states, rows, block_ids, lengths, evicted_spans = copied[
+        : len(columns)
+    ]
     decode = None
     if decodes:
         # All sequences with evicted blocks keep the same number of sink tokens.
@@ -87,10 +98,14 @@ def step_inputs(
         SequenceSpan(
             begin, stop, end, table, evicted.start * block_size, len(evicted) * block_size, mask
         )
-        for (begin, stop, end, _, evicted, mask), table in zip(multi_token, copied, strict=True)
+        for (begin, stop, end, _, evicted, mask), table in zip(
+            multi_token, copied[len(columns) :], strict=True
+        )
     ]
     batch = AttentionBatch(spans, decode, block_size, dtype)
-    return StepInputs(tokens, position_ids, slot_mapping, batch)
+    return StepInputs(
+        tokens, position_ids, slot_mapping, batch, states=StateBatch(tuple(states), of_states)
+    )
 
 
 def _tree_mask(tree: Tree, device: torch.device) -> TreeMask:

@@ -49,6 +49,9 @@ FEATURES: Mapping[str, Feature] = {
     "transformers": Feature(
         "a model that runs through transformers", "a checkpoint of another model type"
     ),
+    "states": Feature(
+        "a model with constant state", "a checkpoint with Mamba, linear attention or the like"
+    ),
     "completions": Feature("several completions", "`n`, `best_of`"),
     "mask": Feature("token masks and processors", "`token_mask`, `logits_processors`"),
     "prompt-logprobs": Feature("logprobs of the prompt", "`prompt_logprobs`"),
@@ -80,6 +83,15 @@ REFUSALS: Mapping[frozenset[str], str] = {
     },
     frozenset({"lora", "transformers"}): "adapters are for the decoder's own model types",
     frozenset({"tensor-parallel", "transformers"}): "only the decoder's own layers are divided",
+    **{
+        frozenset(
+            {method, "states"}
+        ): "a state cannot go back to before a draft token that is rejected"
+        for method in ("ngram", "draft", "medusa", "eagle", "rejection")
+    },
+    frozenset({"streams", "states"}): "a state has no window and no sinks",
+    frozenset({"swap", "states"}): "a state is not swapped out; preempted sequences are recomputed",
+    frozenset({"tensor-parallel", "states"}): "states are not divided between devices",
     frozenset({"quantized", "transformers"}): "transformers' modules take plain weights only",
 }
 """Reasons why two features are incompatible."""

@@ -102,6 +102,7 @@ class ModelRunner:
             return LaunchedStep(lambda: result)
         layout = StepLayout.of(plan.rows, {})
         _, logits, result = self._forward(layout, sampled, timer)
+        self.cache.states.copy(plan.checkpoints)
         if logits is None:
             return LaunchedStep(lambda: result)
         with timer("sample"):
@@ -166,7 +167,8 @@ class ModelRunner:
         )
 
     def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:
-        return step_inputs(runs, self.cache.block_size, self._device, self._dtype)
+        states = self.cache.states.tensors
+        return step_inputs(runs, self.cache.block_size, self._device, self._dtype, states)
 
     def _ends(self, layout: StepLayout) -> torch.Tensor:
         """Indices of the hidden states whose logits are needed, int64 [ends]."""

@@ -14,7 +14,9 @@ import torch
 from ...quant.base.errors import BadInput
 from ..cache.step_inputs import Run
 from ..scheduling.block_pool import BlockPool
+from ..scheduling.request import NULL_SLOT
 from ..scheduling.scheduler_config import SchedulerConfig
+from ..scheduling.state_pool import StatePool
 from ..scheduling.window import evict_blocks
 from .model_runner import ModelRunner
 
@@ -40,9 +42,12 @@ class PromptPass:
         pool: BlockPool,
         config: SchedulerConfig,
         lora: str | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self._runner, self._pool, self._config, self._lora = runner, pool, config, lora
+        self._states = StatePool() if states is None else states
         self._tables: dict[int, tuple[list[int], range]] = {}
+        self._slots: dict[int, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -69,6 +74,11 @@ class PromptPass:
     def max_model_len(self) -> int:
         """Tokens per prompt."""
         return self._config.max_model_len
+
+    @property
+    def max_prompts(self) -> int:
+        """Prompts that can be under way at once."""
+        return self._states.num_free if self._states.num_slots else self.max_tokens
 
     @property
     def num_free_blocks(self) -> int:
@@ -103,7 +113,10 @@ class PromptPass:
         for prompt, begin, end in spans:
             table, _ = self._tables.setdefault(prompt, ([], range(0)))
             table += self._pool.allocate(config.num_blocks(end) - len(table))
-            runs.append(Run(begin, prompts[prompt][begin:end], table))
+            if prompt not in self._slots:
+                self._slots[prompt] = self._states.allocate()
+            slot = self._slots[prompt]
+            runs.append(Run(begin, prompts[prompt][begin:end], table, state_slot=slot))
         hidden = self._runner.hidden(runs, self._lora)
         for prompt, _, end in spans:
             table, evicted = self._tables[prompt]
@@ -122,17 +135,19 @@ class PromptPass:
     def _free(self, prompt: int) -> None:
         table, evicted = self._tables.pop(prompt)
         self._pool.free([*table[: evicted.start], *table[evicted.stop :]])
+        self._states.release(self._slots.pop(prompt, NULL_SLOT))
 
 
 def plan_steps(lengths: Sequence[int], passes: Sequence[PromptPass]) -> Iterator[list[Span]]:
     """Steps over all prompts in order, with as many tokens in each as every one of `passes` takes.
 
-    A prompt begins where the KV blocks of all that have begun and of it are free in every pass. The prompts
-    fit one by one (`PromptPass.check_fits`).
+    A prompt begins where the KV blocks and state slots of all that have begun and of it are free in every
+    pass. The prompts fit one by one (`PromptPass.check_fits`).
     """
     max_tokens = min(each.max_tokens for each in passes)
     chunk = min(each.chunk for each in passes)
     free = [each.num_free_blocks for each in passes]
+    max_prompts = min(each.max_prompts for each in passes)
     step: list[Span] = []
     held = [0] * len(passes)  # blocks of the prompts in this step
     left = max_tokens
@@ -140,7 +155,10 @@ def plan_steps(lengths: Sequence[int], passes: Sequence[PromptPass]) -> Iterator
         needed = [each.num_blocks(length) for each in passes]
         begin = 0
         while begin < length:
-            fits = begin > 0 or all(h + n <= f for h, n, f in zip(held, needed, free, strict=True))
+            fits = begin > 0 or (
+                all(h + n <= f for h, n, f in zip(held, needed, free, strict=True))
+                and len(step) < max_prompts
+            )
             if left == 0 or not fits:
                 assert step, "a prompt does not fit the free blocks"
                 yield step

@@ -37,7 +37,7 @@ class StepLayout:
         speculative: dict[str, SpeculativeRow] = {}
         begin = 0
         for row in rows:
-            run = Run(row.start, row.token_ids, row.block_ids)
+            run = Run(row.start, row.token_ids, row.block_ids, state_slot=row.state_slot)
             draft = drafts.get(row.sequence_id)
             if draft is not None:
                 verified = SpeculativeRow(row, draft, begin + row.num_tokens)

@@ -18,6 +18,7 @@ from .decoder.decoder import Decoder
 from .decoder.families import model_spec
 from .decoder.loader import decoder_base, load_weights
 from .layers.attention import LayerCache, StepInputs
+from .layers.state import StateLayout
 from .lora.bank import AdapterBank
 from .parallel.shard import Shard
 from .spec.spec import KvLayout, NotCovered
@@ -35,6 +36,11 @@ class CausalModel(Protocol):
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
         """Each layer's KV-cache layout."""
+        ...
+
+    @property
+    def state_layouts(self) -> tuple[StateLayout, ...]:
+        """The tensors of a sequence's constant state, over all layers; () without."""
         ...
 
     @property

@@ -64,7 +64,7 @@ class StatePool:
 
     def admit(self, request: Request, num_hits: int) -> None:
         """Give a sequence a slot; behind `num_hits` blocks, have the next step restore their checkpoint."""
-        request.state_slot = self._allocate()
+        request.state_slot = self.allocate()
         if self.num_slots and num_hits:
             checkpoint = self._checkpoint(request, num_hits)
             assert checkpoint is not None, "there is no state to go on from"
@@ -73,7 +73,7 @@ class StatePool:
 
     def fork(self, parent: Request, child: Request) -> None:
         """Give a forked sequence a slot, into which the next step copies its parent's state."""
-        child.state_slot = self._allocate()
+        child.state_slot = self.allocate()
         if self.num_slots:
             self._copies[child.state_slot] = parent.state_slot
 
@@ -83,9 +83,17 @@ class StatePool:
         A pending copy may write to it. It does no harm: the next owner starts from nothing, or its own copy
         replaces that one.
         """
-        if request.state_slot != NULL_SLOT:
-            self._free.append(request.state_slot)
-            request.state_slot = NULL_SLOT
+        self.release(request.state_slot)
+        request.state_slot = NULL_SLOT
+
+    def allocate(self) -> int:
+        """Take a slot; the caller has checked `has_free`."""
+        return self._free.pop() if self.num_slots else NULL_SLOT
+
+    def release(self, slot: int) -> None:
+        """Give a slot back."""
+        if slot != NULL_SLOT:
+            self._free.append(slot)
 
     def chunk(self, request: Request, num_new: int) -> int:
         """At most `num_new` tokens of a prompt, so that the step ends where a checkpoint can be saved."""
@@ -103,6 +111,7 @@ class StatePool:
         if len(request.block_hashes) >= num_blocks and self._checkpoint(request, num_blocks):
             self._saved.move_to_end(request.block_hashes[num_blocks - 1])
             return NULL_SLOT
+        self._drop_superseded(request, num_blocks - 1)
         if not self._unused:
             if not self._saved:
                 return NULL_SLOT
@@ -151,9 +160,17 @@ class StatePool:
             range(self.num_slots + 1, last + 1)
         )
 
-    def _allocate(self) -> int:
-        """A slot; the caller has checked `has_free`."""
-        return self._free.pop() if self.num_slots else NULL_SLOT
+    def _drop_superseded(self, request: Request, num_blocks: int) -> None:
+        """Drop the checkpoint behind that many blocks if it is in a sequence's output.
+
+        Of an output the newest is kept, for the next turn of a conversation; a long one would otherwise
+        overwrite the checkpoints of every prompt.
+        """
+        if num_blocks * self._block_size <= request.num_prompt_tokens:
+            return
+        if len(request.block_hashes) >= num_blocks and self._checkpoint(request, num_blocks):
+            checkpoint = self._saved.pop(request.block_hashes[num_blocks - 1])
+            self._unused.append(checkpoint.slot)
 
     def _checkpoint(self, request: Request, num_blocks: int) -> _Checkpoint | None:
         """The state behind the first blocks of a sequence, whose tokens are compared as the blocks' are."""

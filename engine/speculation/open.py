@@ -77,6 +77,8 @@ def _open_draft_model(
             "nothing; choose a model of the same family"
         )
     model, _ = open_model(open_checkpoint(folder), max_model_len, device, dtype)
+    if model.state_layouts:
+        refuse({"draft", "states"}, f"draft model {folder}")
     if model.vocab_size != target.vocab_size:
         raise BadInput(
             f"draft model {folder}: {model.vocab_size} tokens, the model has {target.vocab_size}; both "

@@ -21,8 +21,10 @@ from ....quant.model.checkpoint import Checkpoint
 from ...config.compatibility import refuse
 from ...kernels.attention.paged_attention import AttentionBatch, SequenceSpan
 from ..layers.attention import LayerCache, StepInputs
+from ..layers.state import StateBatch, StateLayout
 from ..spec.spec import KvLayout
-from .paged_modules import PackedForward, SequentialForward, cached_layouts
+from .paged_modules import PackedForward
+from .sequential import SequentialForward, TokenByTokenForward
 
 _CHECKED_TOKENS = 7
 _GROWING_ROTATIONS = ("dynamic", "longrope")
@@ -32,8 +34,8 @@ class TransformersModel:
     """A causal LM of transformers behind the `CausalModel` interface.
 
     Raises:
-        BadInput: transformers does not support the model, its state is no KV cache, it is quantized, or
-            its weights do not match its config.
+        BadInput: transformers does not support the model, its cache is of no kind that can be paged, it is
+            quantized, or its weights do not match its config.
     """
 
     window = None
@@ -49,7 +51,7 @@ class TransformersModel:
         self._model = self._load(checkpoint, dtype).to(device).eval()
         self._device, self._dtype = device, dtype
         self._forward: PackedForward | SequentialForward
-        self._forward, self.kv_layouts = self._choose()
+        self._forward, self.kv_layouts, self.state_layouts = self._choose()
         parameters = list(self._model.parameters())
         self.bytes_held = sum(parameter.nbytes for parameter in parameters)
         table, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
@@ -77,8 +79,6 @@ class TransformersModel:
             raise BadInput(f"{self._name} is not known to transformers: {_line(error)}") from error
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
             raise BadInput(f"{self._name} is not a causal language model of transformers")
-        if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False):
-            raise BadInput(f"{self._name} keeps a state that is not a KV cache: it cannot be paged")
         rope = getattr(config, "rope_parameters", None) or {}
         nested = [part for part in rope.values() if isinstance(part, Mapping)]
         for part in nested or [rope]:
@@ -108,22 +108,20 @@ class TransformersModel:
         return model
 
     @torch.inference_mode()
-    def _choose(self) -> tuple[PackedForward | SequentialForward, tuple[KvLayout, ...]]:
-        """The first forward, packed or sequential, whose logits match the model's own; and the KV layouts."""
+    def _choose(
+        self,
+    ) -> tuple[PackedForward | SequentialForward, tuple[KvLayout, ...], tuple[StateLayout, ...]]:
+        """The first forward whose logits match the model's own, and the layouts of what it caches."""
         tokens = torch.arange(_CHECKED_TOKENS, device=self._device) % self.vocab_size
-        reference = self._model(input_ids=tokens[None], use_cache=True)
-        expected = reference.logits[0].float()
-        layouts = cached_layouts(reference.past_key_values)
-        if layouts is None:
-            raise BadInput(f"{self._name} keeps a state that is not a KV cache: it cannot be paged")
+        expected = self._model(input_ids=tokens[None], use_cache=True).logits[0].float()
         own_attention = self._model.config._attn_implementation
         reasons = []
-        for kind in (PackedForward, SequentialForward):
+        for kind in (PackedForward, SequentialForward, TokenByTokenForward):
             try:
                 forward = kind(self._model, own_attention)
-                of_forward = forward.layouts(tokens) or layouts
-                if self._agrees(forward, of_forward, tokens, expected):
-                    return forward, of_forward
+                layouts, states = forward.layouts(tokens)
+                if self._agrees(forward, layouts, states, tokens, expected):
+                    return forward, layouts, states
                 reasons.append("the results differ")
             except Exception as error:  # modules may fail in any way here
                 reasons.append(_line(error))
@@ -133,23 +131,31 @@ class TransformersModel:
         self,
         forward: PackedForward | SequentialForward,
         layouts: Sequence[KvLayout],
+        states: Sequence[StateLayout],
         tokens: torch.Tensor,
         expected: torch.Tensor,
     ) -> bool:
         """Whether two paged steps, the second with another sequence batched, give the `expected` logits."""
         caches = [LayerCache.zeros(layout, 4, 4, self._device, self._dtype) for layout in layouts]
+        held = tuple(state.zeros(2, self._device) for state in states)
         split = 4
-        first = self._step(tokens, [(0, split, [2])])
-        second = self._step(tokens, [(split, len(tokens), [2, 1]), (0, 2, [3])])
+        first = self._step(tokens, [(0, split, [2])], held)
+        second = self._step(tokens, [(split, len(tokens), [2, 1]), (0, 2, [3])], held)
         actual = torch.cat([forward(first, caches), forward(second, caches)]).float()
         wanted = torch.cat([expected, expected[:2]])
         tolerance = 1e-3 if self._dtype is torch.float32 else 0.05
         return bool((actual - wanted).abs().mean() <= tolerance * expected.std())
 
     def _step(
-        self, tokens: torch.Tensor, runs: Sequence[tuple[int, int, Sequence[int]]]
+        self,
+        tokens: torch.Tensor,
+        runs: Sequence[tuple[int, int, Sequence[int]]],
+        states: tuple[torch.Tensor, ...],
     ) -> StepInputs:
-        """Inputs for runs of (first position, end, blocks of 4 tokens) of `tokens`."""
+        """Inputs for runs of (first position, end, blocks of 4 tokens) of `tokens`.
+
+        The state slot of a run is its index.
+        """
         spans: list[SequenceSpan] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -161,7 +167,9 @@ class TransformersModel:
             slots += [blocks[p // 4] * 4 + p % 4 for p in range(begin, end)]
         at = torch.tensor(positions, device=self._device)
         batch = AttentionBatch(spans, None, 4, self._dtype)
-        return StepInputs(tokens[at], at, torch.tensor(slots, device=self._device), batch)
+        held = StateBatch(states, torch.arange(len(runs), device=self._device))
+        of_tokens = torch.tensor(slots, device=self._device)
+        return StepInputs(tokens[at], at, of_tokens, batch, states=held)
 
 
 def _longest(config: Any) -> int | None:

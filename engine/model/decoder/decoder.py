@@ -21,6 +21,7 @@ from ..layers.per_layer_input import PerLayerEmbedding, PerLayerInput
 from ..layers.projection import LinearSite, Projection
 from ..layers.rotary_embedding import RotaryEmbedding
 from ..layers.shared_attention import SharedAttention
+from ..layers.state import StateLayout
 from ..lora.bank import AdapterBank
 from ..spec.rope import RopeSpec
 from ..spec.spec import KvLayout, ModelSpec
@@ -193,6 +194,11 @@ class Decoder:
     def kv_layouts(self) -> tuple[KvLayout, ...]:
         """Each layer's KV-cache layout."""
         return self.spec.kv_layouts
+
+    @property
+    def state_layouts(self) -> tuple[StateLayout, ...]:
+        """None of its layers keeps a constant state."""
+        return ()
 
     @property
     def vocab_size(self) -> int:

@@ -16,6 +16,7 @@ from ...kernels.elementwise.rotary import apply_rotary_emb, interleaved_to_halve
 from ..spec.spec import KvLayout, Temperature
 from .norm import Norm, ShardedNorm
 from .projection import AdapterRows, Projection
+from .state import NO_STATES, StateBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class StepInputs:
         batch: attention metadata: block tables, lengths, tree masks.
         adapters: int64, tokens by LoRA adapter name; None: all tokens.
         aux_hidden_state_layers: layers whose input is returned beside the final hidden states (EAGLE-3).
+        states: of the sequences of a model with constant state.
     """
 
     token_ids: torch.Tensor
@@ -69,6 +71,7 @@ class StepInputs:
     batch: AttentionBatch
     adapters: AdapterRows = field(default_factory=dict)
     aux_hidden_state_layers: tuple[int, ...] = ()
+    states: StateBatch = NO_STATES
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ a run can be compared with its plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Protocol
 
@@ -68,6 +68,10 @@ class KvCacheBudget:
             f"({utilization:g} of {format_gib(total_bytes)}) or store the cache in 8 bits"
         )
         return cls(int(total_bytes * utilization), taken, advice)
+
+    def less(self, name: str, num_bytes: int) -> KvCacheBudget:
+        """The budget without `num_bytes` for something else."""
+        return replace(self, taken={**self.taken, name: num_bytes}) if num_bytes else self
 
     @property
     def num_bytes(self) -> int:

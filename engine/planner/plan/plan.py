@@ -19,6 +19,7 @@ from ..memory.cache_size import (
     size_cache,
 )
 from ..memory.memory import Deployment, Reserve
+from ..memory.state_slots import size_states
 from ..model.catalog import PlannedModel
 from ..model.engine_rules import RULES, resident_tokens
 from ..model.kv_dtypes import kv_dtype
@@ -214,9 +215,8 @@ def _engine_cache(
         max_num_seqs=sequences,
         memory_bytes=setup.kv_cache_bytes,
     )
-    states = sequences * deployment.shape.state_bytes
     if device.kind == "cpu":
-        free = device.memory_bytes - deployment.weight_bytes - states
+        free = device.memory_bytes - deployment.weight_bytes
         budget = KvCacheBudget.on_cpu(max(0, free))
     else:
         profile_run = replace(reserve, chunk_tokens=step_tokens, max_num_seqs=sequences)
@@ -225,12 +225,15 @@ def _engine_cache(
             reserve.utilization,
             deployment.weight_bytes,
             deployment.activation_bytes(profile_run),
-            deployment.overhead_bytes() + states,
+            deployment.overhead_bytes(),
         )
+    states = size_states(
+        deployment.shape.state_bytes, sequences, caching=True, memory_bytes=budget.num_bytes
+    )
     if not deployment.shape.kv_bytes_per_token(1):
         return None
     try:
-        return size_cache(deployment.shape, request, budget)
+        return size_cache(deployment.shape, request, budget.less("states", states.num_bytes))
     except BadInput:
         return None
 

@@ -17,9 +17,14 @@ class Pass:
     """What a plan needs of a prompt pass."""
 
     def __init__(
-        self, max_tokens: int, num_free_blocks: int = 99, chunk: int | None = None
+        self,
+        max_tokens: int,
+        num_free_blocks: int = 99,
+        chunk: int | None = None,
+        max_prompts: int = 99,
     ) -> None:
         self.max_tokens, self.num_free_blocks = max_tokens, num_free_blocks
+        self.max_prompts = max_prompts
         self.chunk = chunk or max_tokens
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -38,6 +43,11 @@ def test_prompts_fill_steps_in_order() -> None:
 def test_a_step_is_as_small_as_the_smallest_budget() -> None:
     assert planned([10], Pass(8), Pass(6)) == [[(0, 0, 6)], [(0, 6, 10)]]
     assert planned([5, 2], Pass(8, chunk=4)) == [[(0, 0, 4)], [(0, 4, 5), (1, 0, 2)]]
+
+
+def test_a_prompt_waits_for_a_free_state_slot() -> None:
+    steps = planned([3, 3, 3, 9], Pass(8, max_prompts=2))
+    assert steps == [[(0, 0, 3), (1, 0, 3)], [(2, 0, 3), (3, 0, 5)], [(3, 5, 9)]]
 
 
 def test_a_prompt_waits_for_free_blocks() -> None:

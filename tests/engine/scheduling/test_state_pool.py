@@ -59,6 +59,20 @@ def test_the_least_recently_used_checkpoint_is_overwritten():
     assert [request.num_cached_tokens for request in hits] == [4, 4, 0]
 
 
+def test_of_an_output_the_newest_checkpoint_is_kept():
+    made = world(num_checkpoints=3)
+    prompt = [1, 2, 3, 1, 2]
+    made.add("a", prompt, 20, ignore_eos=True)
+    made.drain()
+    tokens = made.finished["a/0"].token_ids
+    reused = []
+    for index, length in enumerate([6, 14, 25]):
+        reused.append(made.add(f"again-{index}", tokens[:length], 1))
+        made.drain()
+    # The prompt's first block, nothing between, and the last block whose tokens were computed.
+    assert [request.num_cached_tokens for request in reused] == [4, 4, 24]
+
+
 def test_a_fork_copies_the_state_of_its_parent():
     made = world()
     request = made.add("a", [1, 2, 3], 4, n=3)

@@ -1,0 +1,117 @@
+"""Forward passes of transformers models sequence by sequence, over the model's own kind of cache.
+
+A sequence's cache object is filled from its blocks and its state slot before the pass, and what the pass
+added is written back after it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...kernels.attention.paged_attention import AttentionBatch
+from ..layers.attention import LayerCache, StepInputs
+from ..layers.state import StateLayout
+from ..spec.spec import KvLayout
+from .cached_tensors import CachedTensors, measure, record_windows
+
+_CACHES = ("past_key_values", "cache_params", "state")
+"""What models call the cache that they take and return."""
+
+
+class SequentialForward:
+    """One forward pass per sequence.
+
+    Raises:
+        ValueError: the model returns no cache, or one whose tensors are neither per token nor constant.
+    """
+
+    one_by_one = False
+    """Whether tokens after a sequence's first step are computed one at a time."""
+
+    def __init__(self, model: Any, own_attention: str) -> None:
+        self._model = model
+        self._takes = set(inspect.signature(model.forward).parameters)
+        self._tensors: CachedTensors | None = None
+        model.set_attn_implementation(own_attention)
+
+    def layouts(self, tokens: torch.Tensor) -> tuple[tuple[KvLayout, ...], tuple[StateLayout, ...]]:
+        """Layouts of what is paged and of the states, from caches of a few `tokens`."""
+        self._tensors = self._measured(tokens)
+        return self._tensors.kv_layouts, self._tensors.state_layouts
+
+    def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
+        assert self._tensors is not None
+        runs = _runs(inputs.batch)
+        slots = [0] * len(runs)
+        if inputs.states.tensors and inputs.states.slots is not None:
+            slots = inputs.states.slots.tolist()
+        scores: list[torch.Tensor] = []
+        for (begin, end, length, table), slot in zip(runs, slots, strict=True):
+            states = [tensor[slot] for tensor in inputs.states.tensors]
+            start = length - (end - begin)
+            cache = self._tensors.load(caches, table, states, start)
+            step = 1 if self.one_by_one and start else end - begin
+            for first in range(begin, end, step):
+                rows = slice(first, first + step)
+                known = length - (end - rows.stop)
+                logits, cache = self._pass(
+                    inputs.token_ids[None, rows], inputs.positions[None, rows], known, cache
+                )
+                scores.append(logits)
+            self._tensors.store(cache, caches, inputs.slots[begin:end], states, length)
+        return torch.cat(scores)
+
+    def _pass(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, length: int, cache: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Logits [tokens, vocab] of the last tokens of a sequence of `length`, and its cache after them."""
+        arguments = {
+            "input_ids": token_ids,
+            "position_ids": positions,
+            "use_cache": True,
+            **dict.fromkeys(_CACHES, cache),
+        }
+        given = {name: value for name, value in arguments.items() if name in self._takes}
+        output = self._model(**given)
+        returned = (getattr(output, name, None) for name in _CACHES)
+        after = next((held for held in returned if held is not None), cache)
+        return output.logits[0], after
+
+    def _measured(self, tokens: torch.Tensor) -> CachedTensors:
+        lengths = len(tokens) // 2, len(tokens)
+        positions = torch.arange(len(tokens), device=tokens.device)[None]
+
+        def cache_of(length: int, fresh: Any = None) -> Any:
+            _, cache = self._pass(tokens[None, :length], positions[:, :length], length, fresh)
+            if cache is None:
+                raise ValueError("it returns no cache: its state is in its modules")
+            return cache
+
+        longer, fresh = cache_of(lengths[1]), None
+        if record_windows(longer) is not None:
+            fresh = record_windows(longer)
+            longer = cache_of(lengths[1], record_windows(longer))
+        shorter = cache_of(lengths[0], record_windows(longer))
+        return measure(shorter, longer, lengths, fresh)
+
+
+class TokenByTokenForward(SequentialForward):
+    """For modules whose state takes one token at a time once it has begun."""
+
+    one_by_one = True
+
+
+def _runs(batch: AttentionBatch) -> list[tuple[int, int, int, torch.Tensor]]:
+    """First row, end, tokens after the step and block table of each sequence, in the order of their rows."""
+    runs = [(s.begin, s.end, s.num_cached, s.block_ids) for s in batch.spans]
+    if (group := batch.decode) is not None:
+        tables = group.block_ids.view(group.rows.numel(), -1)
+        for row, length, table in zip(
+            group.rows.tolist(), group.lengths.tolist(), tables, strict=True
+        ):
+            runs.append((row, row + 1, length, table[: -(-length // batch.block_size)]))
+    return sorted(runs, key=lambda run: run[0])

@@ -1,0 +1,141 @@
+"""Greedy tokens of models with constant state and of sparse indexers are transformers', however they are scheduled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.beam_search import BeamSearchParams, beam_search
+from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.engine import Engine
+from llmopt.quant.base.errors import BadInput
+
+from ..support.model_families import LATENT, SHAPE, save_model
+
+MAX_TOKENS = 10
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gated delta net and attention": (
+        "Qwen3NextConfig",
+        {
+            **LINEAR, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "short convolutions and attention": (
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "Mamba, a token at a time": ("MambaConfig", {"state_size": 8, "num_hidden_layers": 2}),
+    "lightning attention in a cache of its own": (
+        "MiniMaxConfig",
+        {"num_local_experts": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    ),
+    "index keys beside latents": (
+        "DeepseekV32Config",
+        {**LATENT, "n_group": 1, "topk_group": 1, "index_topk": 8, "index_n_heads": 4, "index_head_dim": 16},
+    ),
+}  # fmt: skip
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "async, no prefix cache": {"async_scheduling": True, "enable_prefix_caching": False},
+    "chunks, preemption": {"prefill_chunk_size": 3, "num_blocks": 16, "max_num_seqs": 5},
+    "async, batch mix": {"async_scheduling": True, "max_num_seqs": 2, "max_num_batched_tokens": 12},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request, tmp_path_factory) -> tuple[Path, list[list[int]], list[list[int]]]:
+    """A checkpoint, prompts of which two share a beginning, and transformers' continuations."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    model = save_model(folder, *MODELS[request.param])
+    ids = torch.randint(3, SHAPE["vocab_size"], (60,)).tolist()
+    prompts = [ids[:9], ids[:5], [*ids[:8], *ids[20:29]], ids[30:31], ids[31:44]]
+    expected = []
+    for prompt in prompts:
+        whole = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=MAX_TOKENS, eos_token_id=None
+        )
+        expected.append(whole[0, len(prompt) :].tolist())
+    return folder, prompts, expected
+
+
+def engine(folder: Path, **options: Any) -> Engine:
+    options = {"block_size": 4, "num_blocks": 80, "max_model_len": 64, **options}
+    return Engine(EngineConfig(folder, dtype="float32", device="cpu", num_threads=1, **options))
+
+
+def run(built: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    """Two requests at once, then one with every step; integrity holds after each."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, **params)
+    waiting, tokens = list(enumerate(prompts)), [[] for _ in prompts]
+    first = 2
+    while waiting or built.has_unfinished():
+        for index, prompt in waiting[:first]:
+            built.add_request(str(index), prompt, greedy)
+        del waiting[:first]
+        first = 1
+        for output in built.step():
+            assert output.index == 0 or params
+            if output.index == params.get("n", 1) - 1:
+                tokens[int(output.request_id)].extend(output.new_token_ids)
+        built.scheduler.check_integrity()
+    assert built.stats.kv_blocks_used == 0
+    return tokens
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_schedule_leaves_the_tokens_as_they_are(served, schedule):
+    folder, prompts, expected = served
+    built = engine(folder, **SCHEDULES[schedule])
+    assert run(built, prompts) == expected
+    assert run(built, prompts) == expected, "the second time from what is cached"
+    built.close()
+    if "mix" not in schedule:  # its two checkpoints are overwritten before the second time
+        assert (built.stats.prefix_cache_hits > 0) == ("no prefix" not in schedule)
+    assert (built.stats.num_preemptions > 0) == ("preemption" in schedule)
+
+
+def test_forks_and_beams_go_on_from_their_parents_state(served):
+    folder, prompts, expected = served
+    built = engine(folder)
+    assert run(built, prompts, n=3) == expected
+    params = BeamSearchParams(1, MAX_TOKENS, ignore_eos=True)
+    beams = beam_search(built, prompts, params)
+    assert [list(beam.hypotheses[0].token_ids) for beam in beams] == expected
+    built.close()
+
+
+def test_hidden_states_of_several_prompts_take_a_slot_each(served):
+    folder, prompts, _ = served
+    built = engine(folder, max_num_seqs=2)
+    alone = [built.prompt_logits(prompt)[-1] for prompt in prompts]
+    for prompt, logits in zip(prompts, alone, strict=True):
+        (token,) = run(built, [prompt])[0][:1]
+        assert int(logits.argmax()) == token
+    built.scheduler.check_integrity()
+    built.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"swap_space_bytes": 2**20}, {"tensor_parallel_size": 2}], ids=["swap", "parallel"]
+)
+def test_what_a_state_does_not_go_with_is_refused(served, options):
+    folder, *_ = served
+    built = None
+    try:
+        built = engine(folder, **options)
+        assert not built.runner.decoder.state_layouts
+    except BadInput as refusal:
+        assert "\n" not in str(refusal) and "do not go together" in str(refusal)
+    finally:
+        if built is not None:
+            built.close()
