@@ -87,7 +87,7 @@ REFUSALS: Mapping[frozenset[str], str] = {
         frozenset(
             {method, "states"}
         ): "a state cannot go back to before a draft token that is rejected"
-        for method in ("ngram", "draft", "medusa", "eagle", "rejection")
+        for method in ("rejection", "ngram", "draft", "medusa", "eagle")
     },
     frozenset({"streams", "states"}): "a state has no window and no sinks",
     frozenset({"swap", "states"}): "a state is not swapped out; preempted sequences are recomputed",

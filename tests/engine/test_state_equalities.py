@@ -33,14 +33,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Config",
         {"layer_types": ["conv", "full_attention", "conv"]},
     ),
+    "windows beside convolutions": (
+        "Lfm3Config",
+        {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 5},
+    ),
     "Mamba, a token at a time": ("MambaConfig", {"state_size": 8, "num_hidden_layers": 2}),
     "lightning attention in a cache of its own": (
         "MiniMaxConfig",
         {"num_local_experts": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"]},
     ),
+    # Of few heads no score is positive, and top-k chooses among equals by the shape of the step.
     "index keys beside latents": (
         "DeepseekV32Config",
-        {**LATENT, "n_group": 1, "topk_group": 1, "index_topk": 8, "index_n_heads": 4, "index_head_dim": 16},
+        {**LATENT, "n_group": 1, "topk_group": 1, "index_topk": 8, "index_n_heads": 32, "index_head_dim": 16},
     ),
 }  # fmt: skip
 SCHEDULES: dict[str, dict[str, Any]] = {

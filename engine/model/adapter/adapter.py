@@ -113,7 +113,10 @@ class TransformersModel:
     ) -> tuple[PackedForward | SequentialForward, tuple[KvLayout, ...], tuple[StateLayout, ...]]:
         """The first forward whose logits match the model's own, and the layouts of what it caches."""
         tokens = torch.arange(_CHECKED_TOKENS, device=self._device) % self.vocab_size
-        expected = self._model(input_ids=tokens[None], use_cache=True).logits[0].float()
+        try:
+            expected = self._model(input_ids=tokens[None], use_cache=True).logits[0].float()
+        except Exception as error:  # modules may fail in any way on their own as well
+            raise BadInput(f"{self._name} does not run: {_line(error)}") from error
         own_attention = self._model.config._attn_implementation
         reasons = []
         for kind in (PackedForward, SequentialForward, TokenByTokenForward):

@@ -54,7 +54,7 @@ ENGINE: dict[str, dict[str, Any]] = {
     "tensor-parallel": {"tensor_parallel_size": 2},
     "activations-8": {"cpu_activations": 8},
 }
-CHECKPOINT = ("windows", "quantized", "transformers")
+CHECKPOINT = ("windows", "quantized", "transformers", "states")
 REQUEST = ("completions", "mask", "prompt-logprobs", "beams")
 # A change of these alone leaves every greedy token what it was.
 LOSSLESS = {
@@ -106,6 +106,10 @@ def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
     quantize((), add((), "LlamaConfig", {"intermediate_size": 128}))
     quantize(("windows",), add(("windows",), "MistralConfig", window))
     add(("transformers",), "ArceeConfig", {})
+    states = {"layer_types": ["conv", "full_attention", "conv"]}
+    add(("transformers", "states"), "Lfm2Config", states)
+    mixed = {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 5}
+    add(("states", "windows"), "Lfm3Config", mixed)
     add(("transformers", "windows"), "Starcoder2Config", window)
     folder = root / "refused"
     shutil.copytree(found[frozenset({"transformers"})], folder)
@@ -113,6 +117,9 @@ def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
     config["quantization_config"] = {"quant_method": "awq"}
     (folder / "config.json").write_text(json.dumps(config))
     found[frozenset({"transformers", "quantized"})] = folder
+    # Models with constant state run through transformers.
+    found[frozenset({"states"})] = found[frozenset({"transformers", "states"})]
+    found[frozenset({"states", "quantized"})] = folder
     return found
 
 
@@ -170,10 +177,12 @@ def test_a_pair_runs_or_is_refused_with_its_line(engines, pair):
     names = frozenset(pair)
     if names in ALTERNATIVES or ("tensor-parallel" in names and names not in REFUSALS):
         return  # the next test has the shards of a model
-    if names in REFUSALS:
+    enabled = names | {"transformers"} if "states" in names else names
+    if refusals := [two for two in REFUSALS if two <= enabled]:
         with pytest.raises(BadInput) as refused:
             engines(names)
-        assert str(refused.value).startswith(f"{refusal_line(names)}: {REFUSALS[names]}")
+        lines = tuple(f"{refusal_line(two)}: {REFUSALS[two]}" for two in refusals)
+        assert str(refused.value).startswith(lines)
         assert "\n" not in str(refused.value)
         return
     together = tokens(engines(names), names)
@@ -201,7 +210,7 @@ def test_a_divided_model_goes_with_everything(engines, others):
 
 def test_every_feature_meets_a_divided_model():
     met = {"tensor-parallel", *set().union(*DIVIDED), *REQUEST}
-    assert met == set(FEATURES) - {"transformers"}
+    assert met == set(FEATURES) - {"transformers", "states"}
 
 
 def test_what_a_config_asks_for_is_what_turns_a_feature_on():

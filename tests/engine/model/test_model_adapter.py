@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmopt.engine.cache.state_cache import state_bytes_per_sequence
 from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.config.speculation import SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
+from llmopt.engine.planner.memory.state_slots import size_states
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 
@@ -33,19 +36,64 @@ def test_a_model_takes_one_pass_for_all_sequences_where_it_can(family, dtype, tm
     assert model.bytes_per_step == plain - table
 
 
+# Beside the config: elements of a token in the cache, and bytes of a sequence's state in float32.
 STATES = {
-    "mamba": ("MambaConfig", {}),
-    "convolutions": ("Lfm2Config", {"layer_types": ["full_attention", "conv", "full_attention"]}),
-    "linear attention": ("MiniMaxConfig", {"num_local_experts": 2}),
+    "convolutions": (
+        "Lfm2Config",
+        {"layer_types": ["full_attention", "conv", "full_attention"]},
+        (2 * 2 * 4 * 8, 64 * 3 * 4),
+    ),
+    "RWKV": (
+        "RwkvConfig",
+        {"num_hidden_layers": 2, "attention_hidden_size": 64, "context_length": 256},
+        (0, 5 * 64 * 2 * 4),
+    ),
+    "windows beside convolutions": (
+        "Lfm3Config",
+        {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 5},
+        (2 * 2 * 4 * 8, 64 * 7 * 4),
+    ),
 }
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_state_that_is_no_kv_cache_is_refused(state, tmp_path):
-    save_model(tmp_path, *STATES[state])
-    with pytest.raises(BadInput, match="keeps a state that is not a KV cache") as refusal:
-        Engine(EngineConfig(tmp_path, dtype="float32", device="cpu", num_threads=1))
+def test_what_a_cache_holds_is_paged_or_kept_in_slots(state, tmp_path):
+    config_class, overrides, (elements, state_bytes) = STATES[state]
+    save_model(tmp_path, config_class, overrides)
+    model = adapted(tmp_path)
+    assert sum(layout.num_elements for layout in model.kv_layouts) == elements
+    assert state_bytes_per_sequence(model.state_layouts) == state_bytes
+
+
+def test_a_state_in_the_modules_is_refused(tmp_path):
+    save_model(tmp_path, "RecurrentGemmaConfig", {"lru_width": 64, "head_dim": 8})
+    with pytest.raises(BadInput, match="its state is in its modules") as refusal:
+        adapted(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"swap_space_bytes": 2**20},
+        {"speculation": SpeculationConfig("ngram")},
+    ],
+    ids=["swap", "ngram"],
+)
+def test_what_does_not_go_with_a_state_is_refused(options, tmp_path):
+    save_model(tmp_path, *STATES["convolutions"][:2])
+    with pytest.raises(BadInput, match="constant state do not go together") as refusal:
+        Engine(EngineConfig(tmp_path, device="cpu", num_threads=1, **options))
+    assert "\n" not in str(refusal.value)
+
+
+def test_states_are_bounded_by_memory():
+    bounded = size_states(100, 4, caching=True, memory_bytes=1400)
+    assert (bounded.num_sequences, bounded.num_checkpoints, bounded.num_bytes) == (4, 2, 700)
+    assert size_states(100, 4, caching=True, memory_bytes=600).num_sequences == 2
+    assert size_states(100, 4, caching=True, memory_bytes=100).num_slots == 1
+    assert size_states(100, 4, caching=False, memory_bytes=None).num_slots == 4
+    assert size_states(0, 4, caching=True, memory_bytes=100).num_bytes == 0
 
 
 def changed(folder: Path, **changes) -> Path:
