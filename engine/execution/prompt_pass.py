@@ -135,7 +135,7 @@ class PromptPass:
     def _free(self, prompt: int) -> None:
         table, evicted = self._tables.pop(prompt)
         self._pool.free([*table[: evicted.start], *table[evicted.stop :]])
-        self._states.release(self._slots.pop(prompt, NULL_SLOT))
+        self._states.free(self._slots.pop(prompt, NULL_SLOT))
 
 
 def plan_steps(lengths: Sequence[int], passes: Sequence[PromptPass]) -> Iterator[list[Span]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ...quant.base.errors import BadInput
 from .block_pool import NULL_BLOCK, BlockPool
 from .prefix_cache import PrefixCache
-from .request import Rank, Request, RequestStatus, Token
+from .request import NULL_SLOT, Rank, Request, RequestStatus, Token
 from .scheduler_config import SchedulerConfig
 from .scheduling_policy import rank_of
 from .state_pool import StatePool
@@ -334,7 +334,7 @@ class Scheduler:
         if swapped is not None:
             self.swap.swap_in(request, new)
         request.evicted = evicted
-        self.states.admit(request, num_hits)
+        request.state_slot = self.states.admit(request, num_hits)
         request.num_computed_tokens = num_computed
         self.cache.count(request, num_hits)
         if request.times.first_scheduled is None:
@@ -427,7 +427,7 @@ class Scheduler:
             copy = self.pool.allocate(1)
             self._copies[copy[0]] = parent.block_ids[num_full]
             child.block_ids += copy
-        self.states.fork(parent, child)
+        child.state_slot = self.states.fork(parent.state_slot)
         child.num_computed_tokens = parent.num_computed_tokens
         child.status = RequestStatus.RUNNING
         self.running.append(child)
@@ -453,7 +453,8 @@ class Scheduler:
         next owner of the block writes each slot before reading it.
         """
         self.pool.free(request.held_block_ids)
-        self.states.free(request)
+        self.states.free(request.state_slot)
+        request.state_slot = NULL_SLOT
         request.block_ids = []
         request.evicted = range(0)
 

@@ -62,36 +62,33 @@ class StatePool:
             return num_hits
         return next((n for n in range(num_hits, 0, -1) if self._checkpoint(request, n)), 0)
 
-    def admit(self, request: Request, num_hits: int) -> None:
-        """Give a sequence a slot; behind `num_hits` blocks, have the next step restore their checkpoint."""
-        request.state_slot = self.allocate()
+    def admit(self, request: Request, num_hits: int) -> int:
+        """A slot for a sequence; behind `num_hits` blocks, the next step restores their checkpoint."""
+        slot = self.allocate()
         if self.num_slots and num_hits:
             checkpoint = self._checkpoint(request, num_hits)
             assert checkpoint is not None, "there is no state to go on from"
             self._saved.move_to_end(request.block_hashes[num_hits - 1])
-            self._copies[request.state_slot] = checkpoint.slot
+            self._copies[slot] = checkpoint.slot
+        return slot
 
-    def fork(self, parent: Request, child: Request) -> None:
-        """Give a forked sequence a slot, into which the next step copies its parent's state."""
-        child.state_slot = self.allocate()
+    def fork(self, parent_slot: int) -> int:
+        """A slot for a forked sequence, into which the next step copies its parent's state."""
+        slot = self.allocate()
         if self.num_slots:
-            self._copies[child.state_slot] = parent.state_slot
-
-    def free(self, request: Request) -> None:
-        """Take a sequence's slot back.
-
-        A pending copy may write to it. It does no harm: the next owner starts from nothing, or its own copy
-        replaces that one.
-        """
-        self.release(request.state_slot)
-        request.state_slot = NULL_SLOT
+            self._copies[slot] = parent_slot
+        return slot
 
     def allocate(self) -> int:
         """Take a slot; the caller has checked `has_free`."""
         return self._free.pop() if self.num_slots else NULL_SLOT
 
-    def release(self, slot: int) -> None:
-        """Give a slot back."""
+    def free(self, slot: int) -> None:
+        """Give a slot back.
+
+        A pending copy may write to it. It does no harm: the next owner starts from nothing, or its own copy
+        replaces that one.
+        """
         if slot != NULL_SLOT:
             self._free.append(slot)
 

@@ -240,6 +240,8 @@ FAMILIES |= COMPLETED
 ADAPTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "arcee": ("ArceeConfig", {}, "PackedForward", 3 * 2 * 4 * 8),
     "starcoder-2-sliding": ("Starcoder2Config", {"sliding_window": 9}, "PackedForward", 3 * 2 * 4 * 8),
+    # Layers that cache a latent of 24 elements and a shared key of 8.
+    "glm-4-moe-lite": ("Glm4MoeLiteConfig", {**LATENT, "n_group": 1, "topk_group": 1}, "LatentForward", 3 * (24 + 8)),
     "bloom-alibi": ("BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 8}, "SequentialForward", 2 * 2 * 8 * 8),
     "gpt-j": (
         "GPTJConfig",

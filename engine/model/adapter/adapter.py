@@ -23,6 +23,7 @@ from ...kernels.attention.paged_attention import AttentionBatch, SequenceSpan
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.state import StateBatch, StateLayout
 from ..spec.spec import KvLayout
+from .latent_forward import LatentForward, latent_layers
 from .paged_modules import PackedForward
 from .sequential import SequentialForward, TokenByTokenForward
 
@@ -119,7 +120,8 @@ class TransformersModel:
             raise BadInput(f"{self._name} does not run: {_line(error)}") from error
         own_attention = self._model.config._attn_implementation
         reasons = []
-        for kind in (PackedForward, SequentialForward, TokenByTokenForward):
+        packed = [LatentForward] if latent_layers(self._model) else []
+        for kind in (*packed, PackedForward, SequentialForward, TokenByTokenForward):
             try:
                 forward = kind(self._model, own_attention)
                 layouts, states = forward.layouts(tokens)

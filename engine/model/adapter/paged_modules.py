@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -17,6 +17,21 @@ PAGED = "llmopt_paged"
 """Name of the paged attention in transformers' `AttentionInterface`."""
 
 
+class PagedAttention(Protocol):
+    """What the attention of a layer calls, with tensors [tokens, heads, head_dim]."""
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """Cache `keys` and `values` of the step's tokens, and attend over what is cached."""
+        ...
+
+
 class _Layouts:
     """Records each layer's KV layout in a dry run; its attention returns zeros."""
 
@@ -24,9 +39,15 @@ class _Layouts:
         self.by_layer: dict[int, KvLayout] = {}
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rule: AttentionRule,
     ) -> torch.Tensor:
-        self.by_layer[layer] = KvLayout(keys.shape[1], keys.shape[2], values.shape[2])
+        shared = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
+        self.by_layer[layer] = KvLayout(keys.shape[1], keys.shape[2], values.shape[2], shared)
         return queries.new_zeros(*queries.shape[:2], values.shape[2])
 
 
@@ -54,7 +75,8 @@ class _PagedStep:
         )
         kernel = PAGED_ATTENTION.select(kernel_query).run
         cache.keys.write(keys, self._inputs.slots)
-        cache.values.write(values, self._inputs.slots)
+        if not cache.values_in_keys:
+            cache.values.write(values, self._inputs.slots)
         return kernel(queries, cache.keys, cache.values, self._inputs.batch, rule)
 
 
@@ -68,7 +90,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    paged: _PagedStep | _Layouts | None = None,
+    paged: PagedAttention | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers: [1, heads, tokens, head_dim] in, [1, tokens, heads, ..] out.
@@ -113,7 +135,7 @@ class PackedForward:
         return self._run(inputs.token_ids, inputs.positions, _PagedStep(inputs, caches))
 
     def _run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, paged: _PagedStep | _Layouts
+        self, tokens: torch.Tensor, positions: torch.Tensor, paged: PagedAttention
     ) -> torch.Tensor:
         return self._model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged=paged

@@ -50,7 +50,11 @@ STATES = {
     ),
     "windows beside convolutions": (
         "Lfm3Config",
-        {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 5},
+        {
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+            "sliding_window": 5,
+            "head_dim": 8,
+        },
         (2 * 2 * 4 * 8, 64 * 7 * 4),
     ),
 }

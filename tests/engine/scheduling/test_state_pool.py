@@ -108,8 +108,8 @@ def test_a_failed_step_frees_slots_and_what_it_would_have_saved():
 def test_integrity_notices(broken):
     pool = StatePool(2)
     first, second = (sequence(name) for name in "ab")
-    pool.admit(first, 0)
-    pool.admit(second, 0)
+    for request in (first, second):
+        request.state_slot = pool.admit(request, 0)
     pool.check_integrity([first, second])
     second.state_slot = first.state_slot if "two" in broken else 0
     with pytest.raises(AssertionError):
