@@ -77,7 +77,7 @@ def _serve(
     url = base_url(listener)
     facts = (
         f"{str(opened.dtype).removeprefix('torch.')} on {opened.device}, "
-        f"{_context(opened)}, "
+        f"{_context(opened)}, {_states(opened)}"
         f"chat template: {describe_template(app.state.service.text)}"
     )
     has_key, as_json = bool(options.api_keys), serving.as_json
@@ -89,6 +89,16 @@ def _context(engine: Engine) -> str:
     if (stream := engine.config.stream) is not None:
         return f"attention sinks: first {stream.sinks}, sliding window: last {stream.length} tokens"
     return f"context {engine.max_model_len} tokens"
+
+
+def _states(engine: Engine) -> str:
+    states = engine.scheduler.states
+    if not states.num_slots:
+        return ""
+    saved = f"{states.num_checkpoints} checkpoints of them for the prefix cache"
+    if not states.num_checkpoints:
+        saved = "no checkpoint of them, so that no prefix is shared"
+    return f"states of {states.num_slots} sequences and {saved}, "
 
 
 def _announce(url: str, model: str, facts: str, has_key: bool, as_json: bool) -> None:

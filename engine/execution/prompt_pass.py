@@ -77,7 +77,7 @@ class PromptPass:
 
     @property
     def max_prompts(self) -> int:
-        """Prompts that can be under way at once."""
+        """Prompts that can have begun and not ended at once."""
         return self._states.num_free if self._states.num_slots else self.max_tokens
 
     @property
