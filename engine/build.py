@@ -18,7 +18,7 @@ from .cache.kv_cache import (
     KvCache,
     choose_num_blocks,
     choose_num_host_blocks,
-    kv_bytes_per_token,
+    kv_block_bytes,
     stored_dtype,
 )
 from .cache.state_cache import StateCache, check_states, state_bytes_per_sequence
@@ -262,12 +262,12 @@ def engine_memory(
 ) -> EngineMemory:
     """Memory of all shards; each has a cache of the same size."""
     shards = [loaded.model, *(() if loaded.workers is None else loaded.workers.loaded)]
-    per_token = kv_bytes_per_token(loaded.model.kv_layouts, cache.dtype)
+    per_block = kv_block_bytes(loaded.model.kv_layouts, cache.dtype, cache.block_size)
     return EngineMemory(
         weight_bytes=sum(shard.bytes_held for shard in shards),
         kv_cache_bytes=cache.num_bytes * len(shards),
         weight_bytes_per_step=sum(shard.bytes_per_step for shard in shards),
-        kv_bytes_per_token=per_token * len(shards),
+        kv_bytes_per_token=-(-per_block * len(shards) // cache.block_size),
         draft_bytes=0 if proposer is None else proposer.bytes_held,
         state_bytes=cache.states.num_bytes,
     )

@@ -55,9 +55,13 @@ class _Layers:
         return ceil(self.num_elements * bytes_per_element)
 
 
-def kv_bytes_per_token(layouts: Sequence[KvLayout], dtype: torch.dtype) -> int:
-    """KV-cache bytes per token over all layers, scales of 8-bit dtypes included."""
-    return sum(vector_bytes(dim, dtype) for layout in layouts for dim in layout.vectors)
+def kv_block_bytes(layouts: Sequence[KvLayout], dtype: torch.dtype, block_size: int) -> int:
+    """Bytes of a block over all layers, scales of 8-bit dtypes included."""
+    return sum(
+        vector_bytes(dim, dtype) * layout.entries(block_size)
+        for layout in layouts
+        for dim in layout.vectors
+    )
 
 
 def choose_num_blocks(
@@ -85,7 +89,9 @@ def choose_num_blocks(
     num_ranks, memory = config.tensor_parallel_size, config.kv_cache_memory_bytes
     layers = _Layers(layouts)
     request = CacheRequest(
-        bytes_per_element=Fraction(kv_bytes_per_token(layouts, dtype), layers.num_elements),
+        bytes_per_element=Fraction(
+            kv_block_bytes(layouts, dtype, block_size), block_size * layers.num_elements
+        ),
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -111,7 +117,7 @@ def choose_num_host_blocks(
         raise BadInput(
             f"swap_space_bytes = {swap_bytes}: the host has {format_gib(free)} of memory free"
         )
-    block_bytes = block_size * kv_bytes_per_token(layouts, dtype)
+    block_bytes = kv_block_bytes(layouts, dtype, block_size)
     num_blocks = swap_bytes // config.tensor_parallel_size // block_bytes
     if num_blocks < 1:
         raise BadInput(

@@ -42,6 +42,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxConfig",
         {"num_local_experts": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"]},
     ),
+    "compressed keys and values": (
+        "DeepseekV4Config",
+        {
+            "head_dim": 16, "q_lora_rank": 24, "o_groups": 8, "o_lora_rank": 16, "sliding_window": 6,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "index_n_heads": 32, "index_head_dim": 16, "index_topk": 2,
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+            "mlp_layer_types": ["moe"] * 3,
+            "compress_rates": {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4},
+        },
+    ),
     # Of few heads no score is positive, and top-k chooses among equals by the shape of the step.
     "index keys beside latents": (
         "DeepseekV32Config",

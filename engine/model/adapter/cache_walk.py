@@ -42,6 +42,11 @@ def copy_structure(value: Any, copy: Callable[[Any], Any] = lambda leaf: leaf) -
     return made
 
 
+def copy_leaf(leaf: Any) -> Any:
+    """A clone of a tensor; anything else as it is."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
 def get(value: Any, place: Place) -> Any:
     """What is at a place."""
     for key in place:

@@ -16,7 +16,8 @@ from ...kernels.attention.paged_attention import AttentionBatch
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.state import StateLayout
 from ..spec.spec import KvLayout
-from .cached_tensors import CachedTensors, measure, record_windows
+from .cached_tensors import CachedTensors
+from .measured_cache import measured_cache
 
 _CACHES = ("past_key_values", "cache_params", "state")
 """What models call the cache that they take and return."""
@@ -39,8 +40,8 @@ class SequentialForward:
         model.set_attn_implementation(own_attention)
 
     def layouts(self, tokens: torch.Tensor) -> tuple[tuple[KvLayout, ...], tuple[StateLayout, ...]]:
-        """Layouts of what is paged and of the states, from caches of a few `tokens`."""
-        self._tensors = self._measured(tokens)
+        """Layouts of what is paged and of the states, measured without `tokens`."""
+        self._tensors = measured_cache(self._cache_of, self._model.config)
         return self._tensors.kv_layouts, self._tensors.state_layouts
 
     def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
@@ -53,7 +54,8 @@ class SequentialForward:
         for (begin, end, length, table), slot in zip(runs, slots, strict=True):
             states = [tensor[slot] for tensor in inputs.states.tensors]
             start = length - (end - begin)
-            cache = self._tensors.load(caches, table, states, start)
+            size = inputs.batch.block_size
+            cache = self._tensors.load(caches, table, states, size, start)
             step = 1 if self.one_by_one and start else end - begin
             for first in range(begin, end, step):
                 rows = slice(first, first + step)
@@ -62,7 +64,7 @@ class SequentialForward:
                     inputs.token_ids[None, rows], inputs.positions[None, rows], known, cache
                 )
                 scores.append(logits)
-            self._tensors.store(cache, caches, inputs.slots[begin:end], states, length)
+            self._tensors.store(cache, caches, inputs.slots[begin:end], states, size, length)
         return torch.cat(scores)
 
     def _pass(
@@ -81,22 +83,14 @@ class SequentialForward:
         after = next((held for held in returned if held is not None), cache)
         return output.logits[0], after
 
-    def _measured(self, tokens: torch.Tensor) -> CachedTensors:
-        lengths = len(tokens) // 2, len(tokens)
-        positions = torch.arange(len(tokens), device=tokens.device)[None]
-
-        def cache_of(length: int, fresh: Any = None) -> Any:
-            _, cache = self._pass(tokens[None, :length], positions[:, :length], length, fresh)
-            if cache is None:
-                raise ValueError("it returns no cache: its state is in its modules")
-            return cache
-
-        longer, fresh = cache_of(lengths[1]), None
-        if record_windows(longer) is not None:
-            fresh = record_windows(longer)
-            longer = cache_of(lengths[1], record_windows(longer))
-        shorter = cache_of(lengths[0], record_windows(longer))
-        return measure(shorter, longer, lengths, fresh)
+    def _cache_of(self, length: int, empty: Any) -> Any:
+        """The cache after `length` tokens."""
+        device = next(self._model.parameters()).device
+        positions = torch.arange(length, device=device)[None]
+        _, cache = self._pass(positions % self._model.config.vocab_size, positions, length, empty)
+        if cache is None:
+            raise ValueError("it returns no cache: its state is in its modules")
+        return cache
 
 
 class TokenByTokenForward(SequentialForward):

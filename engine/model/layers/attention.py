@@ -40,7 +40,7 @@ class LayerCache:
         dtype: torch.dtype,
     ) -> LayerCache:
         """A zeroed cache with elements of `dtype`."""
-        shape = (num_blocks, block_size, layout.num_heads)
+        shape = (num_blocks, layout.entries(block_size), layout.num_heads)
         keys = PagedTensor.zeros(*shape, layout.key_dim, device, dtype)
         if layout.values_in_keys:
             return cls(keys, keys.first_elements(layout.value_dim), True)

@@ -20,21 +20,27 @@ class KvLayout:
     """KV-cache layout of a layer: per token `num_heads` keys of `key_dim` and values of `value_dim` elements.
 
     With `values_in_keys` the values are the first `value_dim` elements of the keys and take no memory (MLA).
+    With a `stride` there is an entry per so many tokens, in the block of the last of them.
     """
 
     num_heads: int
     key_dim: int
     value_dim: int
     values_in_keys: bool = False
+    stride: int = 1
+
+    def entries(self, block_size: int) -> int:
+        """Entries that a block of `block_size` tokens has room for."""
+        return -(-block_size // self.stride)
 
     @property
     def num_elements(self) -> int:
-        """Elements per token."""
+        """Elements per entry."""
         return sum(self.vectors)
 
     @property
     def vectors(self) -> tuple[int, ...]:
-        """Lengths of the vectors cached per token: the keys', then the values'."""
+        """Lengths of the vectors of an entry: the keys', then the values'."""
         dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
         return tuple(dim for dim in dims for _ in range(self.num_heads))
 
