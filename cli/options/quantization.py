@@ -172,6 +172,14 @@ class CalibrationOptions:
         int | None,
         typer.Option(help="Held-out samples, for measuring only. Default: an eighth."),
     ] = None
+    errors: Annotated[
+        bool,
+        typer.Option(
+            "--errors/--no-errors",
+            help="Measure output errors. Without, a data-free method (rtn, hqq, fp8, nf4, fp4, int8) needs no "
+            "calibration text and runs no layer.",
+        ),
+    ] = True
     evaluation: Annotated[
         str | None,
         typer.Option(

@@ -59,17 +59,13 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
     """Print one row per layer, then the totals."""
     manifest, summary = result.manifest, result.manifest["summary"]
     title = f"{manifest['model']}: {manifest['method']}, {manifest['scheme']}, {manifest['format']}"
-    table = Table(title=title)
-    table.add_column("layer")
-    for column in ("linears", "error", "rtn error", "error / rtn", "held out", "worst linear"):
-        table.add_column(column, justify="left" if column == "worst linear" else "right")
-    for layer, members in groupby(manifest["modules"], key=_layer):
-        table.add_row(*_row(layer, list(members)))
-    console.print(table)
+    if summary["error"] is None:
+        console.print(f"{title}; {summary['num_modules']} linears", soft_wrap=True)
+    else:
+        console.print(_errors(title, manifest["modules"]))
     before, after = summary["source_bytes"], summary["checkpoint_bytes"]
-    ratio = summary["error"] / summary["rtn_error"] if summary["rtn_error"] else 1.0
     lines = [
-        f"mean relative output error {summary['error']:.3e}, {ratio:.3f} × that of round-to-nearest",
+        *_mean_error(summary),
         *_remarks(manifest["modules"]),
         f"weights {after / MIB:.2f} MiB, from {before / MIB:.2f} MiB "
         f"({before / after:.2f} × smaller); {summary['bits_per_weight']:.2f} bits per quantized weight",
@@ -80,6 +76,25 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
     ]
     for line in lines:
         console.print(line, soft_wrap=True)
+
+
+def _errors(title: str, modules: list[dict[str, Any]]) -> Table:
+    """The errors by layer."""
+    table = Table(title=title)
+    table.add_column("layer")
+    for column in ("linears", "error", "rtn error", "error / rtn", "held out", "worst linear"):
+        table.add_column(column, justify="left" if column == "worst linear" else "right")
+    for layer, members in groupby(modules, key=_layer):
+        table.add_row(*_row(layer, list(members)))
+    return table
+
+
+def _mean_error(summary: dict[str, Any]) -> list[str]:
+    """The mean error and its ratio to that of RTN; nothing where it was not measured."""
+    if summary["error"] is None:
+        return []
+    ratio = summary["error"] / summary["rtn_error"] if summary["rtn_error"] else 1.0
+    return [f"mean relative output error {summary['error']:.3e}, {ratio:.3f} × that of round-to-nearest"]
 
 
 def _layer(module: dict[str, Any]) -> str:

@@ -52,6 +52,12 @@ class Calibration:
     lengths: dict[str, int]
 
 
+def no_calibration() -> Calibration:
+    """An empty calibration: no samples, for a data-free method whose errors are not measured."""
+    samples = torch.empty(0, 0, dtype=torch.int64)
+    return Calibration(samples, samples, "none", _digest(samples, samples), False, 0, 0, 0, {})
+
+
 def load_calibration(
     source: str | None,
     tokenizer: Any,
@@ -96,20 +102,24 @@ def load_calibration(
         used = [_plain_text(document) for document in unique[: len(stream.lengths)]]
         texts = [_plain_text(document) for document in _documents(str(evaluation))[1]]
         check_leakage(name, used, evaluation.name, texts)
-    digest = hashlib.sha256()
-    for part in (samples, others):
-        digest.update(f"{part.shape[0]}x{length}:".encode() + part.numpy().astype("<i8").tobytes())
     return Calibration(
         token_ids=samples,
         held_out=others,
         source=name,
-        sha256=digest.hexdigest(),
+        sha256=_digest(samples, others),
         chat_template=stream.templated,
         documents=len(stream.lengths),
         duplicates=len(documents) - len(unique),
         with_bos=stream.with_bos,
         lengths=length_histogram(stream.lengths),
     )
+
+
+def _digest(samples: torch.Tensor, others: torch.Tensor) -> str:
+    digest, length = hashlib.sha256(), samples.shape[1]
+    for part in (samples, others):
+        digest.update(f"{part.shape[0]}x{length}:".encode() + part.numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
 
 
 class _Stream:

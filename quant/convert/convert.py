@@ -22,6 +22,7 @@ from ..manifest.journal import sha256_of, sha256_of_file
 from ..manifest.manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
 from ..plan.loaders import CheckpointContents, loaders, loads_in
+from ..plan.unquantized import unquantized_modules
 from ..request.selection import Shapes
 from ..tensors.base import QuantizedTensor
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
@@ -88,7 +89,7 @@ class _Job:
         kv_cache = self._kv_cache()
         write_shards(self._work, self._tensors(drop_kv=kv_cache is None), self._source.release)
         options = {} if kv_cache is None else {"kv_cache": kv_cache}
-        ignore = self._unquantized()
+        ignore = unquantized_modules(self._source, self._modules)
         config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
         if self._target.name == "gguf":
             self._assemble(config, output.name)
@@ -177,18 +178,6 @@ class _Job:
                 "--allow-loss leaves them out"
             )
         return None
-
-    def _unquantized(self) -> list[str]:
-        """The unquantized linears: float matrices other than embeddings."""
-        plain = [
-            name.removesuffix(".weight")
-            for name in self._source.names
-            if name.endswith(".weight")
-            and len(self._source.shape(name)) == 2
-            and not name.endswith(("embed_tokens.weight", "norm.weight"))
-        ]
-        names = {*plain, "lm_head"} - self._modules
-        return sorted(names, key=lambda name: (name != "lm_head", name))
 
     def _assemble(self, config: dict[str, Any], name: str) -> None:
         """Assemble the shards into one GGUF file."""

@@ -20,7 +20,7 @@ The GEMV layout, which is read too, is neither transposed nor interleaved; its g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,7 @@ class AwqFormat:
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         scheme = int_scheme(self.name, only_scheme(self.name, schemes))
+        _check_parts_of_names(schemes, ignore)
         return {
             "quant_method": "awq",
             "bits": scheme.bits,
@@ -159,6 +160,17 @@ class AwqFormat:
             raise BadInput("quant_method awq without zero points is not supported")
         group_size = int(config.get("group_size", config.get("q_group_size", 128)))
         return IntScheme(_BITS, PER_CHANNEL if group_size < 1 else group_size, symmetric=False)
+
+
+def _check_parts_of_names(quantized: Iterable[str], ignore: Sequence[str]) -> None:
+    """Raises BadInput where a quantized module would be skipped: readers search for the names as parts."""
+    for name in quantized:
+        for part in ignore:
+            if part in name:
+                raise BadInput(
+                    f"format awq skips modules by parts of their names, and the unquantized {part} is part of "
+                    f"{name}: use --format compressed-tensors"
+                )
 
 
 def _layout(config: Config) -> str:

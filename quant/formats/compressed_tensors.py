@@ -7,6 +7,7 @@ then every config group lists its modules, and where the layouts differ too, the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,12 +97,17 @@ class CompressedTensorsFormat:
             "format": MIXED if mixed else next(iter(layouts.values())),
             "quantization_status": "compressed",
             "config_groups": groups,
-            "ignore": list(ignore),
+            "ignore": [*ignore, *_inside_experts(ignore)],
             "kv_cache_scheme": None if kv_cache is None else _kv_cache_record(kv_cache),
         }
 
     def scheme(self, config: Config, module: str) -> CtScheme:
         return read_group(*find_group(config, module))[1]
+
+
+def _inside_experts(ignore: Sequence[str]) -> list[str]:
+    """Patterns for the linears in fused experts, whose schemes vLLM looks up by the names they would have."""
+    return [f"re:{re.escape(name)}\\..*" for name in ignore if name.endswith(".experts")]
 
 
 def _kv_cache_record(kind: str) -> dict[str, Any]:

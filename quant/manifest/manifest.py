@@ -15,12 +15,13 @@ from ..calibration.calibration import Calibration
 from ..methods.base import MethodOptions, ModuleReport
 from ..plan.loaders import loaders, loads_in, stored
 from ..plan.plan import Plan, QuantizeRequest
+from ..plan.unquantized import by_kind
 from ..tensors.base import QuantizedTensor
 from .journal import sha256_of, sha256_of_file
 
 MANIFEST_NAME = "llmopt_quantization.json"
 CARD_NAME = "README.md"
-ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens, X from the float layer"
+_ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens"
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -35,10 +36,10 @@ def is_worse(error: float, rounded: float) -> bool:
 
 
 def judged(report: ModuleReport) -> tuple[float, float]:
-    """The errors to compare, of the method and of RTN: on held-out tokens where there are any."""
+    """The errors to compare, of the method and of RTN: on held-out tokens where there are any; else zeros."""
     if report.held_out_error is not None and report.rtn_held_out_error is not None:
         return report.held_out_error, report.rtn_held_out_error
-    return report.error, report.rtn_error
+    return report.error or 0.0, report.rtn_error or 0.0
 
 
 def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, Any]:
@@ -58,15 +59,15 @@ class Summary:
 
     Attributes:
         num_worse: how many ended worse than RTN, on held-out tokens where there are any.
-        error, rtn_error: means of the relative output errors over the quantized linears.
+        error, rtn_error: means of the relative output errors over the quantized linears; None: not measured.
         source_bytes, checkpoint_bytes: all weight files before and after.
         bits_per_weight: of the quantized linears with their scales and zeros.
     """
 
     num_modules: int
     num_worse: int
-    error: float
-    rtn_error: float
+    error: float | None
+    rtn_error: float | None
     source_bytes: int
     checkpoint_bytes: int
     bits_per_weight: float
@@ -80,12 +81,18 @@ def summarise(
     return Summary(
         num_modules=len(modules),
         num_worse=sum(module["worse_than_rounding"] for module in modules),
-        error=sum(module["error"] for module in modules) / len(modules),
-        rtn_error=sum(module["rtn_error"] for module in modules) / len(modules),
+        error=_mean(modules, "error"),
+        rtn_error=_mean(modules, "rtn_error"),
         source_bytes=plan.checkpoint.weight_bytes,
         checkpoint_bytes=checkpoint_bytes,
         bits_per_weight=quantized_bytes * 8 / num_weights,
     )
+
+
+def _mean(modules: list[dict[str, Any]], name: str) -> float | None:
+    """The mean of an error over all modules; None where it was not measured."""
+    errors = [module[name] for module in modules]
+    return None if None in errors else sum(errors) / len(errors)
 
 
 def build_manifest(
@@ -131,7 +138,7 @@ def build_manifest(
             "sha256": calibration.sha256,
             "compute": str(plan.compute).removeprefix("torch."),
         },
-        "error": ERROR_FORMULA,
+        "error": _error_formula(plan, request),
         "summary": asdict(summary),
         "modules": modules,
         "files": files,
@@ -167,10 +174,33 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value != usual[name]}
 
 
+def _error_formula(plan: Plan, request: QuantizeRequest) -> str:
+    """How the errors are defined: X is what the method was calibrated on."""
+    if not request.errors:
+        return "not measured"
+    if request.stats is not None or request.method == "auto":
+        return f"{_ERROR_FORMULA}, X from the float model"
+    if plan.method.sequential and plan.options.true_sequential:
+        return f"{_ERROR_FORMULA}, X from the layer behind the quantized linears and layers before it"
+    return f"{_ERROR_FORMULA}, X from the float layer behind the quantized layers before it"
+
+
+def _error_lines(manifest: dict[str, Any]) -> list[str]:
+    """Mean and largest error of the linears, as rows of the card's table; none where not measured."""
+    summary = manifest["summary"]
+    if summary["error"] is None:
+        return []
+    worst = max(manifest["modules"], key=lambda module: module["error"])
+    return [
+        f"| mean relative output error | {summary['error']:.3e} "
+        f"(round-to-nearest: {summary['rtn_error']:.3e}) |",
+        f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
+    ]
+
+
 def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
     """The README model card, from the manifest alone."""
     summary, calibration = manifest["summary"], manifest["calibration"]
-    worst = max(manifest["modules"], key=lambda module: module["error"])
     lines = [
         f"# {manifest['model']}, {plan.label}",
         "",
@@ -180,17 +210,15 @@ def model_card(plan: Plan, number: int, manifest: dict[str, Any]) -> bytes:
         "| | |",
         "|---|---|",
         f"| quantized linears | {summary['num_modules']} |",
-        f"| left as they were | {', '.join(plan.unquantized) or 'none'} (embeddings and norms always) |",
+        f"| left as they were | {', '.join(by_kind(plan.unquantized)) or 'none'} (norms always) |",
         f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",
         f"| bytes of all weights | {summary['checkpoint_bytes']:,}, from {summary['source_bytes']:,} |",
-        f"| mean relative output error | {summary['error']:.3e} "
-        f"(round-to-nearest: {summary['rtn_error']:.3e}) |",
-        f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
+        *_error_lines(manifest),
         f"| calibration | {calibration['samples']} × {calibration['tokens_per_sample']} tokens, "
         f"{calibration['source']} |",
         f"| loads in | {loads_in(loaders(stored(plan), plan.formats[number].name))} |",
         "",
-        f"The error is {ERROR_FORMULA}. All figures by module, and digests of the computed codes, are in "
+        f"The error is {manifest['error']}. All figures by module, and digests of the computed codes, are in "
         f"`{MANIFEST_NAME}`; `llmopt verify` checks the files against them.",
         "",
     ]

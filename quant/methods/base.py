@@ -50,7 +50,7 @@ class ModuleReport:
     Attributes:
         error: relative output error on the calibration inputs, squared norm over squared norm; for a linear
             with more than 512 output channels, on at least 256 evenly spaced ones, unless the method
-            computed it on all of them.
+            computed it on all of them. None: not measured.
         rtn_error: the same for RTN to the same scheme.
         held_out_error, rtn_held_out_error: both on held-out tokens; None: there are none.
         num_tokens: calibration tokens that reached the linear (routed to it, for experts).
@@ -61,8 +61,8 @@ class ModuleReport:
     """
 
     module: str
-    error: float
-    rtn_error: float
+    error: float | None
+    rtn_error: float | None
     held_out_error: float | None = None
     rtn_held_out_error: float | None = None
     num_tokens: int = 0
@@ -142,6 +142,9 @@ class LayerProblem:
             rounded: the weight under RTN.
             error, rtn_error: relative errors of the two, where already computed.
         """
+        module = f"{self.prefix}.{linear}"
+        if linear not in self.statistics:
+            return ModuleReport(module, None, None, fallback=fallback)
         both = (effective,) if rounded is effective else (effective, rounded)
         weight = self.weights[linear]
         if error is None or rtn_error is None:
@@ -151,7 +154,7 @@ class LayerProblem:
         if linear in self.held_out:
             unseen = [*self.held_out[linear].sampled_errors(weight, *both)]
         return ModuleReport(
-            module=f"{self.prefix}.{linear}",
+            module=module,
             error=error,
             rtn_error=rtn_error,
             held_out_error=unseen[0],

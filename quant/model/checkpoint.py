@@ -38,12 +38,18 @@ class Checkpoint:
 
     Opening reads every shard's header, so that a missing or truncated file is reported by name at once.
 
+    Args:
+        trust_remote_code: whether code that the checkpoint brings may be run, to build its model.
+
     Raises:
         BadInput: no config, no weights, a shard that is missing, cut off, or lacks an indexed tensor.
     """
 
-    def __init__(self, folder: Path | str):
+    trust_remote_code: bool = False
+
+    def __init__(self, folder: Path | str, *, trust_remote_code: bool = False):
         self.folder = Path(folder)
+        self.trust_remote_code = trust_remote_code
         self.config = read_json(self.folder / "config.json")
         self.shard_of: dict[str, str] = self._locate()
         self._handles: dict[str, Any] = {}

@@ -50,7 +50,7 @@ def resolve_model(name: str | None) -> Path:
     )
 
 
-def tokenizer_arguments(model: Path) -> dict[str, Any]:
+def tokenizer_arguments(model: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Arguments of `AutoTokenizer.from_pretrained` for a model from `resolve_model`.
 
     Raises:
@@ -61,7 +61,7 @@ def tokenizer_arguments(model: Path) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "pretrained_model_name_or_path": folder,
         "local_files_only": True,
-        "trust_remote_code": False,
+        "trust_remote_code": trust_remote_code,
     }
     if file is not None and not (folder / "tokenizer.json").is_file():
         if find_spec("gguf") is None:
@@ -96,15 +96,15 @@ def _tokenizer_config(folder: Path) -> Any:
     return config
 
 
-def load_tokenizer(model: Path) -> Any:
-    """The tokenizer of a model from `resolve_model`.
+def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model from `resolve_model`; code of the checkpoint runs only where it is trusted.
 
     Raises:
         BadInput: it does not load.
     """
     from transformers import AutoTokenizer
 
-    arguments = tokenizer_arguments(model)
+    arguments = tokenizer_arguments(model, trust_remote_code=trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**arguments)
     except Exception as error:  # transformers raises many types for a broken file

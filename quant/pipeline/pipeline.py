@@ -21,6 +21,7 @@ from ..base.errors import BadInput
 from ..base.memory import PeakMemory, give_back
 from ..base.progress import Progress, Silent
 from ..layers.cached_calibration import CachedCalibration
+from ..layers.no_calibration import NoCalibration
 from ..layers.online_calibration import OnlineCalibration, Source
 from ..layers.quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
 from ..manifest.journal import Journal, remove_work, work_folder
@@ -185,7 +186,9 @@ def _quantize_layers(
         del work  # its references would keep the layer's pages mapped
         plan.checkpoint.release()
         give_back()
-        progress.status(f"error {_mean_error(journal):.2e}, {memory.bytes / 2**20:.0f} MiB")
+        error = _mean_error(journal)
+        known = "" if error is None else f"error {error:.2e}, "
+        progress.status(f"{known}{memory.bytes / 2**20:.0f} MiB")
         progress.advance()
     progress.finish()
 
@@ -194,6 +197,8 @@ def _source(session: Session, saved: Path | None, progress: Progress) -> Source:
     """Cached statistics, measured now where they are missing, or online calibration."""
     folder, calibration, plan = session.statistics, session.calibration, session.plan
     kv = plan.kv_cache is not None
+    if not session.request.errors:
+        return NoCalibration()
     if folder is None:
         sequential = plan.method.sequential and plan.options.true_sequential
         return OnlineCalibration(session.stream, calibration, saved, sequential=sequential, kv=kv)
@@ -202,14 +207,14 @@ def _source(session: Session, saved: Path | None, progress: Progress) -> Source:
     return CachedCalibration(folder, session.stream)
 
 
-def _mean_error(journal: Journal) -> float:
-    """Mean relative output error of the linears so far."""
+def _mean_error(journal: Journal) -> float | None:
+    """Mean relative output error of the linears so far; None where it is not measured."""
     errors = [
         module["error"]
         for record in journal.layers
         for module in next(iter(record["shards"].values()))["modules"]
     ]
-    return sum(errors) / max(1, len(errors))
+    return None if None in errors else sum(errors) / max(1, len(errors))
 
 
 def _quantize_layer(session: Session, source: Source, index: int) -> QuantizedLayer:

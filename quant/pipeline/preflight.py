@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -159,9 +160,8 @@ def _kinds(plan: Plan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
     for module in plan.unquantized:
         name = f"{module}.weight"
         if name in plan.checkpoint:
-            rows, columns = plan.checkpoint.shape(name)
-            entry = plan.checkpoint.dtype_name(name), (rows, columns)
-            groups[module.rpartition(".")[2], None].append((rows * columns, entry_bytes(entry)))
+            entry = plan.checkpoint.dtype_name(name), plan.checkpoint.shape(name)
+            groups[module.rpartition(".")[2], None].append((prod(entry[1]), entry_bytes(entry)))
     return tuple(
         ModuleKind(
             name=name,

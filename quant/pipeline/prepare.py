@@ -12,12 +12,12 @@ from ...recipes import DATA
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import scheme_record
-from ..calibration.calibration import load_calibration
+from ..calibration.calibration import Calibration, load_calibration, no_calibration
 from ..layers.cached_calibration import StatisticsFolder
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..model.checkpoint import Checkpoint
 from ..model.models import load_tokenizer
-from ..plan.plan import QuantizeRequest, make_plan
+from ..plan.plan import Plan, QuantizeRequest, make_plan
 from ..stream.layer_stream import LayerStream
 from .sensitivity import mixed_plan
 from .session import Session
@@ -35,28 +35,13 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     """
     progress = progress or Silent()
     plan = make_plan(_planned(request))
+    if not request.errors:
+        _check_data_free(request, plan)
     notes: list[str] = []
-    asked = request.num_samples // 8 if request.held_out is None else request.held_out
-    calibration = load_calibration(
-        request.calibration,
-        load_tokenizer(plan.checkpoint.folder),
-        num_samples=request.num_samples,
-        seq_len=plan.seq_len,
-        seed=request.seed,
-        held_out=asked,
-        evaluation=Path(request.evaluation) if request.evaluation else BUNDLED_EVALUATION,
-    )
-    samples, length = calibration.token_ids.shape
-    if (samples, length) != (request.num_samples, plan.seq_len):
-        notes.append(f"note: the calibration text gives {samples} samples of {length} tokens")
-    if len(calibration.held_out) < asked:
-        notes.append(
-            f"note: the text left gives {len(calibration.held_out)} held-out samples, not {asked}"
-        )
-    if calibration.duplicates:
-        notes.append(f"note: {calibration.duplicates} repeated calibration texts were dropped")
+    calibration = _calibration(request, plan, notes) if request.errors else no_calibration()
     stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute)
-    if int(calibration.token_ids.max()) >= stream.vocab_size:
+    ids = calibration.token_ids
+    if ids.numel() and int(ids.max()) >= stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
     source_hashes = _source_hashes(plan.checkpoint)
     measured = {
@@ -74,6 +59,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
             statistics.measure(stream, calibration, progress, head=plan.lm_head, kv=_kv(request))
         plan = mixed_plan(plan, request.target_bpw, request.target_bytes, statistics, progress)
     facts = measured | {
+        "errors": request.errors,
         "model_name": request.model_name,
         "calibration_source": calibration.source,
         "seed": request.seed,
@@ -97,6 +83,46 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         statistics=statistics,
         notes=(*plan.notes, *notes),
     )
+
+
+def _calibration(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Calibration:
+    """The calibration and held-out samples; appends notes where the text gives fewer."""
+    asked = request.num_samples // 8 if request.held_out is None else request.held_out
+    calibration = load_calibration(
+        request.calibration,
+        load_tokenizer(plan.checkpoint.folder, trust_remote_code=request.trust_remote_code),
+        num_samples=request.num_samples,
+        seq_len=plan.seq_len,
+        seed=request.seed,
+        held_out=asked,
+        evaluation=Path(request.evaluation) if request.evaluation else BUNDLED_EVALUATION,
+    )
+    samples, length = calibration.token_ids.shape
+    if (samples, length) != (request.num_samples, plan.seq_len):
+        notes.append(f"note: the calibration text gives {samples} samples of {length} tokens")
+    if len(calibration.held_out) < asked:
+        notes.append(
+            f"note: the text left gives {len(calibration.held_out)} held-out samples, not {asked}"
+        )
+    if calibration.duplicates:
+        notes.append(f"note: {calibration.duplicates} repeated calibration texts were dropped")
+    return calibration
+
+
+def _check_data_free(request: QuantizeRequest, plan: Plan) -> None:
+    """Raises BadInput for `--no-errors` where something else needs the calibration data."""
+    activations = [scheme.activations for scheme in plan.schemes.values()]
+    needs = {
+        f"method {request.method} is calibrated": plan.method.needs_statistics
+        or request.method == AUTO,
+        "static activation scales are measured": any(a and not a.dynamic for a in activations),
+        "--kv-cache scales are measured": request.kv_cache is not None,
+        "--stats are measured": request.stats is not None,
+        "--revert-worse compares errors": request.revert_worse,
+    }
+    for reason, holds in needs.items():
+        if holds:
+            raise BadInput(f"--no-errors: {reason}: leave one of them out")
 
 
 def statistics_path(request: QuantizeRequest) -> Path | None:

@@ -36,6 +36,7 @@ from ..request.selection import (
 from ..smoothing.smoothing_map import with_smoothing
 from ..stream.kv_scales import LARGEST
 from ..stream.layer_stream import compute_dtype
+from .unquantized import unquantized_modules
 
 __all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
 
@@ -57,6 +58,7 @@ class Plan:
         modules: `(out_features, in_features)` of every linear to quantize, by full name.
         schemes: target scheme of each of them.
         ignored: linears excluded by `--ignore`.
+        unquantized: these and all other modules without codes, as format configs list them.
         options: hyperparameters of the method.
         seq_len: tokens in a calibration sample.
         compute: dtype of the GEMMs of the calibration passes.
@@ -72,6 +74,7 @@ class Plan:
     modules: Shapes
     schemes: dict[str, Scheme]
     ignored: tuple[str, ...]
+    unquantized: tuple[str, ...]
     options: MethodOptions
     seq_len: int
     compute: torch.dtype
@@ -88,11 +91,6 @@ class Plan:
     def lm_head(self) -> bool:
         """Whether the output projection is quantized."""
         return HEAD in self.modules
-
-    @property
-    def unquantized(self) -> list[str]:
-        """The unquantized linears, as format configs list them."""
-        return [*([] if self.lm_head or HEAD in self.ignored else [HEAD]), *self.ignored]
 
     @property
     def format(self) -> WeightFormat:
@@ -169,6 +167,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
         modules=modules,
         schemes=schemes,
         ignored=ignored,
+        unquantized=unquantized_modules(checkpoint, modules),
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
         compute=_compute(request, checkpoint, modules),
@@ -211,6 +210,7 @@ def _blocks_plan(
         modules={name: modules[name] for name in schemes},
         schemes=schemes,
         ignored=(*ignored, *misfits),
+        unquantized=unquantized_modules(checkpoint, schemes),
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
         compute=_compute(request, checkpoint, modules),
@@ -227,7 +227,7 @@ def _selected(
     request: QuantizeRequest,
 ) -> tuple[Checkpoint, Architecture, Shapes, tuple[str, ...]]:
     """The source, its layers, the linears to quantize, and the ignored ones."""
-    checkpoint = Checkpoint(request.model)
+    checkpoint = Checkpoint(request.model, trust_remote_code=request.trust_remote_code)
     if checkpoint.quantization_config is not None:
         raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
     architecture = architecture_of(checkpoint)

@@ -32,6 +32,8 @@ class QuantizeRequest:
         calibration: see `calibration.load_calibration`.
         seq_len: tokens in a sample; None is 256 or the model's context, whichever is less.
         held_out: held-out samples, for measuring only; None is an eighth of `num_samples`.
+        errors: whether output errors are measured; without, a data-free method reads no calibration text
+            and runs no layer.
         evaluation: a file whose texts must not be among the calibration texts; None: the bundled one.
         ignore: regular expressions searched in module names; matching linears are not quantized.
         lm_head: whether the output projection is quantized too.
@@ -40,10 +42,11 @@ class QuantizeRequest:
         stats: folder of statistics measured once, on the float model; made where it does not exist.
         target_bpw, target_bytes: budget of method `auto`: bits per quantized weight, or bytes of all
             tensors.
-        kv_cache: `fp8` or `int8`: measure and store scales for an 8-bit KV cache.
+        kv_cache: `fp8`: measure and store scales for an 8-bit KV cache.
         tensor_parallel: tensor-parallel ranks of vLLM; only for the table of loaders.
         restart: discard the unfinished work of an earlier run.
         model_name: the model's name in records; empty: the name of its folder.
+        trust_remote_code: whether code that the checkpoint brings may be run.
     """
 
     model: Path
@@ -65,6 +68,7 @@ class QuantizeRequest:
     num_samples: int = 64
     seq_len: int | None = None
     held_out: int | None = None
+    errors: bool = True
     evaluation: str | None = None
     ignore: tuple[str, ...] = ()
     lm_head: bool = False
@@ -78,6 +82,7 @@ class QuantizeRequest:
     seed: int = 0
     restart: bool = False
     model_name: str = ""
+    trust_remote_code: bool = False
 
     @property
     def scheme_options(self) -> SchemeOptions:

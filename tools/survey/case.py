@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import transformers
-from llmopt.engine.planner.probe.build import auto_class
+from llmopt.quant.model.auto import auto_class
 
 from .tiny import tiny_config
 

@@ -12,8 +12,9 @@ from typing import Any
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from ....quant.base.errors import BadInput
-from .build import build_on_meta, first_line, read_config
+from ....quant.base.errors import BadInput, first_line
+from ....quant.model.auto import read_config
+from .build import build_on_meta
 from .cache_growth import measure_cache
 from .facts import CachedTensor, ProbedModel
 from .parameters import measure_parameters

@@ -1,0 +1,83 @@
+"""transformers' config and auto class of a raw `config.json`; code of a checkpoint is run only where it is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+
+from ..base.errors import BadInput, first_line
+
+
+def read_config(
+    raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
+) -> Any:
+    """The transformers config of a raw `config.json`.
+
+    Raises:
+        BadInput: a type that the installed transformers does not know, remote code that is not trusted,
+            or a config that its class refuses.
+    """
+    model_type = str(raw.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        if not raw.get("auto_map"):
+            raise BadInput(
+                f"model type {model_type!r} is not known to the installed transformers "
+                f"{transformers.__version__}{_written_by(raw)}: upgrade it (pip install -U transformers)"
+            )
+        if not trust_remote_code:
+            raise BadInput(
+                f"model type {model_type!r} needs code that its checkpoint brings (auto_map): read that "
+                "code, then give --trust-remote-code"
+            )
+        if folder is None:
+            raise BadInput(
+                f"model type {model_type!r} runs code of its checkpoint: give its folder"
+            )
+        try:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        except Exception as error:  # the checkpoint's code may raise anything
+            raise BadInput(f"{folder}: its code gives no config: {first_line(error)}") from error
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(raw)))
+    except Exception as error:  # a config class may raise anything about its fields
+        raise BadInput(
+            f"transformers refuses the {model_type} config: {first_line(error)}"
+        ) from error
+
+
+def auto_class(config: Any, trust_remote_code: bool = False) -> Any:
+    """The auto class that builds a config with its language head.
+
+    Raises:
+        BadInput: neither a causal nor an image-text model.
+    """
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if trust_remote_code and getattr(config, "auto_map", None):
+        return transformers.AutoModelForCausalLM
+    raise BadInput(f"{config.model_type} is no causal or image-text model of transformers")
+
+
+def _with_floats(value: Any) -> Any:
+    """A copy with the infinities that transformers writes as `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
+
+
+def _written_by(raw: Mapping[str, Any]) -> str:
+    version = raw.get("transformers_version")
+    return f" (the config was written by {version})" if version else ""

@@ -1,0 +1,97 @@
+"""The parameters of transformers' model of a checkpoint, and which tensor on disk each of them is loaded from.
+
+The model is built on the meta device from its config, and names are mapped by transformers' own loading rules:
+renamings, converters (experts merged, matrices split), and the base model's prefix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.errors import BadInput, first_line
+from .auto import auto_class, read_config
+
+
+class ModelParameters:
+    """The names of a model's parameters, and those of the tensors that they are loaded from.
+
+    Attributes:
+        linears: names of the modules of class `nn.Linear`, in the order of the model.
+
+    Args:
+        raw: the raw `config.json`; its `quantization_config` is not read.
+        folder: of the checkpoint, for one that brings its own code.
+
+    Raises:
+        BadInput: transformers does not know the model type, or does not build it.
+    """
+
+    def __init__(
+        self, raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
+    ):
+        plain = {key: value for key, value in raw.items() if key != "quantization_config"}
+        config = read_config(plain, folder, trust_remote_code=trust_remote_code)
+        if hasattr(config, "quantization_config"):  # read from the folder, with the checkpoint's code
+            del config.quantization_config
+        build: Any = auto_class(config, trust_remote_code).from_config
+        try:
+            with torch.device("meta"):
+                self._model: Any = build(
+                    config, dtype=torch.float32, trust_remote_code=trust_remote_code
+                )
+        except Exception as error:  # a module may raise anything about its config
+            raise BadInput(
+                f"transformers does not build a {config.model_type}: {first_line(error)}"
+            ) from error
+        self._state = self._model.state_dict()
+        self.linears = tuple(
+            path for path, module in self._model.named_modules() if isinstance(module, nn.Linear)
+        )
+
+    def loaded_from(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """The parameters that each tensor becomes, or becomes a part of; none where it is not loaded."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        of_pattern = {p: converter for converter in converters for p in converter.source_patterns}
+        state, prefix = self._state, self._model.base_model_prefix
+        loaded: dict[str, tuple[str, ...]] = {}
+        for name in sorted(names, key=dot_natural_key):  # some renamings depend on what came before
+            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            if target not in state and name in state:
+                target, pattern = rename_source_key(name, [], [], prefix, state)
+            if target not in state:
+                loaded[name] = ()
+            elif pattern is None:
+                loaded[name] = (target,)
+            else:
+                parts = of_pattern[pattern].target_patterns
+                loaded[name] = tuple(target.replace(parts[0], part) for part in parts)
+        return loaded
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Parameters that no tensor of `names` is loaded into, without those that are tied or optional."""
+        tied = getattr(self._model, "all_tied_weights_keys", None) or {}
+        given = {target for targets in self.loaded_from(names).values() for target in targets}
+        given |= {name for name, source in tied.items() if source in given}
+        given |= {source for name, source in tied.items() if name in given}
+        optional = getattr(self._model, "_keys_to_ignore_on_load_missing", None) or ()
+        return [
+            name
+            for name in self._state
+            if name not in given and not any(re.search(pattern, name) for pattern in optional)
+        ]

@@ -1,0 +1,154 @@
+"""A surveyed type quantized, and loaded by transformers: what the columns rtn, gptq, verify and reload share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
+from llmopt.quant.model.auto import auto_class
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.request.request import QuantizeRequest
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from .case import Case, Verdict
+
+# Widths of tiny models: 4 bits in groups where a group divides them, else 8 bits per channel.
+GRIDS = ({"bits": 4}, {"bits": 8, "group_size": -1})
+SAMPLES, LENGTH = 8, 16
+WORDS = 64  # token ids that every tiny vocabulary has
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A finished checkpoint of a type: its folder, or why there is none."""
+
+    folder: Path
+    refused: str = ""
+
+
+def quantized(case: Case, method: str) -> Quantized:
+    """The type's checkpoint by a method as compressed-tensors, made once; refused with the reason."""
+    made = case.notes.setdefault("quantized", {})
+    if method not in made:
+        made[method] = _quantize(case, method)
+    return made[method]
+
+
+def source(case: Case) -> Path:
+    """The folder of the type's plain checkpoint with a tokenizer and a calibration text, made once."""
+    if "source" not in case.notes:
+        assert case.raw
+        case.model.save_pretrained(case.folder)
+        words = {f"w{index}": index for index in range(WORDS)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(case.folder)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, WORDS, (2 * SAMPLES, LENGTH), generator=generator)
+        text = "\n\n".join(" ".join(f"w{index}" for index in row) for row in ids.tolist())
+        (case.folder / "calibration.txt").write_text(text)
+        case.notes["source"] = case.folder
+    return case.notes["source"]
+
+
+def _quantize(case: Case, method: str) -> Quantized:
+    folder, output = source(case), case.folder / f"quantized-{method}"
+    options: dict[str, Any] = {"errors": False} if method == "rtn" else {"held_out": 0}
+    refused = ""
+    for grid in GRIDS:
+        request = QuantizeRequest(
+            folder,
+            output,
+            method=method,
+            format="compressed-tensors",
+            calibration=str(folder / "calibration.txt"),
+            num_samples=SAMPLES,
+            seq_len=LENGTH,
+            **grid,
+            **options,
+        )
+        try:
+            return Quantized(quantize(request).output)
+        except BadInput as error:
+            refused = refused or str(error)
+            if "group size" not in str(error):
+                break
+    return Quantized(output, refused)
+
+
+def dequantized(case: Case, folder: Path) -> Path:
+    """The plain checkpoint with the quantized linears as our reader dequantizes them, the rest as it was."""
+    output = folder.with_name(folder.name + "-plain")
+    if not output.exists():
+        plain, checkpoint = Checkpoint(source(case)), Checkpoint(folder)
+        state = dict(plain.tensors())
+        for module in quantized_modules(checkpoint):
+            dtype = state[f"{module}.weight"].dtype
+            state[f"{module}.weight"] = read_quantized(checkpoint, module).dequantize().to(dtype)
+        output.mkdir()
+        save_file(
+            {name: tensor.contiguous() for name, tensor in state.items()},
+            output / "model.safetensors",
+            {"format": "pt"},
+        )
+        (output / "config.json").write_text(json.dumps(plain.config))
+    return output
+
+
+def loaded(case: Case, folder: Path) -> Any:
+    """transformers' model of a folder in float32, with any codes decompressed."""
+    load: Any = auto_class(case.config).from_pretrained
+    model = load(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
+    _decompress(model)
+    return model.eval()
+
+
+def _decompress(model: Any) -> None:
+    from compressed_tensors.compressors import decompress_module
+    from compressed_tensors.quantization import QuantizationStatus
+
+    for module in model.modules():
+        if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
+            decompress_module(module)
+
+
+def differing(one: Any, other: Any) -> Iterator[str]:
+    """Names of the parameters and buffers in which two models differ."""
+    left, right = one.state_dict(), other.state_dict()
+    for name, tensor in right.items():
+        if name not in left or not torch.equal(left[name].float(), tensor.float()):
+            yield name
+
+
+def written_and_loaded(case: Case, method: str) -> Verdict:
+    """Exact: every unquantized tensor is the source's, and transformers loads each parameter as ours."""
+    made = quantized(case, method)
+    if made.refused:
+        return Verdict("refused", made.refused)
+    plain, checkpoint = Checkpoint(source(case)), Checkpoint(made.folder)
+    modules = quantized_modules(checkpoint)
+    stored = {name for module in modules for name in tensor_names(checkpoint, module)}
+    for name in plain.names:
+        if name.removesuffix(".weight") in modules or name in stored:
+            continue
+        if name not in checkpoint or not torch.equal(checkpoint.tensor(name), plain.tensor(name)):
+            return Verdict("wrong", f"{name} is not that of the source")
+    try:
+        theirs = loaded(case, made.folder)
+    except Exception as error:  # a loader may fail in any way
+        return Verdict("wrong", f"transformers does not load it: {type(error).__name__}: {error}")
+    wrong = list(differing(theirs, loaded(case, dequantized(case, made.folder))))
+    if wrong:
+        return Verdict("wrong", f"{len(wrong)} parameters differ in transformers, such as {wrong[0]}")
+    return Verdict("exact", f"{len(modules)} linears")
