@@ -29,6 +29,8 @@ def verify(
     console.print(f"{report.folder}: {report.quant_method} {report.scheme}", soft_wrap=True)
     for line in report.passed:
         console.print(f"  ok    {line}", soft_wrap=True)
+    for line in report.unchecked:
+        console.print(f"  --    not checked: {line}", soft_wrap=True)
     for line in report.failures:
         console.print(f"  FAIL  {line}", style="red", soft_wrap=True)
     console.print(report.status, style="green" if report.ok else "red", soft_wrap=True)

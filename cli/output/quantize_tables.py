@@ -94,7 +94,9 @@ def _mean_error(summary: dict[str, Any]) -> list[str]:
     if summary["error"] is None:
         return []
     ratio = summary["error"] / summary["rtn_error"] if summary["rtn_error"] else 1.0
-    return [f"mean relative output error {summary['error']:.3e}, {ratio:.3f} × that of round-to-nearest"]
+    return [
+        f"mean relative output error {summary['error']:.3e}, {ratio:.3f} × that of round-to-nearest"
+    ]
 
 
 def _layer(module: dict[str, Any]) -> str:

@@ -21,8 +21,9 @@ from ..manifest.conversion import Conversion, conversion_card
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..manifest.manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
-from ..plan.loaders import CheckpointContents, loaders, loads_in
-from ..plan.unquantized import unquantized_modules
+from ..plan.contents import CheckpointContents
+from ..plan.loaders import loaders, loads_in
+from ..plan.unquantized import model_parameters, unquantized_modules
 from ..request.selection import Shapes
 from ..tensors.base import QuantizedTensor
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
@@ -84,12 +85,14 @@ class _Job:
         self._records: list[dict[str, Any]] = []
         self._schemes: dict[str, Scheme] = {}
         self._shapes: Shapes = {}
+        self._plain: list[str] = []  # tensors that are copied
 
     def run(self, output: Path) -> Conversion:
         kv_cache = self._kv_cache()
         write_shards(self._work, self._tensors(drop_kv=kv_cache is None), self._source.release)
         options = {} if kv_cache is None else {"kv_cache": kv_cache}
-        ignore = unquantized_modules(self._source, self._modules)
+        parameters = model_parameters(self._source)
+        ignore = unquantized_modules(self._source, self._modules, parameters)
         config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
         if self._target.name == "gguf":
             self._assemble(config, output.name)
@@ -100,7 +103,12 @@ class _Job:
         manifest = self._new_manifest()
         write_atomically(self._work / MANIFEST_NAME, to_json(manifest))
         written = CheckpointContents(
-            str(config.get("model_type")), self._shapes, self._schemes, ignore
+            str(config.get("model_type")),
+            self._shapes,
+            self._schemes,
+            ignore,
+            [*self._plain, *(f"{module}.weight" for module in self._shapes)],
+            parameters,
         )
         result = Conversion(
             output=output,
@@ -133,6 +141,7 @@ class _Job:
         self._progress.finish()
         for name in self._source.names:
             if name not in taken and not (drop_kv and name.endswith(KV_SCALES)):
+                self._plain.append(name)
                 yield {name: self._source.tensor(name)}
 
     def _check_digests(self, module: str, tensor: QuantizedTensor) -> None:

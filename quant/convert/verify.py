@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,11 @@ from ..manifest.journal import sha256_of_file
 from ..manifest.manifest import MANIFEST_NAME
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
 from ..open import open_checkpoint
+from ..plan.unquantized import model_parameters
 from ..raw.container import Entries, Raw, read_headers, read_numbers
 from ..raw.gguf import read_gguf_headers
 from ..raw.readers import READERS
+from .model_check import model_failures, skipped_by
 from .read import checkpoint_format, module_scheme, quantized_modules, tensor_names
 
 PROVEN = "proven: the files hold what was computed"
@@ -37,6 +38,7 @@ class VerifyReport:
     Attributes:
         passed: checks that passed, one line each.
         failures: checks that failed, naming the module or the file.
+        unchecked: checks that could not be made, with the reason.
         bits_per_weight: of the quantized linears with scales and zeros, as stored.
         ratio: bytes of the same linears in 16 bits over bytes as stored.
     """
@@ -50,6 +52,7 @@ class VerifyReport:
     ratio: float = 0.0
     passed: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -89,7 +92,7 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
         len(modules),
     )
     config = checkpoint.quantization_config or {}
-    _check_coverage(report, checkpoint, modules, config, manifest)
+    _check_coverage(report, checkpoint, modules, manifest)
     paths = sorted({checkpoint.folder / name for name in checkpoint.shard_of.values()})
     if weight_format.name == "gguf":
         entries, config = read_gguf_headers(paths[0])
@@ -163,10 +166,9 @@ def _check_coverage(
     report: VerifyReport,
     checkpoint: Checkpoint,
     modules: list[str],
-    config: dict[str, Any],
     manifest: dict[str, Any] | None,
 ) -> None:
-    """Exactly the modules that should be quantized are quantized."""
+    """Exactly the modules that should be quantized are quantized, and every parameter is there."""
     if manifest is not None:
         intended = {module["module"] for module in manifest["modules"]}
         report.failures += [
@@ -176,8 +178,15 @@ def _check_coverage(
             f"{name} has codes, but is not in the manifest" for name in {*modules} - intended
         ]
         report.failures.sort()
-    else:
-        excused = _excused(config)
+    parameters = model_parameters(checkpoint)
+    if not isinstance(parameters, str):
+        report.failures += model_failures(checkpoint, modules, parameters)
+        if not report.failures:
+            report.passed.append("every parameter of the model is in the files or declared")
+        return
+    report.unchecked.append(f"the parameters of the model: {parameters}")
+    if manifest is None:
+        skipped = skipped_by(checkpoint.quantization_config or {})
         plain = [
             name.removesuffix(".weight")
             for name in checkpoint.names
@@ -186,7 +195,7 @@ def _check_coverage(
         report.failures += [
             f"{name} is not quantized, and the config does not say that it should not be"
             for name in sorted({*plain} - {*modules})
-            if not excused(name) and not _unfit(checkpoint, name)
+            if not skipped(name) and not _unfit(checkpoint, name)
         ]
         report.failures += _lacking(checkpoint)
     if not report.failures:
@@ -223,31 +232,6 @@ def _unfit(checkpoint: Checkpoint, module: str) -> bool:
     """Whether the row length is no multiple of ggml's block, so that GGUF cannot quantize it."""
     config = checkpoint.quantization_config or {}
     return config["quant_method"] == "gguf" and checkpoint.shape(f"{module}.weight")[-1] % 32 != 0
-
-
-def _excused(config: dict[str, Any]) -> Callable[[str], bool]:
-    """A predicate: whether the config excludes a module from quantization.
-
-    AWQ, fp8 and bitsandbytes list substrings of the name; compressed-tensors names, `re:` patterns or
-    module classes; GPTQ patterns under `dynamic` that begin with `-:`.
-    """
-    substrings = [
-        part
-        for key in ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
-        for part in config.get(key) or []
-    ]
-    ignored = config.get("ignore") or []
-    patterns = [entry[3:] for entry in ignored if entry.startswith("re:")]
-    patterns += [key[2:] for key in config.get("dynamic") or {} if key.startswith("-:")]
-
-    def excused(name: str) -> bool:
-        return (
-            name in ignored
-            or any(part in name for part in substrings)
-            or any(re.match(pattern, name) for pattern in patterns)
-        )
-
-    return excused
 
 
 def _check_module(report: VerifyReport, module: str, raw: Raw) -> None:

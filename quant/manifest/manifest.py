@@ -13,7 +13,8 @@ import torch
 from ..base.scheme import scheme_record
 from ..calibration.calibration import Calibration
 from ..methods.base import MethodOptions, ModuleReport
-from ..plan.loaders import loaders, loads_in, stored
+from ..plan.contents import stored
+from ..plan.loaders import loaders, loads_in
 from ..plan.plan import Plan, QuantizeRequest
 from ..plan.unquantized import by_kind
 from ..tensors.base import QuantizedTensor
@@ -181,7 +182,9 @@ def _error_formula(plan: Plan, request: QuantizeRequest) -> str:
     if request.stats is not None or request.method == "auto":
         return f"{_ERROR_FORMULA}, X from the float model"
     if plan.method.sequential and plan.options.true_sequential:
-        return f"{_ERROR_FORMULA}, X from the layer behind the quantized linears and layers before it"
+        return (
+            f"{_ERROR_FORMULA}, X from the layer behind the quantized linears and layers before it"
+        )
     return f"{_ERROR_FORMULA}, X from the float layer behind the quantized layers before it"
 
 

@@ -6,16 +6,32 @@ renamings, converters (experts merged, matrices split), and the base model's pre
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..base.errors import BadInput, first_line
 from .auto import auto_class, read_config
+
+
+class Loaded(NamedTuple):
+    """What a tensor becomes.
+
+    Attributes:
+        parameters: the names; empty where transformers does not load it.
+        converted: whether it is computed with, such as merged with others, and not just renamed.
+        as_weight: of a converted one: whether the conversion is of tensors named `weight`, to which the
+            quantizers of transformers add the names of codes and scales.
+    """
+
+    parameters: tuple[str, ...]
+    converted: bool = False
+    as_weight: bool = False
 
 
 class ModelParameters:
@@ -37,7 +53,9 @@ class ModelParameters:
     ):
         plain = {key: value for key, value in raw.items() if key != "quantization_config"}
         config = read_config(plain, folder, trust_remote_code=trust_remote_code)
-        if hasattr(config, "quantization_config"):  # read from the folder, with the checkpoint's code
+        if hasattr(
+            config, "quantization_config"
+        ):  # read from the folder, with the checkpoint's code
             del config.quantization_config
         build: Any = auto_class(config, trust_remote_code).from_config
         try:
@@ -54,8 +72,8 @@ class ModelParameters:
             path for path, module in self._model.named_modules() if isinstance(module, nn.Linear)
         )
 
-    def loaded_from(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """The parameters that each tensor becomes, or becomes a part of; none where it is not loaded."""
+    def loaded_from(self, names: Iterable[str]) -> dict[str, Loaded]:
+        """The parameters that each tensor on disk becomes, or becomes a part of."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -69,24 +87,28 @@ class ModelParameters:
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         of_pattern = {p: converter for converter in converters for p in converter.source_patterns}
         state, prefix = self._state, self._model.base_model_prefix
-        loaded: dict[str, tuple[str, ...]] = {}
+        loaded: dict[str, Loaded] = {}
         for name in sorted(names, key=dot_natural_key):  # some renamings depend on what came before
             target, pattern = rename_source_key(name, renamings, converters, prefix, state)
             if target not in state and name in state:
                 target, pattern = rename_source_key(name, [], [], prefix, state)
             if target not in state:
-                loaded[name] = ()
+                loaded[name] = Loaded(())
             elif pattern is None:
-                loaded[name] = (target,)
+                loaded[name] = Loaded((target,))
             else:
-                parts = of_pattern[pattern].target_patterns
-                loaded[name] = tuple(target.replace(parts[0], part) for part in parts)
+                converter: Any = of_pattern[pattern]
+                parts = converter.target_patterns
+                targets = tuple(target.replace(parts[0], part) for part in parts)
+                sources = converter._original_source_patterns
+                as_weight = all(source.endswith(".weight") for source in sources)
+                loaded[name] = Loaded(targets, converted=True, as_weight=as_weight)
         return loaded
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Parameters that no tensor of `names` is loaded into, without those that are tied or optional."""
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
-        given = {target for targets in self.loaded_from(names).values() for target in targets}
+        given = {name for loaded in self.loaded_from(names).values() for name in loaded.parameters}
         given |= {name for name, source in tied.items() if source in given}
         given |= {source for name, source in tied.items() if name in given}
         optional = getattr(self._model, "_keys_to_ignore_on_load_missing", None) or ()
@@ -95,3 +117,22 @@ class ModelParameters:
             for name in self._state
             if name not in given and not any(re.search(pattern, name) for pattern in optional)
         ]
+
+    def needs_weights(self, linears: Collection[str]) -> str | None:
+        """Why transformers cannot initialise the model while these linears have no `weight`; None: it can.
+
+        After loading it initialises every module, and some classes reach into a linear for that.
+        """
+        model = copy.deepcopy(self._model)  # on the meta device: no memory
+        for path in linears:
+            del model.get_submodule(path).weight
+        for module in model.modules():
+            try:
+                with torch.no_grad():
+                    model._init_weights(module)
+            except AttributeError as error:
+                if "'weight'" in str(error):
+                    return f"{type(module).__name__} is initialised by a weight that has codes"
+            except Exception:  # initialisations that need real numbers
+                continue
+        return None

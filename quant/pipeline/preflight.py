@@ -13,7 +13,8 @@ import torch
 from ..base.atomic_io import entry_bytes
 from ..base.scheme import Scheme
 from ..formats.base import WeightFormat
-from ..plan.loaders import Loader, loaders, loads_in, stored
+from ..plan.contents import stored
+from ..plan.loaders import Loader, loaders, loads_in
 from ..plan.plan import Plan
 from ..request.selection import TORCH_DTYPES
 from ..tensors.blank import blank_tensor

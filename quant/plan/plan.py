@@ -20,6 +20,7 @@ from ..methods.options import refuse_knobs
 from ..methods.registry import METHODS
 from ..model.architecture import Architecture, architecture_of
 from ..model.checkpoint import Checkpoint
+from ..model.parameters import ModelParameters
 from ..request.request import QuantizeRequest, parse_override
 from ..request.selection import (
     BYTES_OF,
@@ -36,7 +37,7 @@ from ..request.selection import (
 from ..smoothing.smoothing_map import with_smoothing
 from ..stream.kv_scales import LARGEST
 from ..stream.layer_stream import compute_dtype
-from .unquantized import unquantized_modules
+from .unquantized import model_parameters, unquantized_modules
 
 __all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
 
@@ -59,6 +60,7 @@ class Plan:
         schemes: target scheme of each of them.
         ignored: linears excluded by `--ignore`.
         unquantized: these and all other modules without codes, as format configs list them.
+        parameters: of transformers' model, or why transformers has none.
         options: hyperparameters of the method.
         seq_len: tokens in a calibration sample.
         compute: dtype of the GEMMs of the calibration passes.
@@ -75,6 +77,7 @@ class Plan:
     schemes: dict[str, Scheme]
     ignored: tuple[str, ...]
     unquantized: tuple[str, ...]
+    parameters: ModelParameters | str
     options: MethodOptions
     seq_len: int
     compute: torch.dtype
@@ -153,6 +156,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
         weight_format.check_scheme(probe)
 
     checkpoint, architecture, modules, ignored = _selected(request)
+    parameters = model_parameters(checkpoint)
     if not request.overrides:
         _check_widths(formats, modules, dict.fromkeys(modules, probe))
     overrides = [parse_override(text) for text in request.overrides]
@@ -167,7 +171,8 @@ def make_plan(request: QuantizeRequest) -> Plan:
         modules=modules,
         schemes=schemes,
         ignored=ignored,
-        unquantized=unquantized_modules(checkpoint, modules),
+        unquantized=unquantized_modules(checkpoint, modules, parameters),
+        parameters=parameters,
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
         compute=_compute(request, checkpoint, modules),
@@ -197,6 +202,7 @@ def _blocks_plan(
         raise BadInput("--gguf-type decides the bits of every weight: leave the other options out")
     type_name = request.gguf_type or DEFAULT_GGUF_TYPE
     checkpoint, architecture, modules, ignored = _selected(request)
+    parameters = model_parameters(checkpoint)
     num_layers = len(architecture.layers)
     schemes: dict[str, Scheme] = dict(mix(type_name, modules, num_layers))
     if not schemes:
@@ -210,7 +216,8 @@ def _blocks_plan(
         modules={name: modules[name] for name in schemes},
         schemes=schemes,
         ignored=(*ignored, *misfits),
-        unquantized=unquantized_modules(checkpoint, schemes),
+        unquantized=unquantized_modules(checkpoint, schemes, parameters),
+        parameters=parameters,
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
         compute=_compute(request, checkpoint, modules),

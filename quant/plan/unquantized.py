@@ -1,14 +1,14 @@
 """The modules that a checkpoint leaves unquantized, under every name that a loader looks them up by.
 
 A loader that is not told so looks for codes in each linear, and transformers leaves a linear whose codes it
-does not find uninitialised. vLLM takes the names on disk, transformers those of its modules; a config lists both.
+does not find uninitialised. vLLM takes the names on disk, transformers those of its modules: a config lists
+both.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 
 from ..base.errors import BadInput
 from ..model.checkpoint import Checkpoint
@@ -19,17 +19,44 @@ _EXPERTS = ".experts"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def unquantized_modules(checkpoint: Checkpoint, quantized: Collection[str]) -> tuple[str, ...]:
+def model_parameters(checkpoint: Checkpoint) -> ModelParameters | str:
+    """The parameters of transformers' model of a checkpoint, or why transformers has none."""
+    try:
+        return ModelParameters(
+            checkpoint.config,
+            checkpoint.folder,
+            trust_remote_code=checkpoint.trust_remote_code,
+        )
+    except BadInput as error:
+        return str(error)
+
+
+def unquantized_modules(
+    checkpoint: Checkpoint, quantized: Collection[str], parameters: ModelParameters | str
+) -> tuple[str, ...]:
     """All linears, embeddings and fused experts that are not in `quantized`, the output projection first.
 
     Args:
-        quantized: names on disk. The checkpoint itself may be the plain or the quantized one.
+        checkpoint: the plain or the quantized one.
+        quantized: names on disk.
     """
     on_disk = dict.fromkeys(_on_disk(checkpoint, quantized))
-    in_modules = _in_transformers(checkpoint, quantized)
-    names = [name for name in {**on_disk, **in_modules} if name not in quantized]
+    plain = () if isinstance(parameters, str) else plain_linears(parameters, quantized)
+    names = [name for name in {**on_disk, **dict.fromkeys(plain)} if name not in quantized]
     head = [] if HEAD in quantized else [HEAD]
     return (*head, *(name for name in names if name != HEAD))
+
+
+def plain_linears(parameters: ModelParameters, quantized: Collection[str]) -> list[str]:
+    """The linears of transformers' modules that have a weight and no codes, or one computed from codes."""
+    loaded = parameters.loaded_from(f"{module}.weight" for module in quantized)
+    with_codes = {
+        name.removesuffix(".weight")
+        for each in loaded.values()
+        if not each.converted
+        for name in each.parameters
+    }
+    return [name for name in parameters.linears if name not in with_codes]
 
 
 def _on_disk(checkpoint: Checkpoint, quantized: Collection[str]) -> Iterator[str]:
@@ -44,22 +71,12 @@ def _on_disk(checkpoint: Checkpoint, quantized: Collection[str]) -> Iterator[str
             yield module
 
 
-def _in_transformers(checkpoint: Checkpoint, quantized: Collection[str]) -> Mapping[str, None]:
-    """The linears of transformers' modules; none where it does not know the model type."""
-    try:
-        parameters = ModelParameters(
-            checkpoint.config,
-            checkpoint.folder,
-            trust_remote_code=checkpoint.trust_remote_code,
-        )
-    except BadInput:  # no loader of transformers' either
-        return {}
-    loaded = parameters.loaded_from(f"{module}.weight" for module in quantized)
-    with_codes = {name.removesuffix(".weight") for names in loaded.values() for name in names}
-    return dict.fromkeys(name for name in parameters.linears if name not in with_codes)
-
-
 def by_kind(names: Iterable[str]) -> list[str]:
-    """Names with `*` for layers and experts, each with its number: `model.layers.*.mlp.gate (24)`."""
-    counts = Counter(_NUMBER.sub("*", name) for name in names)
-    return [f"{kind} ({count})" if count > 1 else kind for kind, count in counts.items()]
+    """Names that differ in the layer or the expert as one, with their number: `model.layers.*.mlp.gate (24)`."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
+    return [
+        members[0] if len(members) == 1 else f"{kind} ({len(members)})"
+        for kind, members in kinds.items()
+    ]

@@ -174,6 +174,6 @@ def write_checkpoint(
     folder.mkdir(exist_ok=True)
     head = {"lm_head.weight": torch.ones(16, 64)}
     save_file(dict(tensors) | head, folder / "model.safetensors", {"format": "pt"})
-    config = {"model_type": "llama", "quantization_config": quantization}
+    config = {"model_type": "single_linear", "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     return Checkpoint(folder)

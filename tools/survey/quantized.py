@@ -107,9 +107,7 @@ def dequantized(case: Case, folder: Path) -> Path:
 def loaded(case: Case, folder: Path) -> Any:
     """transformers' model of a folder in float32, with any codes decompressed."""
     load: Any = auto_class(case.config).from_pretrained
-    model = load(
-        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-    )
+    model = load(folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
     _decompress(model)
     return model.eval()
 
@@ -150,5 +148,7 @@ def written_and_loaded(case: Case, method: str) -> Verdict:
         return Verdict("wrong", f"transformers does not load it: {type(error).__name__}: {error}")
     wrong = list(differing(theirs, loaded(case, dequantized(case, made.folder))))
     if wrong:
-        return Verdict("wrong", f"{len(wrong)} parameters differ in transformers, such as {wrong[0]}")
+        return Verdict(
+            "wrong", f"{len(wrong)} parameters differ in transformers, such as {wrong[0]}"
+        )
     return Verdict("exact", f"{len(modules)} linears")

@@ -187,6 +187,12 @@ def test_what_is_not_there_at_all_is_noticed(folder: Path, gone: str) -> None:
     index = json.loads(index_path.read_text())
     index["weight_map"] = {k: v for k, v in index["weight_map"].items() if not k.startswith(part)}
     index_path.write_text(json.dumps(index))
+    failures = verify(folder).failures
+    missing = "model.layers.2.self_attn.k_proj.weight of the model is in no file"
+    assert any(failure.startswith(missing) for failure in failures)
+    assert len(failures) == {"linear": 1, "layer": 9}[gone]
+    config_path = folder / "config.json"  # a type whose parameters nobody knows
+    config_path.write_text(config_path.read_text().replace('"llama"', '"unheard_of"'))
     (failure,) = verify(folder).failures
     assert (
         failure
@@ -195,6 +201,23 @@ def test_what_is_not_there_at_all_is_noticed(folder: Path, gone: str) -> None:
             "layer": "4 decoder layers are there, but config.json says 5",
         }[gone]
     )
+
+
+def test_a_linear_without_codes_must_be_declared_and_one_with_codes_must_not(
+    quantized: Quantized, tmp_path: Path
+) -> None:
+    """With the manifest, too: transformers would look for codes of the one, and skip those of the other."""
+    output = quantized(method="rtn", ignore=("v_proj",), **QUICK).output
+    folder = Path(shutil.copytree(output, tmp_path / "checkpoint"))
+    assert verify(folder).ok
+    config = json.loads((folder / "config.json").read_text())
+    assert config["quantization_config"]["ignore"][0] == "lm_head"
+    config["quantization_config"]["ignore"] = ["lm_head", MODULE]
+    (folder / "config.json").write_text(json.dumps(config))
+    file, plain, skipped = verify(folder).failures
+    assert file == "config.json is not the file that was written: its bytes differ"
+    assert plain.startswith("model.layers.*.self_attn.v_proj (5) is not quantized, and the config")
+    assert skipped == f"{MODULE} is quantized, but the config tells loaders to skip it"
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])

@@ -15,7 +15,8 @@ from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
-from llmopt.quant.plan.loaders import ENGINE_TYPES, CheckpointContents, loaders, loads_in, stored
+from llmopt.quant.plan.contents import CheckpointContents, stored
+from llmopt.quant.plan.loaders import ENGINE_TYPES, loaders, loads_in
 from llmopt.quant.plan.plan import QuantizeRequest, make_plan
 from llmopt.quant.request.selection import split_fusions
 
@@ -68,9 +69,10 @@ def test_memory_follows_the_layer_and_not_the_number_of_layers(tmp_path: Path) -
 
 def test_no_linear_is_forgotten(tmp_path: Path) -> None:
     answer = preflight(prepare(request(tmp_path / "out", method="rtn", ignore=("v_proj",))))
-    assert sum(kind.count for kind in answer.kinds) == 35  # lm_head is the embedding
-    (left,) = (kind for kind in answer.kinds if kind.scheme is None)
-    assert (left.name, left.count, left.bits_per_weight) == ("v_proj", 5, 16)
+    assert sum(kind.count for kind in answer.kinds) == 36  # lm_head is the embedding
+    left = [kind for kind in answer.kinds if kind.scheme is None]
+    facts = {kind.name: (kind.count, kind.bits_per_weight) for kind in left}
+    assert facts == {"embed_tokens": (1, 16), "v_proj": (5, 16)}
 
 
 def test_the_engine_runs_the_kernels_of_the_table() -> None:
@@ -89,7 +91,8 @@ def verdicts(options: dict[str, Any], ranks: int = 1) -> dict[str, tuple[bool, s
     ("options", "ranks", "loads", "words"),
     [
         ({"method": "gptq"}, 1, True, "Marlin"),
-        ({"method": "gptq"}, 4, True, "exllama"),
+        ({"method": "gptq"}, 4, False, "whole groups of 128 on every rank"),
+        ({"method": "gptq", "group_size": 16}, 1, False, "no groups of 16"),
         ({"method": "gptq", "bits": 3}, 1, False, "symmetric 4 and 8 bits"),
         ({"method": "gptq"}, 1, True, "; tried on a CPU"),
         ({"method": "gptq"}, 2, True, "; not tried"),
@@ -99,13 +102,15 @@ def verdicts(options: dict[str, Any], ranks: int = 1) -> dict[str, tuple[bool, s
         ({"method": "rtn", "bits": 8}, 1, True, "Marlin; not tried"),
         ({"method": "smoothquant"}, 1, True, "CUTLASS W8A8; tried on a CPU"),
         ({"method": "fp8", "granularity": "block"}, 1, True, "; not tried"),
-        ({"method": "rtn", "bits": 3}, 1, False, "no 3-bit weights"),
-        ({"method": "rtn", "bits": 8, "symmetric": False}, 1, False, "zero points with 4 bits"),
-        ({"method": "rtn", "group_size": 16}, 1, False, "no groups of 16"),
+        ({"method": "rtn", "bits": 3}, 1, True, "humming), since Marlin has no 3-bit weights"),
+        ({"method": "rtn", "bits": 8, "symmetric": False}, 1, True, "zero points with 4 bits"),
+        ({"method": "rtn", "group_size": 16}, 1, True, "humming), since Marlin has no groups of 16"),
+        ({"method": "rtn", "group_size": 256}, 1, True, "Triton, since Marlin has no groups of 256"),
         ({"method": "awq"}, 1, True, "Marlin"),
         ({"method": "awq", "group_size": 16}, 1, True, "AWQ GEMM"),
         ({"method": "fp8"}, 1, True, "CUTLASS"),
         ({"method": "fp8", "granularity": "block"}, 4, False, "multiples of 128"),
+        ({"method": "fp8", "granularity": "block"}, 2, False, "multiples of 128"),
         ({"method": "nf4"}, 1, False, "no longer reads bitsandbytes"),
         ({"method": "squeezellm"}, 1, False, "no longer"),
         ({"method": "rtn", "format": "gguf"}, 1, False, "plugin"),
@@ -142,19 +147,23 @@ def test_what_transformers_needs(options: dict[str, Any], words: str) -> None:
 
 def test_the_line_names_those_that_load_and_what_they_need() -> None:
     """The same rules for a plan, a finished run and a conversion, the model's type included."""
-    name = "transformer.h.0.self_attention.query_key_value"
-    scheme = IntScheme(4, 128, True)
-    foreign = CheckpointContents("bloom", {name: (768, 256)}, {name: scheme}, ())
+    plan = make_plan(request(Path("out"), method="rtn"))
+    foreign = replace(stored(plan), model_type="bloom")
     assert loads_in(loaders(foreign, "compressed-tensors")) == (
-        "transformers (needs compressed-tensors); vLLM (Marlin; tried on a CPU)"
+        "transformers (needs compressed-tensors); vLLM (Marlin; not tried)"
     )
     assert loads_in(loaders(foreign, "squeezellm")) == "no loader that is known here"
+    unknown = replace(foreign, parameters="model type 'bloom' is not known")
+    row = next(row for row in loaders(unknown, "gptq") if row.name == "transformers")
+    assert (row.loads, row.reason) == (False, "model type 'bloom' is not known")
 
 
 def test_a_matrix_that_is_quantized_in_part_is_split() -> None:
     query, key = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
     scheme = IntScheme(4, 128, True)
-    part = CheckpointContents("llama", {query: (256, 256)}, {query: scheme}, (key,))
+    part = CheckpointContents(
+        "llama", {query: (256, 256)}, {query: scheme}, (key,), (query, key), "not of interest"
+    )
     vllm = next(one for one in loaders(part, "gptq") if one.name == "vLLM")
     assert not vllm.loads and "one matrix" in vllm.reason
 

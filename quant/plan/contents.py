@@ -1,0 +1,63 @@
+"""What a checkpoint holds, as far as its loaders are concerned."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..base.scheme import Scheme
+from ..model.parameters import ModelParameters
+from ..request.selection import Shapes
+from .plan import Plan
+
+# Linears that servers fuse into one matrix, by the last part of their names.
+_FUSED = {
+    name: group[0]
+    for group in (
+        ("q_proj", "k_proj", "v_proj"),
+        ("q_a_proj", "kv_a_proj_with_mqa"),
+        ("gate_proj", "up_proj"),
+        ("w1", "w3"),
+    )
+    for name in group
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointContents:
+    """What compatibility depends on: the model, and every linear.
+
+    Attributes:
+        shapes: `(out_features, in_features)` of the quantized linears by full name, by layer.
+        plain: the unquantized linears.
+        names: of all tensors, `weight` for the codes of a quantized linear.
+        parameters: of transformers' model, or why transformers has none.
+    """
+
+    model_type: str
+    shapes: Shapes
+    schemes: Mapping[str, Scheme]
+    plain: Sequence[str]
+    names: Sequence[str]
+    parameters: ModelParameters | str
+
+    def matrices(self) -> list[list[str]]:
+        """The fused matrices of servers that are at least partly quantized."""
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name in (*self.shapes, *self.plain):
+            parent, _, leaf = name.rpartition(".")
+            groups[parent, _FUSED.get(leaf, leaf)].append(name)
+        return [group for group in groups.values() if group[0] in self.shapes]
+
+
+def stored(plan: Plan) -> CheckpointContents:
+    """The contents that a plan will write."""
+    return CheckpointContents(
+        plan.architecture.model_type,
+        plan.modules,
+        plan.schemes,
+        plan.unquantized,
+        plan.checkpoint.names,
+        plan.parameters,
+    )
