@@ -142,7 +142,7 @@ class SearchOptions:
     ] = None
     kv_cache: Annotated[
         str | None,
-        typer.Option(help="Calibrate and store scales for an fp8 or int8 KV cache."),
+        typer.Option(help="fp8: calibrate and store the scales of an fp8 KV cache."),
     ] = None
     revert_worse: Annotated[
         bool,

@@ -179,8 +179,8 @@ class _Job:
         if not held:
             return None
         record = (self._source.quantization_config or {}).get("kv_cache_scheme") or {}
-        if self._target.name == "compressed-tensors":
-            return "int8" if record.get("type") == "int" else "fp8"
+        if self._target.name == "compressed-tensors" and record.get("type") != "int":
+            return "fp8"
         if not self._allow_loss:
             raise BadInput(
                 f"format {self._target.name} cannot store the KV cache's scales, such as {held[0]}: "

@@ -27,9 +27,10 @@ def model_failures(
     stored = {name for module in modules for name in tensor_names(checkpoint, module)}
     names = [*(name for name in checkpoint.names if name not in stored)]
     names += [f"{module}.weight" for module in modules]
+    missing = parameters.missing(names)
     failures = [
         f"{kind} of the model is in no file: the checkpoint is incomplete"
-        for kind in by_kind(parameters.missing(names))
+        for kind in by_kind(missing)
     ]
     config = checkpoint.quantization_config or {}
     if not _lists_what_is_plain(config):
@@ -41,7 +42,8 @@ def model_failures(
     undeclared = [
         name
         for name in plain_linears(parameters, modules)
-        if not skipped(name)
+        if f"{name}.weight" not in missing
+        and not skipped(name)
         and not skipped(disk_names.get(f"{name}.weight", name))
         and not (name == HEAD and config["quant_method"] in _HEAD_IS_PLAIN)
     ]

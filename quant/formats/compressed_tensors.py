@@ -22,6 +22,15 @@ from .base import Config, TensorSource, check_groups
 from .ct_config import FLOAT, INT8, MIXED, CtScheme, find_group, group_of, layout_of, read_group
 from .ct_layouts import pack_codes, pack_float, pack_int8, unpack_codes, unpack_float, unpack_int8
 
+# `kv_cache_scheme`: static per-tensor fp8 scales, the only kind that vLLM reads besides those per head.
+_KV_CACHE = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "dynamic": False,
+}
+
 
 class CompressedTensorsFormat:
     """compressed-tensors: integer codes of 2 to 8 bits, int8 and fp8 weights with or without activations."""
@@ -81,7 +90,7 @@ class CompressedTensorsFormat:
         """See `WeightFormat.config`.
 
         Args:
-            kv_cache: `fp8` or `int8` where `k_scale` and `v_scale` are stored beside the attention layers.
+            kv_cache: `fp8` where `k_scale` and `v_scale` are stored beside the attention layers.
         """
         members: dict[CtScheme, list[str]] = {}
         for module, scheme in schemes.items():
@@ -98,7 +107,7 @@ class CompressedTensorsFormat:
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": [*ignore, *_inside_experts(ignore)],
-            "kv_cache_scheme": None if kv_cache is None else _kv_cache_record(kv_cache),
+            "kv_cache_scheme": None if kv_cache is None else dict(_KV_CACHE),
         }
 
     def scheme(self, config: Config, module: str) -> CtScheme:
@@ -108,14 +117,3 @@ class CompressedTensorsFormat:
 def _inside_experts(ignore: Sequence[str]) -> list[str]:
     """Patterns for the linears in fused experts, whose schemes vLLM looks up by the names they would have."""
     return [f"re:{re.escape(name)}\\..*" for name in ignore if name.endswith(".experts")]
-
-
-def _kv_cache_record(kind: str) -> dict[str, Any]:
-    """`kv_cache_scheme`: static per-tensor scales, the only kind that engines read from a checkpoint."""
-    return {
-        "num_bits": 8,
-        "type": {"fp8": "float", "int8": "int"}[kind],
-        "symmetric": True,
-        "strategy": "tensor",
-        "dynamic": False,
-    }

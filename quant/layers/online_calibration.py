@@ -97,8 +97,15 @@ class OnlineCalibration:
         self._stream.substitute(index, work.result.norm_biases, "bias")
         ranges = KvRanges() if self._kv else None
         cache = {"past_key_values": ranges} if self._kv else {}
-        self._states = self._stream.run(index, self._states, in_place=True, **cache)
-        self._held_out = self._stream.run(index, self._held_out, in_place=True, **cache)
+        try:
+            self._states = self._stream.run(index, self._states, in_place=True, **cache)
+            self._held_out = self._stream.run(index, self._held_out, in_place=True, **cache)
+        except AttributeError as error:  # a layer that asks more of a cache than to be updated
+            if not self._kv:
+                raise
+            raise BadInput(
+                f"--kv-cache: {work.prefix} keeps another kind of cache: {error}"
+            ) from error
         self._stream.unload(index)
         if not (self._states.finite() and self._held_out.finite()):
             raise BadInput(

@@ -238,6 +238,11 @@ def _quantize_layer(session: Session, source: Source, index: int) -> QuantizedLa
                 f"--kv-cache: no keys and values of {prefix} were measured (statistics that were made "
                 "without --kv-cache do not have them)"
             )
+        if plan.checkpoint.config.get("kv_lora_rank") and ranges.key != ranges.value:
+            raise BadInput(
+                f"--kv-cache: {prefix} has latent attention, of which servers cache the latent, and "
+                "transformers' module caches its keys and values: its scale was not measured"
+            )
         work.others.update(ranges.scales(plan.kv_cache))
     return work
 

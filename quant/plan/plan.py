@@ -261,7 +261,10 @@ def check_plan(plan: Plan) -> None:
     """Raises BadInput where the formats cannot hold the schemes of a plan together."""
     if plan.kv_cache is not None:
         if plan.kv_cache not in LARGEST:
-            raise BadInput(f"--kv-cache {plan.kv_cache}: choose {' or '.join(LARGEST)}")
+            raise BadInput(
+                f"--kv-cache {plan.kv_cache}: only fp8 scales are read from a checkpoint; vLLM measures those of "
+                "--kv-cache-dtype int8_per_token_head itself, and llmopt those of int8"
+            )
         if any(weight_format.name != "compressed-tensors" for weight_format in plan.formats):
             raise BadInput("--kv-cache: only --format compressed-tensors can store its scales")
     for weight_format in plan.formats:

@@ -1,4 +1,4 @@
-"""A surveyed type quantized, and loaded by transformers: what the columns rtn, gptq, verify and reload share."""
+"""A surveyed type quantized, and loaded by transformers: shared by the columns rtn, gptq, verify, reload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import CompressedTensorsConfig, PreTrainedTokenizerFast
 
 from .case import Case, Verdict
 
@@ -29,9 +29,15 @@ WORDS = 64  # token ids that every tiny vocabulary has
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A finished checkpoint of a type: its folder, or why there is none."""
+    """A finished checkpoint of a type, or why there is none.
+
+    Attributes:
+        needs: what transformers needs to load it, by our table of loaders; None: it says that it does not.
+        refused: why it was not written, or, by that table, why transformers does not load it.
+    """
 
     folder: Path
+    needs: str | None = None
     refused: str = ""
 
 
@@ -77,12 +83,17 @@ def _quantize(case: Case, method: str) -> Quantized:
             **options,
         )
         try:
-            return Quantized(quantize(request).output)
+            result = quantize(request)
         except BadInput as error:
             refused = refused or str(error)
             if "group size" not in str(error):
                 break
-    return Quantized(output, refused)
+        else:
+            row = next(row for row in result.preflight.loaders if row.name == "transformers")
+            return Quantized(
+                output, row.reason if row.loads else None, "" if row.loads else row.reason
+            )
+    return Quantized(output, refused=refused)
 
 
 def dequantized(case: Case, folder: Path) -> Path:
@@ -104,10 +115,19 @@ def dequantized(case: Case, folder: Path) -> Path:
     return output
 
 
-def loaded(case: Case, folder: Path) -> Any:
-    """transformers' model of a folder in float32, with any codes decompressed."""
+def loaded(case: Case, folder: Path, needs: str = "") -> Any:
+    """transformers' model of a folder in float32, loaded with what it needs, and its codes decompressed."""
     load: Any = auto_class(case.config).from_pretrained
-    model = load(folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+    options: dict[str, Any] = {}
+    if "dequantize=True" in needs:
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    model = load(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        trust_remote_code=False,
+        **options,
+    )
     _decompress(model)
     return model.eval()
 
@@ -143,7 +163,7 @@ def written_and_loaded(case: Case, method: str) -> Verdict:
         if name not in checkpoint or not torch.equal(checkpoint.tensor(name), plain.tensor(name)):
             return Verdict("wrong", f"{name} is not that of the source")
     try:
-        theirs = loaded(case, made.folder)
+        theirs = loaded(case, made.folder, made.needs or "")
     except Exception as error:  # a loader may fail in any way
         return Verdict("wrong", f"transformers does not load it: {type(error).__name__}: {error}")
     wrong = list(differing(theirs, loaded(case, dequantized(case, made.folder))))

@@ -75,7 +75,7 @@ def test_the_same_numbers_in_another_format(
     assert torch.equal(read.dequantize(), tensor.dequantize())
     assert torch.equal(found.tensor(f"{MODULE}.bias"), torch.arange(64.0))
     assert torch.equal(found.tensor("lm_head.weight"), torch.ones(16, 64))
-    assert found.config["model_type"] == "llama"
+    assert found.config["model_type"] == "single_linear"
     assert (tmp_path / "result" / "tokenizer.json").is_file()
     report = verify(tmp_path / "result")
     assert (report.failures, report.status) == ([], PROVEN)

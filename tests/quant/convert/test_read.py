@@ -25,7 +25,7 @@ def write(
     folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]
 ) -> Checkpoint:
     save_file(tensors | {"lm_head.weight": HEAD}, folder / "model.safetensors", {"format": "pt"})
-    config = {"model_type": "llama", "quantization_config": quantization}
+    config = {"model_type": "single_linear", "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     return Checkpoint(folder)
 

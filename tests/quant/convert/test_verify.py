@@ -190,7 +190,7 @@ def test_what_is_not_there_at_all_is_noticed(folder: Path, gone: str) -> None:
     failures = verify(folder).failures
     missing = "model.layers.2.self_attn.k_proj.weight of the model is in no file"
     assert any(failure.startswith(missing) for failure in failures)
-    assert len(failures) == {"linear": 1, "layer": 9}[gone]
+    assert len(failures) == {"linear": 1, "layer": 9}[gone], failures
     config_path = folder / "config.json"  # a type whose parameters nobody knows
     config_path.write_text(config_path.read_text().replace('"llama"', '"unheard_of"'))
     (failure,) = verify(folder).failures

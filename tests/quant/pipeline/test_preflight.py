@@ -33,7 +33,7 @@ def request(output: Path, **options: Any) -> QuantizeRequest:
     [
         {"method": "awq"},
         {"method": "gptq", "group_size": 32, "format": "gptq,compressed-tensors"},
-        {"method": "rtn", "bits": 8, "symmetric": False, "kv_cache": "int8"},
+        {"method": "rtn", "bits": 8, "symmetric": False, "kv_cache": "fp8"},
         {"method": "rtn", "overrides": ("down_proj=bits:3,group_size:64",), "ignore": ("o_proj",)},
         {"method": "fp8"},
         {"method": "fp8", "granularity": "block"},
@@ -204,7 +204,7 @@ def test_overrides_apply_in_order_and_split_matrices_are_warned_of(tmp_path: Pat
         ),
         ({"format": "gptq,gptq"}, "named twice"),
         ({"gguf_type": "Q8_0"}, "belongs to --format gguf"),
-        ({"kv_cache": "fp4", "format": "compressed-tensors"}, "choose fp8 or int8"),
+        ({"kv_cache": "int8", "format": "compressed-tensors"}, "vLLM measures those of"),
         ({"kv_cache": "fp8", "format": "gptq"}, "can store its scales"),
         ({"target_bpw": 4.5}, "belong to --method auto"),
         ({"method": "auto"}, "needs one of"),
