@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options.common import Json
+from .options.common import Json, TrustRemoteCode
 
 
 def convert(
@@ -31,6 +31,7 @@ def convert(
             "--allow-loss", help="Requantize weights that the format cannot represent exactly."
         ),
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Convert a quantized checkpoint to another format, losslessly where the grids allow it."""
@@ -41,9 +42,8 @@ def convert(
     from .output.console import TerminalProgress, emit_json, result_console
 
     folder = output or Path(f"{source.resolve().name.removesuffix('.gguf')}-{target}")
-    result = run(
-        open_checkpoint(source), target, folder, allow_loss=allow_loss, progress=TerminalProgress()
-    )
+    checkpoint = open_checkpoint(source, trust_remote_code=trust_remote_code)
+    result = run(checkpoint, target, folder, allow_loss=allow_loss, progress=TerminalProgress())
     if as_json:
         emit_json(asdict(result) | {"lossless": result.lossless})
     console = result_console(as_json)

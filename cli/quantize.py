@@ -63,6 +63,7 @@ def quantize(
         revert_worse=search.revert_worse,
         tensor_parallel=run.tensor_parallel,
         restart=run.restart,
+        trust_remote_code=run.trust_remote_code,
         **values_of(grid, data),
     )
     if run.dry_run:

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from .options.common import Json
+from .options.common import Json, TrustRemoteCode
 
 
 def verify(
     folder: Annotated[
         Path, typer.Argument(help="The folder of a quantized checkpoint, or a .gguf file.")
     ],
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was computed."""
@@ -22,7 +23,7 @@ def verify(
     from ..quant.convert.verify import verify as run
     from .output.console import TerminalProgress, emit_json, result_console
 
-    report = run(folder, TerminalProgress())
+    report = run(folder, TerminalProgress(), trust_remote_code=trust_remote_code)
     console = result_console(as_json)
     if as_json:
         emit_json(asdict(report) | {"ok": report.ok})

@@ -164,10 +164,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
     device = choose_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(num_threads(config))
-    checkpoint = open_checkpoint(folder)
+    trusted = config.trust_remote_code
+    checkpoint = open_checkpoint(folder, trust_remote_code=trusted)
     checkpoint.read_ahead()
     dtype = choose_dtype(config.dtype, device)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
     eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, tokenizer)
     with explaining_out_of_memory("the model", device):
         model, max_model_len, workers = open_shards(config, checkpoint, device, dtype)

@@ -8,11 +8,16 @@ from .gguf.checkpoint import GgufCheckpoint
 from .model.checkpoint import Checkpoint, gguf_file_of
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
+def open_checkpoint(path: Path | str, *, trust_remote_code: bool = False) -> Checkpoint:
     """Open a model as a checkpoint: a folder of safetensors, a `.gguf` file, or a folder with one.
+
+    Args:
+        trust_remote_code: see `Checkpoint`.
 
     Raises:
         BadInput: see `Checkpoint` and `gguf.checkpoint.GgufCheckpoint`.
     """
     file = gguf_file_of(Path(path))
-    return Checkpoint(path) if file is None else GgufCheckpoint(file)
+    if file is not None:
+        return GgufCheckpoint(file)
+    return Checkpoint(path, trust_remote_code=trust_remote_code)

@@ -21,12 +21,20 @@ from llmopt.quant.base.atomic_io import write_atomically
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.survey.awq_column import AwqColumn
 from tools.survey.case import Case, Column, Verdict, surveyed_types, unlisted_types
+from tools.survey.gptq_column import GptqColumn
 from tools.survey.plan_column import PlanColumn
+from tools.survey.reload_column import ReloadColumn
+from tools.survey.rtn_column import RtnColumn
+from tools.survey.verify_column import VerifyColumn
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "model-survey.md"
 BEGIN, END = (f"<!-- made by tools/model_survey.py: {side} -->" for side in ("begin", "end"))
 COLUMNS: tuple[Column, ...] = (
     PlanColumn(),
+    RtnColumn(),
+    GptqColumn(),
+    VerifyColumn(),
+    ReloadColumn(),
     AwqColumn(),
 )
 Results = dict[str, dict[str, Verdict]]
@@ -42,6 +50,7 @@ def main() -> int:
     parser.add_argument("--docs", action="store_true", help=f"write the table into {DOCUMENT.name}")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     listed = surveyed_types()
     results = read_results(options.output) if options.types and options.output else {}

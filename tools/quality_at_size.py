@@ -51,7 +51,9 @@ def transformers_perplexity(model: Path, passage: Passage) -> float:
     """Perplexity by transformers, in float32."""
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    oracle = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     total, count = 0.0, 0
     for window in passage.windows:
         ids = torch.tensor([window.token_ids])

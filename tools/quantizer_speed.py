@@ -97,7 +97,9 @@ def run(python: Path, name: str, task: dict[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def layer_errors(source: Path, folder: Path, tokens: torch.Tensor) -> list[float]:
     """The error of each decoder layer, on `tokens [samples, length]`."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, trust_remote_code=False
+    )
     seen: list[tuple[Any, Any, torch.Tensor]] = []
 
     def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -144,7 +146,9 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--output", type=Path, help="JSON file")
     given = parser.parse_args()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_model("stories3M"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        resolve_model("stories3M"), trust_remote_code=False
+    )
     calibration = load_calibration(
         None,
         tokenizer,

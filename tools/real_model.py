@@ -56,8 +56,9 @@ def plain_checkpoint(folder: Path) -> Path:
         gguf_file=gguf.name,
         quantization_config=GgufConfig(gguf_file=gguf.name, dequantize=True),
         dtype=torch.bfloat16,
+        trust_remote_code=False,
     )
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name, trust_remote_code=False)
     with tempfile.TemporaryDirectory(dir=folder) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)

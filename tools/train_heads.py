@@ -93,7 +93,9 @@ def main() -> None:
     folder = resolve_model(given.model)
     began = time.perf_counter()
     tokens = _own_words(given)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     hidden = torch.cat([_hidden(model, part) for part in tokens.split(64)])
     output = model.lm_head.weight.data
     print(f"{tokens.numel()} tokens, {time.perf_counter() - began:.0f} s", flush=True)

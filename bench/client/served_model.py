@@ -42,7 +42,8 @@ def find_served(options: BenchOptions, address: Address) -> ServedModel:
     names = [options.tokenizer] if options.tokenizer else [model, card.get("root")]
     tokenizer_name, folder = find_tokenizer([name for name in names if name], options)
     limit = options.max_model_len or card.get("max_model_len")
-    return ServedModel(model, tokenizer_name, load_tokenizer(folder), limit or DEFAULT_CONTEXT)
+    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
+    return ServedModel(model, tokenizer_name, tokenizer, limit or DEFAULT_CONTEXT)
 
 
 def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Path]:

@@ -109,7 +109,8 @@ def freeze_workload(options: BenchOptions, path: Path) -> Workload:
     limit = options.max_model_len or context
     if type(limit) is not int or (type(context) is int and limit > context):
         raise BadInput(f"--max-model-len {limit}: the context of {folder.name} is {context}")
-    workload = build_workload(options, load_tokenizer(folder), limit)
+    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
+    workload = build_workload(options, tokenizer, limit)
     write_frozen(workload, path, model=options.model or folder.name)
     return workload
 

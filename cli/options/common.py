@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result alone, as JSON, on stdout.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")
+]
 
 
 @dataclass(frozen=True, slots=True)

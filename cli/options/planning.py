@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from ...engine.config.config import EngineConfig
+from .common import TrustRemoteCode
 from .config_words import words_of
 from .groups import Hidden
 
@@ -39,12 +40,7 @@ class PlannedModelOptions:
     file_format: Annotated[
         str | None, typer.Option("--format", help="int4, int8: awq or compressed-tensors.")
     ] = None
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code", help="Run code that the checkpoint brings, to learn its sizes."
-        ),
-    ] = False
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True, slots=True)

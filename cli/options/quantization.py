@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import typer
 
-from .common import Json
+from .common import Json, TrustRemoteCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +176,8 @@ class CalibrationOptions:
         bool,
         typer.Option(
             "--errors/--no-errors",
-            help="Measure output errors. Without, a data-free method (rtn, hqq, fp8, nf4, fp4, int8) needs no "
-            "calibration text and runs no layer.",
+            help="Measure output errors. Without, data-free methods (rtn, hqq, fp8, nf4, fp4, int8) read no "
+            "calibration text and run no layer.",
         ),
     ] = True
     evaluation: Annotated[
@@ -225,6 +225,7 @@ class QuantizeRunOptions:
             help="vLLM tensor-parallel size, for the table of loaders.",
         ),
     ] = 1
+    trust_remote_code: TrustRemoteCode = False
     restart: Annotated[
         bool,
         typer.Option("--restart", help="Discard the unfinished work of an earlier run."),

@@ -45,6 +45,9 @@ class EngineConfig:
             limit=one_of(*DTYPES),
         ),
     )
+    trust_remote_code: bool = field(
+        default=False, metadata=option("Run code that the checkpoint brings.")
+    )
     device: str = field(
         default="auto",
         metadata=option("auto (CUDA where there is one), cpu, cuda or cuda:N.", limit=_device),

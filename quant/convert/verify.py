@@ -60,7 +60,9 @@ class VerifyReport:
         return not self.failures
 
 
-def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport:
+def verify(
+    folder: Path | str, progress: Progress | None = None, *, trust_remote_code: bool = False
+) -> VerifyReport:
     """Read a quantized checkpoint with the independent reader (`quant.raw`) and compare it with its manifest.
 
     A checkpoint without a manifest, written by another tool, gets only the consistency checks.
@@ -77,7 +79,7 @@ def verify(folder: Path | str, progress: Progress | None = None) -> VerifyReport
     if manifest is not None:
         _check_files(report, manifest)
     try:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, trust_remote_code=trust_remote_code)
         weight_format = checkpoint_format(checkpoint)
         modules = sorted(quantized_modules(checkpoint))
         schemes = {module: module_scheme(checkpoint, module) for module in modules}

@@ -168,8 +168,8 @@ def _check_parts_of_names(quantized: Iterable[str], ignore: Sequence[str]) -> No
         for part in ignore:
             if part in name:
                 raise BadInput(
-                    f"format awq skips modules by parts of their names, and the unquantized {part} is part of "
-                    f"{name}: use --format compressed-tensors"
+                    f"format awq skips modules by parts of their names, and {part}, which is not quantized, "
+                    f"is part of {name}: use --format compressed-tensors"
                 )
 
 

@@ -1,4 +1,4 @@
-"""No calibration: layers are quantized without being run, for data-free methods whose errors are not measured."""
+"""No calibration: layers are quantized without being run, by data-free methods without errors."""
 
 from __future__ import annotations
 

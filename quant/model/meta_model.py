@@ -207,11 +207,12 @@ def _meta_model(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    trusted = checkpoint.trust_remote_code
+    config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trusted)
     with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model: Any = auto.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
     _compute_buffers(model)
     return model.eval().requires_grad_(False)
 

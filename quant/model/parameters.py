@@ -1,7 +1,7 @@
-"""The parameters of transformers' model of a checkpoint, and which tensor on disk each of them is loaded from.
+"""The parameters of transformers' model of a checkpoint, and the tensors on disk that they are loaded from.
 
-The model is built on the meta device from its config, and names are mapped by transformers' own loading rules:
-renamings, converters (experts merged, matrices split), and the base model's prefix.
+The model is built on the meta device from its config, and names are mapped by transformers' own rules of
+loading: renamings, converters (experts merged, matrices split), and the base model's prefix.
 """
 
 from __future__ import annotations

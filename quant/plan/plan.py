@@ -19,6 +19,7 @@ from ..methods.base import Method, MethodOptions, SchemeOptions
 from ..methods.options import refuse_knobs
 from ..methods.registry import METHODS
 from ..model.architecture import Architecture, architecture_of
+from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
 from ..model.parameters import ModelParameters
 from ..request.request import QuantizeRequest, parse_override
@@ -237,6 +238,9 @@ def _selected(
     checkpoint = Checkpoint(request.model, trust_remote_code=request.trust_remote_code)
     if checkpoint.quantization_config is not None:
         raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
+    read_config(
+        checkpoint.config, checkpoint.folder, trust_remote_code=checkpoint.trust_remote_code
+    )
     architecture = architecture_of(checkpoint)
     if request.method in _SMOOTHING:
         architecture = with_smoothing(checkpoint, architecture)
@@ -262,8 +266,8 @@ def check_plan(plan: Plan) -> None:
     if plan.kv_cache is not None:
         if plan.kv_cache not in LARGEST:
             raise BadInput(
-                f"--kv-cache {plan.kv_cache}: only fp8 scales are read from a checkpoint; vLLM measures those of "
-                "--kv-cache-dtype int8_per_token_head itself, and llmopt those of int8"
+                f"--kv-cache {plan.kv_cache}: only fp8 scales are read from a checkpoint; vLLM measures "
+                "those of --kv-cache-dtype int8_per_token_head itself, and llmopt those of int8"
             )
         if any(weight_format.name != "compressed-tensors" for weight_format in plan.formats):
             raise BadInput("--kv-cache: only --format compressed-tensors can store its scales")

@@ -72,7 +72,7 @@ def _on_disk(checkpoint: Checkpoint, quantized: Collection[str]) -> Iterator[str
 
 
 def by_kind(names: Iterable[str]) -> list[str]:
-    """Names that differ in the layer or the expert as one, with their number: `model.layers.*.mlp.gate (24)`."""
+    """Names that differ in layer or expert as one, with their number: `model.layers.*.mlp.gate (24)`."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_NUMBER.sub("*", name), []).append(name)

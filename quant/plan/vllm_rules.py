@@ -2,8 +2,8 @@
 
 Linears: Marlin takes symmetric 4 and 8 bits, or 4 bits with zero codes, groups of 32, 64, 128 or whole rows,
 and pads what does not fill its tiles; the rest of compressed-tensors' 2 to 8 bits goes to Triton (4 bits) or
-to the optional package humming. Experts go to Marlin's or Triton's. `gptq` is read with symmetric 4 and 8 bits
-and without dynamic act-order. GPU kernels were never run here; "tried" is vLLM for CPU on a llama.
+to the optional package humming. Experts go to Marlin's or Triton's. `gptq` is read with symmetric 4 and 8
+bits and without dynamic act-order. GPU kernels were never run here; "tried" is vLLM for CPU on a llama.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def _first_layer(config: dict[str, Any], folder: Path, device: str) -> dict[str,
     fields = {**config, "num_hidden_layers": 1}
     with torch.device(device):
         own = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, trust_remote_code=False)
     model.save_pretrained(folder)
     del model
     tensors: dict[str, torch.Tensor] = {}

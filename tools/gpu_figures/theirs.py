@@ -20,7 +20,9 @@ class Theirs:
     def __init__(self, folder: Path, device: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, trust_remote_code=False
+        )
         self._model: Any = model.to(device).eval()
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0

@@ -24,7 +24,10 @@ class _Stamp(transformers.StoppingCriteria):
 def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     torch.set_num_threads(options["threads"])
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        options["model"], dtype=torch.bfloat16, attn_implementation="sdpa"
+        options["model"],
+        dtype=torch.bfloat16,
+        attn_implementation="sdpa",
+        trust_remote_code=False,
     )
     model.eval()
 

@@ -31,7 +31,9 @@ def main() -> None:
         ]
     )
     began = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        task["model"], dtype=torch.bfloat16, trust_remote_code=False
+    )
     oneshot(
         model=model,
         dataset=Dataset.from_list(rows),

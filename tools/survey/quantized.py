@@ -116,7 +116,7 @@ def dequantized(case: Case, folder: Path) -> Path:
 
 
 def loaded(case: Case, folder: Path, needs: str = "") -> Any:
-    """transformers' model of a folder in float32, loaded with what it needs, and its codes decompressed."""
+    """transformers' model of a folder in float32, loaded with what our table says that it needs."""
     load: Any = auto_class(case.config).from_pretrained
     options: dict[str, Any] = {}
     if "dequantize=True" in needs:
@@ -128,17 +128,18 @@ def loaded(case: Case, folder: Path, needs: str = "") -> Any:
         trust_remote_code=False,
         **options,
     )
-    _decompress(model)
     return model.eval()
 
 
-def _decompress(model: Any) -> None:
+def decompress(model: Any) -> Any:
+    """The model with weights in place of compressed-tensors' codes, as its first forward pass leaves it."""
     from compressed_tensors.compressors import decompress_module
     from compressed_tensors.quantization import QuantizationStatus
 
     for module in model.modules():
         if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
             decompress_module(module)
+    return model
 
 
 def differing(one: Any, other: Any) -> Iterator[str]:
@@ -163,7 +164,7 @@ def written_and_loaded(case: Case, method: str) -> Verdict:
         if name not in checkpoint or not torch.equal(checkpoint.tensor(name), plain.tensor(name)):
             return Verdict("wrong", f"{name} is not that of the source")
     try:
-        theirs = loaded(case, made.folder, made.needs or "")
+        theirs = decompress(loaded(case, made.folder, made.needs or ""))
     except Exception as error:  # a loader may fail in any way
         return Verdict("wrong", f"transformers does not load it: {type(error).__name__}: {error}")
     wrong = list(differing(theirs, loaded(case, dequantized(case, made.folder))))
