@@ -184,10 +184,10 @@ def _check_coverage(
     if not isinstance(parameters, str):
         report.failures += model_failures(checkpoint, modules, parameters)
         if not report.failures:
-            report.passed.append("every parameter of the model is in the files or declared")
-        return
-    report.unchecked.append(f"the parameters of the model: {parameters}")
-    if manifest is None:
+            report.passed.append("every parameter of the model is in the files")
+    else:
+        report.unchecked.append(f"the parameters of the model: {parameters}")
+    if manifest is None and isinstance(parameters, str):
         skipped = skipped_by(checkpoint.quantization_config or {})
         plain = [
             name.removesuffix(".weight")

@@ -22,6 +22,7 @@ from .base import Config, TensorSource, check_groups
 from .ct_config import FLOAT, INT8, MIXED, CtScheme, find_group, group_of, layout_of, read_group
 from .ct_layouts import pack_codes, pack_float, pack_int8, unpack_codes, unpack_float, unpack_int8
 
+_EXPERT = re.compile(r".*\.experts\.\d+\..*")
 # `kv_cache_scheme`: static per-tensor fp8 scales, the only kind that vLLM reads besides those per head.
 _KV_CACHE = {
     "num_bits": 8,
@@ -98,8 +99,10 @@ class CompressedTensorsFormat:
         layouts = {scheme: layout_of(scheme) for scheme in members}
         mixed = len(set(layouts.values())) > 1
         groups = {}
+        experts = {scheme for scheme, names in members.items() if any(map(_EXPERT.match, names))}
         for index, (scheme, modules) in enumerate(members.items()):
-            group = group_of(scheme, ["Linear"] if len(members) == 1 else modules)
+            targets = modules if experts != {scheme} else _with_pattern_of_experts(modules)
+            group = group_of(scheme, ["Linear"] if len(members) == 1 else targets)
             groups[f"group_{index}"] = group | ({"format": layouts[scheme]} if mixed else {})
         return {
             "quant_method": self.name,
@@ -112,6 +115,11 @@ class CompressedTensorsFormat:
 
     def scheme(self, config: Config, module: str) -> CtScheme:
         return read_group(*find_group(config, module))[1]
+
+
+def _with_pattern_of_experts(modules: Sequence[str]) -> list[str]:
+    """Targets with a pattern for all experts, by which transformers finds the scheme of what it merges."""
+    return [f"re:{_EXPERT.pattern}", *(name for name in modules if not _EXPERT.match(name))]
 
 
 def _inside_experts(ignore: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""transformers' config and auto class of a `config.json`; code of a checkpoint runs only where it is trusted."""
+"""transformers' config and auto class of a `config.json`; code of a checkpoint is run only if trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Column `reload`: logits of the rtn checkpoint in transformers, against a model with our dequantized weights."""
+"""Column `reload`: logits of the rtn checkpoint in transformers, against those of our dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Column `rtn`: round-to-nearest, written as compressed-tensors without calibration and loaded by transformers."""
+"""Column `rtn`: round-to-nearest without calibration as compressed-tensors, loaded by transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .quantized import written_and_loaded
 
 
 class RtnColumn:
-    """Exact: unquantized tensors are the source's, and transformers loads each parameter as we dequantize it."""
+    """Exact: unquantized tensors are the source's, and transformers loads each parameter as ours."""
 
     name = "rtn"
 

@@ -1,0 +1,104 @@
+"""Hold our table of vLLM's kernels against vLLM itself: `python tools/vllm_rules.py --python VLLM_ENVIRONMENT/bin/python`.
+
+Asks the installed vLLM, through `tests/owners/rules_vllm.py`, which kernel takes each matrix of a grid of widths,
+groups, zero points, shapes and ranks, experts among them, and which KV-cache schemes it reads; ends with 1 where
+`quant/plan/vllm_rules.py` says otherwise. Part of `make owners`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.formats.registry import FORMATS
+from llmopt.quant.plan.vllm_rules import Matrix
+
+SCRIPT = Path(__file__).resolve().parent.parent / "tests" / "owners" / "rules_vllm.py"
+MODULES = {
+    "model.layers.0.self_attn.q_proj": False,
+    "model.layers.0.self_attn.o_proj": False,
+    "model.layers.0.mlp.experts.0.up_proj": True,
+    "model.layers.0.mlp.experts.0.down_proj": True,
+}
+FORMATS_ASKED = {"compressed-tensors": (2, 3, 4, 5, 6, 8), "gptq": (4, 8)}
+GROUPS = (-1, 16, 32, 64, 128, 256)
+SHAPES = ((256, 256), (576, 1536), (1536, 576), (100, 384))
+RANKS = (1, 2)
+
+
+def matrices() -> Iterator[tuple[dict[str, Any], str | None]]:
+    """Questions about matrices, each with our answer."""
+    for name, bits in ((name, bits) for name, widths in FORMATS_ASKED.items() for bits in widths):
+        for group, symmetric, (out, inner), ranks, (module, experts) in product(
+            GROUPS, (True, False), SHAPES, RANKS, MODULES.items()
+        ):
+            split = inner if module.endswith(("o_proj", "down_proj")) else out
+            if (group > 0 and inner % group) or split % ranks or (name == "gptq" and not symmetric):
+                continue  # refused before a loader sees it
+            scheme = IntScheme(bits, group, symmetric)
+            matrix = Matrix(module, scheme, [out], inner, ranks)
+            question = {
+                "format": name,
+                "bits": bits,
+                "group_size": group,
+                "symmetric": symmetric,
+                "shape": [out, inner],
+                "rank_shape": [matrix.out_features, matrix.in_features],
+                "experts": experts,
+                "down": matrix.row_parallel,
+            }
+            loads, text = matrix.kernel(name)
+            kernel = text.split(maxsplit=1)[0].rstrip(",") if loads else None
+            if experts and kernel != "Marlin":
+                kernel = None  # only Marlin's rule is a function that can be asked
+            yield question, kernel
+
+
+def caches() -> Iterator[tuple[dict[str, Any], str | None]]:
+    """KV-cache schemes: the one that is written, and one of int8."""
+    writer: Any = FORMATS["compressed-tensors"]
+    scheme = writer.config({"m": IntScheme(4, 128, True)}, [], kv_cache="fp8")["kv_cache_scheme"]
+    yield {"kv_cache_scheme": scheme}, "accepted"
+    yield {"kv_cache_scheme": scheme | {"type": "int"}}, None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--python", type=Path, required=True, help="of an environment with vLLM")
+    return check(parser.parse_args().python)
+
+
+def check(python: Path) -> int:
+    """Ask vLLM, print what differs; the number of differences, at most 1."""
+    asked = [*matrices(), *caches()]
+    with tempfile.TemporaryDirectory() as folder:
+        questions, answers = Path(folder) / "questions.json", Path(folder) / "answers.json"
+        questions.write_text(json.dumps([question for question, _ in asked]))
+        command = [str(python), str(SCRIPT), str(questions), str(answers)]
+        run = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+        if not answers.exists():
+            print(f"vLLM's rules could not be asked: {run.stderr.strip()[-400:]}")
+            return 1
+        theirs = json.loads(answers.read_text())
+    differing = [
+        (question, ours, answer)
+        for (question, ours), answer in zip(asked, theirs, strict=True)
+        if ours != answer
+    ]
+    for question, ours, answer in differing:
+        print(f"we say {ours}, vLLM says {answer}: {json.dumps(question)}")
+    print(f"{len(asked)} rules of vLLM asked, {len(differing)} differ from ours")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
