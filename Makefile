@@ -61,6 +61,7 @@ lint: $(INSTALLED)
 # gigabytes of downloads the first time, and about half an hour on two cores.
 owners: $(INSTALLED)
 	$(VENV)/bin/python tools/owners.py --environments $(VENV)/owners --install
+	$(VENV)/bin/python tools/vllm_rules.py --python $(VENV)/owners/vllm/bin/python
 
 install: $(INSTALLED)
 
