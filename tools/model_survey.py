@@ -21,6 +21,7 @@ from llmopt.quant.base.atomic_io import write_atomically
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.survey.awq_column import AwqColumn
 from tools.survey.case import Case, Column, Verdict, surveyed_types, unlisted_types
+from tools.survey.engine_column import EngineColumn
 from tools.survey.gptq_column import GptqColumn
 from tools.survey.plan_column import PlanColumn
 from tools.survey.reload_column import ReloadColumn
@@ -31,6 +32,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "model-survey.md"
 BEGIN, END = (f"<!-- made by tools/model_survey.py: {side} -->" for side in ("begin", "end"))
 COLUMNS: tuple[Column, ...] = (
     PlanColumn(),
+    EngineColumn(),
     RtnColumn(),
     GptqColumn(),
     VerifyColumn(),

@@ -81,7 +81,6 @@ REFUSALS: Mapping[frozenset[str], str] = {
         ): "heads read the hidden states of the decoder's own layers"
         for heads in ("medusa", "eagle")
     },
-    frozenset({"lora", "transformers"}): "adapters are for the decoder's own model types",
     frozenset({"tensor-parallel", "transformers"}): "only the decoder's own layers are divided",
     **{
         frozenset(
@@ -92,7 +91,6 @@ REFUSALS: Mapping[frozenset[str], str] = {
     frozenset({"streams", "states"}): "a state has no window and no sinks",
     frozenset({"swap", "states"}): "a state is not swapped out; preempted sequences are recomputed",
     frozenset({"tensor-parallel", "states"}): "states are not divided between devices",
-    frozenset({"quantized", "transformers"}): "transformers' modules take plain weights only",
 }
 """Reasons why two features are incompatible."""
 

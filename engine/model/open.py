@@ -98,10 +98,10 @@ def open_model(
     except NotCovered as reason:
         from .adapter.adapter import TransformersModel
 
-        options = {"lora": loras, "tensor-parallel": shard, "streams": stream}
+        options = {"tensor-parallel": shard, "streams": stream}
         refuse({"transformers", *(name for name in options if options[name])}, str(reason))
         _log.info("%s: transformers' modules are used: %s", checkpoint.folder, reason)
-        model = TransformersModel(checkpoint, device, dtype)
+        model = TransformersModel(checkpoint, device, dtype, input_bits, loras)
         return model, _longest(max_model_len, model.max_context)
     if stream is None:
         longest = _longest(max_model_len, spec.max_model_len)

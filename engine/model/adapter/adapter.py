@@ -9,34 +9,35 @@ the model's own forward pass.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from ....quant.base.errors import BadInput
 from ....quant.model.checkpoint import Checkpoint
-from ...config.compatibility import refuse
 from ...kernels.attention.paged_attention import AttentionBatch, SequenceSpan
+from ...planner.probe.build import first_line
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.state import StateBatch, StateLayout
+from ..lora.bank import AdapterBank
 from ..spec.spec import KvLayout
 from .latent_forward import LatentForward, latent_layers
-from .paged_modules import PackedForward
+from .linears import CurrentAdapters, adapter_sites, projections
+from .load import checked_config, described, load_model
+from .packed import PackedForward, has_attention_alone
 from .sequential import SequentialForward, TokenByTokenForward
+from .text_model import own_pass, plain_tokens, run_and_drop_uncalled, text_decoder
 
 _CHECKED_TOKENS = 7
-_GROWING_ROTATIONS = ("dynamic", "longrope")
 
 
 class TransformersModel:
     """A causal LM of transformers behind the `CausalModel` interface.
 
     Raises:
-        BadInput: transformers does not support the model, its cache is of no kind that can be paged, it is
-            quantized, or its weights do not match its config.
+        BadInput: transformers does not support the model, its cache is of no kind that can be paged, its
+            weights do not match its config, or an adapter does not fit.
     """
 
     window = None
@@ -44,20 +45,30 @@ class TransformersModel:
     is_capturable = False
     """False: the modules may have data-dependent control flow."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        self._name = f"{checkpoint.folder}: model type {checkpoint.config.get('model_type')!r}"
-        config = self._checked_config(checkpoint)
-        self.vocab_size = int(config.vocab_size)
-        self.max_context = _longest(config)
-        self._model = self._load(checkpoint, dtype).to(device).eval()
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        input_bits: int = 16,
+        loras: Mapping[str, Path] | None = None,
+    ) -> None:
+        self._name = described(checkpoint)
+        config = checked_config(checkpoint)
+        self.max_context = _longest(config.get_text_config(decoder=True)) or _longest(config)
+        self._adapters = CurrentAdapters()
+        self._model = load_model(checkpoint, config, device, dtype, input_bits, self._adapters)
+        self._decoder = text_decoder(self._model)
         self._device, self._dtype = device, dtype
         self._forward: PackedForward | SequentialForward
         self._forward, self.kv_layouts, self.state_layouts = self._choose()
-        parameters = list(self._model.parameters())
-        self.bytes_held = sum(parameter.nbytes for parameter in parameters)
+        self.bytes_held = sum(weight.nbytes for weight in self._model.parameters())
+        self.bytes_held += sum(projection.weight_bytes for projection in projections(self._model))
         table, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
-        untied = head is not None and head.weight is not table.weight
+        untied = getattr(head, "weight", None) is not table.weight
         self.bytes_per_step = self.bytes_held - (table.weight.nbytes if untied else 0)
+        if loras:
+            self._add_loras(loras)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
@@ -65,63 +76,40 @@ class TransformersModel:
 
         Models differ in what follows the last norm, so logits are computed for every token.
         """
+        self._adapters.rows = inputs.adapters
         return self._forward(inputs, caches)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of some rows, as `forward` returned them, in float32."""
         return hidden.float()
 
-    def _checked_config(self, checkpoint: Checkpoint) -> Any:
-        if not checkpoint.folder.is_dir() or checkpoint.quantization_config is not None:
-            refuse({"transformers", "quantized"}, f"{self._name}: this checkpoint is quantized")
-        try:
-            config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-        except Exception as error:  # a broken or unknown config may raise anything
-            raise BadInput(f"{self._name} is not known to transformers: {_line(error)}") from error
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
-            raise BadInput(f"{self._name} is not a causal language model of transformers")
-        rope = getattr(config, "rope_parameters", None) or {}
-        nested = [part for part in rope.values() if isinstance(part, Mapping)]
-        for part in nested or [rope]:
-            if part.get("rope_type") in _GROWING_ROTATIONS:
-                raise BadInput(
-                    f"{self._name} has rope_type {part['rope_type']!r}: what is cached would depend "
-                    "on what follows it"
-                )
-        return config
-
-    def _load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-        had_bar = transformers_logging.is_progress_bar_enabled()
-        transformers_logging.disable_progress_bar()
-        load: Any = AutoModelForCausalLM.from_pretrained
-        try:
-            model, report = load(
-                checkpoint.folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
-            )
-        except Exception as error:
-            raise BadInput(f"{self._name} does not load: {_line(error)}") from error
-        finally:
-            if had_bar:
-                transformers_logging.enable_progress_bar()
-        wrong = [*report["missing_keys"], *report["mismatched_keys"]]
-        if wrong:
-            raise BadInput(f"{self._name} does not load: {wrong[0]} is missing or misshapen")
-        return model
+    def _add_loras(self, loras: Mapping[str, Path]) -> None:
+        """Raises BadInput where sequences run one by one, or an adapter does not fit."""
+        if not isinstance(self._forward, PackedForward):
+            raise BadInput(f"{self._name} runs one sequence at a time: it takes no LoRA adapters")
+        sites = adapter_sites(self._decoder, self._model, self._dtype, self._adapters)
+        bank = AdapterBank(loras, sites, ("",), self._device, self._dtype)
+        self.bytes_held += bank.num_bytes
+        self.bytes_per_step += bank.num_bytes
 
     @torch.inference_mode()
     def _choose(
         self,
     ) -> tuple[PackedForward | SequentialForward, tuple[KvLayout, ...], tuple[StateLayout, ...]]:
         """The first forward whose logits match the model's own, and the layouts of what it caches."""
-        tokens = torch.arange(_CHECKED_TOKENS, device=self._device) % self.vocab_size
+        tokens = plain_tokens(self._model, _CHECKED_TOKENS).to(self._device)
         try:
-            expected = self._model(input_ids=tokens[None], use_cache=True).logits[0].float()
-        except Exception as error:  # modules may fail in any way on their own as well
-            raise BadInput(f"{self._name} does not run: {_line(error)}") from error
-        own_attention = self._model.config._attn_implementation
+            expected, cache = run_and_drop_uncalled(
+                self._model, self._decoder, lambda: own_pass(self._model, tokens)
+            )
+        except Exception as error:  # modules may fail in any way here
+            raise BadInput(f"{self._name} does not run on text: {first_line(error)}") from error
+        self.vocab_size = expected.shape[-1]
+        own_attention = self._decoder.config._attn_implementation
+        packed = (LatentForward, PackedForward) if latent_layers(self._model) else (PackedForward,)
+        sequential = (SequentialForward, TokenByTokenForward)
         reasons = []
-        packed = [LatentForward] if latent_layers(self._model) else []
-        for kind in (*packed, PackedForward, SequentialForward, TokenByTokenForward):
+        for kind in (*packed, *sequential) if has_attention_alone(cache) else sequential:
             try:
                 forward = kind(self._model, own_attention)
                 layouts, states = forward.layouts(tokens)
@@ -129,7 +117,9 @@ class TransformersModel:
                     return forward, layouts, states
                 reasons.append("the results differ")
             except Exception as error:  # modules may fail in any way here
-                reasons.append(_line(error))
+                reasons.append(first_line(error))
+        if self._looks_ahead(tokens, expected):
+            reasons = ["a token attends to the tokens after it"]
         raise BadInput(f"{self._name} does not run over a paged cache: {'; '.join(reasons)}")
 
     def _agrees(
@@ -150,6 +140,14 @@ class TransformersModel:
         wanted = torch.cat([expected, expected[:2]])
         tolerance = 1e-3 if self._dtype is torch.float32 else 0.05
         return bool((actual - wanted).abs().mean() <= tolerance * expected.std())
+
+    def _looks_ahead(self, tokens: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether the logits of the first tokens change without the others."""
+        try:
+            alone, _ = own_pass(self._model, tokens[:2])
+        except Exception:  # then it does not run at all
+            return False
+        return bool((alone - expected[:2]).abs().mean() > 0.05 * expected.std())
 
     def _step(
         self,
@@ -182,7 +180,3 @@ def _longest(config: Any) -> int | None:
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     lengths = [getattr(config, name, None) for name in names]
     return next((int(n) for n in lengths if isinstance(n, int) and n > 0), None)
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

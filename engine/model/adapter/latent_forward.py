@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...kernels.attention.paged_attention import AttentionRule
-from .paged_modules import PackedForward, PagedAttention
+from .packed import PackedForward, PagedAttention
 
 
 def latent_layers(model: Any) -> dict[int, Any]:
@@ -23,6 +23,11 @@ def latent_layers(model: Any) -> dict[int, Any]:
         for module in model.modules()
         if hasattr(module, "expand_kv") and isinstance(_projection(module), torch.nn.Linear)
     }
+
+
+def latent_projections(model: Any) -> list[torch.nn.Linear]:
+    """The linears whose weights are absorbed: they stay plain, and take no LoRA adapter."""
+    return [_projection(module) for module in latent_layers(model).values()]
 
 
 class LatentForward(PackedForward):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -105,21 +104,18 @@ def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
 
     quantize((), add((), "LlamaConfig", {"intermediate_size": 128}))
     quantize(("windows",), add(("windows",), "MistralConfig", window))
-    add(("transformers",), "ArceeConfig", {})
-    states = {"layer_types": ["conv", "full_attention", "conv"]}
-    add(("transformers", "states"), "Lfm2Config", states)
+    quantize(("transformers",), add(("transformers",), "ArceeConfig", {"intermediate_size": 128}))
+    states: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"]}
+    states |= {"intermediate_size": 128, "block_auto_adjust_ff_dim": False}
+    quantize(("transformers", "states"), add(("transformers", "states"), "Lfm2Config", states))
     mixed = {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 5}
     add(("states", "windows"), "Lfm3Config", mixed)
     add(("transformers", "windows"), "Starcoder2Config", window)
-    folder = root / "refused"
-    shutil.copytree(found[frozenset({"transformers"})], folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq"}
-    (folder / "config.json").write_text(json.dumps(config))
-    found[frozenset({"transformers", "quantized"})] = folder
     # Models with constant state run through transformers.
     found[frozenset({"states"})] = found[frozenset({"transformers", "states"})]
-    found[frozenset({"states", "quantized"})] = folder
+    found[frozenset({"states", "quantized"})] = found[
+        frozenset({"transformers", "states", "quantized"})
+    ]
     return found
 
 
@@ -223,10 +219,10 @@ def test_what_a_config_asks_for_is_what_turns_a_feature_on():
 
 def test_more_than_two_are_refused_for_the_pair_that_does_not_go():
     with pytest.raises(
-        BadInput, match=r"transformers do not go together: adapters.*\(model_type x\)"
+        BadInput, match=r"transformers do not go together: only the.*\(model_type x\)"
     ):
-        refuse(["lora", "chunks", "transformers"], "model_type x")
-    refuse(["lora", "chunks", "windows"])
+        refuse(["tensor-parallel", "chunks", "transformers"], "model_type x")
+    refuse(["tensor-parallel", "chunks", "windows"])
 
 
 def test_the_matrix_of_the_docs_is_the_present_one():

@@ -1,0 +1,146 @@
+"""Quantized linears and LoRA in transformers' modules: projections in the place of `nn.Linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....quant.convert.read import quantized_modules, read_quantized, tensor_names
+from ....quant.model.checkpoint import Checkpoint
+from ..layers.projection import NO_ADAPTERS, AdapterRows, LinearSite, Projection
+from .latent_forward import latent_projections
+
+
+class CurrentAdapters:
+    """Rows of the present step by LoRA adapter; set by the forward pass, read by every linear."""
+
+    def __init__(self) -> None:
+        self.rows: AdapterRows = NO_ADAPTERS
+
+
+class ProjectedLinear(nn.Module):
+    """A projection in the place of an `nn.Linear`."""
+
+    def __init__(
+        self, linear: nn.Linear, projection: Projection, adapters: CurrentAdapters
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.projection = projection
+        self._adapters = adapters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., out]."""
+        y = self.projection(x.reshape(-1, self.in_features), self._adapters.rows)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class QuantizedWeights:
+    """The quantized linears of a checkpoint, for a model that loads everything else itself.
+
+    transformers renames and merges tensors while it loads them. So each quantized linear is loaded as a
+    placeholder of one element that is expanded to the weight's shape: an `nn.Linear` that then holds the
+    placeholder's memory is the one that the weight belongs to.
+
+    Raises:
+        BadInput: as `read_quantized`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        self._checkpoint, self._dtype = checkpoint, dtype
+        self._placeholders = {
+            module: torch.zeros((), dtype=dtype).expand(read_quantized(checkpoint, module).shape)
+            for module in sorted(quantized_modules(checkpoint))
+        }
+        packed = {
+            name for module in self._placeholders for name in tensor_names(checkpoint, module)
+        }
+        self._plain = [name for name in checkpoint.names if name not in packed]
+
+    def state_dict(self, dense: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors with placeholders for the quantized ones; `dense` are dequantized."""
+        tensors = {name: self._checkpoint.tensor(name) for name in self._plain}
+        for module, placeholder in self._placeholders.items():
+            weight = placeholder
+            if module in dense:
+                weight = read_quantized(self._checkpoint, module).dequantize(self._dtype)
+            tensors[f"{module}.weight"] = weight
+        return tensors
+
+    def sites(self, model: nn.Module) -> dict[str, str]:
+        """Name in the model by name in the checkpoint, of the linears that hold a placeholder."""
+        modules = {held.data_ptr(): name for name, held in self._placeholders.items()}
+        return {
+            modules[linear.weight.data_ptr()]: name
+            for name, linear in _linears(model)
+            if linear.weight.data_ptr() in modules
+        }
+
+    def not_placed(self, model: nn.Module) -> frozenset[str]:
+        """Quantized linears that cannot stay so: merged experts, and projections that are absorbed."""
+        absorbed = latent_projections(model)
+        placed = {
+            module
+            for module, name in self.sites(model).items()
+            if model.get_submodule(name) not in absorbed
+        }
+        return frozenset(self._placeholders.keys() - placed)
+
+    def place(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        input_bits: int,
+        adapters: CurrentAdapters,
+    ) -> None:
+        """Exchange every linear that holds a placeholder for its quantized projection."""
+        for module, name in self.sites(model).items():
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            weight = read_quantized(self._checkpoint, module).to(device)
+            bias = None if linear.bias is None else linear.bias.detach().to(device, self._dtype)
+            projection = Projection([weight], bias, self._dtype, input_bits)
+            model.set_submodule(name, ProjectedLinear(linear, projection, adapters))
+            self._checkpoint.release()
+
+
+def projections(model: nn.Module) -> Iterator[Projection]:
+    """The projections in a model."""
+    for module in model.modules():
+        if isinstance(module, ProjectedLinear):
+            yield module.projection
+
+
+def adapter_sites(
+    decoder: nn.Module, model: Any, dtype: torch.dtype, adapters: CurrentAdapters
+) -> Mapping[str, LinearSite]:
+    """Exchange the decoder's plain linears for projections; returns all of them, by their names in `model`.
+
+    The language head, embedding and the projections that latent attention absorbs take no adapter.
+    """
+    within = set(decoder.modules()) - {model.get_output_embeddings(), *latent_projections(model)}
+    for name, linear in list(_linears(model)):
+        if linear in within:
+            bias = None if linear.bias is None else linear.bias.detach()
+            projection = Projection([linear.weight.detach()], bias, dtype)
+            model.set_submodule(name, ProjectedLinear(linear, projection, adapters))
+    head = model.get_output_embeddings()
+    return {
+        name: LinearSite(
+            module.projection,
+            slice(0, module.out_features),
+            module.out_features,
+            module.in_features,
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, ProjectedLinear) and module is not head
+    }
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            yield name, module

@@ -1,0 +1,73 @@
+"""The text model inside a multimodal one, and the modules that text never reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Result = TypeVar("Result")
+
+
+def text_decoder(model: Any) -> Any:
+    """The outermost module that is built from the model's text config; else the model itself."""
+    config = model.config.get_text_config(decoder=True)
+    modules = (m for m in model.modules() if getattr(m, "config", None) is config)
+    return next((m for m in modules if hasattr(m, "set_attn_implementation")), model)
+
+
+def plain_tokens(model: Any, count: int) -> torch.Tensor:
+    """The first token ids, int64 [count], that the config does not name as special ones."""
+    parts = (model.config, model.config.get_text_config(decoder=True))
+    special = {
+        value
+        for part in parts
+        for name, value in vars(part).items()
+        if "token" in name and isinstance(value, int)
+    }
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    plain = [token for token in range(min(vocabulary, 1000)) if token not in special][:count]
+    return torch.tensor([plain[index % len(plain)] for index in range(count)])
+
+
+def own_pass(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Logits, float32 [tokens, vocab], of the model's own forward pass, and the cache that it fills."""
+    output = model(input_ids=tokens[None], use_cache=True)
+    return output.logits[0].float(), getattr(output, "past_key_values", None)
+
+
+def run_and_drop_uncalled(
+    model: nn.Module, decoder: nn.Module, run: Callable[[], Result]
+) -> Result:
+    """Run a forward pass of text; free the weights of modules outside `decoder` that it does not call.
+
+    Vision and audio towers stay as modules whose weights are empty: a model's device is that of its first
+    weight. Within the decoder nothing is freed: another text may be routed to other experts.
+    """
+    needed = set(decoder.modules())
+    if model in needed:
+        return run()
+    handles = [
+        module.register_forward_pre_hook(lambda called, _: needed.add(called))
+        for module in model.modules()
+        if module not in needed
+    ]
+    try:
+        result = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    held = {id(tensor) for module in needed for tensor in _tensors(module)}
+    for module in model.modules():
+        if needed.isdisjoint(module.modules()):
+            for tensor in _tensors(module):
+                if id(tensor) not in held:
+                    tensor.data = tensor.new_empty(0)
+    return result
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
