@@ -36,7 +36,8 @@ class EngineColumn:
         model = spread_weights(copy.deepcopy(case.model))
         folder = case.folder / self.name
         model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(MODELS / "stories260K").save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(MODELS / "stories260K", trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
         prompts = list(_prompts(case.raw))
         try:
             llm = LLM(

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from ....quant.base.errors import BadInput
+from ....quant.base.errors import BadInput, first_line
 from ....quant.model.checkpoint import Checkpoint
 from ...kernels.attention.paged_attention import AttentionBatch, SequenceSpan
-from ...planner.probe.build import first_line
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.state import StateBatch, StateLayout
 from ..lora.bank import AdapterBank

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from ....quant.base.errors import BadInput
+from ....quant.base.errors import BadInput, first_line
+from ....quant.model.auto import auto_class, read_config
 from ....quant.model.checkpoint import Checkpoint
-from ...planner.probe.build import auto_class, first_line, read_config
 from .linears import CurrentAdapters, QuantizedWeights
 
 _GROWING_ROTATIONS = ("dynamic", "longrope")
@@ -22,11 +22,11 @@ def checked_config(checkpoint: Checkpoint) -> Any:
     Raises:
         BadInput: an unknown type, no decoder-only language model, or one whose RoPE cannot be cached.
     """
-    name = described(checkpoint)
+    name, trusted = described(checkpoint), checkpoint.trust_remote_code
     raw = {k: part for k, part in checkpoint.config.items() if k != "quantization_config"}
     try:
-        config = read_config(raw, checkpoint.folder, trust_remote_code=False)
-        _model_class(config)
+        config = read_config(raw, checkpoint.folder, trust_remote_code=trusted)
+        _model_class(config, trusted)
     except BadInput as error:
         raise BadInput(f"{checkpoint.folder}: {error}") from error
     if config.is_encoder_decoder:
@@ -69,9 +69,12 @@ def described(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.folder}: model type {checkpoint.config.get('model_type')!r}"
 
 
-def _model_class(config: Any) -> Any:
-    """The class of a config with its language head; the first where its type has several."""
-    kinds = auto_class(config)._model_mapping[type(config)]
+def _model_class(config: Any, trusted: bool) -> Any:
+    """The class of a config with its language head: the auto class where the checkpoint brings its code."""
+    auto = auto_class(config, trusted)
+    if type(config) not in auto._model_mapping:
+        return auto
+    kinds = auto._model_mapping[type(config)]
     return kinds[0] if isinstance(kinds, tuple) else kinds
 
 
@@ -85,7 +88,8 @@ def _loaded(
     name = described(checkpoint)
     had_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
-    load: Any = _model_class(config).from_pretrained
+    trusted = checkpoint.trust_remote_code
+    load: Any = _model_class(config, trusted).from_pretrained
     try:
         model, report = load(
             folder,
@@ -93,7 +97,7 @@ def _loaded(
             dtype=dtype,
             state_dict=state_dict,
             output_loading_info=True,
-            trust_remote_code=False,
+            trust_remote_code=trusted,
         )
     except Exception as error:  # transformers may fail in any way here
         raise BadInput(f"{name} does not load: {first_line(error)}") from error

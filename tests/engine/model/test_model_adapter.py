@@ -110,6 +110,7 @@ def changed(folder: Path, **changes) -> Path:
     ("changes", "complaint"),
     [
         ({"model_type": "no_such_type"}, "not known to the installed transformers [0-9.]+.*upgrade"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "needs code that its checkpoint"),
         ({"model_type": "t5"}, "is no causal or image-text model"),
         ({"hidden_size": 72}, "does not load"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
@@ -143,3 +144,26 @@ def test_a_model_without_a_context_length_needs_one(tmp_path):
     save_model(tmp_path, *ADAPTED["bloom-alibi"][:2])
     with pytest.raises(BadInput, match="names no context length: give max_model_len"):
         Engine(EngineConfig(tmp_path, dtype="float32", device="cpu", num_threads=1))
+
+
+CODE = """from transformers import Olmo2Config, Olmo2ForCausalLM
+class Config(Olmo2Config):
+    model_type = "of_someone"
+class Model(Olmo2ForCausalLM):
+    config_class = Config
+"""
+
+
+def test_code_of_a_checkpoint_runs_where_it_is_trusted(tmp_path):
+    model = save_model(tmp_path, "Olmo2Config", {})
+    (tmp_path / "modeling_own.py").write_text(CODE)
+    auto_map = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
+    changed(tmp_path, model_type="of_someone", auto_map=auto_map)
+    options: dict = {"dtype": "float32", "device": "cpu", "num_threads": 1}
+    with pytest.raises(BadInput, match="needs code that its checkpoint brings"):
+        Engine(EngineConfig(tmp_path, **options))
+    built = Engine(EngineConfig(tmp_path, trust_remote_code=True, **options))
+    tokens = torch.arange(3, 40)
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+    torch.testing.assert_close(built.prompt_logits(tokens.tolist()), expected, atol=1e-4, rtol=1e-4)
