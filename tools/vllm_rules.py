@@ -1,8 +1,10 @@
-"""Hold our table of vLLM's kernels against vLLM itself: `python tools/vllm_rules.py --python VLLM_ENVIRONMENT/bin/python`.
+"""Hold our table of vLLM's kernels against vLLM itself.
 
-Asks the installed vLLM, through `tests/owners/rules_vllm.py`, which kernel takes each matrix of a grid of widths,
-groups, zero points, shapes and ranks, experts among them, and which KV-cache schemes it reads; ends with 1 where
-`quant/plan/vllm_rules.py` says otherwise. Part of `make owners`.
+    python tools/vllm_rules.py --python ENVIRONMENT/bin/python      # an environment that has vLLM
+
+Asks the installed vLLM, through `tests/owners/rules_vllm.py`, which kernel takes each matrix of a grid of
+widths, groups, zero points, shapes and ranks, experts among them, and which KV-cache schemes it reads; ends
+with 1 where `quant/plan/vllm_rules.py` says otherwise. Part of `make owners`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from ...planner.probe.build import read_config
+    from ....quant.model.auto import read_config
 
     if raw.get("model_type") not in CONFIG_MAPPING:
         raise NotCovered(

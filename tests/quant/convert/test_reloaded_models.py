@@ -57,10 +57,10 @@ def test_every_format_names_the_routers(tmp_path: Path) -> None:
     }
     method = {"gptq": "rtn", "fp8": "fp8", "bitsandbytes": "nf4"}
     for name, key in keys.items():
+        grid: dict[str, Any] = {"granularity": "block"} if name == "fp8" else {}
         request = QuantizeRequest(
-            source(case), tmp_path / name, method=method[name], format=name, errors=False,
-            **({"granularity": "block"} if name == "fp8" else {}),
-        )  # fmt: skip
+            source(case), tmp_path / name, method=method[name], format=name, errors=False, **grid
+        )
         config = Checkpoint(quantize(request).output).quantization_config or {}
         entries = list(config[key])
         assert any(gate in entry.replace("\\", "") for entry in entries), name
@@ -124,6 +124,6 @@ def test_no_errors_runs_no_layer_and_reads_no_text(
 def test_no_errors_is_refused_where_data_is_needed(
     tmp_path: Path, options: dict[str, Any], words: str
 ) -> None:
-    settings = {"method": "rtn", "format": "compressed-tensors"} | options
+    settings: dict[str, Any] = {"method": "rtn", "format": "compressed-tensors", **options}
     with pytest.raises(BadInput, match=words):
         pipeline.prepare(QuantizeRequest(STORIES, tmp_path / "out", errors=False, **settings))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,9 @@ def one(
 ) -> tuple[IntTensor, LayerResult]:
     """A single linear quantized."""
     settings = MethodOptions(**options)  # pyright: ignore[reportArgumentType]
-    result = Gptq().quantize_layer(problem_of({"proj": weight}, record, scheme, options=settings))
+    result: Any = Gptq().quantize_layer(
+        problem_of({"proj": weight}, record, scheme, options=settings)
+    )
     codes = result.weights["proj"]
     assert isinstance(codes, IntTensor)
     return codes, result
@@ -209,7 +212,7 @@ def test_any_shape_any_dead_channels_any_zero_groups(data: st.DataObject) -> Non
         act_order=order,
         mse=data.draw(st.sampled_from([False, False, True])),
     )
-    report = result.reports[0]
+    report: Any = result.reports[0]
     assert bool(torch.isfinite(codes.dequantize()).all())
     assert int(codes.codes.max()) <= scheme.max_code
     assert bool((codes.scales > 0).all())
@@ -232,7 +235,8 @@ def test_a_dead_channel_is_quantized_and_compensates_nothing() -> None:
     changed[:, 5] *= 0.9
     again, _ = one(changed, record, IntScheme(4, 16, True))
     assert torch.equal(codes.codes[:, 16:], again.codes[:, 16:])
-    assert result.reports[0].error < result.reports[0].rtn_error
+    report: Any = result.reports[0]
+    assert report.error < report.rtn_error
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -249,7 +253,7 @@ def test_damping_rises_until_the_hessian_is_definite() -> None:
     record.add(torch.randn(3, 64, generator=torch.Generator().manual_seed(0)) * 100)
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     _, result = one(weight, record, IntScheme(4, 16, True), damp=0.0)
-    report = result.reports[0]
+    report: Any = result.reports[0]
     assert report.fallback is None
     assert report.damp is not None and 0 < report.damp <= 1
     assert report.error < report.rtn_error
@@ -280,7 +284,7 @@ def test_a_singular_hessian_falls_back_to_rtn_and_is_reported(damage: str, reaso
     scheme = IntScheme(4, 16, False)
     codes, result = one(weight, record, scheme)
     assert same(codes, round_to_nearest(weight, scheme, DTYPE))
-    report = result.reports[0]
+    report: Any = result.reports[0]
     assert reason in (report.fallback or "")
     assert report.damp is None
 
@@ -310,7 +314,8 @@ def test_a_non_integer_grid_falls_back_to_rtn_and_is_reported() -> None:
     )
     problem.schemes["b"] = FloatScheme("channel")
     problem.scale_dtypes["b"] = torch.float32
-    first, second = Gptq().quantize_layer(problem).reports
+    reports: Any = Gptq().quantize_layer(problem).reports
+    first, second = reports
     assert first.fallback is None and first.error < first.rtn_error
     assert "integer grids" in (second.fallback or "")
     assert second.error == second.rtn_error
@@ -355,7 +360,7 @@ def test_later_linears_see_what_the_earlier_ones_became() -> None:
         calls.append((dict(replaced), set(linears)))
         return dict.fromkeys(linears, correlated(64, len(calls)))
 
-    result = Gptq().quantize_layer(replace(problem, remeasure=remeasure))
+    result: Any = Gptq().quantize_layer(replace(problem, remeasure=remeasure))
     groups = LLAMA.shared_inputs
     assert [linears for _, linears in calls] == [set(group) for group in groups]
     for number, (replaced, _) in enumerate(calls):
@@ -395,7 +400,7 @@ def test_experts_are_measured_together_not_one_by_one() -> None:
         calls.append(linears)
         return problem.statistics
 
-    result = Gptq().quantize_layer(replace(problem, remeasure=remeasure))
+    result: Any = Gptq().quantize_layer(replace(problem, remeasure=remeasure))
     assert list(result.weights) == list(weights)
     assert [len(linears) for linears in calls] == [3, 1, 24, 12]
 
@@ -407,7 +412,8 @@ def test_linears_that_no_group_names_are_quantized_too() -> None:
         IntScheme(4, 16, True),
         family=LLAMA,
     )
-    assert all(r.error < r.rtn_error for r in Gptq().quantize_layer(problem).reports)
+    reports: Any = Gptq().quantize_layer(problem).reports
+    assert all(r.error < r.rtn_error for r in reports)
 
 
 def test_searched_ranges_never_lose_more_in_their_own_norm() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,8 +58,8 @@ def test_output_error_falls_with_bits_and_against_rounding() -> None:
     totals = []
     for bits in (2, 3, 4, 8):
         problem = llama_layer(IntScheme(bits, 32, False))
-        reports = Hqq().quantize_layer(problem).reports
-        plain = RoundToNearest().quantize_layer(problem).reports
+        reports: Any = Hqq().quantize_layer(problem).reports
+        plain: Any = RoundToNearest().quantize_layer(problem).reports
         assert [r.rtn_error for r in reports] == pytest.approx([r.error for r in plain])
         totals.append(sum(r.error for r in reports))
         assert totals[-1] < sum(r.error for r in plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def quantized(method: str, scheme: IntScheme, **options: object) -> Lost:
         held_out={"proj": unseen},
         options=MethodOptions(**options),  # pyright: ignore[reportArgumentType]
     )
-    report = METHODS[method].quantize_layer(problem).reports[0]
+    report: Any = METHODS[method].quantize_layer(problem).reports[0]
     assert report.held_out_error is not None and report.rtn_held_out_error is not None
     return Lost(report.error, report.held_out_error, report.rtn_error, report.rtn_held_out_error)
 

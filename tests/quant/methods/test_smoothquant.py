@@ -97,7 +97,7 @@ def columns_of(problem: LayerProblem, result: LayerResult) -> dict[str, torch.Te
 def test_folds_leave_the_float_logits_unchanged(alpha: float) -> None:
     ids = token_ids()
     problem = replace(measured(loud_model(), 0, ids), options=MethodOptions(alpha=alpha))
-    result = SmoothQuant().quantize_layer(problem)
+    result: Any = SmoothQuant().quantize_layer(problem)
     assert set(result.norms) == set(NORMS)
 
     def fold(layer: Any) -> None:
@@ -133,8 +133,12 @@ def test_int8_layers_lose_less_when_smoothed() -> None:
 
 def test_reports_hold_inputs_and_weights() -> None:
     problem = llama_layer(SCHEME, loud=50.0)
-    reports = {report.module: report for report in SmoothQuant().quantize_layer(problem).reports}
-    weights_alone = {report.module: report for report in round_layer(problem).reports}
+    reports: dict[str, Any] = {
+        report.module: report for report in SmoothQuant().quantize_layer(problem).reports
+    }
+    weights_alone: dict[str, Any] = {
+        report.module: report for report in round_layer(problem).reports
+    }
     for module, report in reports.items():
         assert report.rtn_error > weights_alone[module].error
         assert report.held_out_error is not None and report.rtn_held_out_error is not None
@@ -194,7 +198,7 @@ def test_routers_follow_their_norm() -> None:
         with_bias=frozenset(),
         routers={"mlp.gate": torch.randn(3, 32)},
     )
-    result = SmoothQuant().quantize_layer(problem)
+    result: Any = SmoothQuant().quantize_layer(problem)
     columns = problem.norms["norm"] / result.norms["norm"]
     before = (inputs * problem.norms["norm"]) @ problem.routers["mlp.gate"].T
     after = (inputs * result.norms["norm"]) @ result.routers["mlp.gate"].T
@@ -209,7 +213,7 @@ def test_norms_with_an_offset_stay_exact() -> None:
     problem = llama_layer(SCHEME, loud=50.0)
     folds = tuple(replace(fold, norm_offset=1.0) for fold in LLAMA.folds)
     problem = replace(problem, family=replace(LLAMA, folds=folds))
-    result = SmoothQuant().quantize_layer(problem)
+    result: Any = SmoothQuant().quantize_layer(problem)
     name = "input_layernorm"
     assert result.norms[name].dtype == torch.bfloat16
     columns = (problem.norms[name].float() + 1) / (result.norms[name].float() + 1)
@@ -225,7 +229,7 @@ def test_dead_channels_are_left_alone() -> None:
         inputs[:, 7] = 0
         problem.statistics[name] = statistics_of(inputs)
         problem.weights[name][:, 9] = 0
-    result = SmoothQuant().quantize_layer(problem)
+    result: Any = SmoothQuant().quantize_layer(problem)
     before, after = problem.norms["input_layernorm"], result.norms["input_layernorm"]
     assert torch.equal(after[[7, 9]], before[[7, 9]])
     assert bool(torch.isfinite(after).all()) and bool((after != 0).all())

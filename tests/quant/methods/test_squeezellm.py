@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,7 +85,7 @@ def test_error_falls_with_bits_and_no_row_is_worse_than_equal_steps(fraction: fl
     totals = []
     for bits in (2, 3, 4, 8):
         problem = llama_layer(LookupScheme(bits, fraction))
-        result = SqueezeLlm().quantize_layer(problem)
+        result: Any = SqueezeLlm().quantize_layer(problem)
         for report in result.reports:
             assert report.error <= report.rtn_error
         for name, tensor in result.weights.items():
