@@ -63,10 +63,8 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
     if text_type in FAMILIES and (not isinstance(num_layers, int) or num_layers < 1):
         raise BadInput(f"{checkpoint.folder}/config.json has no usable num_hidden_layers")
     model = MetaModel(checkpoint)
-    if text_type in FAMILIES:
-        complete = model.config.to_dict()
-        names = [_names_on_disk(checkpoint, model, index) for index in range(len(model.layers))]
-        layers = tuple(family_of(complete, each) for each in names)
+    layers = _mapped(checkpoint, model) if text_type in FAMILIES else None
+    if layers is not None:
         notes = [_FUSED_NOTE] if any(_FUSED.search(name) for name in checkpoint.names) else []
     else:
         layers, notes = _discovered(model, model_type)
@@ -75,11 +73,22 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
         for index, family in enumerate(layers)
         for name in family.linears
     }
+    unquantized = _unquantized(checkpoint, model, quantized)
+    start = f"{model.disk_prefix}."
+    converted = sum(
+        name.startswith(start) and not model.weight_map.is_direct(f"{name}.weight")
+        for name in unquantized
+    )
+    if converted:
+        notes.append(
+            f"note: transformers merges or splits {converted} matrices of the layers on loading: they stay "
+            "as they are"
+        )
     return Architecture(
         model_type=model_type,
         prefix=model.disk_prefix,
         layers=layers,
-        unquantized=_unquantized(checkpoint, model, quantized),
+        unquantized=unquantized,
         notes=tuple(notes),
         meta_model=model,
     )
@@ -89,6 +98,25 @@ _FUSED_NOTE = (
     "note: the experts of this checkpoint are fused 3-D tensors, which no format here holds: "
     "they stay as they are, and only the other linears are quantized"
 )
+
+
+def _mapped(checkpoint: Checkpoint, model: MetaModel) -> tuple[Family, ...] | None:
+    """The layers of a model type with a smoothing map; None where the modules of a wrapped model have other
+    tensors than that says."""
+    config = model.config.to_dict()
+    layers = tuple(
+        family_of(config, _names_on_disk(checkpoint, model, index))
+        for index in range(len(model.layers))
+    )
+    for index, family in enumerate(layers):
+        held = model.names_in_layer(index)
+        for name in (*family.linears, *family.routers):
+            if (
+                f"{name}.weight" not in held
+                and f"{model.disk_prefix}.{index}.{name}.weight" in checkpoint
+            ):
+                return None
+    return layers
 
 
 def _names_on_disk(checkpoint: Checkpoint, model: MetaModel, index: int) -> set[str]:
