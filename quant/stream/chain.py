@@ -67,13 +67,13 @@ class Chain:
         self.max_rows = None if _all(_broadcasts, calls, twice) else 1
 
     def enter(self, token_ids: torch.Tensor, rows: int) -> States:
-        batches = [
-            record(self._model, token_ids[start : start + rows], self._as_tuple)[0]
-            for start in range(0, len(token_ids), rows)
-        ]
-        width = self._model.config.hidden_size
-        empty = torch.empty(*token_ids.shape, width)
-        return States(token_ids, {HIDDEN: torch.cat(batches) if batches else empty})
+        hidden = torch.empty(*token_ids.shape, self._model.config.hidden_size)
+        for start in range(0, len(token_ids), rows):
+            batch = record(self._model, token_ids[start : start + rows], self._as_tuple)[0]
+            if not start:  # some have several hidden states a token
+                hidden = torch.empty(len(token_ids), *batch.shape[1:])
+            hidden[start : start + rows] = batch
+        return States(token_ids, {HIDDEN: hidden})
 
     def called(self, index: int) -> bool:
         return True
@@ -114,14 +114,13 @@ def chain_of(model: MetaModel, token_ids: torch.Tensor) -> Chain | None:
     """
     for as_tuple in (False, True):
         try:
-            calls = record(model, token_ids, as_tuple)[1]
+            calls, mirrored, twice = (
+                record(model, ids, as_tuple)[1]
+                for ids in (token_ids, token_ids.flip(1), token_ids.repeat(2, 1))
+            )
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError):
             continue
-        mirrored = record(model, token_ids.flip(1), as_tuple)[1]
-        if not _all(torch.equal, calls, mirrored):
-            return None
-        twice = record(model, token_ids.repeat(2, 1), as_tuple)[1]
-        return Chain(model, calls, twice, as_tuple)
+        return Chain(model, calls, twice, as_tuple) if _all(torch.equal, calls, mirrored) else None
     return None
 
 
