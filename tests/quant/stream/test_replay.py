@@ -21,6 +21,7 @@ from llmopt.quant.stream.replay import Replay
 from safetensors.torch import load_file, save_file
 
 from tools.survey.case import Case, surveyed_types
+from tools.survey.stream_column import head_inputs, streamed_head_inputs
 
 from ...support.quant_support import STORIES
 
@@ -56,29 +57,12 @@ def streamed(model_type: str, folder: Path) -> Streamed:
     return Streamed(folder, model, stream)
 
 
-def head_inputs(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """What the output projection reads when transformers runs the whole model."""
-    read: list[torch.Tensor] = []
-    head = model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
-    with torch.no_grad():
-        model(input_ids=ids, use_cache=False)
-    handle.remove()
-    return read[0]
-
-
 @pytest.mark.parametrize("model_type", [*REPLAYED, *CHAINED])
 def test_layers_one_by_one_give_what_the_whole_model_gives(tmp_path: Path, model_type: str) -> None:
     _, model, stream = streamed(model_type, tmp_path)
-    ids = token_ids()
     assert isinstance(stream._walk, Replay if model_type in REPLAYED else Chain)
-    states = stream.embed(ids)
-    for index in range(stream.num_layers):
-        stream.load(index, stream.tensors(index))
-        states = stream.run(index, states, in_place=bool(index % 2))
-        stream.unload(index)
-    expected = head_inputs(model, ids)
-    given = torch.cat(list(stream.head_inputs(states)))
+    expected = head_inputs(model, token_ids())
+    given = streamed_head_inputs(stream, token_ids())
     assert (given - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
