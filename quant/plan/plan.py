@@ -241,9 +241,7 @@ def _selected(
     read_config(
         checkpoint.config, checkpoint.folder, trust_remote_code=checkpoint.trust_remote_code
     )
-    architecture = architecture_of(checkpoint)
-    if request.method in _SMOOTHING:
-        architecture = with_smoothing(checkpoint, architecture)
+    architecture = _with_folds(request, checkpoint, architecture_of(checkpoint))
     linears = find_linears(checkpoint, architecture)
     if request.lm_head:
         linears[HEAD] = find_head(checkpoint)
@@ -252,6 +250,23 @@ def _selected(
     if not modules:
         raise BadInput("--ignore matches every linear of the model: nothing is left to quantize")
     return checkpoint, architecture, modules, ignored
+
+
+def _with_folds(
+    request: QuantizeRequest, checkpoint: Checkpoint, architecture: Architecture
+) -> Architecture:
+    """The layers with their foldable pairs, where the method or another one that reads its statistics folds.
+
+    Statistics are kept by the linears that share an input and by the routers, which are told with the pairs.
+    """
+    if request.method not in _SMOOTHING and request.stats is None:
+        return architecture
+    try:
+        return with_smoothing(checkpoint, architecture)
+    except BadInput:
+        if request.method in _SMOOTHING:
+            raise
+        return architecture
 
 
 def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -> str:

@@ -158,6 +158,21 @@ def test_models_without_a_map_go_by_methods_without_data(
     assert 0.001 < (after - before).norm() / before.norm() < 0.3
 
 
+@pytest.mark.parametrize("methods", [("gptq", "awq"), ("awq", "gptq")])
+def test_methods_that_fold_scales_share_statistics_with_those_that_do_not(
+    source: Callable[[str], Path], tmp_path: Path, methods: tuple[str, str]
+) -> None:
+    for method in methods:
+        run(source("olmoe"), tmp_path / method, method=method, stats=tmp_path / "stats")
+    errors = [
+        (record["error"], record["rtn_error"])
+        for record in run(
+            source("olmoe"), tmp_path / "again", method="awq", stats=tmp_path / "stats"
+        ).manifest["modules"]
+    ]
+    assert sum(error for error, _ in errors) < 0.95 * sum(rtn for _, rtn in errors)
+
+
 def test_smoothing_moves_norms_and_routers_together(tmp_path: Path) -> None:
     model = make_model("mixtral", vocab_size=VOCAB)
     for layer in model.model.layers:
