@@ -28,6 +28,7 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.common.roofs import Roofs
 from llmopt.engine.kernels.graphs.cpu_graph import CpuGraph
 from llmopt.engine.kernels.linear.native_linear import native_linear
+from llmopt.engine.model.decoder.decoder import LayerKernels
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.norm import Norm
 from llmopt.engine.model.layers.projection import Projection
@@ -88,7 +89,6 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
         (CpuGraph, "replay", "replayed"),
         (decoder, "forward", "between"),
         (decoder, "logits", "head"),
-        (decoder, "_rope_and_cache", "rope"),
         (Norm, "__call__", "norms"),
         (Norm, "of_sum", "norms"),
         (GatedMlp, "__call__", "gate"),
@@ -97,12 +97,21 @@ def watched(engine: Engine, clock: Clock) -> Iterator[None]:
     before = [vars(owner).get(name) for owner, name, _ in watched_calls]
     for owner, name, part in watched_calls:
         setattr(owner, name, clock.timed(part, getattr(owner, name)))
-    kernels = decoder._attend
-    decoder._attend = [clock.timed("attention", kernel) for kernel in kernels]
+    kernels = decoder._kernels
+    decoder._kernels = {
+        layout: LayerKernels(
+            (
+                clock.timed("attention", chosen.attend[0]),
+                clock.timed("attention", chosen.attend[1]),
+            ),
+            clock.timed("rope", chosen.rope_and_cache),
+        )
+        for layout, chosen in kernels.items()
+    }
     try:
         yield
     finally:
-        decoder._attend = kernels
+        decoder._kernels = kernels
         for (owner, name, _), own in zip(watched_calls, before, strict=True):
             if own is None:
                 delattr(owner, name)
