@@ -6,12 +6,14 @@ Entries per token are told from constants by the two sizes. Where a cache holds 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 
-from ...planner.probe.build import build_on_meta
+from ...planner.probe.build import build_on_meta, read_config
 from ...planner.probe.cache_growth import measure_cache
 from .cache_walk import Place, copy_leaf, copy_structure, get, path, put, walk
 from .cached_tensors import CachedTensors, StateTensor, TokenTensor
@@ -34,7 +36,7 @@ def measured_cache(cache_of: CacheOf, config: Any) -> CachedTensors:
     strides: dict[tuple[Any, ...], int] = {}
     lengths = _LENGTHS
     if any(_is_empty(value) for _, value in walk(longer)):
-        strides = _strides(config)
+        strides = _strides(config.to_json_string(use_diff=False))
         widest = max(strides.values(), default=1)
         lengths = (2 * widest - 1, 4 * widest - 1)
     if empty is not None or strides:
@@ -95,11 +97,11 @@ def _tensor(
     held: tuple[Mapping[Place, Any], Mapping[Place, Any]],
     lengths: tuple[int, int],
     strides: Mapping[tuple[Any, ...], int],
-    cache: Any,
+    held_by: Any,
 ) -> TokenTensor | StateTensor:
     small, large = (at[places[0]] for at in held)
     shape, dtype = tuple(large.shape), large.dtype
-    layer, name = get(cache, places[0][:-1]), places[0][-1].name
+    layer, name = get(held_by, places[0][:-1]), places[0][-1].name
     if name in ("keys", "values") and isinstance(getattr(layer, "sliding_window", None), int):
         axis = large.dim() - 2
         kept, is_recorded = _window(layer, name)
@@ -128,15 +130,17 @@ def _tensor(
 
 def _first_length(place: Place, strides: Mapping[tuple[Any, ...], int]) -> int:
     """Tokens after which a constant is there: beside strided entries of its name, the first full stride."""
-    layer, *_, last = _name(place)
+    layer, last = _name(place)[0], _name(place)[-1]
     return max(
         (s for name, s in strides.items() if (name[0], name[-1]) == (layer, last)), default=1
     )
 
 
-def _strides(config: Any) -> dict[tuple[Any, ...], int]:
-    """Tokens per entry of the cache's tensors that do not hold one for each, by layer and name."""
-    tensors = measure_cache(build_on_meta(config))
+@cache
+def _strides(config: str) -> dict[tuple[Any, ...], int]:
+    """Tokens per entry of the cache's tensors that do not hold one for each, by layer and name, of a model
+    of that `config.json`."""
+    tensors = measure_cache(build_on_meta(read_config(json.loads(config))))
     return {
         (tensor.layer, *tensor.name.split(".")): tensor.stride
         for tensor in tensors
@@ -150,14 +154,16 @@ def _name(place: Place) -> tuple[Any, ...]:
     return tuple(key.name for key in place[first:])
 
 
-def _recording(cache: Any) -> Any:
+def _recording(longer: Any) -> Any:
     """An empty copy of a cache whose sliding windows keep what leaves them; None if it has no such window.
 
     Windows then are views of paged entries, so that another sequence can go on from any block of them.
     """
-    if not hasattr(cache, "reset") or not any(_is_window(x) for x in getattr(cache, "layers", ())):
+    if not hasattr(longer, "reset") or not any(
+        _is_window(x) for x in getattr(longer, "layers", ())
+    ):
         return None
-    fresh = copy_structure(cache, copy_leaf)
+    fresh = copy_structure(longer, copy_leaf)
     fresh.reset()
     for layer in fresh.layers:
         if _is_window(layer) and hasattr(layer, "activate_past_recording"):
