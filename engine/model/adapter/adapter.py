@@ -137,7 +137,9 @@ class TransformersModel:
         second = self._step(tokens, [(split, len(tokens), [2, 1]), (0, 2, [3])], held)
         actual = torch.cat([forward(first, caches), forward(second, caches)]).float()
         wanted = torch.cat([expected, expected[:2]])
-        tolerance = 1e-3 if self._dtype is torch.float32 else 0.05
+        # Strict where rounding allows it: a state that is lost between steps may move the logits little.
+        exact = self._dtype is torch.float32
+        tolerance = 0.05 if not exact else 1e-5 if self._device.type == "cpu" else 1e-3
         return bool((actual - wanted).abs().mean() <= tolerance * expected.std())
 
     def _looks_ahead(self, tokens: torch.Tensor, expected: torch.Tensor) -> bool:
