@@ -161,9 +161,17 @@ class Matrix:
             return "Marlin supports zero points with 4 bits only"
         if scheme.group_size not in _MARLIN_GROUPS:
             return f"Marlin has no groups of {scheme.group_size}"
-        hidden = self.out_features if self.row_parallel else self.in_features
-        if _EXPERTS in self.module and hidden % 128:
+        if _EXPERTS not in self.module:
+            return None
+        hidden, inner = self.in_features, self.out_features
+        if self.row_parallel:
+            hidden, inner = inner, hidden
+        if hidden % 128:
             return f"Marlin needs experts on hidden states in multiples of 128, not {hidden}"
+        if scheme.group_size > 0 and inner % scheme.group_size:
+            return (
+                f"Marlin needs experts with whole groups of {scheme.group_size} inside, not {inner}"
+            )
         return None
 
 

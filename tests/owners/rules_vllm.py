@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.distributed.utils import verify_group_size_divides_partition
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 from vllm.model_executor.kernels.linear.mixed_precision import humming, marlin, triton_w4a16
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
@@ -55,11 +56,13 @@ def answer(question: dict[str, Any]) -> str | None:
     weight_type = types[question["bits"]]
     if question["experts"]:
         return _experts(question, weight_type)
-    if question["format"] == "gptq":
-        try:
+    try:
+        if group_size > 0:
+            verify_group_size_divides_partition(question["rank_shape"][1], group_size)
+        if question["format"] == "gptq":
             marlin_utils.verify_marlin_supported(weight_type, group_size)
-        except ValueError:
-            return None
+    except ValueError:
+        return None
     config = MPLinearLayerConfig(
         full_weight_shape=tuple(reversed(question["shape"])),
         partition_weight_shape=tuple(reversed(question["rank_shape"])),
