@@ -45,6 +45,7 @@ _TABLE: Mapping[str, Translate] = {
     "async_scheduling": unless("--disable-overlap-schedule"),
     "enforce_eager": flag("--disable-cuda-graph"),
     "seed": as_is("--random-seed"),
+    "trust_remote_code": flag("--trust-remote-code"),
     "kv_cache_dtype": only("SGLang", "kv_cache_dtype", KV_CACHE_DTYPES, "--kv-cache-dtype"),
     "block_size": as_is("--page-size"),
     "enable_prefix_caching": unless("--disable-radix-cache"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .translation import ServerCommand, Translate, as_is, nothing_for
+from .translation import ServerCommand, Translate, as_is, flag, nothing_for
 
 _TABLE: Mapping[str, Translate] = {
     "host": as_is("--host"),
@@ -22,6 +22,7 @@ _TABLE: Mapping[str, Translate] = {
     "enable_prefix_caching": nothing_for("TensorRT-LLM", "enable_prefix_caching", True),
     "tensor_parallel_size": as_is("--tp_size"),
     "pipeline_parallel_size": as_is("--pp_size"),
+    "trust_remote_code": flag("--trust_remote_code"),
     "chat_template": as_is("--chat_template"),
 }
 

@@ -80,6 +80,7 @@ _TRANSLATIONS: Mapping[str, Translate] = {
     "prefill_chunk_size": as_is("--long-prefill-token-threshold"),
     "async_scheduling": _switch("async-scheduling"),
     "enforce_eager": _switch("enforce-eager"),
+    "trust_remote_code": _switch("trust-remote-code"),
     "seed": as_is("--seed"),
     "kv_cache_memory_bytes": lambda size: ["--kv-cache-memory-bytes", str(parse_size(size))],
     "num_blocks": as_is("--num-gpu-blocks-override"),

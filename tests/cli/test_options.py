@@ -42,6 +42,7 @@ OURS_ALONE = {
 }
 SAID: Mapping[str, tuple[list[str], Any]] = {
     "dtype": (["--dtype", "float32"], "float32"),
+    "trust_remote_code": (["--trust-remote-code"], True),
     "device": (["--device", "cpu"], "cpu"),
     "kv_cache_dtype": (["--kv-cache-dtype", "int8"], "int8"),
     "block_size": (["--block-size", "4"], 4),

@@ -22,7 +22,7 @@ OTHERS = [engine for engine in ENGINES.values() if engine.name != "vllm"]
 VALUES: dict[str, Any] = {
     "host": "0.0.0.0", "port": 9000, "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 64,
     "max_num_batched_tokens": 8192, "prefill_chunk_size": 512, "scheduling_policy": "priority",
-    "async_scheduling": False, "enforce_eager": True, "seed": 7, "kv_cache_dtype": "auto", "block_size": 16,
+    "async_scheduling": False, "enforce_eager": True, "trust_remote_code": True, "seed": 7, "kv_cache_dtype": "auto", "block_size": 16,
     "enable_prefix_caching": True, "tensor_parallel_size": 4, "pipeline_parallel_size": 2,
     "served_model_name": "name", "chat_template": "template.jinja", "tool_call_parser": "hermes",
 }  # fmt: skip

@@ -43,6 +43,7 @@ def everything(tmp_path: Path) -> dict[str, Any]:
         "block_size": 16,
         "enable_prefix_caching": False,
         "enforce_eager": True,
+        "trust_remote_code": True,
         "seed": 7,
         "num_blocks": 100,
         "prefill_chunk_size": 256,
