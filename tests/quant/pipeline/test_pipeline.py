@@ -127,7 +127,7 @@ def test_default_of_awq_is_the_awq_format(quantized: Quantized) -> None:
         "group_size": 128,
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": ["lm_head"],
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
     }
 
 
@@ -290,7 +290,7 @@ def test_a_crash_before_any_durable_step_changes_no_byte(
 ) -> None:
     """The steps that touch the disk: every third, and each of the last ones, which tidy up."""
     tokenizer = prepare.load_tokenizer(MODELS / "stories260K")
-    monkeypatch.setattr(prepare, "load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda *_, **__: tokenizer)
     whole = quantize(small_request(tmp_path / "whole")).output
     expected = contents(whole)
     total = steps.count

@@ -229,7 +229,7 @@ def norm_of_integers(model: Path) -> None:
     [
         (cut_shard, ["model.safetensors", "cut off"]),
         (half_a_config, ["config.json", "half-written"]),
-        (unknown_type, ["retnet", "config.json"]),
+        (unknown_type, ["retnet", "installed transformers"]),
         (norm_of_integers, ["model.layers.2.input_layernorm.weight is I32"]),
         (wrong_width, ["model.layers.0", "does not fit its config"]),
     ],
