@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ...planner.probe.build import build_on_meta, read_config
+from ....quant.model.auto import read_config
+from ...planner.probe.build import build_on_meta
 from ...planner.probe.cache_growth import measure_cache
 from .cache_walk import Place, copy_leaf, copy_structure, get, path, put, walk
 from .cached_tensors import CachedTensors, StateTensor, TokenTensor

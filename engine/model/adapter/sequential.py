@@ -18,6 +18,7 @@ from ..layers.state import StateLayout
 from ..spec.spec import KvLayout
 from .cached_tensors import CachedTensors
 from .measured_cache import measured_cache
+from .text_model import plain_tokens
 
 _CACHES = ("past_key_values", "cache_params", "state")
 """What models call the cache that they take and return."""
@@ -87,7 +88,8 @@ class SequentialForward:
         """The cache after `length` tokens."""
         device = next(self._model.parameters()).device
         positions = torch.arange(length, device=device)[None]
-        _, cache = self._pass(positions % self._model.config.vocab_size, positions, length, empty)
+        tokens = plain_tokens(self._model, length).to(device)[None]
+        _, cache = self._pass(tokens, positions, length, empty)
         if cache is None:
             raise ValueError("it returns no cache: its state is in its modules")
         return cache
