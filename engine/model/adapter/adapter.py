@@ -83,9 +83,9 @@ class TransformersModel:
         return hidden.float()
 
     def _add_loras(self, loras: Mapping[str, Path]) -> None:
-        """Raises BadInput where sequences run one by one, or an adapter does not fit."""
-        if not isinstance(self._forward, PackedForward):
-            raise BadInput(f"{self._name} runs one sequence at a time: it takes no LoRA adapters")
+        """Raises BadInput where an adapter does not fit."""
+        if isinstance(self._forward, SequentialForward):
+            self._forward.adapters = self._adapters
         sites = adapter_sites(self._decoder, self._model, self._dtype, self._adapters)
         bank = AdapterBank(loras, sites, ("",), self._device, self._dtype)
         self.bytes_held += bank.num_bytes

@@ -20,6 +20,12 @@ class CurrentAdapters:
     def __init__(self) -> None:
         self.rows: AdapterRows = NO_ADAPTERS
 
+    def take_sequence(self, rows: AdapterRows, begin: int) -> None:
+        """Narrow the `rows` of a step to those of one sequence, whose first row is `begin`."""
+        self.rows = {
+            name: None for name, of in rows.items() if of is None or bool((of == begin).any())
+        }
+
 
 class ProjectedLinear(nn.Module):
     """A projection in the place of an `nn.Linear`."""

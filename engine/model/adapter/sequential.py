@@ -17,6 +17,7 @@ from ..layers.attention import LayerCache, StepInputs
 from ..layers.state import StateLayout
 from ..spec.spec import KvLayout
 from .cached_tensors import CachedTensors
+from .linears import CurrentAdapters
 from .measured_cache import measured_cache
 from .text_model import plain_tokens
 
@@ -38,6 +39,7 @@ class SequentialForward:
         self._model = model
         self._takes = set(inspect.signature(model.forward).parameters)
         self._tensors: CachedTensors | None = None
+        self.adapters = CurrentAdapters()
         model.set_attn_implementation(own_attention)
 
     def layouts(self, tokens: torch.Tensor) -> tuple[tuple[KvLayout, ...], tuple[StateLayout, ...]]:
@@ -53,6 +55,7 @@ class SequentialForward:
             slots = inputs.states.slots.tolist()
         scores: list[torch.Tensor] = []
         for (begin, end, length, table), slot in zip(runs, slots, strict=True):
+            self.adapters.take_sequence(inputs.adapters, begin)
             states = [tensor[slot] for tensor in inputs.states.tensors]
             start = length - (end - begin)
             size = inputs.batch.block_size

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.llm import LLM
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.linears import ProjectedLinear
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import IntScheme
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.model.checkpoint import Checkpoint
@@ -86,13 +87,29 @@ def dequantize_into(adapted: Any, model: Any, checkpoint: Checkpoint) -> None:
                 experts.gate_up_proj[int(index), begin : begin + half].copy_(weight)
 
 
-def test_an_adapter_changes_its_own_rows(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", *MODELS["olmo-2"])
-    write_adapter(tmp_path / "adapter", model, ("q_proj", "down_proj"))
+GPTJ = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256}
+
+
+@pytest.mark.parametrize(
+    "model", [MODELS["olmo-2"], ("GPTJConfig", GPTJ)], ids=["packed", "by sequence"]
+)
+def test_an_adapter_changes_its_own_rows(model: Any, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", *model)
+    write_adapter(tmp_path / "adapter", model, ("q_proj", "down_proj", "fc_in"))
     plain = logits(model)
     built = engine(tmp_path / "model", loras={"own": tmp_path / "adapter"})
     tokens = TOKENS[0].tolist()
     torch.testing.assert_close(built.prompt_logits(tokens), plain, atol=1e-4, rtol=1e-4)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    llm = LLM(
+        tmp_path / "model", dtype="float32", num_threads=1, loras={"own": tmp_path / "adapter"}
+    )
+    mixed = llm.generate([tokens, tokens[:9]], params, lora=["own", None])
+    alone = [
+        llm.generate([prompt], params, lora=[name])[0]
+        for prompt, name in ((tokens, "own"), (tokens[:9], None))
+    ]
+    assert [result.token_ids for result in mixed] == [result.token_ids for result in alone]
     merged = logits(merge(model, tmp_path / "adapter", 2.0))
     assert (merged - plain).abs().max() > 0.01
     torch.testing.assert_close(
@@ -116,14 +133,3 @@ def test_an_adapter_on_quantized_weights_is_added(tmp_path: Path) -> None:
     expected = plain.prompt_logits(tokens, lora="own") - plain.prompt_logits(tokens)
     assert expected.abs().mean() > 0.01
     assert (change - expected).abs().mean() < 0.3 * expected.abs().mean()
-
-
-def test_an_adapter_needs_sequences_in_one_batch(tmp_path: Path) -> None:
-    model = save_model(
-        tmp_path / "model",
-        "GPTJConfig",
-        {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
-    )
-    write_adapter(tmp_path / "adapter", model, ("q_proj",))
-    with pytest.raises(BadInput, match="one sequence at a time: it takes no LoRA"):
-        engine(tmp_path / "model", loras={"own": tmp_path / "adapter"})
