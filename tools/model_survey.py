@@ -26,8 +26,8 @@ from tools.survey.gptq_column import GptqColumn
 from tools.survey.plan_column import PlanColumn
 from tools.survey.reload_column import ReloadColumn
 from tools.survey.rtn_column import RtnColumn
-from tools.survey.verify_column import VerifyColumn
 from tools.survey.stream_column import StreamColumn
+from tools.survey.verify_column import VerifyColumn
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "model-survey.md"
 BEGIN, END = (f"<!-- made by tools/model_survey.py: {side} -->" for side in ("begin", "end"))
