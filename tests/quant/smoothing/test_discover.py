@@ -69,7 +69,7 @@ def test_the_discovered_map_is_the_hand_kept_one(tmp_path: Path, name: str) -> N
 def test_discovered_folds_leave_the_logits_as_they_were(tmp_path: Path, name: str) -> None:
     architecture = discovered(name, tmp_path / "plain")
     done = fold_model(tmp_path / "plain", tmp_path / "folded", architecture.layers, architecture)
-    assert done == (OTHER_FOLDS | {"llama-grouped": 8})[name]
+    assert done == (OTHER_FOLDS | {"llama-grouped": 6})[name]  # not v → o
     before, after = logits_of(tmp_path / "plain"), logits_of(tmp_path / "folded")
     assert before.abs().max() > 0.1
     assert (after - before).abs().max() < 1e-5 * before.abs().max()
