@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import BadInput
+from ..base.errors import BadInput, first_line
+from ..model.auto import auto_class
 from ..model.checkpoint import Checkpoint
 from ..model.meta_model import MetaModel
 
@@ -54,7 +55,7 @@ def random_model(config: Any) -> RandomModel:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
-            model = _auto_class(config).from_config(
+            model = auto_class(config).from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation="eager",
@@ -66,19 +67,10 @@ def random_model(config: Any) -> RandomModel:
     except BadInput:
         raise
     except Exception as error:  # a module may raise anything about its config
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(
-            f"no random model of type {config.model_type!r} can be built: {reason}"
+            f"no random model of type {config.model_type!r} can be built: {first_line(error)}"
         ) from error
     return RandomModel(model, layers, names, _token_ids(config))
-
-
-def _auto_class(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
 def _layers_and_names(model: Any) -> tuple[list[nn.Module], list[dict[str, str]]]:

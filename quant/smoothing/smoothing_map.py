@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -108,9 +107,11 @@ def _discovered(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[KindMap]:
 
 def _attempts(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
     """Raw configs to try: small ones with few layers and with all, then as it is if that is small."""
+    from ..model.auto import read_config
+
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     few = max(_FEWEST_LAYERS, max(first.values()) + 1)
-    raw = json.loads(_read_config(checkpoint.config).to_json_string(use_diff=False))
+    raw = json.loads(read_config(checkpoint.config).to_json_string(use_diff=False))
     attempts = [small_config(raw, few)] if few < text_layers(raw) else []
     attempts.append(small_config(raw, None))
     size = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names)
@@ -123,31 +124,15 @@ def discovered_maps(raw: Mapping[str, Any]) -> list[KindMap]:
     Raises:
         BadInput: the model cannot be built or run.
     """
+    from ..model.auto import read_config
     from .discover import discover
     from .random_model import random_model
 
-    model = random_model(_read_config(raw))
+    model = random_model(read_config(raw))
     return [
         KindMap(frozenset(map(starred, names.values())), pattern)
         for names, pattern in zip(model.names, discover(model), strict=True)
     ]
-
-
-def _read_config(raw: Mapping[str, Any]) -> Any:
-    """The transformers config of a raw one, with the defaults of its class.
-
-    Raises:
-        BadInput: transformers refuses it.
-    """
-    from transformers import AutoConfig
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-        try:
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # a config class may raise anything about its fields
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise BadInput(f"transformers refuses its config: {reason}") from error
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,4 @@
-"""A surveyed type quantized, and loaded by transformers: shared by the columns rtn, gptq, verify, reload."""
+"""A surveyed type quantized, and loaded by transformers: shared by the columns after `engine`."""
 
 from __future__ import annotations
 
@@ -53,17 +53,28 @@ def source(case: Case) -> Path:
     """The folder of the type's plain checkpoint with a tokenizer and a calibration text, made once."""
     if "source" not in case.notes:
         assert case.raw
+        _leave_ones(case.model)
         case.model.save_pretrained(case.folder)
-        words = {f"w{index}": index for index in range(WORDS)}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+        # Single characters: where transformers reads the file as another kind of tokenizer, they stay words.
+        words = {chr(ord("0") + index): index for index in range(WORDS)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(case.folder)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(3, WORDS, (2 * SAMPLES, LENGTH), generator=generator)
-        text = "\n\n".join(" ".join(f"w{index}" for index in row) for row in ids.tolist())
+        text = "\n\n".join(" ".join(chr(ord("0") + index) for index in row) for row in ids.tolist())
         (case.folder / "calibration.txt").write_text(text)
         case.notes["source"] = case.folder
     return case.notes["source"]
+
+
+@torch.no_grad()
+def _leave_ones(model: Any) -> None:
+    """Vectors away from where transformers sets them: a norm of ones would hide a fold."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
 def _quantize(case: Case, method: str) -> Quantized:

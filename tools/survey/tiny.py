@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-# Sizes of a tiny model; a field that a config class has under one of these names is set to it.
+# Sizes of a tiny model; a field that a config class has under one of these names is set to it. With few index
+# heads most scores of a sparse indexer are zero, and which of the ties it keeps differs between chunks.
 SIZES: Mapping[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64, "embedding_dim": 64,
     "intermediate_size": 96, "n_inner": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "intermediate_dim": 96,
@@ -18,7 +19,7 @@ SIZES: Mapping[str, Any] = {
     "shared_expert_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "n_group": 1, "topk_group": 1, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16, "v_head_dim": 16, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 4,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 32,
     "sliding_window": 64, "attention_chunk_size": 64, "image_size": 32, "patch_size": 16,
     "projection_dim": 64, "text_hidden_size": 64, "rotary_dim": 8,
     "out_hidden_size": 64,
