@@ -174,12 +174,12 @@ def channel_map(
 
 
 def _weight_dims(module: nn.Module) -> int:
-    """Dimensions of the weight that a module itself has; 0 without one, and for embeddings."""
+    """Dimensions of the weight that a module itself has; 0 without one, for embeddings, and where the bias is
+    not one number a row: transposed (Conv1D), or a norm of its own for each head (Chameleon)."""
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if weight is None or isinstance(module, nn.Embedding):
         return 0
-    transposed = bias is not None and len(bias) != len(weight)  # Conv1D
-    return 0 if transposed else weight.dim()
+    return 0 if bias is not None and bias.shape != weight.shape[:1] else weight.dim()
 
 
 def _parameter(module: nn.Module, name: str = "weight") -> torch.Tensor:

@@ -82,14 +82,22 @@ def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
     with torch.inference_mode():
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-        )
+        try:
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                num_beams=1,
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=0,
+            )
+        except (
+            AttributeError
+        ):  # `generate` of an omni model reads a field that its part's config lacks
+            output = ids
+            for _ in range(NEW_TOKENS):
+                logits = model(input_ids=output, use_cache=False).logits
+                output = torch.cat([output, logits[:, -1:].argmax(-1)], dim=1)
     return output[0, len(prompt) :].tolist()
 
 

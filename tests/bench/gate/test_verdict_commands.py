@@ -93,7 +93,8 @@ def test_the_record_has_energy_cost_and_the_state_before_and_after(root: Path) -
     assert ours["environment"]["after"].keys() == ours["environment"]["before"].keys()
     assert all(run["other_load"] is None or 0 <= run["other_load"] <= 1 for run in ours["runs"])
     assert ours["metrics"]["ttft"]["order_interval_95"]["p99"][1] is None  # 36 requests
-    assert ours["spread"]["output_throughput"]["interval_95"][0] > 0
+    low, high = ours["spread"]["output_throughput"]["interval_95"]
+    assert low < result["output_throughput"] < high
     page = (folder_of(root, "base") / "report.html").read_text()
     assert "Money and energy" in page and "to unbounded" in page
 

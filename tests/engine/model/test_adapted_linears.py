@@ -25,7 +25,7 @@ from ...support.quantized_world import write_checkpoint
 
 TOKENS = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "olmo-2": ("Olmo2Config", {}),  # packed
+    "arcee": ("ArceeConfig", {}),  # packed
     "starcoder-2": ("Starcoder2Config", {"sliding_window": 9}),  # biases
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),  # merged experts
 }
@@ -91,7 +91,7 @@ GPTJ = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions":
 
 
 @pytest.mark.parametrize(
-    "model", [MODELS["olmo-2"], ("GPTJConfig", GPTJ)], ids=["packed", "by sequence"]
+    "model", [MODELS["arcee"], ("GPTJConfig", GPTJ)], ids=["packed", "by sequence"]
 )
 def test_an_adapter_changes_its_own_rows(model: Any, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", *model)
@@ -118,7 +118,7 @@ def test_an_adapter_changes_its_own_rows(model: Any, tmp_path: Path) -> None:
 
 
 def test_an_adapter_on_quantized_weights_is_added(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", *MODELS["olmo-2"])
+    model = save_model(tmp_path / "model", *MODELS["arcee"])
     write_adapter(tmp_path / "adapter", model, ("o_proj",))
     write_checkpoint(
         tmp_path / "quantized",

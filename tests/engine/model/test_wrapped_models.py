@@ -38,7 +38,8 @@ def saved(built: Case) -> Checkpoint:
 @pytest.mark.parametrize(
     ("model_type", "way"),
     [
-        ("qwen3_vl", "packed"),  # M-RoPE: three rows of positions
+        ("qwen3_vl", "decoder"),  # M-RoPE: three rows of positions
+        ("ernie4_5_vl_moe", "packed"),
         ("gemma3n_text", "packed"),  # layers that share keys and values
         ("gemma4_unified", "sequential"),
         ("step3p7", "sequential"),
