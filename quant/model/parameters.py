@@ -118,6 +118,17 @@ class ModelParameters:
             if name not in given and not any(re.search(pattern, name) for pattern in optional)
         ]
 
+    def replaced(self, quant_method: str) -> str | None:
+        """The first module in whose place transformers puts another, with other names, for a quantized
+        checkpoint of this method; None: there is none."""
+        from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as PATCHED
+
+        for path, module in self._model.named_modules():
+            patch: Any = PATCHED.get(type(module).__name__)
+            if patch is not None and quant_method in patch["quantization_methods"]:
+                return path
+        return None
+
     def needs_weights(self, linears: Collection[str]) -> str | None:
         """Why transformers cannot initialise the model while these linears have no `weight`; None: it can.
 

@@ -40,6 +40,8 @@ def transformers_loads(stored: CheckpointContents, name: str) -> tuple[bool, str
         return True, _NEEDS[name]
     if missing := parameters.missing(stored.names):
         return False, f"{by_kind(missing)[0]} of its model is in no file"
+    if replaced := parameters.replaced(name):
+        return False, f"it puts a module with other names in the place of {replaced}"
     loaded = parameters.loaded_from(stored.names)
     if reason := _merged(stored, name, loaded):
         return False, reason

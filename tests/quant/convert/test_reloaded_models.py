@@ -82,6 +82,14 @@ def test_experts_without_codes_are_said_to_be_lost(tmp_path: Path) -> None:
     assert "transformers" not in result.loads_in
 
 
+def test_experts_that_a_quantizer_replaces_are_said_not_to_load(tmp_path: Path) -> None:
+    """For quantized checkpoints transformers unfuses Llama 4's experts, whose names are in no file then."""
+    case = case_of("llama4_text", tmp_path)
+    result = quantize(QuantizeRequest(source(case), tmp_path / "out", method="rtn", errors=False))
+    row = next(row for row in result.preflight.loaders if row.name == "transformers")
+    assert not row.loads and "in the place of model.layers.0.feed_forward.experts" in row.reason
+
+
 def test_no_errors_runs_no_layer_and_reads_no_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
