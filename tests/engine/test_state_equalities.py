@@ -1,4 +1,5 @@
-"""Greedy tokens of models with constant state and of sparse indexers are transformers', however they are scheduled."""
+"""Greedy tokens are transformers', however they are scheduled: of models with constant state, sparse indexers,
+latents, shared keys and values, and of wrapped ones."""
 
 from __future__ import annotations
 
@@ -12,6 +13,11 @@ from llmopt.engine.beam_search import BeamSearchParams, beam_search
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
+from llmopt.recipes import MODELS as BUNDLED
+from transformers import AutoTokenizer
+
+from tools.survey.case import Case, surveyed_types
+from tools.survey.engine_column import spread_weights
 
 from ..support.model_families import LATENT, SHAPE, save_model
 
@@ -59,6 +65,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, "n_group": 1, "topk_group": 1, "index_topk": 8, "index_n_heads": 32, "index_head_dim": 16},
     ),
 }  # fmt: skip
+# Of the survey's tiny configs.
+SURVEYED = {
+    "latents in transformers' modules": "glm4_moe_lite",
+    "layers that share keys and values": "gemma3n_text",
+    "a decoder whose layers share them": "gemma4_text",
+    "a text model inside a multimodal one": "ernie4_5_vl_moe",
+}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "async, no prefix cache": {"async_scheduling": True, "enable_prefix_caching": False},
@@ -67,13 +80,26 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+def surveyed_model(model_type: str, folder: Path) -> Any:
+    """A random model of the survey's config for a type, saved with the bundled tokenizer beside it."""
+    model = spread_weights(Case(model_type, surveyed_types()[model_type], folder).model)
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "stories260K", trust_remote_code=False)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module", params=[*MODELS, *SURVEYED])
 def served(request, tmp_path_factory) -> tuple[Path, list[list[int]], list[list[int]]]:
     """A checkpoint, prompts of which two share a beginning, and transformers' continuations."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    model = save_model(folder, *MODELS[request.param])
-    ids = torch.randint(3, SHAPE["vocab_size"], (60,)).tolist()
+    if request.param in SURVEYED:
+        model = surveyed_model(SURVEYED[request.param], folder)
+        ids = torch.randint(10, 100, (60,)).tolist()
+    else:
+        model = save_model(folder, *MODELS[request.param])
+        ids = torch.randint(3, SHAPE["vocab_size"], (60,)).tolist()
     prompts = [ids[:9], ids[:5], [*ids[:8], *ids[20:29]], ids[30:31], ids[31:44]]
     expected = []
     for prompt in prompts:
@@ -151,7 +177,8 @@ def test_what_a_state_does_not_go_with_is_refused(served, options):
         built = engine(folder, **options)
         assert not built.runner.decoder.state_layouts
     except BadInput as refusal:
-        assert "\n" not in str(refusal) and "do not go together" in str(refusal)
+        assert "\n" not in str(refusal)
+        assert "do not go together" in str(refusal) or "are not split" in str(refusal)
     finally:
         if built is not None:
             built.close()
