@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from llmopt.quant.base.errors import first_line
 
 from .case import Case, Verdict
 from .quantized import dequantized, loaded, quantized
@@ -23,8 +24,12 @@ class ReloadColumn:
         made = quantized(case, "rtn")
         if made.refused:
             return Verdict("refused", made.refused)
+        plain = loaded(case, dequantized(case, made.folder))
+        try:
+            ours = _logits(plain)
+        except Exception as error:  # such as for a missing picture
+            return Verdict("missed", f"the plain model does not run on text: {first_line(error)}")
         theirs = _logits(loaded(case, made.folder, made.needs or ""))
-        ours = _logits(loaded(case, dequantized(case, made.folder)))
         distance = float((theirs - ours).abs().max() / ours.abs().max())
         if not distance <= TOLERANCE:
             return Verdict("wrong", f"logits differ by {distance:.1e} of the largest")
