@@ -16,6 +16,7 @@ SHORT = ("--num-prompts", "4", "--num-runs", "1", "--output-len", "8", "--qualit
 WORST_KL = 2.0
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_method_is_verified_and_benchmarked(
     method: str, real_model: Path, tmp_path: Path
