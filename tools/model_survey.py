@@ -103,10 +103,11 @@ def survey(model_type: str, changes: dict[str, object]) -> dict[str, Verdict]:
 
 def _verdict(column: Column, case: Case) -> Verdict:
     try:
-        return column.verdict(case)
+        verdict = column.verdict(case)
     except Exception as error:  # a traceback is a verdict, and the survey goes on
         line = (str(error).strip().splitlines() or [""])[0]
-        return Verdict("traceback", f"{type(error).__name__}: {line}"[:160])
+        verdict = Verdict("traceback", f"{type(error).__name__}: {line}"[:160])
+    return Verdict(verdict.outcome, verdict.detail.replace(f"{case.folder}/", ""))
 
 
 def summary(results: Results) -> list[str]:
@@ -128,6 +129,8 @@ def table(results: Results) -> str:
     """The survey as a Markdown table: what is not exact with its reason."""
     names = [column.name for column in COLUMNS]
     lines = [f"transformers {transformers.__version__}, {len(results)} types.", ""]
+    if left := sorted(set(surveyed_types()) - set(results)):
+        lines += [f"Listed, and not run through the columns yet: {', '.join(left)}.", ""]
     lines += [
         *summary(results),
         "",
