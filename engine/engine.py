@@ -47,6 +47,8 @@ class Engine:
         self.runner, self.scheduler, self.memory = parts.runner, parts.scheduler, parts.memory
         self._loop: StepLoop = parts.loop
         self._in_flight: InFlightStep | None = None
+        self._finishing: InFlightStep | None = None
+        self._failed: dict[str, None] = {}
         self.output_processor = OutputProcessor(self.scheduler, self.tokenizer)
         self.recorder: StepRecorder | None = None
         self.hook: StepHook | None = None
@@ -127,8 +129,30 @@ class Engine:
 
         With async scheduling they are those of the previous step, while the new one is in flight. If the next
         step depends on the previous one's samples, it is not scheduled until that is processed. After an
-        exception the known tokens remain, and the next step recomputes the sequences.
+        exception the known tokens remain, and the next step recomputes the sequences, unless
+        `abort_failed` ends them.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._drop_in_flight()
+            raise
+
+    def abort_failed(self) -> list[str]:
+        """Abort the requests of the steps that the last exception of `step` ended; returns their ids.
+
+        The other requests stay in the queue, and the engine is as after any step.
+
+        Raises:
+            AssertionError: the scheduler's state contradicts itself, so that no step may follow.
+        """
+        failed, self._failed = list(self._failed), {}
+        for request_id in failed:
+            self.abort(request_id)
+        self.scheduler.check_integrity()
+        return failed
+
+    def _step(self) -> list[RequestOutput]:
         begun, before = time.perf_counter(), self._in_flight
         if before is not None and before.plan.blocks_next_step:
             self._in_flight = None
@@ -160,13 +184,8 @@ class Engine:
     def _finish_step(self, step: InFlightStep, begun: float) -> list[RequestOutput]:
         """Wait for a step and process its outputs, in an `Engine.step` that started at `begun`."""
         plan, timer = step.plan, step.timer
-        try:
-            computed = step.wait()
-        except BaseException:
-            self._wait_for_thread()
-            self._in_flight = None
-            self.scheduler.reset_in_flight()
-            raise
+        self._finishing = step
+        computed = step.wait()
         known = time.perf_counter()
         result = computed.result
         with timer("update"):
@@ -189,7 +208,19 @@ class Engine:
             self.hook("step", ended - begun)
         if self.recorder is not None:
             self.recorder.note(step, computed, ended - known)
+        self._finishing = None
         return outputs
+
+    def _drop_in_flight(self) -> None:
+        """Drop the steps in flight after an exception, and note whose they were, finished ones too: they may
+        lack their last output."""
+        self._wait_for_thread()
+        steps = [step for step in (self._finishing, self._in_flight) if step is not None]
+        names = [row.sequence_id for step in steps for row in step.plan.rows]
+        names = names or [request.sequence_id for request in self.scheduler.running]
+        self._failed = dict.fromkeys(name.rpartition("/")[0] for name in names)
+        self._finishing = self._in_flight = None
+        self.scheduler.reset_in_flight()
 
     def _wait_for_thread(self) -> None:
         """Wait until the runner is idle; `step` raises the error of the in-flight step, if any."""

@@ -36,6 +36,10 @@ class ProtectionOptions:
     max_header: Annotated[
         str, typer.Option(help="Maximum size of a request's URL and headers.")
     ] = "32KiB"
+    header_timeout: Annotated[
+        float, typer.Option(help="Timeout for receiving the head of a request, in seconds.")
+    ] = 30.0
+    max_connections: Annotated[int, typer.Option(help="Maximum open connections.")] = 1024
     body_timeout: Annotated[
         float, typer.Option(help="Timeout for receiving a request, in seconds.")
     ] = 30.0
@@ -50,6 +54,9 @@ class ProtectionOptions:
         int, typer.Option(help="Maximum waiting sequences in the engine's queue.")
     ] = 4096
     request_timeout: Annotated[float, typer.Option(help="Request timeout in seconds.")] = 3600.0
+    step_timeout: Annotated[
+        float, typer.Option(help="Age of an engine step from which /health reports it, in seconds.")
+    ] = 120.0
     drain_seconds: Annotated[
         float,
         typer.Option(help="Seconds to drain requests in flight after Ctrl-C or SIGTERM."),
@@ -74,11 +81,14 @@ class ProtectionOptions:
             host_names=frozenset(self.allowed_host or ()) if is_loopback else None,
             max_body_bytes=parse_bytes(self.max_body),
             max_header_bytes=parse_bytes(self.max_header),
+            header_timeout_seconds=self.header_timeout,
+            max_connections=self.max_connections,
             body_timeout_seconds=self.body_timeout,
             max_concurrency_per_key=self.max_concurrency_per_key,
             max_queue_per_key=self.max_queue_per_key,
             max_waiting=self.max_waiting,
             request_timeout_seconds=self.request_timeout,
+            step_timeout_seconds=self.step_timeout,
             drain_seconds=self.drain_seconds,
             log_prompts=self.log_prompts,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -29,6 +30,8 @@ _SHARED = ("$defs", "definitions")
 MESSAGE_CHARACTERS = 400
 MAX_SUBSCHEMAS = 200
 """Subschemas compiled at most to locate an error."""
+SEARCH_SECONDS = 1.0
+"""No subschema is compiled later to locate an error."""
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
@@ -121,13 +124,14 @@ class GrammarCompiler:
         """
         shared = {key: schema[key] for key in _SHARED if key in schema}
         place, left = "", MAX_SUBSCHEMAS
+        deadline = time.monotonic() + SEARCH_SECONDS
         failing: Mapping[str, Any] | None = schema
         message = _cause(message)
         while failing is not None:
             inner, failing = failing, None
             for pointer, part in _parts(inner):
                 left -= 1
-                if left < 0:
+                if left < 0 or time.monotonic() > deadline:
                     return place
                 text = json_schema({**shared, **part})
                 if _cause(LLMatcher.validate_grammar(text, self._tokens)) == message:

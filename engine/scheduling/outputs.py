@@ -68,7 +68,8 @@ class Completion:
         self.text += output.new_text
         self.token_ids.extend(output.new_token_ids)
         if output.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *output.logprobs]
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(output.logprobs)
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 

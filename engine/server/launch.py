@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
 
 from ...quant.base.errors import BadInput, Failure
+from .middleware.connections import bounded_connections
 
 MAX_REQUEST_HEAD_BYTES = 1 << 20
 """Bytes of request line and headers that h11 buffers; `ServerOptions` limits how many are accepted."""
@@ -91,7 +92,7 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
 
     Raises:
         BadInput: another process has begun to listen on the port since `bind`.
-        Failure: the engine failed before it was warm.
+        Failure: the engine failed, so that a supervisor should start the server again.
     """
     try:
         listener.listen()
@@ -101,8 +102,8 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
     server = Server(app, on_ready)
     server.run(sockets=[listener])
     app.state.loop.stop()  # a third SIGINT skips the lifespan's shutdown
-    if server.warm_up_failure is not None:
-        raise Failure(server.warm_up_failure)
+    if server.engine_failure is not None:
+        raise Failure(server.engine_failure)
 
 
 class Server(uvicorn.Server):
@@ -115,7 +116,7 @@ class Server(uvicorn.Server):
                 app,
                 loop="asyncio",
                 ws="none",
-                http="h11",
+                http=bounded_connections(app.state.options),
                 h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES,
                 lifespan="on",
                 log_config=_log_config(),
@@ -124,7 +125,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(drain_seconds) + 2,
             )
         )
-        self.warm_up_failure: str | None = None
+        self.engine_failure: str | None = None
         self._app = app
         self._on_ready = on_ready
         self._drain_seconds = drain_seconds
@@ -133,15 +134,17 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._event_loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        self._announcing = asyncio.ensure_future(self._announce())
+        self._watching = asyncio.ensure_future(self._watch())
 
-    async def _announce(self) -> None:
+    async def _watch(self) -> None:
+        """Say that the server is ready, and stop it once the engine cannot go on."""
         loop = self._app.state.loop
         await loop.wait_until_warm()
         if loop.is_ready:
             self._on_ready()
-        elif not self.should_exit:
-            self.warm_up_failure = loop.unavailable
+        await loop.wait_until_failed()
+        if not self.should_exit:
+            self.engine_failure = loop.unavailable
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -20,6 +20,7 @@ from llmopt.engine.scheduling.outputs import EngineStats, RequestOutput
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import bind
 from llmopt.engine.server.loop.loop import EngineLoop
+from llmopt.engine.server.middleware.connections import bounded_connections
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 T = TypeVar("T")
@@ -77,7 +78,14 @@ def running(
 ) -> Iterator[RunningServer]:
     app = create_app(engine, model_name="tiny", options=options, **app_options)
     listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(app, loop="asyncio", ws="none", lifespan="on", log_level="critical")
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        ws="none",
+        http=bounded_connections(app.state.options),
+        lifespan="on",
+        log_level="critical",
+    )
     server = uvicorn.Server(config)
     started = threading.Event()
     event_loops: list[asyncio.AbstractEventLoop] = []

@@ -90,9 +90,11 @@ def compiled(source: Path, options: tuple[str, ...]) -> Path:
     for choose_folder in (cache_folder, _private_folder):
         try:
             folder = choose_folder()
-            if (folder / name).exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_private(folder):
+                continue
+            if _is_private(folder / name):
                 return folder / name
-            folder.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
         except (OSError, RuntimeError):
             continue  # no home, or one that cannot be written
@@ -103,7 +105,18 @@ def compiled(source: Path, options: tuple[str, ...]) -> Path:
         finally:
             Path(temporary).unlink(missing_ok=True)
         return folder / name
-    raise BuildFailed(f"neither {cache_folder()} nor a temporary folder can be written")
+    raise BuildFailed(
+        f"neither {cache_folder()}, by this user alone, nor a temporary folder can be written"
+    )
+
+
+def _is_private(path: Path) -> bool:
+    """Whether only this user (or root) can have written it: code of anybody else must not be loaded."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return False
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
 
 
 @lru_cache(maxsize=1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
+from ..middleware.tenant import tenant_of
 from .generation import Service
 
 
@@ -18,8 +19,9 @@ def abort_router(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/abort")
-    async def abort(body: AbortRequest) -> dict[str, object]:
-        """Abort a response in flight; its client receives an error. False if there is none with that id."""
-        return {"id": body.id, "aborted": service.loop.abort(body.id)}
+    async def abort(body: AbortRequest, request: Request) -> dict[str, object]:
+        """Abort a response in flight that came with the same API key; its client receives an error. False if
+        there is none with that id."""
+        return {"id": body.id, "aborted": service.loop.abort(body.id, tenant_of(request).key)}
 
     return router

@@ -91,7 +91,7 @@ def chat_router(service: Service) -> APIRouter:
         arrival_seconds = time.perf_counter()
         service.check(body)
         form = _tool_format(body, service.text)
-        params = await service.params(body)
+        params = await service.params(request, body)
         if form is not None and form.special:
             params = replace(params, skip_special_tokens=False)
         token_ids = await service.text.encode_chat(

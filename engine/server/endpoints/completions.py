@@ -96,7 +96,7 @@ def completions_router(service: Service) -> APIRouter:
         """Continue one or more prompts."""
         arrival_seconds = time.perf_counter()
         service.check(body)
-        params = await service.params(body)
+        params = await service.params(request, body)
         token_ids = await service.text.encode(body.prompts)
         shape = CompletionShape(service.text, body, token_ids)
         return await service.respond(

@@ -19,6 +19,7 @@ from ...base.sampling_params import SamplingParams
 from ...scheduling.outputs import Completion, RequestOutput, TokenLogprobs
 from ..loop.loop import EngineLoop
 from ..loop.stream import Job, OutputStream
+from ..middleware.tenant import tenant_of
 from ..protocol.errors import ApiError
 from ..protocol.protocol import REQUEST_ID, GenerationRequest, StreamOptions
 from ..protocol.structure import Constrainer
@@ -27,6 +28,8 @@ from .usage import Usage
 
 T = TypeVar("T")
 
+MAX_LOGPROBS = 1 << 20
+"""Log-probabilities in a response that is not streamed: it is held in memory."""
 CLIENT_GONE = 499
 """Logged status of a request whose client disconnected before the response; nginx's number."""
 
@@ -88,16 +91,19 @@ class Service:
         """The LoRA adapter that a request for the model `name` uses; None for the base model."""
         return name if name in self.adapters else None
 
-    async def params(self, body: GenerationRequest) -> SamplingParams:
+    async def params(self, request: Request, body: GenerationRequest) -> SamplingParams:
         """Sampling parameters, with the token mask of the request's structured output.
 
         Raises:
-            BadInput, ApiError: values out of range, or an invalid schema or grammar.
+            BadInput, ApiError: values out of range, an invalid schema or grammar, or a client that left.
         """
         params, constraint = body.sampling_params(), body.constraint()
         if constraint is None:
             return params
-        mask = await self.constrainer.mask(constraint, params.num_sequences)
+        compiling = self.constrainer.mask(constraint, params.num_sequences)
+        mask = await _unless_disconnected(request, compiling)
+        if mask is None:
+            raise ApiError(CLIENT_GONE, "the client has left")
         return replace(params, token_mask=mask)
 
     async def respond(
@@ -120,6 +126,7 @@ class Service:
         client_id = body.request_id or _request_id(request)
         response_id = f"{id_prefix}{client_id or uuid.uuid4().hex}"
         name = body.model or self.model_name
+        tenant = tenant_of(request)
         jobs = [
             Job(
                 # Clients may reuse their ids; the engine's request ids must be unique.
@@ -129,6 +136,8 @@ class Service:
                 arrival_seconds,
                 self.adapter(name),
                 body.priority or 0,
+                tenant.cache_salt(body.cache_salt),
+                tenant.key,
             )
             for index, token_ids in enumerate(prompts)
         ]
@@ -175,8 +184,12 @@ class Choices:
 
     async def document(self) -> dict[str, Any]:
         completions: dict[int, tuple[int, Completion]] = {}
+        num_logprobs = 0
         async for output in self._context.stream:
             choice, job = self._take(output)
+            num_logprobs += sum(1 + len(token.top) for token in output.logprobs or ())
+            if num_logprobs > MAX_LOGPROBS:
+                raise ApiError(400, f"more than {MAX_LOGPROBS} log-probabilities: stream them")
             _, completion = completions.setdefault(choice, (job, Completion(choice)))
             completion.extend(output)
         choices = [

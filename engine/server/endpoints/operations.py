@@ -25,9 +25,11 @@ def operations_router(engine: Engine, loop: EngineLoop, service: Service) -> API
 
     @router.get("/health")
     async def health() -> dict[str, str]:
-        """Liveness: 200 while the engine serves, 503 after it has failed."""
+        """Liveness: 200 while the engine serves, 503 after it has failed or while a step hangs."""
         if loop.unavailable is not None:
             raise Unavailable(loop.unavailable)
+        if (seconds := loop.stalled_seconds) is not None:
+            raise Unavailable(f"a step has not ended for {seconds:.0f} s: restart the server")
         return {"status": "ok"}
 
     @router.get("/ready")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...base.sampling_params import SamplingParams
 from ...scheduling.outputs import Completion
-from ..protocol.chat_protocol import Message
+from ..protocol.chat_protocol import MAX_MESSAGES, Message
 from ..protocol.errors import ApiError
 from ..protocol.protocol import GenerationRequest, StreamOptions, unsupported
 from ..protocol.structure import ANY_OBJECT, Constraint, JsonSchemaFormat
@@ -63,7 +63,7 @@ def _as_text_part(part: Any) -> Any:
 class ResponsesRequest(GenerationRequest):
     """Body of `/v1/responses`."""
 
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
@@ -267,7 +267,7 @@ def responses_router(service: Service) -> APIRouter:
         """Generate a response to a text or a conversation."""
         arrival_seconds = time.perf_counter()
         service.check(body)
-        params = await service.params(body)
+        params = await service.params(request, body)
         token_ids = await service.text.encode_chat(body.messages)
         return await service.respond(
             request,

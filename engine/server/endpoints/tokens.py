@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, model_validator
 
-from ..protocol.chat_protocol import Message, Tool
+from ..protocol.chat_protocol import Messages, Tool
 from ..protocol.errors import ApiError
 from ..protocol.protocol import TokenId
 from .generation import Service
@@ -18,7 +18,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -68,13 +68,19 @@ def tokens_router(service: Service, vocab_size: int, max_model_len: int) -> APIR
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        """Decode token ids, special tokens included."""
+        """Decode token ids, special tokens included; at most as many as a sequence may have."""
         service.check_model(body.model)
+        if len(body.tokens) > max_model_len:
+            raise ApiError(
+                400,
+                f"tokens: {len(body.tokens)} are more than the context length, {max_model_len}",
+                param="tokens",
+            )
         unknown = next((token for token in body.tokens if token >= vocab_size), None)
         if unknown is not None:
             raise ApiError(
                 400, f"token id {unknown} is outside the vocabulary of {vocab_size}", param="tokens"
             )
-        return {"prompt": service.text.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": await service.text.decode_all(body.tokens)}
 
     return router

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,9 +15,10 @@ from ....quant.base.errors import Failure
 from ...base.sampling_params import SamplingParams
 from ...engine import Engine
 from ...scheduling.outputs import RequestOutput
-from ..protocol.errors import Aborted, TooMany, Unavailable
+from ..protocol.errors import Aborted, ApiError, StepFailed, TooMany, Unavailable
 from ..protocol.server_options import ServerOptions
 from .metrics import ServerMetrics
+from .recovery import RecoveringSteps
 from .retry_after import RetryAfter
 from .stream import Job, OutputStream
 
@@ -51,7 +53,8 @@ class EngineLoop:
     """Runs an engine on a dedicated thread; nothing else touches the engine while it runs.
 
     The event loop submits calls, which run between two steps; all outputs of a step are delivered in one
-    wake-up of the event loop. Without unfinished requests the thread blocks on its inbox.
+    wake-up of the event loop. Without unfinished requests the thread blocks on its inbox. A step that fails
+    ends its own requests; the loop ends where the engine cannot go on.
 
     Public methods must be called on the event loop that `start` was called on.
     """
@@ -61,6 +64,8 @@ class EngineLoop:
         self._options = options
         self._retry_after = RetryAfter()
         self._warm = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._step_began: float | None = None
         self._engine = engine
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._drive, name="llmopt-engine", daemon=True)
@@ -84,6 +89,17 @@ class EngineLoop:
     def is_draining(self) -> bool:
         """Whether the server is shutting down: requests in flight finish, then it stops."""
         return self._is_draining
+
+    @property
+    def stalled_seconds(self) -> float | None:
+        """Age of a step that has outlasted `step_timeout_seconds`; None without one."""
+        began = self._step_began
+        age = 0.0 if began is None else time.perf_counter() - began
+        return age if age > self._options.step_timeout_seconds else None
+
+    async def wait_until_failed(self) -> None:
+        """Wait until the engine cannot go on; `unavailable` then says why."""
+        await self._ended.wait()
 
     def drain(self) -> None:
         """Begin the shutdown; requests in flight go on."""
@@ -129,10 +145,12 @@ class EngineLoop:
             raise
         return stream
 
-    def abort(self, response_id: str) -> bool:
-        """Abort a response: its streams raise `Aborted`; False if there is none with that id."""
+    def abort(self, response_id: str, key: int = 0) -> bool:
+        """Abort a response of an API key: its streams raise `Aborted`; False if there is no such one."""
         streams = {
-            stream for name, stream in self._streams.items() if name.startswith(f"{response_id}/")
+            stream
+            for name, stream in self._streams.items()
+            if name.startswith(f"{response_id}/") and stream.jobs[0].key == key
         }
         for stream in streams:
             stream.push(Aborted())
@@ -176,17 +194,14 @@ class EngineLoop:
 
     def _drive(self) -> None:
         """Thread main loop: run calls, step the engine, deliver outputs, until stopped or failed."""
-        engine = self._engine
+        engine, steps = self._engine, RecoveringSteps(self._engine)
         try:
             _warm_up(engine)
             self.metrics.begin(engine)
             self._post(self._warm.set)
             while not self._stopping:
                 replies = self._take_calls(wait=not engine.has_unfinished())
-                outputs = engine.step() if engine.has_unfinished() else []
-                for output in outputs:
-                    if output.finish_reason is not None:
-                        self._retry_after.record_finish()
+                outputs = self._step(steps) if engine.has_unfinished() else []
                 self.metrics.note_step(outputs)
                 if replies or outputs:
                     self._post(self._deliver, replies, outputs)
@@ -195,7 +210,29 @@ class EngineLoop:
                 _log.error("the engine failed: %s", error)
             else:
                 _log.exception("the engine failed")
-            self._post(self.fail, f"the engine failed ({type(error).__name__}): restart the server")
+            self._post(self._end, f"the engine failed ({type(error).__name__}): restart the server")
+
+    def _step(self, steps: RecoveringSteps) -> list[RequestOutput]:
+        """Run one step, and tell the clients of the requests that it ended by failing."""
+        self._step_began = time.perf_counter()
+        outputs = steps.step()
+        self._step_began = None
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._retry_after.record_finish()
+        if steps.failed_requests:
+            self.metrics.note_failed_step(steps.failed_requests)
+            self._post(self._push_all, steps.failed_requests, StepFailed())
+        return outputs
+
+    def _end(self, reason: str) -> None:
+        self.fail(reason)
+        self._ended.set()
+
+    def _push_all(self, request_ids: Sequence[str], error: ApiError) -> None:
+        for request_id in request_ids:
+            if stream := self._streams.get(request_id):
+                stream.push(error)
 
     def _take_calls(self, *, wait: bool) -> list[_Reply]:
         replies: list[_Reply] = []
@@ -246,6 +283,7 @@ class EngineLoop:
                     arrival_seconds=job.arrival_seconds,
                     lora=job.lora,
                     priority=job.priority,
+                    cache_salt=job.cache_salt,
                 )
             except Exception:
                 for added in jobs[:index]:

@@ -79,10 +79,10 @@ class ServerMetrics:
         self.distributions = Distributions()
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
-        self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})
+        self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.responses: Counter[int] = Counter()
         self.step_seconds = dict.fromkeys(("schedule", "model", "output"), 0.0)
-        self.num_steps = 0
+        self.num_steps = self.num_failed_steps = 0
         self.preemptions: deque[Preemption] = deque(maxlen=MAX_RECENT_PREEMPTIONS)
         self.running_adapters: frozenset[str] = frozenset()
         self.waiting_adapters: frozenset[str] = frozenset()
@@ -105,6 +105,13 @@ class ServerMetrics:
     def note_aborted(self, request_id: str) -> None:
         self._last_token.pop(request_id, None)
         self.finished["abort"] += 1
+
+    def note_failed_step(self, request_ids: Sequence[str]) -> None:
+        """Record a step that failed, and the requests that ended with it."""
+        self.num_failed_steps += 1
+        for request_id in request_ids:
+            self._last_token.pop(request_id, None)
+            self.finished["error"] += 1
 
     def note_step(self, outputs: Sequence[RequestOutput]) -> None:
         """Record the outputs of a step; empty if only calls ran since the last step."""

@@ -13,7 +13,8 @@ from ..protocol.errors import ApiError, TimedOut
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One engine request: a prompt. `arrival_seconds` is a time of `time.perf_counter`."""
+    """One engine request: a prompt. `arrival_seconds` is a time of `time.perf_counter`, `key` the index of
+    the API key that it came with."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -21,6 +22,8 @@ class Job:
     arrival_seconds: float
     lora: str | None = None
     priority: int = 0
+    cache_salt: bytes = b""
+    key: int = 0
 
 
 class OutputStream:

@@ -168,6 +168,9 @@ class _EngineCollector(Collector):
     def _of_server(self, metrics: ServerMetrics) -> Iterator[Metric]:
         yield self._gauge("ready", "1 while the server is ready.", float(self._loop.is_ready))
         yield self._counter("steps", "Steps of the engine.", metrics.num_steps)
+        yield self._counter(
+            "failed_steps", "Steps that failed; their requests ended.", metrics.num_failed_steps
+        )
         yield self._counters(
             "step_seconds",
             "Time of the steps by part: scheduling, model with sampler, output processing.",

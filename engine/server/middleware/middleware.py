@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 from collections import Counter, deque
 from ipaddress import ip_address
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..loop.retry_after import RetryAfter
 from ..protocol.errors import ApiError, TooMany, error_response
 from ..protocol.server_options import ServerOptions
+from .tenant import set_tenant
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ class RequestMiddleware:
     """ASGI middleware that checks and buffers each request, limits concurrency per API key, and counts
     responses by status.
 
-    Health probes and the page's static files need no key.
+    Reading health probes and the page's static files needs no key; only POST has a body.
     """
 
     OPEN_PATHS = frozenset({"/", "/health", "/ready"})
@@ -51,13 +53,15 @@ class RequestMiddleware:
             self._check_host(scope)
             # Only POST starts work; the rest reads or aborts, and needs no concurrency permit.
             key = self._key(scope)
+            set_tenant(scope, key)
             is_work = scope["method"] == "POST" and scope["path"] != self.ABORT_PATH
             limiter = self._limiters[key] if is_work else None
             body = await self._body(scope, receive)
             if body is None:
                 return
             if self._options.log_prompts and body:
-                _log.info("%s %s", scope["path"], body.decode(errors="replace"))
+                # As JSON: a newline in a path or a body must not look like another line of the log.
+                _log.info("%s", json.dumps([scope["path"], body.decode(errors="replace")]))
             if limiter is not None and not await limiter.acquire(receive):
                 return
         except ApiError as error:
@@ -108,7 +112,8 @@ class RequestMiddleware:
         matches = [hmac.compare_digest(header, key) for key in self._expected]
         if any(matches):
             return matches.index(True)
-        if scope["path"] in self.OPEN_PATHS or scope["path"].startswith(self.OPEN_PREFIX):
+        is_open = scope["path"] in self.OPEN_PATHS or scope["path"].startswith(self.OPEN_PREFIX)
+        if is_open and scope["method"] in ("GET", "HEAD"):
             return 0
         raise ApiError(
             401,
@@ -123,6 +128,8 @@ class RequestMiddleware:
         Raises:
             ApiError: the body is too large, or takes too long.
         """
+        if scope["method"] in ("GET", "HEAD"):
+            return b""
         max_bytes = self._options.max_body_bytes
         # h11 has validated that it is a number.
         declared = int(Headers(scope=scope).get("content-length", 0))

@@ -128,10 +128,15 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
+MAX_MESSAGES = 4096
+"""Limit, because a conversation is validated on the event loop."""
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatRequest(GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

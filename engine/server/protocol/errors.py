@@ -60,6 +60,15 @@ class TooMany(ApiError):
         super().__init__(429, message, code="rate_limit_exceeded", headers=headers)
 
 
+class StepFailed(ApiError):
+    """500: a step failed, and with it its requests; the engine goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            500, "the engine failed on a step of this request: try again", code="step_failed"
+        )
+
+
 class Aborted(ApiError):
     """409: the request was aborted through `/abort`."""
 

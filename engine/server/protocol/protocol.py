@@ -113,6 +113,7 @@ class GenerationRequest(StructuredRequest):
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: RequestId | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -19,12 +19,15 @@ class ServerOptions:
         host_names: allowed names in the Host header; None for any. Addresses and `localhost` are always
             allowed. Guards against DNS rebinding, which CORS does not stop.
         max_body_bytes, max_header_bytes: of one request.
+        header_timeout_seconds: limit for receiving a request's head, from the connection or its first byte.
+        max_connections: open connections; more get 503.
         body_timeout_seconds: limit for receiving a request's body.
         max_concurrency_per_key: concurrent requests per API key, None for no limit. Without keys all
             clients share one limit.
         max_queue_per_key: requests per key that may wait beyond that limit; more get 429.
         max_waiting: sequences that may wait in the engine's queue; more get 429.
         request_timeout_seconds: from the arrival of a request to the end of its response.
+        step_timeout_seconds: age of an engine step from which `/health` answers 503.
         drain_seconds: how long requests in flight may go on after the stop signal.
         log_prompts: log request bodies.
     """
@@ -34,11 +37,14 @@ class ServerOptions:
     host_names: frozenset[str] | None = None
     max_body_bytes: int = 16 * MIB
     max_header_bytes: int = 32 << 10
+    header_timeout_seconds: float = 30.0
+    max_connections: int = 1024
     body_timeout_seconds: float = 30.0
     max_concurrency_per_key: int | None = None
     max_queue_per_key: int = 0
     max_waiting: int = 4096
     request_timeout_seconds: float = 3600.0
+    step_timeout_seconds: float = 120.0
     drain_seconds: float = 5.0
     log_prompts: bool = False
 
@@ -61,10 +67,13 @@ class ServerOptions:
 _MINIMUMS = {
     "max_body_bytes": ("--max-body", 1),
     "max_header_bytes": ("--max-header", 1),
+    "header_timeout_seconds": ("--header-timeout", 1),
+    "max_connections": ("--max-connections", 1),
     "body_timeout_seconds": ("--body-timeout", 1),
     "max_concurrency_per_key": ("--max-concurrency-per-key", 1),
     "max_queue_per_key": ("--max-queue-per-key", 0),
     "max_waiting": ("--max-waiting", 0),
     "request_timeout_seconds": ("--request-timeout", 1),
+    "step_timeout_seconds": ("--step-timeout", 1),
     "drain_seconds": ("--drain-seconds", 0),
 }

@@ -129,6 +129,10 @@ class Tokenization:
         """Decode token ids to text, as in a completion."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    async def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Decode a long list on the worker thread, special tokens included."""
+        return await self._on_worker(lambda: self.decode(token_ids, skip_special_tokens=False))
+
     def token(self, token_id: int) -> TokenText:
         """Text, bytes and length of a token; cached."""
         text = self._texts.get(token_id)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from llmopt.engine.execution.step_phases import StepTimer
+from llmopt.engine.execution.step_result import StepResult
 from llmopt.engine.scheduling.outputs import RequestOutput
+from llmopt.engine.scheduling.step_plan import StepPlan
+from llmopt.engine.server.app import create_app
+from llmopt.engine.server.launch import base_url, bind, serve
+from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.quant.base.errors import Failure
 
 from ...support.live_server import RunningServer, make_engine, running, slow_steps
 
@@ -182,6 +190,72 @@ def test_an_engine_fault_is_reported_to_every_client(fragile_server: RunningServ
             assert refused.json()["error"]["code"] == "engine_unavailable"
         assert http.get("/v1/models").status_code == 200
         assert 'llmopt_ready{engine="0",model_name="tiny"} 0.0' in http.get("/metrics").text
+
+
+def test_a_failed_step_ends_its_requests_and_not_the_engine(
+    fragile_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = fragile_server
+    execute, poison = server.engine.runner.execute, [7, 7, 7]
+
+    def fails_on_poison(plan: StepPlan, timer: StepTimer) -> StepResult:
+        if any([*row.tokens[:3]] == poison for row in plan.rows):
+            raise RuntimeError("illegal token")
+        return execute(plan, timer)
+
+    monkeypatch.setattr(server.engine.runner, "execute", fails_on_poison)
+    with server.http() as http:
+        for _ in range(5):  # more than may fail in a row, but a good one lies between
+            bad = http.post("/v1/completions", json={"prompt": poison})
+            assert bad.status_code == 500 and bad.json()["error"]["code"] == "step_failed"
+            streamed = http.post("/v1/completions", json={"prompt": poison, "stream": True})
+            assert '"code":"step_failed"' in streamed.text and "[DONE]" not in streamed.text
+            assert http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+        assert http.get("/health").status_code == 200
+        text = http.get("/metrics").text
+        assert 'llmopt_failed_steps_total{engine="0",model_name="tiny"} 10.0' in text
+    assert server.wait_until_idle().kv_blocks_used == 0
+
+
+def test_a_step_that_hangs_is_seen_by_the_health_probe() -> None:
+    engine, resume = make_engine("stories260K"), threading.Event()
+    with running(engine, ServerOptions(step_timeout_seconds=1)) as server:
+        step = engine.step
+
+        def hangs() -> list[RequestOutput]:
+            resume.wait(20)
+            return step()
+
+        engine.step = hangs  # type: ignore[method-assign]
+        with server.http() as http, ThreadPoolExecutor() as clients:
+            asked = clients.submit(http.post, "/v1/completions", json={"prompt": "hi"})
+            deadline = time.monotonic() + 20
+            while (health := http.get("/health")).status_code == 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert "has not ended" in health.json()["error"]["message"]
+            resume.set()
+            assert asked.result().status_code == 200
+            assert http.get("/health").status_code == 200
+
+
+def test_a_server_whose_engine_cannot_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, listener = make_engine("stories260K"), bind("127.0.0.1", 0)
+    app = create_app(engine, model_name="tiny")
+    url, answers = base_url(listener), []
+
+    def lost(*_: object) -> None:
+        raise Failure("worker 1 has ended")
+
+    def ask() -> None:
+        monkeypatch.setattr(engine.runner, "execute", lost)
+        answers.append(httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, trust_env=False))
+
+    asking = threading.Thread(target=ask)
+    with pytest.raises(Failure, match="restart the server"):
+        serve(app, listener, on_ready=asking.start)
+    asking.join()
+    assert answers[0].status_code == 503
 
 
 def test_a_failure_to_take_one_request_is_that_request_s_alone(

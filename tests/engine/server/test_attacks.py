@@ -1,0 +1,241 @@
+"""Requests that mean harm: what each may cost the server and the other clients."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from llmopt.engine.kernels.common import build
+from llmopt.engine.server.endpoints import generation
+from llmopt.engine.server.protocol import structure
+from llmopt.engine.server.protocol.server_options import ServerOptions
+
+from ...support.live_server import RunningServer, make_engine, running, slow_steps
+
+KEYS = ("sesame", "rosebud")
+LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 1}
+OPTIONS = ServerOptions(
+    api_keys=KEYS, header_timeout_seconds=1, max_connections=12, max_concurrency_per_key=1
+)
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[RunningServer]:
+    with running(make_engine("stories260K"), OPTIONS) as it:
+        yield it
+
+
+def key(name: str = "sesame") -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+def connect(server: RunningServer) -> socket.socket:
+    parts = urlsplit(server.url)
+    assert parts.hostname is not None and parts.port is not None
+    return socket.create_connection((parts.hostname, parts.port), timeout=20)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\nA: "])
+def test_half_a_head_is_closed_in_time(strict: RunningServer, sent: bytes) -> None:
+    with connect(strict) as client:
+        for byte in sent:  # one at a time: more bytes give no more time
+            client.send(bytes([byte]))
+        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+        assert client.recv(1000) == b""
+
+
+def test_a_head_that_is_whole_stops_the_clock(strict: RunningServer) -> None:
+    with connect(strict) as client:
+        for _ in range(2):
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += client.recv(1000)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            time.sleep(1.2)  # idle between two requests, which is the keep-alive's matter
+
+
+def test_connections_are_bounded_and_come_back(strict: RunningServer) -> None:
+    silent = [connect(strict) for _ in range(OPTIONS.max_connections)]
+    try:
+        with connect(strict) as refused:
+            assert refused.recv(1000).startswith(b"HTTP/1.1 503 ")
+            assert refused.recv(1000) == b""
+        assert all(b"408" in client.recv(1000) for client in silent)
+    finally:
+        for client in silent:
+            client.close()
+    with strict.http() as http:
+        assert http.get("/health").status_code == 200
+
+
+def test_no_key_no_body_and_no_turn(strict: RunningServer) -> None:
+    """A POST to an open path would be buffered, and would take the only turn of the first key."""
+    with strict.http() as http, slow_steps(strict):
+        for path in ("/health", "/ready", "/", "/page/x"):
+            assert http.post(path, content=b"x" * 100_000).status_code == 401
+        with http.stream(
+            "POST", "/v1/completions", json={**LONG, "stream": True}, headers=key()
+        ) as response:
+            next(response.iter_lines())
+            assert http.get("/health").status_code == 200
+
+
+def test_a_key_aborts_its_own_requests_only(strict: RunningServer) -> None:
+    with strict.http() as http, slow_steps(strict):
+        body = {**LONG, "stream": True, "request_id": "mine"}
+        with http.stream("POST", "/v1/completions", json=body, headers=key()) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for name, aborted in (("rosebud", False), ("sesame", True)):
+                answer = http.post("/abort", json={"id": "cmpl-mine"}, headers=key(name))
+                assert answer.json() == {"id": "cmpl-mine", "aborted": aborted}
+
+
+def test_a_key_cannot_probe_the_prompts_of_another(strict: RunningServer) -> None:
+    """Blocks of the prefix cache are shared within a key and a salt, and seen in `cached_tokens`."""
+    prompt = [7] * 100
+
+    def cached(name: str, **fields: Any) -> int:
+        body = {"prompt": prompt, "max_tokens": 1, **fields}
+        answer = http.post("/v1/completions", json=body, headers=key(name)).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with strict.http() as http:
+        assert cached("sesame") == 0 and cached("sesame") > 0
+        assert cached("rosebud") == 0 and cached("rosebud") > 0
+        assert cached("sesame", cache_salt="a") == 0 and cached("sesame", cache_salt="a") > 0
+        assert cached("sesame", cache_salt="b") == 0
+
+
+def test_a_log_of_prompts_is_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    options = ServerOptions(log_prompts=True)
+    with running(make_engine("stories260K"), options) as server, server.http() as http:
+        logging.getLogger("llmopt").propagate = True
+        with caplog.at_level(logging.INFO):
+            http.post("/v1/x%0aINFO: y", content=b'{"prompt":\n"hi"}\nERROR: the disk is full')
+    lines = [r.getMessage() for r in caplog.records if "disk" in r.getMessage()]
+    assert len(lines) == 1 and "\n" not in lines[0]
+    assert json.loads(lines[0])[1].endswith("\nERROR: the disk is full")
+
+
+def test_a_schema_has_a_size_and_a_time(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(properties: int) -> tuple[int, str]:
+        schema = {"type": "object", "properties": {f"p{i}": {} for i in range(properties)}}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"prompt": "hi", "max_tokens": 1, "response_format": form}
+        answer = http.post("/v1/completions", json=body)
+        return answer.status_code, answer.text
+
+    with server.http() as http:
+        status, text = ask(30_000)
+        assert status == 400 and "more than 262144 characters" in text
+        resume = threading.Event()
+        with monkeypatch.context() as patch:
+            patch.setattr(structure, "COMPILE_SECONDS", 0.2)
+            patch.setattr(structure.Constrainer, "_mask", lambda *_: resume.wait(20))
+            status, text = ask(1)
+            assert status == 400 and "not compiled after 0.2 s" in text
+            resume.set()
+        assert ask(1)[0] == 200
+
+
+def test_a_schema_is_not_compiled_for_a_client_that_left(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resume, compiled = threading.Event(), []
+
+    def slow(_: object, constraint: structure.Constraint, __: int) -> None:
+        compiled.append(constraint.value)
+        resume.wait(20)
+
+    monkeypatch.setattr(structure.Constrainer, "_mask", slow)
+    clients = []
+    for number in range(structure.NUM_COMPILERS + 1):
+        body = json.dumps({"prompt": "hi", "guided_regex": f"a{number}"}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+        )
+        clients.append(connect(server))
+        clients[-1].sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        while len(compiled) < min(number + 1, structure.NUM_COMPILERS):
+            time.sleep(0.01)
+    with server.http() as http:
+        http.get("/health")  # the last request has been read by now
+        for client in clients:
+            client.close()
+        http.get("/health")
+        time.sleep(0.2)
+    resume.set()
+    time.sleep(0.2)
+    assert compiled == ["a0", "a1"]
+
+
+def test_long_lists_are_refused_before_they_cost(server: RunningServer) -> None:
+    message = {"role": "user", "content": "x"}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/detokenize", {"tokens": [1] * 1_000_000}),
+        ("/v1/chat/completions", {"messages": [message] * 100_000}),
+        ("/tokenize", {"messages": [message] * 100_000}),
+        ("/v1/responses", {"input": [message] * 100_000}),
+    ]
+    with server.http() as http:
+        for path, body in bodies:
+            assert http.post(path, json=body).status_code == 400
+
+
+def test_log_probabilities_that_are_held_are_bounded(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "MAX_LOGPROBS", 200)
+    body = {**LONG, "n": 4, "logprobs": 5, "max_tokens": 20}
+    with server.http() as http:
+        refused = http.post("/v1/completions", json=body)
+        assert refused.status_code == 400 and "stream them" in refused.text
+        streamed = http.post("/v1/completions", json={**body, "stream": True})
+        assert streamed.text.endswith("data: [DONE]\n\n")
+    assert server.wait_until_idle().kv_blocks_used == 0
+
+
+def test_a_library_that_others_could_write_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "one.c"
+    source.write_text("int one(void) { return 1; }\n")
+    library = build.compiled(source, ())
+    assert library.parent == build.cache_folder()
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    library.write_bytes(b"planted")
+    library.chmod(0o666)
+    assert build.compiled(source, ()).read_bytes()[:4] == b"\x7fELF"
+    build.cache_folder().chmod(0o777)
+    assert build.compiled(source, ()).parent != build.cache_folder()
+
+
+def test_the_slow_and_the_silent_do_not_hold_up_the_rest(strict: RunningServer) -> None:
+    silent = [connect(strict) for _ in range(5)]
+    with strict.http() as http, ThreadPoolExecutor(4) as pool:
+        body = {"prompt": "hi", "max_tokens": 4}
+        for answers in [
+            list(
+                pool.map(
+                    lambda name: http.post("/v1/completions", json=body, headers=key(name)), KEYS
+                )
+            )
+            for _ in range(3)
+        ]:
+            assert [answer.status_code for answer in answers] == [200, 200]
+    for client in silent:
+        client.close()
