@@ -48,7 +48,8 @@ def _serve(
 ) -> None:
     """Validate all options before the model loads, then serve."""
     from ..engine.server.launch import base_url, bind, bound_kernel_caches
-    from ..engine.server.text.tool_calls import tool_format
+    from ..engine.server.parsing.formats import tool_format
+    from ..engine.server.parsing.reasoning import reasoning_format
     from ..quant.base.errors import BadInput
     from ..quant.model.models import resolve_model
     from .output.console import people
@@ -56,6 +57,8 @@ def _serve(
     template = serving.template()
     if serving.tool_call_parser is not None:
         tool_format(serving.tool_call_parser)
+    if serving.reasoning_parser is not None:
+        reasoning_format(serving.reasoning_parser)
     listener = bind(serving.host, serving.port)
     folder, served = resolve_model(name), serving.served_name(name)
     if served in config.loras:
@@ -73,6 +76,7 @@ def _serve(
         options=options,
         chat_template=template,
         tool_call_parser=serving.tool_call_parser,
+        reasoning_parser=serving.reasoning_parser,
     )
     url = base_url(listener)
     facts = (

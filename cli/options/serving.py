@@ -48,8 +48,14 @@ class ServingOptions:
     tool_call_parser: Annotated[
         str | None,
         typer.Option(
-            help="Tool-call parser: hermes, llama3_json or mistral. Default: detected from the "
-            "chat template."
+            help="Tool-call parser, such as hermes, qwen3_coder or openai. Default: detected from the chat "
+            "template."
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Reasoning parser: think, mistral or seed_oss. Default: detected from the chat template."
         ),
     ] = None
     as_json: Annotated[

@@ -59,6 +59,7 @@ def _tool_parser(name: str) -> Words:
     return ["--enable-auto-tool-choice", "--tool-call-parser", name]
 
 
+REASONING_PARSERS = {"think": "deepseek_r1", "mistral": "mistral", "seed_oss": "seed_oss"}
 _LLMOPT_DEFAULTS: Mapping[str, Any] = {
     "host": "127.0.0.1",
     "port": 8000,
@@ -95,6 +96,7 @@ _TRANSLATIONS: Mapping[str, Translate] = {
     "served_model_name": as_is("--served-model-name"),
     "chat_template": as_is("--chat-template"),
     "tool_call_parser": _tool_parser,
+    "reasoning_parser": only("vLLM", "reasoning_parser", REASONING_PARSERS, "--reasoning-parser"),
     "api_key": _api_key,
     "max_header": lambda size: ["--h11-max-incomplete-event-size", str(parse_bytes(size))],
 }

@@ -27,18 +27,21 @@ def create_app(
     options: ServerOptions | None = None,
     chat_template: str | None = None,
     tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> FastAPI:
     """An OpenAI-compatible application that serves `engine` as `model_name`.
 
-    `chat_template` overrides the model's; `tool_call_parser` names the model's tool-call format where it
-    cannot be detected from the template.
+    `chat_template` overrides the model's; `tool_call_parser` and `reasoning_parser` name the formats of the
+    model's output where they cannot be detected from the template.
 
     The application's lifespan starts the engine thread; from then on nothing else may touch `engine`.
     `app.state.loop` is the `EngineLoop`, `app.state.service` the endpoints' shared `Service`.
     """
     options = options or ServerOptions()
     loop = EngineLoop(engine, options)
-    service = open_service(engine, loop, model_name, chat_template, tool_call_parser)
+    service = open_service(
+        engine, loop, model_name, chat_template, tool_call_parser, reasoning_parser
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -74,9 +77,15 @@ def create_app(
 
 
 def describe_template(text: Tokenization) -> str:
-    """Description of the chat template in use, for the start-up message."""
-    return {
+    """Description of the chat template in use and of the parsers, for the start-up message."""
+    source = {
         "file": "the given file's",
         "model": "the model's own",
         "plain": "plain, because the model has none",
     }[text.template_source]
+    parsers = [
+        f"{what}: {form.name}"
+        for what, form in (("tool calls", text.tool_format), ("reasoning", text.reasoning_format))
+        if form is not None
+    ]
+    return "; ".join([source, *parsers])

@@ -8,9 +8,10 @@ from fastapi import APIRouter
 
 from ...engine import Engine
 from ..loop.loop import EngineLoop
+from ..parsing.formats import tool_format
+from ..parsing.reasoning import reasoning_format
 from ..protocol.structure import Constrainer
 from ..text.text import Tokenization
-from ..text.tool_calls import tool_format
 from .abort import abort_router
 from .chat import chat_router
 from .completions import completions_router
@@ -26,17 +27,24 @@ def open_service(
     model_name: str,
     chat_template: str | None = None,
     tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> Service:
     """Create the state shared by the endpoints.
 
     Raises:
-        BadInput: an unknown tool-call parser.
+        BadInput: an unknown parser.
     """
-    form = None if tool_call_parser is None else tool_format(tool_call_parser)
+    tools = None if tool_call_parser is None else tool_format(tool_call_parser)
+    reasoning = None if reasoning_parser is None else reasoning_format(reasoning_parser)
     return Service(
         loop,
         Tokenization(
-            engine.tokenizer, engine.eos_token_ids, engine.max_model_len, chat_template, form
+            engine.tokenizer,
+            engine.eos_token_ids,
+            engine.max_model_len,
+            chat_template,
+            tools,
+            reasoning,
         ),
         Constrainer(engine.tokenizer, engine.vocab_size, engine.eos_token_ids),
         model_name,

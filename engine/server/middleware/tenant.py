@@ -20,7 +20,7 @@ class Tenant:
         """Salt of the prefix cache's hashes.
 
         A hit is seen in `cached_tokens` and in the time to first token, so that tenants who shared the cache
-        could guess each other's prompts. `salt`, of the request, separates the users of one key likewise.
+        could find out each other's prompts. `salt`, of the request, separates the users of one key likewise.
         """
         if self.key == 0 and salt is None:
             return b""

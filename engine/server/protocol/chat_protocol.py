@@ -53,6 +53,7 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -60,7 +61,7 @@ class Message(BaseModel):
         if not isinstance(value, dict):
             raise ValueError("need an object with role and content")
         content = _joined_text(value.get("content"))
-        if content is None and not value.get("tool_calls"):
+        if content is None and not value.get("tool_calls") and not value.get("reasoning_content"):
             raise ValueError("content is missing")
         return {**value, "content": content}
 
@@ -79,7 +80,7 @@ class Message(BaseModel):
         }
         if self.tool_calls:
             fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        for name in ("name", "tool_call_id"):
+        for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
         return fields
@@ -128,6 +129,27 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
+class AllowedFunction(BaseModel):
+    """One of the tools that an `allowed_tools` names."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class AllowedToolList(BaseModel):
+    """The tools of an `allowed_tools`, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedFunction], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(BaseModel):
+    """A `tool_choice` among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
 MAX_MESSAGES = 4096
 """Limit, because a conversation is validated on the event loop."""
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -141,9 +163,10 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:
@@ -155,8 +178,7 @@ class ChatRequest(GenerationRequest):
     def _a_choice_needs_tools(self) -> ChatRequest:
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice asks for a tool, and there are no tools")
-        if isinstance(self.tool_choice, NamedTool):
-            wanted = self.tool_choice.function.name
+        for wanted in self._chosen or ():
             if wanted not in (tool.function.name for tool in self.tools or ()):
                 raise ValueError(f"tool_choice names {wanted!r}, which is none of the tools")
         return self
@@ -164,24 +186,66 @@ class ChatRequest(GenerationRequest):
     @property
     def usable_tools(self) -> list[Tool]:
         """The tools that the model may call; they are passed to the chat template."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool for tool in tools if tool.function.name in (self._chosen or ())]
+        return tools
 
     @property
     def must_call(self) -> bool:
         """Whether the output has to be a tool call."""
-        return self.tool_choice not in (None, "none", "auto")
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice not in (None, "none", "auto")
+
+    @property
+    def is_forced_json(self) -> bool:
+        """Whether calls are JSON by a grammar, whatever the model's own format."""
+        return self.must_call or (bool(self.usable_tools) and super().constraint() is not None)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Variables of the chat template; those for the reasoning effort are what common templates read."""
+        effort = self.reasoning_effort
+        chosen: dict[str, Any] = {}
+        if effort is not None:
+            is_on = effort != "none"
+            chosen = {"enable_thinking": is_on, "thinking": is_on}
+            chosen |= {"reasoning_effort": effort} if is_on else {}
+        return {**chosen, **(self.chat_template_kwargs or {})}
+
+    @property
+    def _chosen(self) -> list[str] | None:
+        """Names of the tools that the choice names."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return [function.name]
+            case AllowedTools(allowed_tools=allowed):
+                return [tool.function.name for tool in allowed.tools]
+        return None
 
     def constraint(self) -> Constraint | None:
+        """The grammar of the output: of the calls where there must be some, of the answer, or of either."""
         constraint = super().constraint()
-        if constraint is not None and self.usable_tools:
+        if self.must_call:
+            if constraint is not None:
+                raise ApiError(
+                    400,
+                    f"{constraint.field}: the output must be a tool call (tool_choice), not an answer",
+                    param=constraint.field,
+                )
+            return Constraint("json_schema", calls_schema(self), "tools")
+        if constraint is None or not self.usable_tools:
+            return constraint
+        if constraint.kind != "json_schema" or constraint.value.get("type") != "object":
             raise ApiError(
                 400,
-                f"{constraint.field} and tools do not go together: drop one, or give tool_choice = 'none'",
+                f"{constraint.field}: beside tools, only a JSON schema of an object",
                 param=constraint.field,
             )
-        if not self.must_call:
-            return constraint
-        return Constraint("json_schema", self._calls_schema(), "tools")
+        either = either_schema(constraint.value, calls_schema(self))
+        return Constraint("json_schema", either, constraint.field)
 
     def sampling_params(self) -> SamplingParams:
         """Without a limit, the output may fill the context."""
@@ -191,35 +255,55 @@ class ChatRequest(GenerationRequest):
             max_tokens, (self.top_logprobs or 0) if self.logprobs else None
         )
 
-    def _calls_schema(self) -> dict[str, Any]:
-        """JSON schema of `[{"name": ..., "arguments": {...}}, ...]`, which `tool_calls.FORCED` parses."""
-        tools = self.usable_tools
-        if isinstance(self.tool_choice, NamedTool):
-            wanted = self.tool_choice.function.name
-            tools = [tool for tool in tools if tool.function.name == wanted][:1]
-        shared: dict[str, Any] = {}
-        calls: list[dict[str, Any]] = []
-        for tool in tools:
-            parameters = dict(tool.function.parameters or {"type": "object"})
-            # Only declared arguments are allowed, unless the schema permits others.
-            parameters.setdefault("additionalProperties", False)
-            for key in ("$defs", "definitions"):
-                if isinstance(parameters.get(key), dict):
-                    shared.setdefault(key, {}).update(parameters.pop(key))
-            properties = {"name": {"const": tool.function.name}, "arguments": parameters}
-            calls.append(
-                {
-                    "type": "object",
-                    "properties": properties,
-                    "required": ["name", "arguments"],
-                    "additionalProperties": False,
-                }
-            )
-        is_single = isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False
-        return {
-            **shared,
-            "type": "array",
-            "minItems": 1,
-            "items": {"anyOf": calls},
-            **({"maxItems": 1} if is_single else {}),
-        }
+
+_SHARED = ("$defs", "definitions")
+
+
+def calls_schema(request: ChatRequest) -> dict[str, Any]:
+    """JSON schema of `[{"name": ..., "arguments": {...}}, ...]`, which the format `FORCED` parses."""
+    tools = request.usable_tools
+    if isinstance(request.tool_choice, NamedTool):
+        wanted = request.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == wanted][:1]
+    shared: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    for tool in tools:
+        parameters = dict(tool.function.parameters or {"type": "object"})
+        # Only declared arguments are allowed, unless the schema permits others.
+        parameters.setdefault("additionalProperties", False)
+        for key in _SHARED:
+            if isinstance(parameters.get(key), dict):
+                shared.setdefault(key, {}).update(parameters.pop(key))
+        properties = {"name": {"const": tool.function.name}, "arguments": parameters}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    is_single = isinstance(request.tool_choice, NamedTool) or request.parallel_tool_calls is False
+    return {
+        **shared,
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": calls},
+        **({"maxItems": 1} if is_single else {}),
+    }
+
+
+def either_schema(answer: dict[str, Any], calls: dict[str, Any]) -> dict[str, Any]:
+    """JSON schema of an answer or of calls; their definitions must stand at the root.
+
+    Raises:
+        ApiError: both define something else under one name.
+    """
+    shared: dict[str, Any] = {}
+    answer, calls = dict(answer), dict(calls)
+    for part in (answer, calls):
+        for key in _SHARED:
+            for name, value in (part.pop(key, None) or {}).items():
+                if shared.setdefault(key, {}).setdefault(name, value) != value:
+                    raise ApiError(400, f"tools: {key}/{name} has two meanings", param="tools")
+    return {**shared, "anyOf": [answer, calls]}

@@ -63,7 +63,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning": ({"effort": None}, {"effort": "none"}),
-    "reasoning_effort": ("none",),
     "suffix": (),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....quant.base.errors import BadInput
+from ..parsing.formats import ToolFormat, format_of_template
+from ..parsing.reasoning import ReasoningFormat, reasoning_of_template
 from ..protocol.chat_protocol import Message, Tool
 from ..protocol.errors import ApiError
 from ..protocol.protocol import Prompt
-from .tool_calls import ToolFormat, format_of_template
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
@@ -55,10 +56,11 @@ class Tokenization:
         max_model_len: int | None = None,
         chat_template: str | None = None,
         tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
     ) -> None:
         """`max_model_len` bounds the characters of a prompt before tokenization. `chat_template` overrides
-        the model's, `tool_format` the one detected from the template. `stop_texts` are the texts of the
-        EOS tokens."""
+        the model's, `tool_format` and `reasoning_format` those detected from the template. `stop_texts` are
+        the texts of the EOS tokens."""
         self._tokenizer = copy.deepcopy(tokenizer)
         longest_token = max(map(len, self._tokenizer.get_vocab()))
         self._max_characters = None if max_model_len is None else max_model_len * longest_token
@@ -66,6 +68,7 @@ class Tokenization:
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
         self.tool_format = tool_format or format_of_template(self._template_text)
+        self.reasoning_format = reasoning_format or reasoning_of_template(self._template_text)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-tokenizer")
         self._special = frozenset(self._tokenizer.all_special_ids)
         self._prefix_id = self._encode_text("a")[-1]

@@ -54,6 +54,7 @@ def everything(tmp_path: Path) -> dict[str, Any]:
         "served_model_name": "name",
         "chat_template": "template.jinja",
         "tool_call_parser": "hermes",
+        "reasoning_parser": "think",
         "api_key": ["sesame"],
         "max_header": "16KiB",
         "speculative": "ngram",

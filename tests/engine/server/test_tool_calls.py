@@ -12,16 +12,6 @@ import pytest
 from llmopt.cli.main import main
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.sampling.grammar import GrammarCompiler, choice
-from llmopt.engine.server.text.tool_calls import (
-    FORCED,
-    FORMATS,
-    HERMES,
-    LLAMA3_JSON,
-    MISTRAL,
-    ToolFormat,
-    ToolReader,
-    format_of_template,
-)
 
 from ...support.live_server import RunningServer, events, make_engine, running
 
@@ -54,69 +44,7 @@ def tooled() -> Iterator[RunningServer]:
         yield it
 
 
-def read(form: ToolFormat, text: str, size: int, **options: Any) -> tuple[str, list[Any]]:
-    """A parser's result for a text that arrives in deltas of `size` characters."""
-    reader = ToolReader(form, **options)
-    shown, calls = "", []
-    # The stop marker is one token, so it arrives in one delta.
-    body, ending, _ = text.partition("<|eot_id|>")
-    pieces = [body[begin : begin + size] for begin in range(0, len(body), size)] + [ending]
-    for index, part in enumerate(pieces, 1):
-        piece, found = reader.feed(part, is_last=index == len(pieces))
-        shown += piece
-        calls += [(call.name, json.loads(call.arguments)) for call in found]
-        assert all(len(call.id) == 9 and call.id.isalnum() for call in found)
-    return shown, calls
-
-
-ONE = ("weather", {"city": "Köln"})
-TWO = ("clock", {})
 JSON_ONE = '{"name": "weather", "arguments": {"city": "Köln"}}'
-JSON_TWO = '{"name": "clock", "arguments": {}}'
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-@pytest.mark.parametrize(
-    ("form", "text", "shown", "calls"),
-    [
-        (HERMES, f"<tool_call>\n{JSON_ONE}\n</tool_call>", "", [ONE]),
-        (
-            HERMES,
-            f"Let me see. <tool_call>{JSON_ONE}</tool_call>\n<tool_call>{JSON_TWO}</tool_call>",
-            "Let me see. ",
-            [ONE, TWO],
-        ),
-        (HERMES, "5 < 7 <tool is a tag", "5 < 7 <tool is a tag", []),
-        (HERMES, "<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
-        (HERMES, '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
-        (HERMES, '{"name": "x"} is JSON', '{"name": "x"} is JSON', []),
-        (LLAMA3_JSON, JSON_ONE.replace("arguments", "parameters"), "", [ONE]),
-        (LLAMA3_JSON, f"<|python_tag|>{JSON_ONE}; {JSON_TWO}<|eot_id|>", "", [ONE, TWO]),
-        (LLAMA3_JSON, 'It is {"a": 1}<|eot_id|>', 'It is {"a": 1}', []),
-        (LLAMA3_JSON, '{"a": 1} is JSON', '{"a": 1} is JSON', []),
-        (MISTRAL, f"[TOOL_CALLS][{JSON_ONE}, {JSON_TWO}]", "", [ONE, TWO]),
-        (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}', "", [ONE]),
-        (MISTRAL, 'Yes.[TOOL_CALLS]weather{"city": "Köln"}[TOOL_CALLS]clock{}', "Yes.", [ONE, TWO]),
-        (MISTRAL, "[a list]", "[a list]", []),
-        (FORCED, f"[ {JSON_ONE},\n{JSON_TWO}]", "", [ONE, TWO]),
-    ],
-)
-def test_formats(form: ToolFormat, text: str, shown: str, calls: list[Any], size: int) -> None:
-    assert read(form, text, size, stop_texts=["<|eot_id|>"]) == (shown, calls)
-
-
-def test_one_call_where_one_is_allowed() -> None:
-    text = f"<tool_call>{JSON_ONE}</tool_call><tool_call>{JSON_TWO}</tool_call>"
-    assert read(HERMES, text, 5, max_calls=1) == ("", [ONE])
-
-
-def test_the_template_shows_the_format() -> None:
-    assert format_of_template(TEMPLATE) is HERMES
-    assert format_of_template("{{ '[TOOL_CALLS]' }}") is MISTRAL
-    assert format_of_template("<|python_tag|>") is LLAMA3_JSON
-    assert format_of_template("<tool_call><function=name>") is None
-    assert format_of_template("{{ messages }}") is None
-    assert set(FORMATS) == {"hermes", "llama3_json", "mistral"}
 
 
 def calls_of(answer: Any) -> list[Any]:
@@ -146,10 +74,47 @@ def test_a_tool_that_must_be_called_is(tooled: RunningServer) -> None:
     call = calls_of(whole)[0]
     chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **required)]
     parts = [part for chunk in chunks for part in chunk.delta.tool_calls or ()]
-    assert [(part.index, part.type) for part in parts] == [(0, "function")]
-    assert parts[0].function.model_dump() == call.function.model_dump()
+    assert {part.index for part in parts} == {0} and parts[0].type == "function"
+    assert parts[0].function.name == "weather" and not any(p.function.name for p in parts[1:])
+    assert "".join(part.function.arguments or "" for part in parts) == call.function.arguments
     assert chunks[-1].finish_reason == "tool_calls"
     assert not "".join(chunk.delta.content or "" for chunk in chunks)
+
+
+def test_an_answer_by_schema_or_a_call(tooled: RunningServer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"dry": {"$ref": "#/$defs/yes"}},
+        "required": ["dry"],
+        "additionalProperties": False,
+        "$defs": {"yes": {"type": "boolean"}},
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    fields: Any = {"model": "tiny", "messages": USER, "max_tokens": 120, "n": 8, "seed": 3}
+    whole = tooled.openai().chat.completions.create(
+        tools=[WEATHER, CLOCK], response_format=form, temperature=2.0, **fields
+    )
+    kinds = set()
+    for choice_ in whole.choices:
+        if choice_.finish_reason == "length":
+            continue
+        if choice_.message.tool_calls:
+            kinds.add("call")
+            assert choice_.message.tool_calls[0].function.name in ("weather", "clock")
+        else:
+            kinds.add("answer")
+            assert set(json.loads(choice_.message.content or "")) == {"dry"}
+    assert kinds == {"call", "answer"}
+
+
+def test_a_choice_among_some_tools(tooled: RunningServer) -> None:
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    choice_: Any = {"type": "allowed_tools", "allowed_tools": allowed}
+    answer = tooled.openai().chat.completions.create(
+        model="tiny", messages=USER, max_tokens=80, tools=[WEATHER, CLOCK], tool_choice=choice_
+    )
+    assert {call.function.name for call in calls_of(answer)} == {"clock"}
+    assert answer.choices[0].finish_reason in ("tool_calls", "length")
 
 
 def saying(server: RunningServer, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -178,8 +143,10 @@ def test_tool_calls_are_parsed_from_the_output(
     assert json.loads(call["function"]["arguments"]) == {"city": "Köln"}
     deltas = [e["choices"][0]["delta"] for e in events(tooled, "/v1/chat/completions", body)]
     assert "".join(delta.get("content") or "" for delta in deltas) == "I look.\n"
-    (streamed,) = [one for delta in deltas for one in delta.get("tool_calls", ())]
-    assert streamed["index"] == 0 and streamed["function"] == call["function"]
+    parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+    assert parts[0]["index"] == 0 and parts[0]["function"]["name"] == "weather"
+    arguments = "".join(part["function"]["arguments"] for part in parts)
+    assert arguments == call["function"]["arguments"] and len(parts) > 3
     with tooled.http() as http:
         none = http.post("/v1/chat/completions", json={**body, "tool_choice": "none"}).json()
     assert "<tool_call>" in none["choices"][0]["message"]["content"]
@@ -229,8 +196,10 @@ def test_tools_that_cannot_be_used_are_refused(
     assert "no tools" in refusal(tooled, tool_choice="required")
     other: Any = {"type": "function", "function": {"name": "other"}}
     assert "'other'" in refusal(tooled, tools=[WEATHER], tool_choice=other)
-    json_object: Any = {"type": "json_object"}
-    assert "do not go together" in refusal(tooled, tools=[WEATHER], response_format=json_object)
+    regex: Any = {"type": "regex", "regex": "a+"}
+    assert "only a JSON schema" in refusal(tooled, tools=[WEATHER], response_format=regex)
+    forced: Any = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert "must be a tool call" in refusal(tooled, tools=[WEATHER], **forced)
     wrong: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}
     assert "tools/items/anyOf/0/properties/arguments: Invalid type" in refusal(
         tooled, tools=[wrong], tool_choice="required"
@@ -246,7 +215,7 @@ def test_tools_that_cannot_be_used_are_refused(
     ("words", "complaint"),
     [
         (["--chat-template", "/no/such/file"], "--chat-template /no/such/file: No such file"),
-        (["--tool-call-parser", "xml"], "need one of hermes, llama3_json, mistral"),
+        (["--tool-call-parser", "xml"], "need one of hermes, llama3_json"),
     ],
 )
 def test_options_that_name_nothing(

@@ -1,0 +1,77 @@
+"""A conversation of any API as the engine needs it: prompt, sampling parameters, and the output's format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fastapi import Request
+
+from ...base.sampling_params import SamplingParams
+from ..parsing.formats import FORCED, HARMONY, ToolFormat
+from ..parsing.parser import OutputFormat
+from ..protocol.chat_protocol import ChatRequest
+from ..protocol.errors import ApiError
+from ..text.text import Tokenization
+from .generation import Service
+
+PROMPT_END = 16
+"""Tokens at the end of a prompt that may begin the reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation, ready for the engine."""
+
+    params: SamplingParams
+    token_ids: list[int]
+    form: OutputFormat
+
+
+async def prepare(service: Service, request: Request, body: ChatRequest) -> Conversation:
+    """Render the prompt and find out how the output is parsed.
+
+    Raises:
+        ApiError, BadInput: tools or fields that do not go with the model.
+    """
+    text = service.text
+    tools = _tool_format(body, text)
+    params = await service.params(request, body)
+    token_ids = await text.encode_chat(body.messages, body.usable_tools, body.template_options)
+    # An output that a grammar constrains from its first token has no reasoning.
+    reasoning = text.reasoning_format if params.token_mask is None else None
+    prompt_end = text.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
+    form = OutputFormat(
+        tools,
+        reasoning,
+        reasoning is not None and reasoning.is_begun_by(prompt_end),
+        {tool.function.name: tool.function.parameters for tool in body.usable_tools},
+        1 if body.parallel_tool_calls is False else None,
+        text.stop_texts,
+    )
+    if form.needs_special_tokens:
+        params = replace(params, skip_special_tokens=False)
+    return Conversation(params, token_ids, form)
+
+
+def _tool_format(body: ChatRequest, text: Tokenization) -> ToolFormat | None:
+    """Format of the tool calls in the output; None for a request without usable tools."""
+    if not body.usable_tools:
+        # Harmony has channels with and without tools.
+        is_harmony = text.tool_format is HARMONY and body.constraint() is None
+        return HARMONY if is_harmony else None
+    if not text.takes_tools:
+        raise _unsupported(
+            "the model's chat template does not support them; give one with --chat-template"
+        )
+    if body.is_forced_json:
+        return FORCED
+    if text.tool_format is None:
+        raise _unsupported(
+            "the tool-call format of the chat template is unknown; give --tool-call-parser, or a "
+            "tool_choice that forces one"
+        )
+    return text.tool_format
+
+
+def _unsupported(reason: str) -> ApiError:
+    return ApiError(400, f"tools: {reason}", param="tools", code="unsupported_parameter")

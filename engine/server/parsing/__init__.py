@@ -1,0 +1,1 @@
+"""Incremental parsers of what models write: reasoning, text and tool calls."""

@@ -1,0 +1,235 @@
+"""Tool calls in each style, from the place where one begins."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from .arguments import escaped, kind_of, value_of
+from .events import Arguments, CallStart, Event, new_id
+from .formats import SEPARATORS, Tags, ToolFormat
+from .source import SPACE, Source, Waiting
+
+MAX_HEADER = 512
+"""Characters of a name and what surrounds it."""
+
+Reading = Generator[None, None, bool]
+
+
+class CallReader:
+    """Reads calls and appends their events. `read` returns whether there was one; if not, what it has read is
+    recorded by the source, and no event is appended."""
+
+    def __init__(
+        self,
+        source: Source,
+        events: list[Event],
+        schemas: Mapping[str, Any],
+        max_calls: int | None,
+    ) -> None:
+        self._source = source
+        self._events = events
+        self._schemas = schemas
+        self._max_calls = max_calls
+        self.num_calls = 0
+        self._is_dropped = False
+
+    def read(self, form: ToolFormat) -> Reading:
+        """Read the call that begins here."""
+        if form.style == "tags":
+            assert form.tags is not None
+            return self._tags(form.tags, form.end)
+        if form.style == "python":
+            return self._python()
+        return self._object(form)
+
+    def begin(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call; its text is no longer given back."""
+        self._source.recorded()
+        self._is_dropped = self.num_calls == self._max_calls
+        if not self._is_dropped:
+            self._events.append(CallStart(self.num_calls, call_id or new_id(), name))
+            self.num_calls += 1
+
+    def argue(self, text: str) -> None:
+        """Append to the arguments of the call."""
+        if text and not self._is_dropped:
+            self._events.append(Arguments(self.num_calls - 1, text))
+
+    def _object(self, form: ToolFormat) -> Reading:
+        """An object with name and arguments, or a header with the name and an object of arguments."""
+        source = self._source
+        first = yield from source.skip(SEPARATORS + "[")
+        if form.style == "json" or first == "{":
+            return first == "{" and (yield from self._json())
+        header = yield from source.collect(["{"], MAX_HEADER)
+        match = None if header is None else form.header.fullmatch(header)
+        if match is None:
+            return False
+        self.begin(match["name"], match.groupdict().get("id"))
+        yield from source.json_value(self.argue)
+        return True
+
+    def _json(self) -> Reading:
+        """An object with `name`, and `arguments` or `parameters`, in any order and among other keys."""
+        source = self._source
+        source.take(1)
+        name: str | None = None
+        early: str | None = None
+        has_arguments = False
+        while (yield from source.skip(SPACE + ",")) == '"':
+            key = yield from self._string()
+            if (yield from source.skip(SPACE)) != ":":
+                break
+            source.take(1)
+            first = yield from source.skip(SPACE)
+            if key == "name" and name is None:
+                name = yield from self._string()
+                if name is None:
+                    break
+                self.begin(name)
+                if early is not None:
+                    self.argue(early)
+            elif key in ("arguments", "parameters") and not has_arguments:
+                has_arguments = True
+                if name is not None and first != '"':
+                    yield from source.json_value(self.argue)
+                    continue
+                early = yield from self._whole_arguments()
+                if name is not None:
+                    self.argue(early)
+            else:
+                yield from source.json_value(lambda _: None)
+        if (yield from source.peek()) == "}":
+            source.take(1)
+        if name is not None and not has_arguments:
+            self.argue("{}")
+        return name is not None
+
+    def _string(self) -> Generator[None, None, str | None]:
+        """A JSON string; None for another value or a broken one."""
+        parts: list[str] = []
+        yield from self._source.json_value(parts.append)
+        try:
+            value = json.loads("".join(parts))
+        except ValueError:
+            return None
+        return value if isinstance(value, str) else None
+
+    def _whole_arguments(self) -> Generator[None, None, str]:
+        """Arguments as an object, or as a string that holds one."""
+        parts: list[str] = []
+        yield from self._source.json_value(parts.append)
+        text = "".join(parts)
+        if text.startswith('"'):
+            try:
+                return str(json.loads(text))
+            except ValueError:
+                return text
+        return text
+
+    def _tags(self, tags: Tags, end: str | None) -> Reading:
+        """Elements; the closing marker is left where it also ends all calls."""
+        source = self._source
+        if tags.name_open:
+            if (yield from source.next_is(tags.name_open)) is None:
+                return False
+            source.take(len(tags.name_open))
+        name = yield from source.collect(tags.name_ends, MAX_HEADER)
+        if name is None or not name.strip() or "{" in name:
+            return False
+        name = name.strip()
+        if tags.name_open:
+            source.take(len(tags.name_ends[0]))
+        self.begin(name)
+        separator = "{"
+        while True:
+            marker = yield from source.until([tags.key_open, tags.call_close], lambda _: None)
+            if marker != tags.key_open:
+                break
+            source.take(len(tags.key_open))
+            key = yield from source.collect([tags.key_close], MAX_HEADER)
+            if key is None:
+                break
+            source.take(len(tags.key_close))
+            kind = kind_of(self._schemas.get(name), key)
+            if tags.typed:
+                key, _, told = key.partition('" string="')
+                kind = "string" if told == "true" else "other"
+            self.argue(separator + json.dumps(key.strip(), ensure_ascii=False) + ": ")
+            separator = ", "
+            yield from self._value(tags, kind)
+        if marker == tags.call_close and marker != end:
+            source.take(len(tags.call_close))
+        self.argue("{}" if separator == "{" else "}")
+        return True
+
+    def _value(self, tags: Tags, kind: str) -> Waiting:
+        """The value of an argument: a string as it comes, anything else once it is whole."""
+        source = self._source
+        if tags.value_open:
+            yield from source.skip(SPACE)
+            if (yield from source.next_is(tags.value_open)) is not None:
+                source.take(len(tags.value_open))
+        ends = [tags.value_close]
+        if tags.strips_newlines:
+            ends.append("\n" + tags.value_close)
+            if (yield from source.peek()) == "\n":
+                source.take(1)
+        if kind == "string":
+            self.argue('"')
+            end = yield from source.until(ends, lambda text: self.argue(escaped(text)))
+            self.argue('"')
+        else:
+            parts: list[str] = []
+            end = yield from source.until(ends, parts.append)
+            self.argue(value_of("".join(parts)))
+        source.take(len(end or ""))
+
+    def _python(self) -> Reading:
+        """A list of calls with keyword arguments of literals: `[f(a=1), g()]`."""
+        parts: list[str] = []
+        if (yield from self._source.peek()) != "[":
+            return False
+        yield from self._bracketed(parts)
+        try:
+            listed = ast.parse("".join(parts), mode="eval").body
+            assert isinstance(listed, ast.List) and listed.elts
+            calls = [_call(element) for element in listed.elts]
+        except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
+            return False
+        for name, arguments in calls:
+            self.begin(name)
+            self.argue(json.dumps(arguments, ensure_ascii=False))
+        return True
+
+    def _bracketed(self, parts: list[str]) -> Waiting:
+        """Read up to the bracket that closes the first one, or the end; strings are Python's."""
+        depth, quote = 0, ""
+        while character := (yield from self._source.peek()):
+            parts.append(self._source.take(1))
+            if character == "\\" and quote:
+                yield from self._source.peek()
+                parts.append(self._source.take(1))
+            elif quote:
+                quote = "" if character == quote else quote
+            elif character in "\"'":
+                quote = character
+            elif character in "[({":
+                depth += 1
+            elif character in "])}":
+                depth -= 1
+                if not depth:
+                    return
+
+
+def _call(element: ast.expr) -> tuple[str, dict[str, Any]]:
+    assert isinstance(element, ast.Call) and not element.args
+    arguments = {}
+    for keyword in element.keywords:
+        assert keyword.arg is not None
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    json.dumps(arguments)  # sets and bytes are no JSON
+    return ast.unparse(element.func), arguments

@@ -1,0 +1,75 @@
+"""Events of a parsed output: pieces of reasoning, text and tool calls, in the order in which they come."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """The beginning of the tool call `index`, counted from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A piece of a call's arguments; all of them together are a JSON object."""
+
+    index: int
+    text: str
+
+
+Event = Text | Reasoning | CallStart | Arguments
+
+
+def new_id() -> str:
+    """A tool-call id of nine letters and digits, as Mistral's templates require."""
+    return uuid.uuid4().hex[:9]
+
+
+@dataclass(slots=True)
+class Call:
+    """A whole tool call; `arguments` is a JSON object, as text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Parsed:
+    """The whole of a parsed output, joined from its events."""
+
+    def __init__(self) -> None:
+        self.text = self.reasoning = ""
+        self.calls: list[Call] = []
+
+    def add(self, events: list[Event]) -> None:
+        """Append events."""
+        for event in events:
+            match event:
+                case Text(text):
+                    self.text += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallStart(_, call_id, name):
+                    self.calls.append(Call(call_id, name))
+                case Arguments(index, text):
+                    self.calls[index].arguments += text

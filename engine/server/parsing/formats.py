@@ -1,0 +1,217 @@
+"""Tool-call formats of model families, as data."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ....quant.base.errors import BadInput
+
+_NAME = r"(?P<name>[A-Za-z0-9_.\-]+)"
+SEPARATORS = " \t\r\n,;]"
+"""Characters allowed after a call; before one, also `[`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Markers of calls whose arguments are elements, not JSON.
+
+    Attributes:
+        name_open, name_ends: around the function's name; the name ends before any of `name_ends`.
+        key_open, key_close: around the name of an argument.
+        value_open: before its value, after whitespace.
+        value_close: after its value.
+        call_close: after the last argument.
+        strips_newlines: a newline on either side of a value is markup.
+        typed: the key's tag ends with `string="true` or `string="false`.
+    """
+
+    name_open: str
+    name_ends: tuple[str, ...]
+    key_open: str
+    key_close: str
+    value_close: str
+    call_close: str
+    value_open: str = ""
+    strips_newlines: bool = False
+    typed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model family writes tool calls.
+
+    Attributes:
+        name: value of `--tool-call-parser`, as in vLLM.
+        style: `json`: objects with name and arguments; `named`: a header with the name, then an object of
+            arguments; `tags`: elements; `python`: a list of calls with keywords.
+        start: marker before the first call; empty if calls have none.
+        end: marker after the last call, if text may follow.
+        fillers: markers between and around calls.
+        bare: characters that begin calls without `start`, at the beginning of the text.
+        header: of a named call, with the groups `name` and perhaps `id`.
+        special: markers are special tokens, decoded only with `skip_special_tokens=False`.
+    """
+
+    name: str
+    style: Literal["json", "named", "tags", "python", "harmony"]
+    start: str
+    end: str | None = None
+    fillers: tuple[str, ...] = ()
+    bare: str = ""
+    header: re.Pattern[str] = field(default_factory=lambda: re.compile(_NAME))
+    tags: Tags | None = None
+    special: bool = False
+
+
+HERMES = ToolFormat("hermes", "json", "<tool_call>", end="</tool_call>")
+GRANITE = ToolFormat("granite", "json", "<|tool_call|>", special=True)
+LLAMA3_JSON = ToolFormat("llama3_json", "json", "<|python_tag|>", bare="{", special=True)
+LLAMA4_PYTHONIC = ToolFormat(
+    "llama4_pythonic", "python", "<|python_start|>", "<|python_end|>", bare="[", special=True
+)
+LFM2 = ToolFormat("lfm2", "python", "<|tool_call_start|>", "<|tool_call_end|>", special=True)
+MISTRAL = ToolFormat(
+    "mistral",
+    "named",
+    "[TOOL_CALLS]",
+    header=re.compile(_NAME + r"(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*"),
+    special=True,
+)
+DEEPSEEK_V3 = ToolFormat(
+    "deepseek_v3",
+    "named",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "```"),
+    header=re.compile(rf"function<｜tool▁sep｜>{_NAME}\s*```(?:json)?\s*"),
+    special=True,
+)
+DEEPSEEK_V31 = ToolFormat(
+    "deepseek_v31",
+    "named",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    header=re.compile(rf"{_NAME}<｜tool▁sep｜>\s*"),
+    special=True,
+)
+KIMI_K2 = ToolFormat(
+    "kimi_k2",
+    "named",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    ("<|tool_call_begin|>", "<|tool_call_end|>"),
+    header=re.compile(
+        r"(?P<id>(?:functions\.)?(?P<name>[\w.\-]+):\d+)\s*<\|tool_call_argument_begin\|>\s*"
+    ),
+    special=True,
+)
+QWEN3_CODER = ToolFormat(
+    "qwen3_coder",
+    "tags",
+    "<tool_call>",
+    "</tool_call>",
+    tags=Tags(
+        "<function=",
+        (">",),
+        "<parameter=",
+        ">",
+        "</parameter>",
+        "</function>",
+        strips_newlines=True,
+    ),
+)
+GLM45 = ToolFormat(
+    "glm45",
+    "tags",
+    "<tool_call>",
+    "</tool_call>",
+    tags=Tags(
+        "",
+        ("\n", "<arg_key>", "</tool_call>"),
+        "<arg_key>",
+        "</arg_key>",
+        "</arg_value>",
+        "</tool_call>",
+        value_open="<arg_value>",
+    ),
+    special=True,
+)
+MINIMAX_M2 = ToolFormat(
+    "minimax_m2",
+    "tags",
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    tags=Tags('<invoke name="', ('">',), '<parameter name="', '">', "</parameter>", "</invoke>"),
+    special=True,
+)
+DEEPSEEK_V32 = ToolFormat(
+    "deepseek_v32",
+    "tags",
+    "<｜DSML｜function_calls>",
+    "</｜DSML｜function_calls>",
+    tags=Tags(
+        '<｜DSML｜invoke name="',
+        ('">',),
+        '<｜DSML｜parameter name="',
+        '">',
+        "</｜DSML｜parameter>",
+        "</｜DSML｜invoke>",
+        typed=True,
+    ),
+    special=True,
+)
+HARMONY = ToolFormat("openai", "harmony", "<|channel|>", special=True)
+
+FORCED = ToolFormat("forced", "json", "", bare="[")
+"""Output of a forced tool call, constrained by the JSON schema, whatever the model."""
+
+FORMATS = {
+    form.name: form
+    for form in (
+        *(
+            HERMES,
+            LLAMA3_JSON,
+            MISTRAL,
+            QWEN3_CODER,
+            GLM45,
+            DEEPSEEK_V3,
+            DEEPSEEK_V31,
+            DEEPSEEK_V32,
+        ),
+        *(KIMI_K2, MINIMAX_M2, LLAMA4_PYTHONIC, GRANITE, LFM2, HARMONY),
+    )
+}
+
+
+def format_of_template(template: str) -> ToolFormat | None:
+    """Detect the tool-call format from a chat template; None if it is not a supported one."""
+    for form, parts in (
+        (HARMONY, ("<|channel|>", "functions")),
+        (DEEPSEEK_V32, (DEEPSEEK_V32.start,)),
+        (DEEPSEEK_V3, (DEEPSEEK_V3.start, "```json")),
+        (DEEPSEEK_V31, (DEEPSEEK_V31.start,)),
+        (KIMI_K2, (KIMI_K2.start,)),
+        (MINIMAX_M2, (MINIMAX_M2.start,)),
+        (GLM45, ("<tool_call>", "<arg_key>")),
+        (QWEN3_CODER, ("<tool_call>", "<function=")),
+        (HERMES, (HERMES.start,)),
+        (MISTRAL, (MISTRAL.start,)),
+        (GRANITE, (GRANITE.start,)),
+        (LFM2, (LFM2.start,)),
+        (LLAMA4_PYTHONIC, (LLAMA4_PYTHONIC.start,)),
+        (LLAMA3_JSON, (LLAMA3_JSON.start,)),
+        (LLAMA3_JSON, ('"parameters"', "ipython")),
+    ):
+        if all(part in template for part in parts):
+            return form
+    return None
+
+
+def tool_format(name: str) -> ToolFormat:
+    """The format of that name. Raises `BadInput` for an unknown one."""
+    if name not in FORMATS:
+        raise BadInput(f"--tool-call-parser {name}: need one of {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,178 @@
+"""The parser of an output: reasoning, then text with tool calls between.
+
+Arguments of a call are given as they come. Text that may begin a call is held back until that is decided, and
+is text if it is not a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .calls import CallReader
+from .events import Event, Reasoning, Text
+from .formats import HARMONY, SEPARATORS, ToolFormat
+from .harmony import read_harmony
+from .reasoning import ReasoningFormat
+from .source import SPACE, Source, Waiting
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """What is to be parsed in an output.
+
+    Attributes:
+        tools: the format of tool calls; None: they are text.
+        reasoning: of the reasoning; None: it is text.
+        in_reasoning: whether the prompt has begun the reasoning.
+        schemas: of the tools' parameters, by name.
+        max_calls: calls after these are dropped.
+        stop_texts: texts of the EOS tokens, which a text with special tokens ends with.
+    """
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    in_reasoning: bool = False
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+    max_calls: int | None = None
+    stop_texts: Sequence[str] = ()
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether its markers are special tokens, which the detokenizer must not skip."""
+        return any(part is not None and part.special for part in (self.tools, self.reasoning))
+
+
+class OutputParser:
+    """Parses one output as it comes; linear in its length, however it is cut."""
+
+    def __init__(self, form: OutputFormat) -> None:
+        self._form = form
+        self._source = Source()
+        self._events: list[Event] = []
+        self._calls = CallReader(self._source, self._events, form.schemas, form.max_calls)
+        self._reading = self._read()
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls so far."""
+        return self._calls.num_calls
+
+    def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
+        """The events of a piece of the output; none may follow the last."""
+        if is_last:
+            stops = self._form.stop_texts
+            text = next((text.removesuffix(end) for end in stops if text.endswith(end)), text)
+        self._source.feed(text, is_last=is_last)
+        next(self._reading, None)
+        events, self._events[:] = _joined(self._events), []
+        return events
+
+    def _text(self, text: str) -> None:
+        self._events.append(Text(text))
+
+    def _read(self) -> Waiting:
+        if self._form.tools is HARMONY:
+            yield from read_harmony(self._source, self._events, self._calls)
+            return
+        if self._form.reasoning is not None:
+            yield from self._read_reasoning(self._form.reasoning)
+        if self._form.tools is None:
+            yield from self._source.rest(self._text)
+        else:
+            yield from self._read_calls(self._form.tools)
+
+    def _read_reasoning(self, form: ReasoningFormat) -> Waiting:
+        """Reasoning at the beginning; whitespace around it is markup."""
+        source = self._source
+        if not self._form.in_reasoning:
+            source.record()
+            yield from source.skip(SPACE)
+            if (yield from source.next_is(form.start)) is None:
+                self._text(source.recorded())
+                return
+            source.take(len(form.start))
+            source.recorded()
+        yield from source.skip(SPACE)
+        held: list[str] = []
+
+        def emit(text: str) -> None:
+            whole = "".join(held) + text
+            shown = whole.rstrip(SPACE)
+            held[:] = [whole[len(shown) :]]
+            if shown:
+                self._events.append(Reasoning(shown))
+
+        if (yield from source.until([form.end], emit)) is not None:
+            source.take(len(form.end))
+            yield from source.skip(SPACE)
+
+    def _read_calls(self, form: ToolFormat) -> Waiting:
+        """Text, and calls between; whitespace after calls is markup."""
+        source = self._source
+        if form.bare:
+            source.record()
+            first = yield from source.skip(SPACE)
+            space = source.recorded()
+            if first and first in form.bare:
+                yield from self._section(form, space)
+            else:
+                self._text(space)
+        while form.start:
+            if self.num_calls:
+                yield from source.skip(SPACE)
+            if (yield from source.until([form.start], self._text)) is None:
+                return
+            source.take(len(form.start))
+            yield from self._section(form, form.start)
+        yield from source.rest(self._text)
+
+    def _section(self, form: ToolFormat, opened: str) -> Waiting:
+        """Calls up to the end marker; before the first of them, `opened` and what follows may become text."""
+        source, markers = self._source, [*form.fillers, *([form.start] if form.start else [])]
+        before = self.num_calls
+        while True:
+            source.record()
+            following = yield from source.skip(SEPARATORS)
+            ends = bool(form.end) and (yield from source.next_is(form.end or "")) is not None
+            if not following or ends:
+                source.take(len(form.end or "") if ends else 0)
+                self._give_back(before, opened + source.recorded())
+                return
+            marker = (yield from source.next_is(*markers)) if markers else None
+            if marker is not None:
+                source.take(len(marker))
+                opened += source.recorded()
+                continue
+            opened += source.recorded()
+            source.record()
+            if not (yield from self._calls.read(form)):
+                rest = source.recorded()
+                if self._give_back(before, opened + rest) or form.end is None:
+                    self._text("" if self.num_calls == before else rest)
+                    return
+                # Between two calls: not text, and not a call.
+                yield from source.until([form.end, form.start], lambda _: None)
+
+    def _give_back(self, num_before: int, text: str) -> bool:
+        """Make what was read text, unless there was a call."""
+        if self.num_calls > num_before:
+            return False
+        self._text(text)
+        return True
+
+
+def _joined(events: Sequence[Event]) -> list[Event]:
+    """Events without empty text, and neighbours of one kind as one."""
+    joined: list[Event] = []
+    for event in events:
+        before = joined[-1] if joined else None
+        if isinstance(event, Text | Reasoning):
+            if not event.text:
+                continue
+            if type(before) is type(event):
+                joined[-1] = type(event)(before.text + event.text)  # type: ignore[union-attr]
+                continue
+        joined.append(event)
+    return joined
