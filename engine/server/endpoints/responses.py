@@ -1,194 +1,174 @@
-"""`POST /v1/responses`: OpenAI's Responses API, for text input and output."""
+"""OpenAI's `POST /v1/responses`: text, reasoning and function calls as output items."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
-from ...base.sampling_params import SamplingParams
-from ...scheduling.outputs import Completion
-from ..protocol.chat_protocol import MAX_MESSAGES, Message
+from ...scheduling.outputs import Completion, RequestOutput
+from ..middleware.tenant import tenant_of
+from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
+from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.errors import ApiError
-from ..protocol.protocol import GenerationRequest, StreamOptions, unsupported
-from ..protocol.structure import ANY_OBJECT, Constraint, JsonSchemaFormat
+from ..protocol.protocol import StreamOptions
+from ..protocol.responses_protocol import ResponsesRequest, TextFormat
 from ..text.text import Tokenization
+from .conversation import prepare
 from .generation import ResponseContext, Service, server_sent
 from .logprobs import chat_logprobs
+from .response_items import CallItem, Item, MessageItem, ReasoningItem
+from .response_store import ResponseStore
 from .usage import Usage
 
-LOGPROBS = "message.output_text.logprobs"
+Stored = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 
 
-class TextFormat(JsonSchemaFormat):
-    """`text.format`: plain text or a JSON schema."""
+class ItemResponse:
+    """The output of a request as a response object, or as its streaming events.
 
-    type: Literal["text", "json_object", "json_schema"] = "text"
-
-
-class TextOptions(BaseModel):
-    """`text`: options of the output text."""
-
-    model_config = ConfigDict(extra="allow")
-
-    format: TextFormat = TextFormat()
-
-
-class InputMessage(Message):
-    """An item of `input`: a message with `input_text` and `output_text` content parts."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_a_message(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise ValueError("need an object with role and content")
-        kind = value.get("type", "message")
-        if kind != "message":
-            raise ValueError(f"items of type {kind!r} are not supported: messages only")
-        content = value.get("content")
-        if isinstance(content, list):
-            content = [_as_text_part(part) for part in content]
-        return {"role": value.get("role"), "content": content}
-
-
-def _as_text_part(part: Any) -> Any:
-    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
-        return {"type": "text", "text": part.get("text")}
-    return part
-
-
-class ResponsesRequest(GenerationRequest):
-    """Body of `/v1/responses`."""
-
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    text: TextOptions | None = None
-    include: list[str] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    metadata: dict[str, str] | None = None
-
-    @property
-    def messages(self) -> list[Message]:
-        messages: list[Message] = []
-        if self.instructions is not None:
-            messages.append(Message(role="system", content=self.instructions))
-        if isinstance(self.input, str):
-            return [*messages, Message(role="user", content=self.input)]
-        return [*messages, *self.input]
-
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
-        for name in ("max_tokens", "response_format"):
-            if getattr(self, name) is not None:
-                raise unsupported(name)
-        if self.num_completions > 1:
-            raise unsupported("n")
-        for field in self.include or ():
-            if field != LOGPROBS:
-                raise unsupported(f"include {field!r}")
-
-    def constraint(self) -> Constraint | None:
-        form = TextFormat() if self.text is None else self.text.format
-        if form.type == "text":
-            return super().constraint()
-        schema = ANY_OBJECT if form.schema_ is None else form.schema_
-        return Constraint("json_schema", schema, "text.format.schema")
-
-    def sampling_params(self) -> SamplingParams:
-        wanted = LOGPROBS in (self.include or ())
-        return self._sampling_params(
-            self.max_output_tokens, (self.top_logprobs or 0) if wanted else None
-        )
-
-
-class TextResponse:
-    """The outputs of one HTTP request as a response object, or as its streaming events."""
+    `on_done` receives the assistant's messages and the whole response.
+    """
 
     def __init__(
-        self, context: ResponseContext, body: ResponsesRequest, text: Tokenization
+        self,
+        context: ResponseContext,
+        body: ResponsesRequest,
+        text: Tokenization,
+        form: OutputFormat,
+        on_done: Stored,
     ) -> None:
         self._context = context
         self._body = body
         self._text = text
+        self._parser = OutputParser(form)
+        self._on_done = on_done
         self._usage = Usage(context.stream.jobs)
-        self._item_id = "msg_" + context.id.removeprefix("resp_")
+        self._items: list[Item] = []
+        self._is_open = False
+        self._logprobs: list[dict[str, Any]] = []
         self._sequence_number = 0
 
     async def document(self) -> dict[str, Any]:
         completion = Completion(0)
         async for output in self._context.stream:
-            self._usage.take(output)
             completion.extend(output)
+            for _ in self._taken(output):
+                pass
+        for _ in self._end(completion):
+            pass
         return self._finished(completion)
 
     async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """OpenAI's events: created, item and content part added, text deltas, and all of them done.
-
-        The content part is added with its first token, not before.
-        """
+        """OpenAI's events. An item is added with its first token, not before."""
         completion = Completion(0)
-        where = {"output_index": 0, "item_id": self._item_id, "content_index": 0}
         begun = self._response("in_progress", [])
-        yield self._event("response.created", {"response": begun})
-        yield self._event("response.in_progress", {"response": begun})
-        is_open = False
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
         try:
             async for output in self._context.stream:
-                self._usage.take(output)
-                if not is_open:
-                    is_open = True
-                    for event in self._opening(where):
-                        yield event
                 completion.extend(output)
-                part = Completion(0)
-                part.extend(output)
-                if part.text or part.logprobs:
-                    delta = {"delta": part.text, "logprobs": self._logprobs(part)}
-                    yield self._event("response.output_text.delta", {**where, **delta})
+                for event in self._taken(output):
+                    yield event
         except ApiError as error:
             failed = self._response("failed", [])
             failed["error"] = {"code": "server_error", "message": str(error)}
-            yield self._event("response.failed", {"response": failed})
+            yield self._event("response.failed", response=failed)
             return
-        for event in self._closing(where, completion):
+        for event in self._end(completion):
             yield event
         whole = self._finished(completion)
-        yield self._event(f"response.{whole['status']}", {"response": whole})
+        yield self._event(f"response.{whole['status']}", response=whole)
 
-    def _opening(self, where: Mapping[str, Any]) -> list[bytes]:
-        item = self._item("in_progress", [])
-        part = self._part(Completion(0))
-        return [
-            self._event("response.output_item.added", {"output_index": 0, "item": item}),
-            self._event("response.content_part.added", {**where, "part": part}),
-        ]
+    def _taken(self, output: RequestOutput) -> Iterator[bytes]:
+        """The events of an engine's output."""
+        self._usage.take(output)
+        self._logprobs += self._scored(output)
+        is_last = output.finish_reason is not None
+        for event in self._parser.feed(output.new_text, is_last=is_last):
+            yield from self._grown(event)
 
-    def _closing(self, where: Mapping[str, Any], completion: Completion) -> list[bytes]:
-        part = self._part(completion)
-        done = {"text": completion.text, "logprobs": part["logprobs"]}
-        item = self._item(_status(completion), [part])
-        return [
-            self._event("response.output_text.done", {**where, **done}),
-            self._event("response.content_part.done", {**where, "part": part}),
-            self._event("response.output_item.done", {"output_index": 0, "item": item}),
-        ]
+    def _grown(self, event: Event) -> Iterator[bytes]:
+        match event:
+            case Text(text):
+                yield from self._message_delta(text)
+            case Reasoning(text):
+                item = self._last
+                if not isinstance(item, ReasoningItem):
+                    item = ReasoningItem(self._item_id("rs"))
+                    yield from self._opened(item)
+                yield item.delta(self._event, self._where, text)
+            case CallStart(_, call_id, name):
+                yield from self._opened(CallItem(self._item_id("fc"), call_id, name))
+            case Arguments(_, text):
+                call = self._last
+                assert isinstance(call, CallItem)
+                yield call.delta(self._event, self._where, text)
 
-    def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+    def _message_delta(self, text: str) -> Iterator[bytes]:
+        item = self._last
+        if not isinstance(item, MessageItem):
+            item = MessageItem(self._item_id("msg"))
+            yield from self._opened(item)
+        scored, self._logprobs = self._logprobs, []
+        item.logprobs = [*item.logprobs, *scored]
+        yield item.delta(self._event, self._where, text, logprobs=scored)
+
+    def _end(self, completion: Completion) -> Iterator[bytes]:
+        """Close the last item; an output without any is an empty message."""
+        if not self._items or (self._logprobs and isinstance(self._last, MessageItem)):
+            yield from self._message_delta("")
+        yield from self._closed(_status(completion))
+
+    def _opened(self, item: Item) -> Iterator[bytes]:
+        yield from self._closed("completed")
+        self._items.append(item)
+        self._is_open = True
+        yield from item.opening(self._event, self._where)
+
+    def _closed(self, status: str) -> Iterator[bytes]:
+        if self._is_open:
+            self._is_open = False
+            yield from self._items[-1].closing(self._event, self._where, status)
+
+    @property
+    def _last(self) -> Item | None:
+        return self._items[-1] if self._items else None
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"output_index": len(self._items) - 1}
+
+    def _item_id(self, kind: str) -> str:
+        number = f"_{len(self._items)}" if self._items else ""
+        return f"{kind}_{self._context.id.removeprefix('resp_')}{number}"
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._sequence_number = self._sequence_number, self._sequence_number + 1
         return server_sent({"type": kind, "sequence_number": number, **fields}, kind)
 
     def _finished(self, completion: Completion) -> dict[str, Any]:
         status = _status(completion)
-        response = self._response(status, [self._item(status, [self._part(completion)])])
+        last = len(self._items) - 1
+        output = [
+            item.document(status if index == last else "completed")
+            for index, item in enumerate(self._items)
+        ]
+        response = self._response(status, output)
         response["completed_at"] = int(time.time())
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = self._counts()
+        self._on_done([_turn(self._items)], response)
+        return response
+
+    def _counts(self) -> dict[str, Any]:
         counted = self._usage.whole()
-        response["usage"] = {
+        return {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {
                 "cached_tokens": self._usage.num_cached_tokens,
@@ -199,29 +179,11 @@ class TextResponse:
             "total_tokens": counted["total_tokens"],
             "seconds": counted["seconds"],
         }
-        return response
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
-    def _part(self, completion: Completion) -> dict[str, Any]:
-        return {
-            "type": "output_text",
-            "text": completion.text,
-            "annotations": [],
-            "logprobs": self._logprobs(completion),
-        }
-
-    def _logprobs(self, completion: Completion) -> list[dict[str, Any]]:
-        if completion.logprobs is None:
+    def _scored(self, output: RequestOutput) -> list[dict[str, Any]]:
+        if output.logprobs is None:
             return []
-        entries = chat_logprobs(self._text, completion.logprobs)["content"]
+        entries = chat_logprobs(self._text, output.logprobs)["content"]
         for entry in (*entries, *(top for token in entries for top in token["top_logprobs"])):
             entry["bytes"] = entry["bytes"] or []
         return entries
@@ -229,6 +191,7 @@ class TextResponse:
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self._body
         form = TextFormat() if body.text is None else body.text.format
+        choice = body.tool_choice or "auto"
         return {
             "id": self._context.id,
             "object": "response",
@@ -241,13 +204,14 @@ class TextResponse:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "store": False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
+            "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -259,24 +223,63 @@ def _status(completion: Completion) -> str:
     return "incomplete" if completion.finish_reason == "length" else "completed"
 
 
+def _turn(items: list[Item]) -> dict[str, Any]:
+    """The output as the assistant's message of a later request."""
+    turn: dict[str, Any] = {"role": "assistant", "content": ""}
+    for item in items:
+        match item:
+            case MessageItem():
+                turn["content"] += item.text
+            case ReasoningItem():
+                turn["reasoning_content"] = item.text
+            case CallItem():
+                function: Mapping[str, str] = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                turn.setdefault("tool_calls", []).append(call)
+    return turn
+
+
 def responses_router(service: Service) -> APIRouter:
     router = APIRouter()
+    store = ResponseStore()
 
     @router.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Generate a response to a text or a conversation."""
-        arrival_seconds = time.perf_counter()
+        arrival_seconds, tenant = time.perf_counter(), tenant_of(request)
         service.check(body)
-        params = await service.params(request, body)
-        token_ids = await service.text.encode_chat(body.messages)
+        turns = body.turns
+        if body.previous_response_id is not None:
+            turns = [*store.get(tenant, body.previous_response_id).turns, *turns]
+        try:
+            chat = body.chat_request(turns)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from error
+        conversation = await prepare(service, request, chat)
+
+        def keep(answer: list[dict[str, Any]], document: dict[str, Any]) -> None:
+            if body.store is not False:
+                store.put(tenant, [*turns, *answer], document)
+
         return await service.respond(
             request,
-            body,
-            params,
-            [token_ids],
+            chat,
+            conversation.params,
+            [conversation.token_ids],
             "resp_",
-            lambda context: TextResponse(context, body, service.text),
+            lambda context: ItemResponse(context, body, service.text, conversation.form, keep),
             arrival_seconds,
         )
+
+    @router.get("/v1/responses/{response_id}")
+    async def show_response(response_id: str, request: Request) -> dict[str, Any]:
+        """A stored response."""
+        return store.get(tenant_of(request), response_id).document
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+        """Forget a stored response."""
+        store.delete(tenant_of(request), response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
     return router

@@ -17,6 +17,7 @@ from .chat import chat_router
 from .completions import completions_router
 from .embeddings import embeddings_router
 from .generation import Service
+from .messages import messages_router
 from .responses import responses_router
 from .tokens import tokens_router
 
@@ -55,7 +56,13 @@ def open_service(
 
 def model_router(service: Service, engine: Engine) -> APIRouter:
     router = APIRouter()
-    for part in (completions_router, chat_router, responses_router, abort_router):
+    for part in (
+        completions_router,
+        chat_router,
+        responses_router,
+        messages_router,
+        abort_router,
+    ):
         router.include_router(part(service))
     router.include_router(embeddings_router(service, engine))
     router.include_router(tokens_router(service, engine.vocab_size, engine.max_model_len))

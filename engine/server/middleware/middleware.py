@@ -65,7 +65,7 @@ class RequestMiddleware:
             if limiter is not None and not await limiter.acquire(receive):
                 return
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         try:
             await self._app(scope, _replay(body, receive), send)
@@ -105,10 +105,13 @@ class RequestMiddleware:
         )
 
     def _key(self, scope: Scope) -> int:
-        """Index of the request's API key, compared in constant time."""
+        """Index of the request's API key, OpenAI's header or Anthropic's, compared in constant time."""
         if not self._expected:
             return 0
-        header = Headers(scope=scope).get("authorization", "").encode("latin-1")
+        headers = Headers(scope=scope)
+        header = headers.get("authorization", "").encode("latin-1")
+        if not header and (given := headers.get("x-api-key")) is not None:
+            header = b"Bearer " + given.encode("latin-1")
         matches = [hmac.compare_digest(header, key) for key in self._expected]
         if any(matches):
             return matches.index(True)

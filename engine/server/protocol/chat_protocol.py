@@ -202,7 +202,7 @@ class ChatRequest(GenerationRequest):
     @property
     def is_forced_json(self) -> bool:
         """Whether calls are JSON by a grammar, whatever the model's own format."""
-        return self.must_call or (bool(self.usable_tools) and super().constraint() is not None)
+        return self.must_call or (bool(self.usable_tools) and self.answer_constraint() is not None)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -214,6 +214,10 @@ class ChatRequest(GenerationRequest):
             chosen = {"enable_thinking": is_on, "thinking": is_on}
             chosen |= {"reasoning_effort": effort} if is_on else {}
         return {**chosen, **(self.chat_template_kwargs or {})}
+
+    def answer_constraint(self) -> Constraint | None:
+        """The grammar of an answer."""
+        return super().constraint()
 
     @property
     def _chosen(self) -> list[str] | None:
@@ -227,7 +231,7 @@ class ChatRequest(GenerationRequest):
 
     def constraint(self) -> Constraint | None:
         """The grammar of the output: of the calls where there must be some, of the answer, or of either."""
-        constraint = super().constraint()
+        constraint = self.answer_constraint()
         if self.must_call:
             if constraint is not None:
                 raise ApiError(

@@ -23,6 +23,16 @@ _TYPES = {
     429: "rate_limit_error",
 }
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC_PATH = "/v1/messages"
+
 
 class ApiError(Exception):
     """An HTTP error response: status, message, and additional `headers`."""
@@ -99,25 +109,35 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"the server failed on this request ({type(error).__name__})")
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, error.headers)
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """The error in Anthropic's format."""
+    usual = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, usual)
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def error_response(error: ApiError, path: str) -> JSONResponse:
+    """The response for an error, in the format of the API that the path belongs to."""
+    is_anthropic = path.startswith(ANTHROPIC_PATH)
+    body = anthropic_error(error) if is_anthropic else error.body()
+    return JSONResponse(body, error.status, error.headers)
 
 
 def install(app: FastAPI) -> None:
     """Install exception handlers that return every error of `app` in this format."""
     # Coroutines, because starlette runs plain functions in a thread pool.
 
-    async def on_error(_: Request, error: Exception) -> JSONResponse:
-        return error_response(as_api_error(error))
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        return error_response(as_api_error(error), request.url.path)
 
-    async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
+    async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error))
+        return error_response(_validation_error(error), request.url.path)
 
-    async def on_http_error(_: Request, error: Exception) -> JSONResponse:
+    async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         api_error = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        return error_response(api_error)
+        return error_response(api_error, request.url.path)
 
     for kind in (ApiError, BadInput):
         app.add_exception_handler(kind, on_error)
@@ -150,7 +170,7 @@ class UnhandledErrorMiddleware:
             if scope["type"] != "http" or started:
                 raise
             _log.exception("a request failed")
-            await error_response(as_api_error(error))(scope, receive, send)
+            await error_response(as_api_error(error), scope["path"])(scope, receive, send)
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:

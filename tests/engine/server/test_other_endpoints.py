@@ -115,9 +115,9 @@ def test_a_response_with_a_schema_and_logprobs(server: RunningServer) -> None:
     ("fields", "named"),
     [
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "type"),
+        ({"input": [{"type": "computer_call", "call_id": "1"}]}, "'computer_call'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"n": 2}, "n is not"),
         ({"max_tokens": 4}, "max_tokens"),

@@ -1,0 +1,209 @@
+"""Request models of Anthropic's `/v1/messages`, and their translation into a chat request."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName
+from .errors import ApiError
+
+Content = str | list[dict[str, Any]]
+
+
+class Turn(BaseModel):
+    """A message: a text, or content blocks."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class MessagesTool(BaseModel):
+    """A tool of the client; the vendor's own server tools have another `type`."""
+
+    type: str | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_the_clients(self) -> MessagesTool:
+        if self.type not in (None, "custom"):
+            raise ValueError(f"tools of type {self.type!r} are not supported: custom only")
+        if self.input_schema is None:
+            raise ValueError("input_schema is missing")
+        return self
+
+    def for_chat(self) -> dict[str, Any]:
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(BaseModel):
+    """Which tools may or must be used."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def for_chat(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(BaseModel):
+    """Whether reasoning is asked for; its budget has no effect here."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class OutputFormat(BaseModel):
+    """A schema of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """Effort and format of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Prompt(BaseModel):
+    """What the prompt is made of; the whole body of `/v1/messages/count_tokens`.
+
+    `cache_control` is accepted anywhere and has no effect: every prefix is cached.
+    """
+
+    model: str | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Content | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether reasoning is asked for."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+    def for_chat(self, **fields: Any) -> ChatRequest:
+        """The same as a chat request.
+
+        Raises:
+            ApiError: content that is not supported.
+            ValidationError: what a chat request refuses too.
+        """
+        config = self.output_config or OutputConfig()
+        system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
+        effort = {"max": "xhigh"}.get(config.effort or "", config.effort)
+        chosen: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*system, *(part for turn in self.messages for part in _turn(turn))],
+            "chat_template_kwargs": {"enable_thinking": self.thinks, "thinking": self.thinks},
+            "reasoning_effort": effort if self.thinks else None,
+        }
+        if self.tools:
+            chosen["tools"] = [tool.for_chat() for tool in self.tools]
+        if self.tool_choice is not None:
+            chosen["tool_choice"] = self.tool_choice.for_chat()
+            if self.tool_choice.disable_parallel_tool_use:
+                chosen["parallel_tool_calls"] = False
+        if config.format is not None:
+            schema = {"name": "answer", "schema": config.format.schema_}
+            chosen["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return ChatRequest.model_validate({**chosen, **fields})
+
+
+class MessagesRequest(Prompt):
+    """Body of `/v1/messages`. Fields without an effect on the text are accepted."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+
+    def chat_request(self) -> ChatRequest:
+        """The same as a chat request; raises as `for_chat`."""
+        for name in ("mcp_servers", "container"):
+            if getattr(self, name):
+                raise ApiError(400, f"{name} is not supported", param=name)
+        return self.for_chat(
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+        )
+
+
+def _turn(turn: Turn) -> list[dict[str, Any]]:
+    """A turn as chat messages: results of tools are messages of their own, before the user's text."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    messages: list[dict[str, Any]] = []
+    message: dict[str, Any] = {"role": turn.role, "content": None}
+    for block in turn.content:
+        kind = block.get("type")
+        if kind == "text" and isinstance(block.get("text"), str):
+            message["content"] = (message["content"] or "") + block["text"]
+        elif kind == "tool_use" and turn.role == "assistant":
+            message.setdefault("tool_calls", []).append(_tool_use(block))
+        elif kind == "tool_result" and turn.role == "user":
+            messages.append(_tool_result(block))
+        elif kind == "thinking" and turn.role == "assistant":
+            before = message.get("reasoning_content") or ""
+            message["reasoning_content"] = before + str(block.get("thinking", ""))
+        elif kind != "redacted_thinking":
+            raise ApiError(
+                400,
+                f"messages: content blocks of type {kind!r} are not supported from the {turn.role}",
+                param="messages",
+            )
+    if message["content"] is not None or len(message) > 2 or not messages:
+        messages.append({**message, "content": message["content"] or ""})
+    return messages
+
+
+def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+    function = {"name": block.get("name"), "arguments": arguments}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _tool_result(block: dict[str, Any]) -> dict[str, Any]:
+    content = _text(block.get("content") or "")
+    if block.get("is_error"):
+        content = f"Error: {content}"
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+
+
+def _text(content: Any) -> str:
+    """The text of a content."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for block in content if isinstance(content, list) else [content]:
+        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise ApiError(
+                400, f"content blocks of type {kind!r} are not supported here: text only"
+            )
+        texts.append(block["text"])
+    return "\n".join(texts)

@@ -1,0 +1,221 @@
+"""Request model of OpenAI's `/v1/responses`, and its translation into a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from .chat_protocol import MAX_MESSAGES, ChatRequest, ToolName
+from .errors import ApiError
+from .protocol import GenerationRequest, unsupported
+from .structure import ANY_OBJECT, Constraint, JsonSchemaFormat
+
+LOGPROBS = "message.output_text.logprobs"
+REASONING = "reasoning.encrypted_content"
+"""Accepted, because agents always ask for it; reasoning items come in plain text."""
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class TextFormat(JsonSchemaFormat):
+    """`text.format`: plain text or a JSON schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class TextOptions(BaseModel):
+    """`text`: options of the output text."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: TextFormat = TextFormat()
+
+
+class ReasoningOptions(BaseModel):
+    """`reasoning`: its effort; summaries are not made."""
+
+    effort: _Effort | None = None
+    summary: str | None = None
+
+
+class FunctionTool(BaseModel):
+    """A function that the client offers."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+class ChosenTool(BaseModel):
+    """A tool that a choice names."""
+
+    type: Literal["function"]
+    name: str
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(BaseModel):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=128)]
+
+    def for_chat(self) -> dict[str, Any]:
+        tools = [tool.for_chat() for tool in self.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+class ResponsesChat(ChatRequest):
+    """The chat request of a response; its schema is `text.format`'s."""
+
+    answer_schema: dict[str, Any] | None = None
+
+    def answer_constraint(self) -> Constraint | None:
+        if self.answer_schema is None:
+            return super().answer_constraint()
+        return Constraint("json_schema", self.answer_schema, "text.format.schema")
+
+
+class ResponsesRequest(GenerationRequest):
+    """Body of `/v1/responses`."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    metadata: dict[str, str] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    store: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tools_are_functions(cls, value: Any) -> Any:
+        """One clear message for the vendor's own tools."""
+        tools = value.get("tools") if isinstance(value, dict) else None
+        for tool in tools if isinstance(tools, list) else ():
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if kind != "function":
+                raise ValueError(f"tools of type {kind!r} are not supported: function only")
+        return value
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        for name in ("max_tokens", "response_format"):
+            if getattr(self, name) is not None:
+                raise unsupported(name)
+        if self.num_completions > 1:
+            raise unsupported("n")
+        for field in self.include or ():
+            if field not in (LOGPROBS, REASONING):
+                raise unsupported(f"include {field!r}")
+
+    def sampling_params(self) -> Any:
+        """Those of the chat request are used."""
+        raise NotImplementedError
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """The input as chat messages.
+
+        Raises:
+            ApiError: an item that is not supported.
+        """
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        turns: list[dict[str, Any]] = []
+        for item in self.input:
+            _append(turns, item)
+        return turns
+
+    def chat_request(self, turns: Sequence[dict[str, Any]]) -> ResponsesChat:
+        """The chat request for `turns`, which are earlier ones and the input.
+
+        Raises:
+            ApiError: content that is not supported.
+            ValidationError: what a chat request refuses too.
+        """
+        system: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            system = [{"role": "system", "content": self.instructions}]
+        wants_logprobs = LOGPROBS in (self.include or ())
+        choice = self.tool_choice
+        form = TextFormat() if self.text is None else self.text.format
+        schema = ANY_OBJECT if form.schema_ is None else form.schema_
+        return ResponsesChat.model_validate(
+            {
+                **self.model_dump(include=set(GenerationRequest.model_fields), exclude_unset=True),
+                "messages": [*system, *turns],
+                "max_tokens": self.max_output_tokens,
+                "logprobs": wants_logprobs,
+                "top_logprobs": self.top_logprobs if wants_logprobs else None,
+                "tools": [tool.for_chat() for tool in self.tools or ()] or None,
+                "tool_choice": choice
+                if choice is None or isinstance(choice, str)
+                else choice.for_chat(),
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+                "answer_schema": None if form.type == "text" else schema,
+            }
+        )
+
+
+def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Append an input item; reasoning and calls belong to the assistant's message around them."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role, content = item.get("role"), _text(item.get("content"))
+        if role == "assistant" and turns and turns[-1].get("content", "") is None:
+            turns[-1]["content"] = content
+        else:
+            turns.append({"role": role, "content": content})
+    elif kind == "reasoning":
+        _assistant(turns)["reasoning_content"] = _text(item.get("content") or item.get("summary"))
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        _assistant(turns).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = _text(item.get("output"))
+        turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    else:
+        raise ApiError(400, f"input: items of type {kind!r} are not supported", param="input")
+
+
+def _assistant(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message at the end, made where there is none."""
+    if not turns or turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant", "content": None})
+    return turns[-1]
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in (*_TEXT_PARTS, "reasoning_text", "summary_text"):
+            raise ApiError(
+                400, f"input: content parts of type {kind!r} are not supported", param="input"
+            )
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)

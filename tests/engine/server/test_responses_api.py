@@ -1,0 +1,182 @@
+"""`/v1/responses` with tools, reasoning and stored responses, by the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from llmopt.engine.server.endpoints.response_store import ResponseStore
+from llmopt.engine.server.middleware.tenant import Tenant
+from llmopt.engine.server.protocol.errors import ApiError
+from llmopt.engine.server.protocol.server_options import ServerOptions
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from ...support.live_server import RunningServer, make_engine, running
+from .test_messages_api import TEMPLATE, num_tokens
+from .test_tool_calls import JSON_ONE, saying
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 10}}},
+}
+FIELDS: Any = {"model": "tiny", "temperature": 0, "max_output_tokens": 100}
+KEYS = ("sesame", "rosebud")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[RunningServer]:
+    with running(make_engine(), ServerOptions(api_keys=KEYS), chat_template=TEMPLATE) as server:
+        yield server
+
+
+def client(server: RunningServer, key: str = "sesame") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def streamed(server: RunningServer, **body: Any) -> list[Any]:
+    """The events of a stream, each valid by the client's own types."""
+    headers = {"Authorization": "Bearer sesame"}
+    with server.http(headers=headers) as http, http.stream(
+        "POST", "/v1/responses", json={**FIELDS, **body, "stream": True}
+    ) as stream:  # fmt: skip
+        lines = [line for line in stream.iter_lines() if line.startswith("data: ")]
+    payloads = [json.loads(line.removeprefix("data: ")) for line in lines]
+    read = TypeAdapter(ResponseStreamEvent).validate_python
+    events = [read(payload, strict=True) for payload in payloads]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return events
+
+
+def test_calls_and_reasoning_are_items_of_their_own(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"<think>Rain? Hm.</think>I look.<tool_call>\n{JSON_ONE}\n</tool_call>"
+    saying(served, monkeypatch, said)
+    whole = client(served).responses.create(input="Is it raining?", tools=[WEATHER], **FIELDS)
+    Response.model_validate(whole.model_dump(mode="json"), strict=True)
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    reasoning, message, call = (item.model_dump() for item in whole.output)
+    assert reasoning["content"][0]["text"] == "Rain? Hm."
+    assert message["content"][0]["text"] == whole.output_text == "I look."
+    assert (call["name"], json.loads(call["arguments"])) == ("weather", {"city": "Köln"})
+
+    events = streamed(served, input="Is it raining?", tools=[WEATHER])
+    kinds = [event.type for event in events]
+    assert kinds.count("response.output_item.added") == 3
+    assert kinds.count("response.output_item.done") == 3
+    assert kinds.count("response.function_call_arguments.delta") > 2
+    for kind, text in (
+        ("response.reasoning_text.delta", "Rain? Hm."),
+        ("response.output_text.delta", "I look."),
+        ("response.function_call_arguments.delta", call["arguments"]),
+    ):
+        assert "".join(event.delta for event in events if event.type == kind) == text
+    assert events[-1].type == "response.completed"
+    assert [item.type for item in events[-1].response.output] == [i.type for i in whole.output]
+
+
+def test_a_conversation_goes_on_from_a_stored_response(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        saying(served, patch, f"<tool_call>{JSON_ONE}</tool_call>")
+        first = client(served).responses.create(
+            input="Is it raining?", instructions="Be brief.", tools=[WEATHER], **FIELDS
+        )
+    call: Any = first.output[0]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "dry"}
+    second = client(served).responses.create(
+        input=[result], previous_response_id=first.id, tools=[WEATHER], **FIELDS
+    )
+    text = (
+        "Tools: weather as <tool_call>\nuser: Is it raining?\nassistant: "
+        '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>\ntool: dry\nassistant:'
+    )
+    assert second.usage is not None and second.usage.input_tokens == num_tokens(served, text)
+    # The same, sent whole by a client that stores nothing.
+    items: Any = [
+        {"role": "user", "content": "Is it raining?"},
+        {"type": "function_call", "call_id": "1", "name": "weather", "arguments": call.arguments},
+        {
+            "type": "function_call_output",
+            "call_id": "1",
+            "output": [{"type": "input_text", "text": "dry"}],
+        },
+    ]
+    again = client(served).responses.create(input=items, tools=[WEATHER], store=False, **FIELDS)
+    assert again.usage is not None and again.usage.input_tokens == second.usage.input_tokens
+    assert again.output_text == second.output_text
+    with pytest.raises(openai.NotFoundError):
+        client(served).responses.retrieve(again.id)
+
+
+def test_stored_responses_are_their_keys_own(served: RunningServer) -> None:
+    fields = {**FIELDS, "max_output_tokens": 3}
+    made = client(served).responses.create(input="Hi", **fields)
+    assert client(served).responses.retrieve(made.id).output_text == made.output_text
+    other = client(served, "rosebud")
+    for ask in (
+        lambda: other.responses.retrieve(made.id),
+        lambda: other.responses.delete(made.id),
+        lambda: other.responses.create(input="Hi", previous_response_id=made.id, **fields),
+    ):
+        with pytest.raises(openai.NotFoundError, match="not stored"):
+            ask()
+    client(served).responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client(served).responses.retrieve(made.id)
+
+
+def test_a_named_tool_and_some_of_the_tools(served: RunningServer) -> None:
+    clock: Any = {"type": "function", "name": "clock"}
+    chosen: list[Any] = [
+        {"type": "function", "name": "clock"},
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "clock"}],
+        },
+    ]
+    for choice in chosen:
+        answer = client(served).responses.create(
+            input="Hi", tools=[WEATHER, clock], tool_choice=choice, **FIELDS
+        )
+        assert {getattr(item, "name", None) for item in answer.output} == {"clock"}
+
+
+def test_earlier_reasoning_and_what_agents_ask_for(served: RunningServer) -> None:
+    """An agent's request: it asks for encrypted reasoning, and sends its items back."""
+    items: Any = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [],
+         "content": [{"type": "reasoning_text", "text": "Hm."}], "encrypted_content": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "No."}]},
+    ]  # fmt: skip
+    answer = client(served).responses.create(
+        input=items,
+        include=["reasoning.encrypted_content"],
+        reasoning={"effort": "low", "summary": "auto"},
+        store=False,
+        parallel_tool_calls=False,
+        prompt_cache_key="x",
+        **FIELDS,
+    )
+    text = "system: Be brief.\nassistant: (Hm.) No.\nThink.</think>assistant:"
+    assert answer.usage is not None and answer.usage.input_tokens == num_tokens(served, text)
+
+
+def test_the_store_drops_the_oldest() -> None:
+    store, tenant = ResponseStore(max_bytes=3000), Tenant()
+    for number in range(5):
+        store.put(tenant, [{"role": "user", "content": "x" * 900}], {"id": f"resp_{number}"})
+    for number in range(5):
+        if number < 2:
+            with pytest.raises(ApiError, match="no longer"):
+                store.get(tenant, f"resp_{number}")
+        else:
+            assert store.get(tenant, f"resp_{number}").document["id"] == f"resp_{number}"
