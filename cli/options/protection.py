@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
@@ -66,6 +67,14 @@ class ProtectionOptions:
         typer.Option("--log-prompts", help="Write requests with their prompts into the log."),
     ] = False
 
+    scripted_output: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON list of {after, text}: a conversation whose prompt has 'after' in it gets 'text'. "
+            "For tests of agents."
+        ),
+    ] = None
+
     def server_options(self, *, is_loopback: bool) -> ServerOptions:
         """The server's options.
 
@@ -73,6 +82,7 @@ class ProtectionOptions:
             BadInput: an invalid size, or a number out of range.
         """
         from ...engine.base.units import parse_bytes
+        from ...engine.server.protocol.scripted_output import read_script
         from ...engine.server.protocol.server_options import ServerOptions
 
         return ServerOptions(
@@ -91,4 +101,5 @@ class ProtectionOptions:
             step_timeout_seconds=self.step_timeout,
             drain_seconds=self.drain_seconds,
             log_prompts=self.log_prompts,
+            script=read_script(Path(self.scripted_output)) if self.scripted_output else (),
         )

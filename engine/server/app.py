@@ -40,7 +40,7 @@ def create_app(
     options = options or ServerOptions()
     loop = EngineLoop(engine, options)
     service = open_service(
-        engine, loop, model_name, chat_template, tool_call_parser, reasoning_parser
+        engine, loop, model_name, chat_template, tool_call_parser, reasoning_parser, options.script
     )
 
     @asynccontextmanager

@@ -11,6 +11,8 @@ from ..parsing.formats import FORCED, HARMONY, ToolFormat
 from ..parsing.parser import OutputFormat
 from ..protocol.chat_protocol import ChatRequest
 from ..protocol.errors import ApiError
+from ..protocol.scripted_output import scripted_text
+from ..protocol.structure import Constraint
 from ..text.text import Tokenization
 from .generation import Service
 
@@ -50,7 +52,22 @@ async def prepare(service: Service, request: Request, body: ChatRequest) -> Conv
     )
     if form.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
+    if service.script and params.token_mask is None:
+        params = await _scripted(service, params, token_ids)
     return Conversation(params, token_ids, form)
+
+
+async def _scripted(
+    service: Service, params: SamplingParams, token_ids: list[int]
+) -> SamplingParams:
+    """The parameters under which the script's text for this prompt, if any, is generated."""
+    prompt = service.text.decode(token_ids, skip_special_tokens=False)
+    text = scripted_text(service.script, prompt)
+    if text is None:
+        return params
+    constraint = Constraint("choice", [text], "--scripted-output")
+    mask = await service.constrainer.mask(constraint, params.num_sequences)
+    return replace(params, token_mask=mask)
 
 
 def _tool_format(body: ChatRequest, text: Tokenization) -> ToolFormat | None:

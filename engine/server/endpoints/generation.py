@@ -22,6 +22,7 @@ from ..loop.stream import Job, OutputStream
 from ..middleware.tenant import tenant_of
 from ..protocol.errors import ApiError
 from ..protocol.protocol import REQUEST_ID, GenerationRequest, StreamOptions
+from ..protocol.scripted_output import ScriptedText
 from ..protocol.structure import Constrainer
 from ..text.text import Tokenization
 from .usage import Usage
@@ -66,6 +67,7 @@ class Service:
     model_name: str
     adapters: frozenset[str]
     created: int
+    script: tuple[ScriptedText, ...] = ()
 
     def close(self) -> None:
         """Shut down the worker threads."""

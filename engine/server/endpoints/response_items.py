@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Protocol
 
 Fields = dict[str, Any]
@@ -99,10 +99,12 @@ class ReasoningItem(_PartItem):
 
 
 class CallItem:
-    """A function call."""
+    """A function call, perhaps of a function in a namespace."""
 
-    def __init__(self, item_id: str, call_id: str, name: str) -> None:
-        self.id, self.call_id, self.name = item_id, call_id, name
+    def __init__(self, item_id: str, call_id: str, name: str, namespaces: Container[str]) -> None:
+        self.id, self.call_id, self.full_name = item_id, call_id, name
+        space, _, inner = name.partition(".")
+        self.namespace, self.name = (space, inner) if space in namespaces else (None, name)
         self.arguments = ""
 
     def document(self, status: str) -> Fields:
@@ -113,6 +115,7 @@ class CallItem:
             "call_id": self.call_id,
             "name": self.name,
             "arguments": self.arguments,
+            **({"namespace": self.namespace} if self.namespace else {}),
         }
 
     def opening(self, make: Make, where: Fields) -> Iterator[bytes]:

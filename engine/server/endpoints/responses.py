@@ -103,7 +103,8 @@ class ItemResponse:
                     yield from self._opened(item)
                 yield item.delta(self._event, self._where, text)
             case CallStart(_, call_id, name):
-                yield from self._opened(CallItem(self._item_id("fc"), call_id, name))
+                item = CallItem(self._item_id("fc"), call_id, name, self._body.namespaces)
+                yield from self._opened(item)
             case Arguments(_, text):
                 call = self._last
                 assert isinstance(call, CallItem)
@@ -233,7 +234,7 @@ def _turn(items: list[Item]) -> dict[str, Any]:
             case ReasoningItem():
                 turn["reasoning_content"] = item.text
             case CallItem():
-                function: Mapping[str, str] = {"name": item.name, "arguments": item.arguments}
+                function: Mapping[str, str] = {"name": item.full_name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
     return turn

@@ -10,6 +10,7 @@ from ...engine import Engine
 from ..loop.loop import EngineLoop
 from ..parsing.formats import tool_format
 from ..parsing.reasoning import reasoning_format
+from ..protocol.scripted_output import ScriptedText
 from ..protocol.structure import Constrainer
 from ..text.text import Tokenization
 from .abort import abort_router
@@ -29,6 +30,7 @@ def open_service(
     chat_template: str | None = None,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
+    script: tuple[ScriptedText, ...] = (),
 ) -> Service:
     """Create the state shared by the endpoints.
 
@@ -51,6 +53,7 @@ def open_service(
         model_name,
         adapters=frozenset(engine.config.loras),
         created=int(time.time()),
+        script=script,
     )
 
 

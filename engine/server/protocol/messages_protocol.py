@@ -13,8 +13,8 @@ from .errors import ApiError
 Content = str | list[dict[str, Any]]
 
 
-class Turn(BaseModel):
-    """A message: a text, or content blocks."""
+class AnthropicMessage(BaseModel):
+    """A message of the conversation: a text, or content blocks."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -86,7 +86,7 @@ class Prompt(BaseModel):
     """
 
     model: str | None = None
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Content | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
@@ -153,7 +153,7 @@ class MessagesRequest(Prompt):
         )
 
 
-def _turn(turn: Turn) -> list[dict[str, Any]]:
+def _turn(turn: AnthropicMessage) -> list[dict[str, Any]]:
     """A turn as chat messages: results of tools are messages of their own, before the user's text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]

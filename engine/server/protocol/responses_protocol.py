@@ -54,6 +54,15 @@ class FunctionTool(BaseModel):
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
+class Namespace(BaseModel):
+    """Functions under a common name, which the model calls as `namespace.function`."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=128)]
+
+
 class ChosenTool(BaseModel):
     """A tool that a choice names."""
 
@@ -97,7 +106,7 @@ class ResponsesRequest(GenerationRequest):
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     metadata: dict[str, str] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[FunctionTool | Namespace], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -111,8 +120,10 @@ class ResponsesRequest(GenerationRequest):
         tools = value.get("tools") if isinstance(value, dict) else None
         for tool in tools if isinstance(tools, list) else ():
             kind = tool.get("type") if isinstance(tool, dict) else None
-            if kind != "function":
-                raise ValueError(f"tools of type {kind!r} are not supported: function only")
+            if kind not in ("function", "namespace"):
+                raise ValueError(
+                    f"tools of type {kind!r} are not supported: function and namespace only"
+                )
         return value
 
     def refuse_unsupported(self) -> None:
@@ -129,6 +140,24 @@ class ResponsesRequest(GenerationRequest):
     def sampling_params(self) -> Any:
         """Those of the chat request are used."""
         raise NotImplementedError
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """All functions, those of a namespace under its name."""
+        functions: list[FunctionTool] = []
+        for tool in self.tools or ():
+            if isinstance(tool, FunctionTool):
+                functions.append(tool)
+            else:
+                for inner in tool.tools:
+                    name = f"{tool.name}.{inner.name}"
+                    functions.append(inner.model_copy(update={"name": name}))
+        return functions
+
+    @property
+    def namespaces(self) -> frozenset[str]:
+        """Names of the namespaces."""
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, Namespace))
 
     @property
     def turns(self) -> list[dict[str, Any]]:
@@ -165,7 +194,7 @@ class ResponsesRequest(GenerationRequest):
                 "max_tokens": self.max_output_tokens,
                 "logprobs": wants_logprobs,
                 "top_logprobs": self.top_logprobs if wants_logprobs else None,
-                "tools": [tool.for_chat() for tool in self.tools or ()] or None,
+                "tools": [tool.for_chat() for tool in self.functions] or None,
                 "tool_choice": choice
                 if choice is None or isinstance(choice, str)
                 else choice.for_chat(),
@@ -188,7 +217,10 @@ def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
     elif kind == "reasoning":
         _assistant(turns)["reasoning_content"] = _text(item.get("content") or item.get("summary"))
     elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        name = item.get("name")
+        if item.get("namespace"):
+            name = f"{item['namespace']}.{name}"
+        function = {"name": name, "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(turns).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....quant.base.errors import BadInput
+from .scripted_output import ScriptedText
 
 MIB = 1 << 20
 
@@ -30,6 +31,7 @@ class ServerOptions:
         step_timeout_seconds: age of an engine step from which `/health` answers 503.
         drain_seconds: how long requests in flight may go on after the stop signal.
         log_prompts: log request bodies.
+        script: texts that conversations must generate, for tests of agents.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -47,6 +49,7 @@ class ServerOptions:
     step_timeout_seconds: float = 120.0
     drain_seconds: float = 5.0
     log_prompts: bool = False
+    script: tuple[ScriptedText, ...] = ()
 
     def __post_init__(self) -> None:
         for key in self.api_keys:

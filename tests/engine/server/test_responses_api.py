@@ -149,6 +149,24 @@ def test_a_named_tool_and_some_of_the_tools(served: RunningServer) -> None:
         assert {getattr(item, "name", None) for item in answer.output} == {"clock"}
 
 
+def test_functions_in_a_namespace(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools: Any = [{"type": "namespace", "name": "sky", "description": "x", "tools": [WEATHER]}]
+    saying(served, monkeypatch, '<tool_call>{"name": "sky.weather", "arguments": {}}</tool_call>')
+    answer = client(served).responses.create(input="Hi", tools=tools, **FIELDS)
+    (call,) = (item.model_dump() for item in answer.output)
+    assert (call["namespace"], call["name"]) == ("sky", "weather")
+    again = client(served).responses.create(
+        input=[call, {"type": "function_call_output", "call_id": call["call_id"], "output": "dry"}],  # type: ignore[list-item]
+        tools=tools,
+        **FIELDS,
+    )
+    text = (
+        'Tools: sky.weather as <tool_call>\nassistant: <tool_call>{"name": "sky.weather", "arguments": {}}'
+        "</tool_call>\ntool: dry\nassistant:"
+    )
+    assert again.usage is not None and again.usage.input_tokens == num_tokens(served, text)
+
+
 def test_earlier_reasoning_and_what_agents_ask_for(served: RunningServer) -> None:
     """An agent's request: it asks for encrypted reasoning, and sends its items back."""
     items: Any = [
