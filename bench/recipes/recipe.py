@@ -31,7 +31,7 @@ class QuantizeStep(_Strict):
     symmetric: bool | None = None
     format: str | None = None
     calibration: str | None = None
-    num_samples: Annotated[int, Field(ge=1)] = 64
+    num_samples: Annotated[int, Field(ge=1)] | None = None
     seq_len: Annotated[int, Field(ge=1)] | None = None
     ignore: tuple[str, ...] = ()
     seed: int = 0

@@ -66,6 +66,7 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
     before, after = summary["source_bytes"], summary["checkpoint_bytes"]
     lines = [
         *_mean_error(summary),
+        *_few_tokens(manifest),
         *_remarks(manifest["modules"]),
         f"weights {after / MIB:.2f} MiB, from {before / MIB:.2f} MiB "
         f"({before / after:.2f} × smaller); {summary['bits_per_weight']:.2f} bits per quantized weight",
@@ -128,6 +129,21 @@ def _row(layer: str, modules: list[dict[str, Any]]) -> list[str]:
 def _mean(modules: list[dict[str, Any]], name: str) -> float | None:
     values = [module[name] for module in modules if module[name] is not None]
     return sum(values) / len(values) if values else None
+
+
+def _few_tokens(manifest: dict[str, Any]) -> list[str]:
+    """A warning where fewer tokens than inputs reached a linear of a calibrated method, such as an expert."""
+    from ...quant.methods.registry import METHODS
+
+    modules = manifest["modules"] if METHODS[manifest["method"]].needs_statistics else []
+    few = [module for module in modules if 0 < module["num_tokens"] < module["in_features"]]
+    if not few:
+        return []
+    worst = min(few, key=lambda module: module["num_tokens"] / module["in_features"])
+    return [
+        f"warning: fewer calibration tokens than inputs reached {len(few)} linears such as "
+        f"{worst['module']} ({worst['num_tokens']} tokens, {worst['in_features']} inputs)"
+    ]
 
 
 def _remarks(modules: list[dict[str, Any]]) -> list[str]:

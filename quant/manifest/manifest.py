@@ -131,6 +131,8 @@ def build_manifest(
             "tokens_per_sample": length,
             "held_out_samples": calibration.held_out.shape[0],
             "chat_template": calibration.chat_template,
+            "conversations": calibration.conversations,
+            "conversations_refused": calibration.refused,
             "documents": calibration.documents,
             "documents_with_bos": calibration.with_bos,
             "duplicates_dropped": calibration.duplicates,

@@ -88,6 +88,7 @@ class Awq:
     """The method `awq`."""
 
     name = "awq"
+    num_samples = 512
     default_format = "awq"
     needs_statistics = True
     grouped = True

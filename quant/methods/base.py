@@ -215,6 +215,7 @@ class Method(Protocol):
 
     Attributes:
         name: as in `--method`.
+        num_samples: calibration samples by default.
         default_format: where `--format` is not given and the scheme fits.
         needs_statistics: whether it needs calibration data.
         grouped: whether its scheme has groups of input channels that must divide the width.
@@ -223,6 +224,7 @@ class Method(Protocol):
     """
 
     name: str
+    num_samples: int
     default_format: str
     needs_statistics: bool
     grouped: bool

@@ -17,6 +17,7 @@ from .rounding import round_layer
 class Codebook:
     """Blocks of 64 weights, each weight the nearest codebook value times the block's absmax."""
 
+    num_samples = 128
     default_format = "bitsandbytes"
     needs_statistics = False
     grouped = False

@@ -23,6 +23,7 @@ class Fp8:
     """
 
     name = "fp8"
+    num_samples = 128
     default_format = "fp8"  # for blocks; it does not store the other granularities
     needs_statistics = False
     grouped = False

@@ -35,6 +35,7 @@ class Gptq:
     """
 
     name = "gptq"
+    num_samples = 512
     default_format = "gptq"
     needs_statistics = True
     grouped = True

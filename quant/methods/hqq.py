@@ -36,6 +36,7 @@ class Hqq:
     """The method `hqq`."""
 
     name = "hqq"
+    num_samples = 128
     default_format = "compressed-tensors"
     needs_statistics = False
     grouped = True

@@ -18,6 +18,7 @@ class Int8:
     """int8 weights with one scale per output channel; with a threshold, LLM.int8()."""
 
     name = "int8"
+    num_samples = 128
     default_format = "bitsandbytes"  # for LLM.int8(); it does not store plain int8
     needs_statistics = False
     grouped = False

@@ -12,6 +12,7 @@ class RoundToNearest:
     """Data-free: every weight goes to the closest point of its scheme's grid."""
 
     name = "rtn"
+    num_samples = 128
     default_format = "compressed-tensors"
     needs_statistics = False
     grouped = True

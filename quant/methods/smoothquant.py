@@ -52,6 +52,7 @@ class SmoothQuant:
     """The method `smoothquant`: W8A8 with folded scales."""
 
     name = "smoothquant"
+    num_samples = 512
     default_format = "compressed-tensors"
     needs_statistics = True
     grouped = False

@@ -37,6 +37,7 @@ class SqueezeLlm:
     """The method `squeezellm`."""
 
     name = "squeezellm"
+    num_samples = 512
     default_format = "squeezellm"
     needs_statistics = True
     grouped = False

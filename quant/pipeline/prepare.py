@@ -13,11 +13,13 @@ from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import scheme_record
 from ..calibration.calibration import Calibration, load_calibration, no_calibration
+from ..calibration.sources import BUNDLED_SAMPLES, bundled_text, is_bundled
 from ..layers.cached_calibration import StatisticsFolder
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..model.checkpoint import Checkpoint
 from ..model.models import load_tokenizer
 from ..plan.plan import Plan, QuantizeRequest, make_plan
+from ..request.selection import Shapes
 from ..stream.layer_stream import LayerStream
 from .sensitivity import mixed_plan
 from .session import Session
@@ -87,18 +89,20 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
 
 def _calibration(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Calibration:
     """The calibration and held-out samples; appends notes where the text gives fewer."""
-    asked = request.num_samples // 8 if request.held_out is None else request.held_out
+    usual = BUNDLED_SAMPLES if is_bundled(request.model) else plan.method.num_samples
+    wanted = usual if request.num_samples is None else request.num_samples
+    asked = wanted // 8 if request.held_out is None else request.held_out
     calibration = load_calibration(
-        request.calibration,
+        request.calibration or bundled_text(request.model),
         load_tokenizer(plan.checkpoint.folder, trust_remote_code=request.trust_remote_code),
-        num_samples=request.num_samples,
+        num_samples=wanted,
         seq_len=plan.seq_len,
         seed=request.seed,
         held_out=asked,
         evaluation=Path(request.evaluation) if request.evaluation else BUNDLED_EVALUATION,
     )
     samples, length = calibration.token_ids.shape
-    if (samples, length) != (request.num_samples, plan.seq_len):
+    if (samples, length) != (wanted, plan.seq_len):
         notes.append(f"note: the calibration text gives {samples} samples of {length} tokens")
     if len(calibration.held_out) < asked:
         notes.append(
@@ -106,7 +110,25 @@ def _calibration(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Cali
         )
     if calibration.duplicates:
         notes.append(f"note: {calibration.duplicates} repeated calibration texts were dropped")
+    if calibration.refused:
+        notes.append(
+            f"note: {calibration.refused} conversations that the chat template refuses were dropped"
+        )
+    if plan.method.needs_statistics:
+        notes += _few_tokens(plan.modules, calibration.token_ids.numel())
     return calibration
+
+
+def _few_tokens(modules: Shapes, num_tokens: int) -> list[str]:
+    """A warning where the Gram matrix of a linear's inputs is singular for want of tokens."""
+    short = {name: shape[1] for name, shape in modules.items() if shape[1] > num_tokens}
+    if not short:
+        return []
+    widest = max(short, key=lambda name: short[name])
+    return [
+        f"warning: {len(short)} linears such as {widest} ({short[widest]} inputs) have more inputs than "
+        f"there are calibration tokens ({num_tokens}): take more with --num-samples or another --calibration"
+    ]
 
 
 def _check_data_free(request: QuantizeRequest, plan: Plan) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from ..base.errors import BadInput
 from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ..calibration.sources import BUNDLED_SEQ_LEN, is_bundled
 from ..formats.base import WeightFormat
 from ..formats.gguf_integer import block_type_of
 from ..formats.registry import FORMATS
@@ -42,7 +43,7 @@ from .unquantized import model_parameters, unquantized_modules
 
 __all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
 
-DEFAULT_SEQ_LEN = 256
+DEFAULT_SEQ_LEN = 2048
 # Methods that fold scales, for which the foldable pairs are discovered.
 _SMOOTHING = ("awq", "smoothquant")
 # Methods that end in RTN to any grid, ggml's blocks included.
@@ -349,11 +350,12 @@ def _base_options(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> 
 
 
 def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
-    context = checkpoint.text_config.get("max_position_embeddings", DEFAULT_SEQ_LEN)
+    default = BUNDLED_SEQ_LEN if is_bundled(checkpoint.folder) else DEFAULT_SEQ_LEN
+    context = checkpoint.text_config.get("max_position_embeddings", default)
     if not isinstance(context, int) or context < 1:
         raise BadInput(f"{checkpoint.folder}/config.json has no usable max_position_embeddings")
     if request.seq_len is None:
-        return min(DEFAULT_SEQ_LEN, context)
+        return min(default, context)
     if request.seq_len > context:
         raise BadInput(
             f"--seq-len {request.seq_len} is longer than the model's context of {context} tokens"

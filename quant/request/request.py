@@ -29,8 +29,11 @@ class QuantizeRequest:
         format: one name or several with commas; None takes the method's default format, if
             it can store the scheme.
         overrides: such as `down_proj$=bits:8,group_size:64`; of several that match, the last holds.
-        calibration: see `calibration.load_calibration`.
-        seq_len: tokens in a sample; None is 256 or the model's context, whichever is less.
+        calibration: see `calibration.load_calibration`; None is the bundled text, stories for the bundled
+            models and a mixed one for all others.
+        num_samples: None is what the method takes by default, for the bundled models 64.
+        seq_len: tokens in a sample; None is 2048, for the bundled models 256, or the model's context if that
+            is less.
         held_out: held-out samples, for measuring only; None is an eighth of `num_samples`.
         errors: whether output errors are measured; without, a data-free method reads no calibration text
             and runs no layer.
@@ -65,7 +68,7 @@ class QuantizeRequest:
     format: str | None = None
     overrides: tuple[str, ...] = ()
     calibration: str | None = None
-    num_samples: int = 64
+    num_samples: int | None = None
     seq_len: int | None = None
     held_out: int | None = None
     errors: bool = True

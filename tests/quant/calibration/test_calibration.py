@@ -93,6 +93,8 @@ def test_jsonl_of_texts_and_messages(tokenizer, tmp_path: Path) -> None:
         ("other.jsonl", '{"prompt": "a"}', "line 1 has neither"),
         ("turns.jsonl", '{"messages": [{"role": "user"}]}', "line 1 has a turn without"),
         ("texts.csv", "a,b", "neither .txt nor .jsonl"),
+        ("array.json", '{"text": "a"}', "holds no array"),
+        ("half.json", '[{"text": "a"}', "not valid JSON"),
         ("binary.txt", b"\xff\xfe\x00", "not UTF-8"),
     ],
 )
@@ -108,7 +110,7 @@ def test_bad_files_are_named(
 
 
 def test_files_that_are_not_there(tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"no \.txt or \.jsonl file"):
+    with pytest.raises(BadInput, match=r"no .txt, .jsonl or .json file"):
         load(tmp_path / "missing.txt", tokenizer)
     with pytest.raises(BadInput, match="does not exist"):
         load("data/missing.txt", tokenizer)
@@ -126,3 +128,30 @@ def test_a_hub_dataset_without_the_library_says_what_to_install(
 def test_no_calibration_at_all_is_refused(tokenizer, samples: int, length: int) -> None:
     with pytest.raises(BadInput, match="no calibration"):
         load(None, tokenizer, samples, length)
+
+
+def test_text_that_is_too_little_is_shared_with_the_held_out_samples(
+    tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_text("\n\n".join(f"The dog number {number} ran far away." for number in range(40)))
+    calibration = load_calibration(
+        str(path), tokenizer, num_samples=800, seq_len=8, seed=0, held_out=100
+    )
+    samples, held_out = len(calibration.token_ids), len(calibration.held_out)
+    assert 6 * held_out < samples < 11 * held_out
+    whole = load(path, tokenizer, 800, 8)
+    assert samples + held_out >= len(whole.token_ids) - 3  # a document belongs to one side
+
+
+def test_a_conversation_that_the_template_refuses_is_dropped(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "stories3M")
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+    ) + TEMPLATE
+    path = tmp_path / "chats.json"
+    path.write_text(
+        json.dumps([{"conversations": CONVERSATION}, {"conversations": CONVERSATION[::-1]}])
+    )
+    calibration = load(path, tokenizer, 1, 1000)
+    assert (calibration.conversations, calibration.refused, calibration.documents) == (1, 1, 1)

@@ -1,0 +1,160 @@
+"""Documents of a calibration source: a file, a hub data set, or a text that ships with the package."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ...recipes import DATA, MODELS
+from ..base.errors import BadInput
+
+STORIES = DATA / "calibration.txt"
+MIXED = DATA / "calibration_mixed.jsonl.xz"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ROWS = 4096  # enough to shuffle without fetching a whole corpus
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+_FILES = (".txt", ".jsonl", ".json")
+
+# Of the bundled models by default: 3 million parameters with at most 512 inputs to a linear need no more.
+BUNDLED_SAMPLES, BUNDLED_SEQ_LEN = 64, 256
+
+Messages = list[dict[str, str]]
+Document = str | Messages
+
+
+def is_bundled(model: Path) -> bool:
+    """Whether a model is one of those that ship with the package; they were trained on stories alone."""
+    return model.resolve().parent == MODELS.resolve()
+
+
+def bundled_text(model: Path) -> Path:
+    """The text that a model is calibrated on by default."""
+    return STORIES if is_bundled(model) else MIXED
+
+
+def plain_text(document: Document) -> str:
+    """The text of a document; all turns of a conversation, without roles."""
+    if isinstance(document, str):
+        return document
+    return "\n".join(turn["content"] for turn in document)
+
+
+def read_documents(source: str | Path) -> tuple[str, list[Document]]:
+    """The source's name for the manifest, and its documents.
+
+    Args:
+        source: a path of a file, or a hub dataset id, which touches the network.
+
+    Raises:
+        BadInput: there is none, or it cannot be read.
+    """
+    if source in (STORIES, MIXED):
+        name = f"bundled {Path(source).name}"
+        return name, list(_mixed()) if source == MIXED else _from_text(STORIES)
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix == ".jsonl":
+            return path.name, list(_from_jsonl(str(path), _read(path).splitlines()))
+        if path.suffix == ".json":
+            return path.name, list(_from_json(path))
+        if path.suffix == ".txt":
+            return path.name, _from_text(path)
+        raise BadInput(f"calibration file {path} is neither .txt nor .jsonl nor .json")
+    name = str(source)
+    if _HUB_ID.fullmatch(name) and not path.exists() and not name.startswith(("~", ".", "/")):
+        if path.suffix in _FILES:
+            raise BadInput(f"calibration file {path} does not exist")
+        return name, list(_from_hub(name))
+    raise BadInput(
+        f"calibration data {name!r} is no .txt, .jsonl or .json file and no hub dataset id"
+    )
+
+
+@cache
+def _mixed() -> tuple[Document, ...]:
+    """The bundled mixed text; kept, for unpacking it takes a fraction of a second."""
+    with lzma.open(MIXED, "rt", encoding="utf-8") as file:
+        return tuple(_from_jsonl(MIXED.name, file))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"calibration file {path} is not UTF-8 text: {error}") from error
+
+
+def _from_text(path: Path) -> list[Document]:
+    return [text.strip() for text in re.split(r"\n\s*\n", _read(path)) if text.strip()]
+
+
+def _from_jsonl(name: str, lines: Iterable[str]) -> Iterator[Document]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{name} line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{where} is not valid JSON: {error}") from error
+        document = _document(row, where)
+        if document:
+            yield document
+
+
+def _from_json(path: Path) -> Iterator[Document]:
+    """A JSON array of rows, as ShareGPT's files are."""
+    try:
+        rows = json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise BadInput(f"{path} holds no array of texts or conversations")
+    for number, row in enumerate(rows, start=1):
+        document = _document(row, f"{path} row {number}")
+        if document:
+            yield document
+
+
+def _document(row: Any, where: str) -> Document:
+    """The text or the conversation of one row."""
+    if isinstance(row, dict):
+        if isinstance(row.get("text"), str):
+            return row["text"].strip()
+        turns = row.get("messages", row.get("conversations"))
+        if isinstance(turns, list):
+            return [_turn(turn, where) for turn in turns]
+    raise BadInput(f"{where} has neither 'text' nor 'messages' nor 'conversations'")
+
+
+def _turn(turn: Any, where: str) -> dict[str, str]:
+    """One message as `role` and `content`; ShareGPT has `from` and `value`."""
+    if isinstance(turn, dict):
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if isinstance(role, str) and isinstance(content, str):
+            return {"role": _ROLES.get(role, role), "content": content}
+    raise BadInput(f"{where} has a turn without a role and a text")
+
+
+def _from_hub(dataset_id: str) -> Iterator[Document]:
+    try:
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise BadInput(
+            f"{dataset_id!r} is no file here; to read it from the hub: pip install 'llmopt[hub]'"
+        ) from error
+    try:
+        rows = list(islice(load_dataset(dataset_id, split="train", streaming=True), _HUB_ROWS))
+    except Exception as error:  # the library raises many types; the user needs one line
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadInput(f"the hub did not give dataset {dataset_id!r}: {reason}") from error
+    for number, row in enumerate(rows, start=1):
+        document = _document(row, f"dataset {dataset_id} row {number}")
+        if document:
+            yield document
