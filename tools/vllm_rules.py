@@ -70,6 +70,7 @@ def caches() -> Iterator[tuple[dict[str, Any], str | None]]:
     writer: Any = FORMATS["compressed-tensors"]
     scheme = writer.config({"m": IntScheme(4, 128, True)}, [], kv_cache="fp8")["kv_cache_scheme"]
     yield {"kv_cache_scheme": scheme}, "accepted"
+    yield {"kv_cache_scheme": scheme | {"strategy": "attn_head"}}, "accepted"
     yield {"kv_cache_scheme": scheme | {"type": "int"}}, None
 
 

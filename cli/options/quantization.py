@@ -142,8 +142,14 @@ class SearchOptions:
     ] = None
     kv_cache: Annotated[
         str | None,
-        typer.Option(help="fp8: calibrate and store the scales of an fp8 KV cache."),
+        typer.Option(
+            help="fp8: calibrate and store the scales of an fp8 KV cache; int8: servers measure its scales."
+        ),
     ] = None
+    kv_cache_strategy: Annotated[
+        Literal["tensor", "attn_head"],
+        typer.Option(help="fp8 scales for a layer's keys and values, or for each KV head."),
+    ] = "tensor"
     revert_worse: Annotated[
         bool,
         typer.Option(

@@ -90,7 +90,7 @@ class _Job:
     def run(self, output: Path) -> Conversion:
         kv_cache = self._kv_cache()
         write_shards(self._work, self._tensors(drop_kv=kv_cache is None), self._source.release)
-        options = {} if kv_cache is None else {"kv_cache": kv_cache}
+        options = {} if kv_cache is None else kv_cache
         parameters = model_parameters(self._source)
         ignore = unquantized_modules(self._source, self._modules, parameters)
         config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
@@ -173,14 +173,14 @@ class _Job:
             }
         )
 
-    def _kv_cache(self) -> str | None:
-        """Dtype of the KV cache's scales, if the target format can store them."""
+    def _kv_cache(self) -> dict[str, str] | None:
+        """Dtype and strategy of the KV cache's scales, if the target format can store them."""
         held = [name for name in self._source.names if name.endswith(KV_SCALES)]
         if not held:
             return None
         record = (self._source.quantization_config or {}).get("kv_cache_scheme") or {}
         if self._target.name == "compressed-tensors" and record.get("type") != "int":
-            return "fp8"
+            return {"kv_cache": "fp8", "kv_cache_strategy": record.get("strategy", "tensor")}
         if not self._allow_loss:
             raise BadInput(
                 f"format {self._target.name} cannot store the KV cache's scales, such as {held[0]}: "

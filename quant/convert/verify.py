@@ -21,6 +21,7 @@ from ..plan.unquantized import model_parameters
 from ..raw.container import Entries, Raw, read_headers, read_numbers
 from ..raw.gguf import read_gguf_headers
 from ..raw.readers import READERS
+from ..stream.kv_scales import kv_heads
 from .model_check import model_failures, skipped_by
 from .read import checkpoint_format, module_scheme, quantized_modules, tensor_names
 
@@ -100,7 +101,7 @@ def verify(
         entries, config = read_gguf_headers(paths[0])
     else:
         entries = read_headers(paths)
-    _check_cache_scales(report, entries)
+    _check_cache_scales(report, entries, checkpoint.config)
     reader = READERS[weight_format.name]
     recorded = {m["module"]: m for m in manifest["modules"]} if manifest is not None else None
     stored = weights = 0
@@ -221,11 +222,19 @@ def _lacking(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _check_cache_scales(report: VerifyReport, entries: Entries) -> None:
+def _check_cache_scales(report: VerifyReport, entries: Entries, config: dict[str, Any]) -> None:
     """Check the scales of a quantized KV cache, if there are any."""
+    record = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    expected = {1}
+    if record.get("strategy") == "attn_head":
+        expected = {kv_heads(text), text.get("num_global_key_value_heads") or kv_heads(text)}
     for name in sorted(entries):
         if name.endswith((".k_scale", ".v_scale")):
             _, scale = read_numbers(entries[name])
+            if scale.size not in expected:
+                report.failures.append(f"{name} holds {scale.size} scales, not {max(expected)}")
             if not (np.isfinite(scale).all() and (scale > 0).all()):
                 report.failures.append(f"{name} is no usable scale of the cache")
 

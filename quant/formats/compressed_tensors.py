@@ -86,12 +86,18 @@ class CompressedTensorsFormat:
         return (unpack_int8 if layout == INT8 else unpack_codes)(module, source, scheme)
 
     def config(
-        self, schemes: Mapping[str, Scheme], ignore: Sequence[str], *, kv_cache: str | None = None
+        self,
+        schemes: Mapping[str, Scheme],
+        ignore: Sequence[str],
+        *,
+        kv_cache: str | None = None,
+        kv_cache_strategy: str = "tensor",
     ) -> dict[str, Any]:
         """See `WeightFormat.config`.
 
         Args:
             kv_cache: `fp8` where `k_scale` and `v_scale` are stored beside the attention layers.
+            kv_cache_strategy: `tensor`, or `attn_head` where each KV head has its own.
         """
         members: dict[CtScheme, list[str]] = {}
         for module, scheme in schemes.items():
@@ -110,7 +116,9 @@ class CompressedTensorsFormat:
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": [*ignore, *_inside_experts(ignore)],
-            "kv_cache_scheme": None if kv_cache is None else dict(_KV_CACHE),
+            "kv_cache_scheme": None
+            if kv_cache is None
+            else _KV_CACHE | {"strategy": kv_cache_strategy},
         }
 
     def scheme(self, config: Config, module: str) -> CtScheme:

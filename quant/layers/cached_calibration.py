@@ -121,7 +121,7 @@ class StatisticsFolder:
         """Write what enters the linears of a layer; returns the states behind it."""
         stream.load(index, stream.tensors(index))
         records = [stream.measure(index, part) if len(part) else {} for part in states]
-        ranges = KvRanges() if kv else None
+        ranges = KvRanges(stream.is_latent) if kv else None
         cache = {"past_key_values": ranges} if kv else {}
         following = [stream.run(index, part, in_place=True, **cache) for part in states]
         if not all(part.finite() for part in following):
@@ -149,7 +149,7 @@ class StatisticsFolder:
                 tensors |= {f"{start}.{part}": getattr(record, part) for part in _PARTS}
                 tensors[f"{start}.num_tokens"] = torch.tensor([record.num_tokens])
         if ranges is not None:
-            tensors["kv_ranges"] = torch.tensor([ranges.key, ranges.value])
+            tensors["kv_ranges"] = torch.stack([ranges.key, ranges.value])
         write_tensors(self.folder / f"{name}.safetensors", tensors, layout_of(tensors))
 
     def read(self, name: str, family: Family) -> LayerStatistics:
@@ -177,7 +177,7 @@ class StatisticsFolder:
             splits.append(statistics)
         ranges = None
         if "kv_ranges" in tensors:
-            ranges = KvRanges(*(float(value) for value in tensors["kv_ranges"]))
+            ranges = KvRanges(False, *tensors["kv_ranges"])
         return LayerStatistics(statistics=splits[0], held_out=splits[1], kv_ranges=ranges)
 
     def _hidden(self, index: int) -> Path:

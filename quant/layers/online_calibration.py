@@ -95,7 +95,7 @@ class OnlineCalibration:
             self._stream.substitute(index, {name: quantized.dequantize()})
         self._stream.substitute(index, work.result.norms | work.result.routers)
         self._stream.substitute(index, work.result.norm_biases, "bias")
-        ranges = KvRanges() if self._kv else None
+        ranges = KvRanges(self._stream.is_latent) if self._kv else None
         cache = {"past_key_values": ranges} if self._kv else {}
         try:
             self._states = self._stream.run(index, self._states, in_place=True, **cache)

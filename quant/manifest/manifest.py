@@ -171,9 +171,15 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
         "target_bpw": request.target_bpw,
         "target_bytes": request.target_bytes,
         "kv_cache": request.kv_cache,
+        "kv_cache_strategy": request.kv_cache_strategy,
     }
     usual: dict[str, Any] = dict.fromkeys(asked) | asdict(MethodOptions())
-    usual |= {"overrides": [], "revert_worse": False, "stored_statistics": False}
+    usual |= {
+        "overrides": [],
+        "revert_worse": False,
+        "stored_statistics": False,
+        "kv_cache_strategy": "tensor",
+    }
     return {name: value for name, value in asked.items() if value != usual[name]}
 
 

@@ -29,6 +29,7 @@ from ..manifest.manifest import MANIFEST_NAME
 from ..model.checkpoint import read_json
 from ..plan.plan import Plan, QuantizeRequest
 from ..request.selection import HEAD
+from ..stream.kv_scales import KvRanges
 from .preflight import Preflight, preflight
 from .prepare import prepare, statistics_path
 from .publish import layer_folder, shard_folder, write_final_files
@@ -233,17 +234,8 @@ def _quantize_layer(session: Session, source: Source, index: int) -> QuantizedLa
     )
     ranges = source.finish(index, work)
     if plan.kv_cache is not None:
-        if ranges is None or not ranges.key:
-            raise BadInput(
-                f"--kv-cache: no keys and values of {prefix} were measured (statistics that were made "
-                "without --kv-cache do not have them)"
-            )
-        if plan.checkpoint.config.get("kv_lora_rank") and ranges.key != ranges.value:
-            raise BadInput(
-                f"--kv-cache: {prefix} has latent attention, of which servers cache the latent, and "
-                "transformers' module caches its keys and values: its scale was not measured"
-            )
-        work.others.update(ranges.scales(plan.kv_cache))
+        measured_ranges = (ranges or KvRanges()).checked(prefix)
+        work.others.update(measured_ranges.scales(plan.kv_cache, plan.kv_cache_strategy))
     return work
 
 

@@ -20,6 +20,7 @@ from ..model.checkpoint import Checkpoint
 from ..model.models import load_tokenizer
 from ..plan.plan import Plan, QuantizeRequest, make_plan
 from ..request.selection import Shapes
+from ..stream.kv_scales import INT8_CACHE
 from ..stream.layer_stream import LayerStream
 from .sensitivity import mixed_plan
 from .session import Session
@@ -40,6 +41,11 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     if not request.errors:
         _check_data_free(request, plan)
     notes: list[str] = []
+    if request.kv_cache == INT8_CACHE:
+        notes.append(
+            "note: an int8 KV cache has its scales from the server, per token and head, and none are stored: "
+            "serve with --kv-cache-dtype int8_per_token_head (vLLM) or int8 (llmopt)"
+        )
     calibration = _calibration(request, plan, notes) if request.errors else no_calibration()
     stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute)
     ids = calibration.token_ids
@@ -58,7 +64,9 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     if request.method == AUTO:
         assert statistics is not None
         if not statistics.complete:
-            statistics.measure(stream, calibration, progress, head=plan.lm_head, kv=_kv(request))
+            statistics.measure(
+                stream, calibration, progress, head=plan.lm_head, kv=plan.kv_cache is not None
+            )
         plan = mixed_plan(plan, request.target_bpw, request.target_bytes, statistics, progress)
     facts = measured | {
         "errors": request.errors,
@@ -71,7 +79,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "stored_statistics": statistics is not None,
         "formats": [weight_format.name for weight_format in plan.formats],
         "gguf_type": plan.gguf_type,
-        "kv_cache": plan.kv_cache,
+        "kv_cache": [plan.kv_cache, plan.kv_cache_strategy],
         "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
         "ignored": plan.ignored,
     }
@@ -138,7 +146,7 @@ def _check_data_free(request: QuantizeRequest, plan: Plan) -> None:
         f"method {request.method} is calibrated": plan.method.needs_statistics
         or request.method == AUTO,
         "static activation scales are measured": any(a and not a.dynamic for a in activations),
-        "--kv-cache scales are measured": request.kv_cache is not None,
+        "--kv-cache scales are measured": plan.kv_cache is not None,
         "--stats are measured": request.stats is not None,
         "--revert-worse compares errors": request.revert_worse,
     }
@@ -152,10 +160,6 @@ def statistics_path(request: QuantizeRequest) -> Path | None:
     if request.stats is None and request.method == AUTO:
         return request.output.with_name(request.output.name + ".statistics")
     return request.stats
-
-
-def _kv(request: QuantizeRequest) -> bool:
-    return request.kv_cache is not None
 
 
 def _planned(request: QuantizeRequest) -> QuantizeRequest:

@@ -155,7 +155,12 @@ def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None
 def quantization_config(plan: Plan, weight_format: WeightFormat) -> dict[str, Any]:
     """`quantization_config` of `config.json`, with the KV cache if its scales are stored."""
     if plan.kv_cache is not None and isinstance(weight_format, CompressedTensorsFormat):
-        return weight_format.config(plan.schemes, plan.unquantized, kv_cache=plan.kv_cache)
+        return weight_format.config(
+            plan.schemes,
+            plan.unquantized,
+            kv_cache=plan.kv_cache,
+            kv_cache_strategy=plan.kv_cache_strategy,
+        )
     return weight_format.config(plan.schemes, plan.unquantized)
 
 

@@ -37,7 +37,7 @@ from ..request.selection import (
     split_fusions,
 )
 from ..smoothing.smoothing_map import with_smoothing
-from ..stream.kv_scales import LARGEST
+from ..stream.kv_scales import INT8_CACHE, LARGEST, KvStrategy, kv_heads
 from ..stream.layer_stream import compute_dtype
 from .unquantized import model_parameters, unquantized_modules
 
@@ -67,7 +67,8 @@ class Plan:
         seq_len: tokens in a calibration sample.
         compute: dtype of the GEMMs of the calibration passes.
         gguf_type: name of the mix in a GGUF file; empty where none is written.
-        kv_cache: dtype of the KV cache that scales are stored for.
+        kv_cache: dtype of the KV cache that scales are stored for; None: none are.
+        kv_cache_strategy: how many scales a layer has, see `QuantizeRequest`.
         notes: choices made for the user, one line each.
     """
 
@@ -85,6 +86,7 @@ class Plan:
     compute: torch.dtype
     gguf_type: str
     kv_cache: str | None
+    kv_cache_strategy: KvStrategy
     notes: tuple[str, ...]
 
     @property
@@ -116,8 +118,10 @@ class Plan:
 
     @property
     def kv_scale_bytes(self) -> int:
-        """Bytes of the scales of the KV cache, two float32 for every layer."""
-        return 8 * self.num_layers if self.kv_cache else 0
+        """Bytes of the scales of the KV cache: float32, two for every layer, or for every KV head of it."""
+        per_head = self.kv_cache_strategy == "attn_head"
+        heads = kv_heads(self.checkpoint.text_config) if per_head else 1
+        return 8 * heads * self.num_layers if self.kv_cache else 0
 
     @property
     def quantized_bytes(self) -> int:
@@ -179,7 +183,8 @@ def make_plan(request: QuantizeRequest) -> Plan:
         seq_len=_seq_len(request, checkpoint),
         compute=_compute(request, checkpoint, modules),
         gguf_type=_gguf_type(formats, schemes),
-        kv_cache=request.kv_cache,
+        kv_cache=_stored_kv_cache(request),
+        kv_cache_strategy=request.kv_cache_strategy,
         notes=(),
     )
     check_plan(plan)
@@ -224,7 +229,8 @@ def _blocks_plan(
         seq_len=_seq_len(request, checkpoint),
         compute=_compute(request, checkpoint, modules),
         gguf_type=type_name,
-        kv_cache=request.kv_cache,
+        kv_cache=_stored_kv_cache(request),
+        kv_cache_strategy=request.kv_cache_strategy,
         notes=(),
     )
     check_plan(plan)
@@ -279,14 +285,8 @@ def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -
 
 def check_plan(plan: Plan) -> None:
     """Raises BadInput where the formats cannot hold the schemes of a plan together."""
-    if plan.kv_cache is not None:
-        if plan.kv_cache not in LARGEST:
-            raise BadInput(
-                f"--kv-cache {plan.kv_cache}: only fp8 scales are read from a checkpoint; vLLM measures "
-                "those of --kv-cache-dtype int8_per_token_head itself, and llmopt those of int8"
-            )
-        if any(weight_format.name != "compressed-tensors" for weight_format in plan.formats):
-            raise BadInput("--kv-cache: only --format compressed-tensors can store its scales")
+    if plan.kv_cache is not None and any(f.name != "compressed-tensors" for f in plan.formats):
+        raise BadInput("--kv-cache: only --format compressed-tensors can store its scales")
     for weight_format in plan.formats:
         weight_format.config(plan.schemes, plan.unquantized)
         if weight_format.name == "gguf":
@@ -301,6 +301,11 @@ def plan_notes(plan: Plan) -> list[str]:
         notes.append(
             "note: transformers loads asymmetric compressed-tensors checkpoints only with "
             "CompressedTensorsConfig(dequantize=True); --symmetric needs nothing"
+        )
+    if plan.kv_cache_strategy == "attn_head":
+        notes.append(
+            "note: vLLM reads scales of the KV cache per head with its FlashAttention backend on a GPU; "
+            "elsewhere leave --kv-cache-strategy at tensor"
         )
     split = split_fusions(plan.architecture, plan.schemes)
     if split:
@@ -347,6 +352,21 @@ def _base_options(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> 
     if names & {"compressed-tensors", "gptq"}:
         return replace(options, symmetric=True)
     return options
+
+
+def _stored_kv_cache(request: QuantizeRequest) -> str | None:
+    """The dtype of the KV cache whose scales are stored; those of int8 are measured by the server.
+
+    Raises:
+        BadInput: another dtype, or a strategy without scales.
+    """
+    if request.kv_cache not in (None, INT8_CACHE, *LARGEST):
+        raise BadInput(
+            f"--kv-cache {request.kv_cache}: choose {' or '.join((*LARGEST, INT8_CACHE))}"
+        )
+    if request.kv_cache_strategy != "tensor" and request.kv_cache not in LARGEST:
+        raise BadInput(f"--kv-cache-strategy {request.kv_cache_strategy} belongs to --kv-cache fp8")
+    return None if request.kv_cache == INT8_CACHE else request.kv_cache
 
 
 def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:

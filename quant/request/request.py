@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..base.errors import BadInput
 from ..methods.base import MethodOptions, SchemeOptions
+from ..stream.kv_scales import KvStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ class QuantizeRequest:
         stats: folder of statistics measured once, on the float model; made where it does not exist.
         target_bpw, target_bytes: budget of method `auto`: bits per quantized weight, or bytes of all
             tensors.
-        kv_cache: `fp8`: measure and store scales for an 8-bit KV cache.
+        kv_cache: `fp8`: measure and store scales for an fp8 KV cache; `int8`: servers measure them per token
+            and head, nothing is stored.
+        kv_cache_strategy: one fp8 scale for a layer's keys and one for its values, or one for each KV head.
         tensor_parallel: tensor-parallel ranks of vLLM; only for the table of loaders.
         restart: discard the unfinished work of an earlier run.
         model_name: the model's name in records; empty: the name of its folder.
@@ -81,6 +84,7 @@ class QuantizeRequest:
     target_bpw: float | None = None
     target_bytes: int | None = None
     kv_cache: str | None = None
+    kv_cache_strategy: KvStrategy = "tensor"
     tensor_parallel: int = 1
     seed: int = 0
     restart: bool = False

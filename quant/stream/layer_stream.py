@@ -58,6 +58,7 @@ class LayerStream:
         self.num_layers = len(self._layers)
         self.vocab_size = int(self._meta_model.config.vocab_size)
         self.hidden_size = int(self._meta_model.config.hidden_size)
+        self.is_latent = bool(checkpoint.text_config.get("kv_lora_rank"))
         self._prepared: Walk | None = None
 
     def prefix(self, index: int) -> str:

@@ -63,8 +63,16 @@ class PagedTensor:
         """The first `dim` elements of each vector, as a view."""
         return PagedTensor(self.codes[..., :dim], self.scales)
 
-    def write(self, x: torch.Tensor, slots: torch.Tensor) -> None:
+    def takes(self, static: torch.Tensor | None) -> bool:
+        """Whether `write` uses calibrated scales: those of a checkpoint are for fp8."""
+        return static is not None and self.codes.dtype is torch.float8_e4m3fn
+
+    def write(
+        self, x: torch.Tensor, slots: torch.Tensor, static: torch.Tensor | None = None
+    ) -> None:
         """Write the vectors [tokens, kv_heads, head_dim] to their slots, quantized where the cache is.
+
+        `static` are calibrated scales, [kv_heads] or [1]; an fp8 cache takes them in place of each vector's.
 
         `slots` is the slot mapping, int64 [tokens], `block * block_size + offset`. Padding tokens map to the
         null block.
@@ -72,7 +80,10 @@ class PagedTensor:
         if self.scales is None:
             self.codes.flatten(0, 1).index_copy_(0, slots, x.to(self.codes.dtype))
             return
-        codes, scales = quantize(x, self.codes.dtype)
+        if static is not None and self.takes(static):
+            codes, scales = quantize_static(x, self.codes.dtype, static)
+        else:
+            codes, scales = quantize(x, self.codes.dtype)
         whole, of_heads = self.parts
         whole.flatten(0, 1).index_copy_(0, slots, codes.view(torch.uint8))
         of_heads.flatten(0, 1).index_copy_(0, slots, scales)
@@ -98,6 +109,18 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     scales = (x.abs().amax(dim=-1) / top).clamp_min(_LEAST)
     codes = (x / scales[..., None]).clamp(-top, top)
     return (codes.round() if dtype is torch.int8 else codes).to(dtype), scales
+
+
+def quantize_static(
+    x: torch.Tensor, dtype: torch.dtype, static: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize `x` [tokens, kv_heads, head_dim] by given scales [kv_heads] or [1], as vLLM's fp8 cache does.
+
+    What lies beyond the calibrated range is clipped. Returns codes, and the scales [tokens, kv_heads].
+    """
+    top = LARGEST_CODE[dtype]
+    codes = (x.float() / static[:, None]).clamp(-top, top)
+    return codes.to(dtype), static.expand(x.shape[:-1]).contiguous()
 
 
 def vector_bytes(dim: int, dtype: torch.dtype) -> int:

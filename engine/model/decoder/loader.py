@@ -10,7 +10,7 @@ from ....quant.base.errors import BadInput
 from ....quant.model.checkpoint import Checkpoint
 from ...kernels.attention.paged_attention import AttentionRule
 from ...planner.model.shapes import Latent
-from ..layers.attention import HeadAttention, LatentAttention, Rotation
+from ..layers.attention import HeadAttention, KvScales, LatentAttention, Rotation
 from ..layers.experts import MixtureOfExperts, MlpBesideExperts
 from ..layers.mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating
 from ..layers.norm import Norm, ShardedNorm
@@ -312,7 +312,16 @@ class LayerLoader:
             grouped=spec.grouped_qkv,
             value_norm=Norm(shape.head_dim, spec.norm_eps) if spec.value_norm else None,
             keys_as_values=keys_as_values,
+            kv_scales=self._kv_scales(layer, shape.num_kv_heads),
         )
+
+    def _kv_scales(self, layer: str, num_heads: int) -> KvScales | None:
+        """Load the calibrated scales of a layer's KV cache: this rank's heads, or one for all."""
+        scales = self.reader.kv_scales(layer, num_heads)
+        if scales is None or self.shard is None or scales[0].numel() == 1:
+            return scales
+        heads = self.shard.kv_heads(self.spec.shape)
+        return scales[0][heads].clone(), scales[1][heads].clone()
 
     def _qk_norm(
         self, module: str, rotation: Rotation | None, *, of_keys: bool
@@ -371,6 +380,7 @@ class LayerLoader:
                 num_sink_tokens=self.spec.num_sink_tokens,
             ),
             rotation=rotation,
+            kv_scales=self.reader.kv_scales(layer, 1),
         )
 
     def _latent_norm(self, module: str, size: int) -> Norm:

@@ -193,6 +193,29 @@ class CheckpointReader:
         weight = self._weight(module, out_features, in_features)
         return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self._dtype)
 
+    def kv_scales(self, layer: str, num_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Calibrated scales of a layer's fp8 KV cache, float32 [num_heads] or [1]; None where it has none.
+
+        They are `k_scale` and `v_scale` of the attention (compressed-tensors) or of its projections
+        (ModelOpt).
+        """
+        scales: list[torch.Tensor] = []
+        for letter in "kv":
+            names = (f"{letter}_scale", f"{letter}_proj.{letter}_scale")
+            paths = [f"{layer}self_attn.{name}" for name in names]
+            path = next((path for path in paths if path in self._unread), None)
+            if path is None:
+                return None
+            scale = self._checkpoint.tensor(path).float().flatten()
+            if scale.numel() not in (1, num_heads) or not bool((scale > 0).all()):
+                raise BadInput(
+                    f"{self._checkpoint.folder}: {path} holds {scale.numel()} values and must hold positive "
+                    f"scales, 1 or {num_heads} (one for each KV head)"
+                )
+            self._unread.discard(path)
+            scales.append(scale.to(self._device))
+        return scales[0], scales[1]
+
     def finish(self, may_remain: Callable[[str], bool]) -> None:
         """Raise `BadInput` for unexpected tensors: those still unread, except KV-cache scales and names that
         `may_remain` accepts."""

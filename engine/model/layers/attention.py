@@ -18,6 +18,9 @@ from .norm import Norm, ShardedNorm
 from .projection import AdapterRows, Projection
 from .state import NO_STATES, StateBatch
 
+KvScales = tuple[torch.Tensor, torch.Tensor]
+"""Static scales of a layer's keys and values, float32 [kv_heads] or [1]."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -125,6 +128,7 @@ class HeadAttention:
         temperature: attention temperature by position (Llama 4).
         value_norm: norm of each head of the values.
         keys_as_values: `qkv` projects no values: they are the keys, before norm and RoPE.
+        kv_scales: calibrated scales of an fp8 KV cache, of keys and of values.
     """
 
     num_heads: int
@@ -142,6 +146,7 @@ class HeadAttention:
     grouped: bool = False
     value_norm: Norm | None = None
     keys_as_values: bool = False
+    kv_scales: KvScales | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -162,7 +167,10 @@ class HeadAttention:
         if self.value_norm is not None or self.keys_as_values:
             qkv = self._with_values(qkv)
         norms = self._head_norms(qkv.dtype)
-        if self._is_fusable_rope(norms) and not step.sink_cos_sin:
+        key_scale, value_scale = self.kv_scales or (None, None)
+        # The fused kernels compute the scale of each vector.
+        is_fused = not (step.sink_cos_sin or cache.keys.takes(key_scale))
+        if is_fused and self._is_fusable_rope(norms):
             assert self.rotation is not None
             stacked = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
             cos_sin = step.cos_sin[self.rotation.index]
@@ -191,8 +199,8 @@ class HeadAttention:
                 sink_queries = _normed(sink_queries, self.query_norm)
         if self.temperature is not None:
             queries = _scale_by_position(queries, self.temperature, step.cache_positions)
-        cache.keys.write(keys, step.inputs.slots)
-        cache.values.write(values, step.inputs.slots)
+        cache.keys.write(keys, step.inputs.slots, key_scale)
+        cache.values.write(values, step.inputs.slots, value_scale)
         mixed = step.attend(
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, sink_queries
         )
@@ -259,6 +267,7 @@ class LatentAttention:
         query: hidden → heads x (nope + rope), or → rank where `query_up` follows.
         latent: hidden → kv_rank + rope.
         key_up: [heads, nope, kv_rank]; value_up: [heads, value_dim, kv_rank].
+        kv_scales: calibrated scales of an fp8 cache of latents; the first one is its.
 
     Source: DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1.
     """
@@ -275,6 +284,7 @@ class LatentAttention:
     output: Projection
     rule: AttentionRule
     rotation: Rotation
+    kv_scales: KvScales | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -298,7 +308,8 @@ class LatentAttention:
         rank = self.latent_norm.size
         key = self.rotation(latent[:, None, rank:], step)
         latent_and_key = torch.cat([self.latent_norm(latent[:, :rank])[:, None], key], dim=-1)
-        cache.keys.write(latent_and_key, step.inputs.slots)
+        scale = None if self.kv_scales is None else self.kv_scales[0]
+        cache.keys.write(latent_and_key, step.inputs.slots, scale)
         absorbed = torch.einsum("thn,hnr->thr", nope_queries, self.key_up)
         sink_queries = self.rotation.sink_queries(rope_queries, step)
         if sink_queries is not None:

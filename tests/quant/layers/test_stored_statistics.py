@@ -176,8 +176,11 @@ def test_spending_stays_within_the_budget_and_wastes_no_step(
         spend(choices, least - 1)
 
 
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 @pytest.mark.parametrize("kind", LARGEST)
-def test_scales_of_the_cache_are_those_of_the_model(tmp_path: Path, kind: str) -> None:
+def test_scales_of_the_cache_are_those_of_the_model(
+    tmp_path: Path, kind: str, strategy: Any
+) -> None:
     """Largest keys (after rotation) and values of transformers' own cache, on the calibration tokens."""
     from transformers import DynamicCache
 
@@ -191,12 +194,15 @@ def test_scales_of_the_cache_are_those_of_the_model(tmp_path: Path, kind: str) -
         format="compressed-tensors",
         compute="float32",
         kv_cache=kind,
+        kv_cache_strategy=strategy,
     )
     result = quantize(asked)
+    assert verify(result.output).status == PROVEN
     token_ids = pipeline.prepare(replace(asked, output=tmp_path / "other")).calibration.token_ids
     checkpoint = Checkpoint(result.output)
     scheme = (checkpoint.quantization_config or {})["kv_cache_scheme"]
     assert scheme["num_bits"] == 8 and scheme["type"] == "float"
+    assert scheme["strategy"] == strategy
     config = json.loads((result.output / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"] = None  # or it would quantize what is compared
     (result.output / "config.json").write_text(json.dumps(config))
@@ -208,10 +214,11 @@ def test_scales_of_the_cache_are_those_of_the_model(tmp_path: Path, kind: str) -
     for index, layer in enumerate(layers):
         for letter, states in (("k", layer.keys), ("v", layer.values)):
             stored = checkpoint.tensor(f"model.layers.{index}.self_attn.{letter}_scale")
-            assert stored.shape == (1,) and stored.dtype == torch.float32
-            assert float(stored) * LARGEST[kind] == pytest.approx(
-                float(states.abs().max()), rel=1e-3
-            )
+            per_head = strategy == "attn_head"
+            expected = states.abs().amax(dim=(0, 2, 3) if per_head else (0, 1, 2, 3))
+            assert stored.shape == ((4, 1, 1) if per_head else (1,))
+            assert stored.dtype == torch.float32
+            assert torch.allclose(stored.flatten() * LARGEST[kind], expected.view(-1), rtol=1e-3)
 
 
 def test_a_layer_worse_than_rtn_falls_back_to_rtn(
