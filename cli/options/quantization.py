@@ -202,6 +202,10 @@ class CalibrationOptions:
         ),
     ] = None
     seed: Annotated[int, typer.Option(help="Random seed of the calibration texts' order.")] = 0
+    device: Annotated[
+        str,
+        typer.Option(help="Where layers are run and solved: cpu, cuda or cuda:N."),
+    ] = "cpu"
     compute: Annotated[
         str,
         typer.Option(

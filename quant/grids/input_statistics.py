@@ -26,15 +26,15 @@ class InputStatistics:
         num_tokens: number of tokens accumulated.
     """
 
-    def __init__(self, in_features: int):
-        self.gram = torch.zeros(in_features, in_features)
-        self.abs_sum = torch.zeros(in_features)
-        self.abs_max = torch.zeros(in_features)
+    def __init__(self, in_features: int, device: torch.device | None = None):
+        self.gram = torch.zeros(in_features, in_features, device=device)
+        self.abs_sum = torch.zeros(in_features, device=device)
+        self.abs_max = torch.zeros(in_features, device=device)
         self.num_tokens = 0
 
     def add(self, inputs: torch.Tensor) -> None:
         """Accumulate `[..., in]` inputs of any float dtype."""
-        tokens = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
+        tokens = inputs.reshape(-1, inputs.shape[-1]).to(self.gram.device, torch.float32)
         with _products_of(inputs.dtype):
             for start in range(0, tokens.shape[1], _GRAM_ROWS):
                 rows = slice(start, start + _GRAM_ROWS)
@@ -92,7 +92,7 @@ def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
     Clamped at 0, since a Gram matrix is positive semidefinite.
     """
-    errors = torch.zeros(delta.shape[0], dtype=torch.float64)
+    errors = torch.zeros(delta.shape[0], dtype=torch.float64, device=delta.device)
     for first in range(0, delta.shape[0], _ERROR_ROWS):
         part, total = (one[first : first + _ERROR_ROWS] for one in (delta, errors))
         for start in range(0, delta.shape[1], _ERROR_COLUMNS):

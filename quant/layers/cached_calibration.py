@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from ..base.atomic_io import layout_of, make_folder, write_atomically, write_tensors
+from ..base.device import HOST
 from ..base.errors import BadInput
 from ..base.memory import give_back
 from ..base.progress import Progress
@@ -146,14 +147,14 @@ class StatisticsFolder:
                     continue
                 record = statistics[group[0]]
                 start = f"{split}.{group[0]}"
-                tensors |= {f"{start}.{part}": getattr(record, part) for part in _PARTS}
+                tensors |= {f"{start}.{part}": getattr(record, part).cpu() for part in _PARTS}
                 tensors[f"{start}.num_tokens"] = torch.tensor([record.num_tokens])
         if ranges is not None:
             tensors["kv_ranges"] = torch.stack([ranges.key, ranges.value])
         write_tensors(self.folder / f"{name}.safetensors", tensors, layout_of(tensors))
 
-    def read(self, name: str, family: Family) -> LayerStatistics:
-        """The statistics of a layer or of the `head`.
+    def read(self, name: str, family: Family, device: torch.device = HOST) -> LayerStatistics:
+        """The statistics of a layer or of the `head`, on a device.
 
         Raises:
             BadInput: they are missing.
@@ -171,7 +172,7 @@ class StatisticsFolder:
                     continue
                 record = InputStatistics(0)
                 for part in _PARTS:
-                    setattr(record, part, tensors[f"{start}.{part}"])
+                    setattr(record, part, tensors[f"{start}.{part}"].to(device))
                 record.num_tokens = int(tensors[f"{start}.num_tokens"])
                 statistics |= dict.fromkeys(group, record)
             splits.append(statistics)
@@ -197,7 +198,9 @@ class CachedCalibration:
         self._ranges: KvRanges | None = None
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
-        measured = self._folder.read(f"layer-{index:05d}", self._stream.family(index))
+        stream = self._stream
+        name = f"layer-{index:05d}"
+        measured = self._folder.read(name, stream.family(index), stream.device)
         self._ranges = measured.kv_ranges
         return measured
 
@@ -208,7 +211,7 @@ class CachedCalibration:
         return self._ranges
 
     def measure_head(self) -> LayerStatistics:
-        return self._folder.read("head", HEAD_FAMILY)
+        return self._folder.read("head", HEAD_FAMILY, self._stream.device)
 
     def save(self, path: Path) -> None:
         """No-op: a later run reads the folder."""

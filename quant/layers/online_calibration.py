@@ -127,7 +127,7 @@ class OnlineCalibration:
 
 def head_statistics(stream: LayerStream, states: States) -> InputStatistics:
     """Input statistics of the output projection, from the states behind the last layer."""
-    record = InputStatistics(stream.hidden_size)
+    record = InputStatistics(stream.hidden_size, stream.device)
     for inputs in stream.head_inputs(states):
         record.add(inputs)
     return record

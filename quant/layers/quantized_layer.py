@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..base.device import HOST, creating_on
 from ..base.errors import BadInput
 from ..formats.base import WeightFormat
 from ..manifest.manifest import is_worse, judged, module_record
@@ -117,6 +118,7 @@ def quantize_tensors(
         weights: its linears in float32, where they are in memory already.
     """
     began = time.perf_counter()
+    device = plan.device
     linears = [name for name in family.linears if full_name(prefix, name) in plan.modules]
     schemes = {name: plan.schemes[full_name(prefix, name)] for name in linears}
     sources = {fold.source for fold in family.folds} - set(family.linears)
@@ -126,7 +128,7 @@ def quantize_tensors(
         schemes=schemes,
         scale_dtypes={name: plan.scale_dtype(full_name(prefix, name)) for name in schemes},
         weights={
-            name: weights[name] if weights else tensors[f"{name}.weight"].to(torch.float32)
+            name: weights[name] if weights else tensors[f"{name}.weight"].to(device, torch.float32)
             for name in linears
         },
         statistics={
@@ -134,20 +136,25 @@ def quantize_tensors(
             for name in (*linears, *family.routers)
             if name in measured.statistics
         },
-        norms={name: tensors[f"{name}.weight"] for name in sources},
+        norms={name: tensors[f"{name}.weight"].to(device) for name in sources},
         norm_biases={
-            name: tensors[f"{name}.bias"] for name in sources if f"{name}.bias" in tensors
+            name: tensors[f"{name}.bias"].to(device)
+            for name in sources
+            if f"{name}.bias" in tensors
         },
         with_bias=frozenset(name for name in linears if f"{name}.bias" in tensors),
-        routers={name: tensors[f"{name}.weight"].to(torch.float32) for name in family.routers},
+        routers={
+            name: tensors[f"{name}.weight"].to(device, torch.float32) for name in family.routers
+        },
         held_out={name: one for name, one in measured.held_out.items() if name in schemes},
         remeasure=measured.remeasure,
         options=plan.options,
     )
-    with torch.no_grad():
+    with torch.no_grad(), creating_on(device):
         result = plan.method.quantize_layer(problem) if linears else LayerResult({}, {}, [])
         if revert_worse:
             result = reverted(problem, result)
+    result = _on_host(result)
     if not prefix:  # the output projection: the module's name is the linear's
         reports = [replace(report, module=report.module.lstrip(".")) for report in result.reports]
         result = replace(result, reports=reports)
@@ -158,6 +165,15 @@ def quantize_tensors(
         others[f"{name}.weight"] = tensor.to(tensors[f"{name}.weight"].dtype)
     others |= {f"{name}.bias": tensor for name, tensor in result.norm_biases.items()}
     return QuantizedLayer(prefix, result, others, time.perf_counter() - began)
+
+
+def _on_host(result: LayerResult) -> LayerResult:
+    """The result with its tensors on the host, where they are packed and written."""
+    tensors = {
+        name: {key: tensor.to(HOST) for key, tensor in getattr(result, name).items()}
+        for name in ("weights", "norms", "routers", "norm_biases")
+    }
+    return replace(result, **tensors)
 
 
 def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:

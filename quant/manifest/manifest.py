@@ -140,6 +140,7 @@ def build_manifest(
             "seed": request.seed,
             "sha256": calibration.sha256,
             "compute": str(plan.compute).removeprefix("torch."),
+            "device": plan.device.type,
         },
         "error": _error_formula(plan, request),
         "summary": asdict(summary),

@@ -47,7 +47,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
             "serve with --kv-cache-dtype int8_per_token_head (vLLM) or int8 (llmopt)"
         )
     calibration = _calibration(request, plan, notes) if request.errors else no_calibration()
-    stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute)
+    stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute, plan.device)
     ids = calibration.token_ids
     if ids.numel() and int(ids.max()) >= stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
@@ -56,6 +56,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "source": source_hashes,
         "calibration": calibration.sha256,
         "compute": str(plan.compute),
+        "device": plan.device.type,
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
     }
     statistics = None

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from ..base.device import device_of
 from ..base.errors import BadInput
 from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
 from ..calibration.sources import BUNDLED_SEQ_LEN, is_bundled
@@ -65,6 +66,7 @@ class Plan:
         parameters: of transformers' model, or why transformers has none.
         options: hyperparameters of the method.
         seq_len: tokens in a calibration sample.
+        device: where layers are run and solved.
         compute: dtype of the GEMMs of the calibration passes.
         gguf_type: name of the mix in a GGUF file; empty where none is written.
         kv_cache: dtype of the KV cache that scales are stored for; None: none are.
@@ -83,6 +85,7 @@ class Plan:
     parameters: ModelParameters | str
     options: MethodOptions
     seq_len: int
+    device: torch.device
     compute: torch.dtype
     gguf_type: str
     kv_cache: str | None
@@ -181,6 +184,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
         parameters=parameters,
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
+        device=device_of(request.device),
         compute=_compute(request, checkpoint, modules),
         gguf_type=_gguf_type(formats, schemes),
         kv_cache=_stored_kv_cache(request),
@@ -227,6 +231,7 @@ def _blocks_plan(
         parameters=parameters,
         options=request.options,
         seq_len=_seq_len(request, checkpoint),
+        device=device_of(request.device),
         compute=_compute(request, checkpoint, modules),
         gguf_type=type_name,
         kv_cache=_stored_kv_cache(request),
@@ -385,7 +390,8 @@ def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
 
 def _compute(request: QuantizeRequest, checkpoint: Checkpoint, modules: Shapes) -> torch.dtype:
     stored = [checkpoint.dtype_name(f"{module}.weight") for module in modules]
-    return compute_dtype(request.compute, TORCH_DTYPES[max(stored, key=stored.count)])
+    common = TORCH_DTYPES[max(stored, key=stored.count)]
+    return compute_dtype(request.compute, common, device_of(request.device))
 
 
 def _check_widths(

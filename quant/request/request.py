@@ -42,6 +42,7 @@ class QuantizeRequest:
         ignore: regular expressions searched in module names; matching linears are not quantized.
         lm_head: whether the output projection is quantized too.
         revert_worse: whether linears or layers with a larger error than RTN fall back to RTN.
+        device: where layers are run and solved: `cpu`, `cuda` or `cuda:N`.
         compute: dtype of the GEMMs of the calibration passes, see `layer_stream.compute_dtype`.
         stats: folder of statistics measured once, on the float model; made where it does not exist.
         target_bpw, target_bytes: budget of method `auto`: bits per quantized weight, or bytes of all
@@ -79,6 +80,7 @@ class QuantizeRequest:
     ignore: tuple[str, ...] = ()
     lm_head: bool = False
     revert_worse: bool = False
+    device: str = "cpu"
     compute: str = "auto"
     stats: Path | None = None
     target_bpw: float | None = None

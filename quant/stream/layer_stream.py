@@ -8,12 +8,13 @@ be computed in bfloat16, see `compute_dtype`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..base.device import HOST
 from ..base.errors import BadInput
 from ..base.memory import temporaries_kept
 from ..methods.base import InputStatistics
@@ -22,6 +23,7 @@ from ..model.checkpoint import Checkpoint
 from ..model.families import Family
 from .chain import Walk, chain_of
 from .forward import Call
+from .nested import with_tensors
 from .outcome import outcome_of
 from .replay import Replay
 from .states import States
@@ -39,6 +41,7 @@ class LayerStream:
         checkpoint: a plain (unquantized) checkpoint.
         architecture: its layers.
         compute: dtype of the GEMMs inside the layers; accumulation and activations are float32.
+        device: where layers are run, and their statistics kept; states between layers are on the host.
 
     Raises:
         BadInput: transformers rejects the config.
@@ -49,10 +52,12 @@ class LayerStream:
         checkpoint: Checkpoint,
         architecture: Architecture,
         compute: torch.dtype = torch.float32,
+        device: torch.device = HOST,
     ):
         self.checkpoint = checkpoint
         self.architecture = architecture
         self.compute = compute
+        self.device = device
         self._meta_model = architecture.meta_model
         self._layers = self._meta_model.layers
         self.num_layers = len(self._layers)
@@ -86,7 +91,8 @@ class LayerStream:
     def _around(self) -> Iterator[None]:
         """The weights around the layers; what fails inside is the user's to know, in a line."""
         try:
-            with self._meta_model.around:
+            # A method that runs the layer again has made the device the default; what is around it is here.
+            with self._meta_model.around, nullcontext() if self.device == HOST else HOST:
                 yield
         except BadInput:
             raise
@@ -139,6 +145,8 @@ class LayerStream:
             BadInput: the checkpoint's tensors are not those of this architecture.
         """
         self._meta_model.fill(index, tensors)
+        if self.device != HOST:
+            self._layers[index].to(self.device)
 
     def unload(self, index: int) -> None:
         """Free the weights of a layer."""
@@ -170,7 +178,14 @@ class LayerStream:
         """A layer's calls, batch by batch."""
         with self._around():
             for rows in self._batches(states):
-                yield rows, self._walk.call(index, states, rows)
+                yield rows, self._moved(self._walk.call(index, states, rows))
+
+    def _moved(self, call: Call) -> Call:
+        """A call whose tensors are on the device; lists and dicts that the layer writes into are its own."""
+        if self.device == HOST:
+            return call
+        arguments, named = with_tensors(call.told(), lambda tensor: tensor.to(self.device))
+        return Call(arguments, named)
 
     def measure(
         self, index: int, states: States, only: Collection[str] | None = None
@@ -193,7 +208,7 @@ class LayerStream:
             if not members:
                 continue
             module = self._module(index, members[0])
-            record = InputStatistics(module.weight.shape[1])
+            record = InputStatistics(module.weight.shape[1], self.device)
             statistics |= dict.fromkeys(members, record)
             handles.append(
                 module.register_forward_pre_hook(
@@ -215,7 +230,9 @@ class LayerStream:
 
     def _precision(self) -> AbstractContextManager[Any]:
         enabled = self.compute != torch.float32
-        return torch.autocast("cpu", self.compute, enabled=enabled, cache_enabled=False)
+        if not enabled:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.compute, cache_enabled=False)
 
     def remeasure(
         self,
@@ -241,7 +258,7 @@ class LayerStream:
     ) -> None:
         """Replace weights or biases of a loaded layer, by the name of the linear, norm or router."""
         for name, tensor in tensors.items():
-            getattr(self._module(index, name), leaf).data = tensor.to(torch.float32)
+            getattr(self._module(index, name), leaf).data = tensor.to(self.device, torch.float32)
 
     def _module(self, index: int, name: str) -> Any:
         """The module of a linear, norm or router."""
@@ -249,16 +266,19 @@ class LayerStream:
         return self._layers[index].get_submodule(path)
 
 
-def compute_dtype(asked: str, stored: torch.dtype) -> torch.dtype:
-    """The dtype of GEMMs: `auto` takes bfloat16 where the weights are stored in it and the CPU's bfloat16
+def compute_dtype(asked: str, stored: torch.dtype, device: torch.device = HOST) -> torch.dtype:
+    """The dtype of GEMMs: `auto` takes bfloat16 where the weights are stored in it and the device's bfloat16
     GEMM is faster than float32.
 
     Raises:
         BadInput: a value other than `auto`, `float32` and `bfloat16`.
     """
     if asked == "auto":
-        quick = stored == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
-        return torch.bfloat16 if quick else torch.float32
+        if device.type == "cuda":
+            quick = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            quick = torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if quick and stored == torch.bfloat16 else torch.float32
     if asked not in ("float32", "bfloat16"):
         raise BadInput(f"--compute {asked!r}: choose auto, float32 or bfloat16")
     return torch.float32 if asked == "float32" else torch.bfloat16
