@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,6 +38,10 @@ _FACTS, _BEGUN = "statistics.json", "begun.json"
 _HIDDEN = re.compile(r"hidden-(\d{5})\.safetensors")
 _SPLITS: tuple[str, ...] = ("calibration", "held_out")
 _PARTS = ("gram", "abs_sum", "abs_max")
+
+
+Replaced = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""Takes a layer's name and the weights of its linears, and returns others."""
 
 
 class StatisticsFolder:
@@ -78,12 +82,14 @@ class StatisticsFolder:
         *,
         head: bool,
         kv: bool,
+        replaced: Replaced | None = None,
     ) -> None:
         """Measure all layers that are not in the cache yet.
 
         Args:
             head: whether the input of the output projection is measured too.
             kv: whether the ranges of keys and values are measured too.
+            replaced: the weights behind which the next layer is measured; None: the float ones.
         """
         make_folder(self.folder, "--stats")
         header = json.dumps({"signature": self._signature}).encode()
@@ -101,7 +107,7 @@ class StatisticsFolder:
         progress.start("measuring", stream.num_layers, "layers")
         progress.advance(first)
         for index in range(first, stream.num_layers):
-            states = self._measure_layer(stream, index, states, kv=kv)
+            states = self._measure_layer(stream, index, states, kv, replaced)
             state = states[0].stored(_SPLITS[0]) | states[1].stored(_SPLITS[1])
             write_tensors(self._hidden(index + 1), state, layout_of(state))
             self._hidden(index).unlink(missing_ok=True)
@@ -117,11 +123,19 @@ class StatisticsFolder:
             path.unlink(missing_ok=True)
 
     def _measure_layer(
-        self, stream: LayerStream, index: int, states: Sequence[States], *, kv: bool
+        self,
+        stream: LayerStream,
+        index: int,
+        states: Sequence[States],
+        kv: bool,
+        replaced: Replaced | None,
     ) -> list[States]:
         """Write what enters the linears of a layer; returns the states behind it."""
         stream.load(index, stream.tensors(index))
         records = [stream.measure(index, part) if len(part) else {} for part in states]
+        if replaced is not None:
+            weights = stream.weights(index, stream.family(index).linears)
+            stream.substitute(index, replaced(stream.prefix(index), weights))
         ranges = KvRanges(stream.is_latent) if kv else None
         cache = {"past_key_values": ranges} if kv else {}
         following = [stream.run(index, part, in_place=True, **cache) for part in states]

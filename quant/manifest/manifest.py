@@ -125,6 +125,7 @@ def build_manifest(
         "scheme": plan.label,
         "options": _options(request),
         "ignored": list(plan.ignored),
+        **({} if plan.search is None else {"search": plan.search}),
         "calibration": {
             "source": calibration.source,
             "samples": samples,
@@ -188,7 +189,7 @@ def _error_formula(plan: Plan, request: QuantizeRequest) -> str:
     """How the errors are defined: X is what the method was calibrated on."""
     if not request.errors:
         return "not measured"
-    if request.stats is not None or request.method == "auto":
+    if request.stats is not None:
         return f"{_ERROR_FORMULA}, X from the float model"
     if plan.method.sequential and plan.options.true_sequential:
         return (

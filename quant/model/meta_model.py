@@ -187,6 +187,19 @@ class MetaModel:
         layer.load_state_dict(zeros, assign=True)
         self._empty[index] = held
 
+    def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the output projection, in their stored dtype.
+
+        Raises:
+            BadInput: the model has none, or the checkpoint lacks it.
+        """
+        head = self.model.get_output_embeddings()
+        path = next((name for name, module in self.model.named_modules() if module is head), None)
+        if head is None or path is None:
+            raise BadInput(f"{self.checkpoint.folder}: the model has no output projection")
+        bias = getattr(head, "bias", None)
+        return self._read(f"{path}.weight"), None if bias is None else self._read(f"{path}.bias")
+
     def _read(self, name: str) -> torch.Tensor:
         """A tensor of a module outside the layers, floats in their stored dtype.
 

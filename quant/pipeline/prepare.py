@@ -22,7 +22,7 @@ from ..plan.plan import Plan, QuantizeRequest, make_plan
 from ..request.selection import Shapes
 from ..stream.kv_scales import INT8_CACHE
 from ..stream.layer_stream import LayerStream
-from .sensitivity import mixed_plan
+from .sensitivity import mixed_plan, search_of
 from .session import Session
 
 BUNDLED_EVALUATION = DATA / "evaluation.txt"
@@ -60,15 +60,10 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
     }
     statistics = None
-    if (folder := statistics_path(request)) is not None:
-        statistics = StatisticsFolder(folder, _digest(measured))
+    if request.stats is not None:
+        statistics = StatisticsFolder(request.stats, _digest(measured))
     if request.method == AUTO:
-        assert statistics is not None
-        if not statistics.complete:
-            statistics.measure(
-                stream, calibration, progress, head=plan.lm_head, kv=plan.kv_cache is not None
-            )
-        plan = mixed_plan(plan, request.target_bpw, request.target_bytes, statistics, progress)
+        plan = _searched(request, plan, stream, calibration, statistics, measured, progress)
     facts = measured | {
         "errors": request.errors,
         "model_name": request.model_name,
@@ -126,6 +121,32 @@ def _calibration(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Cali
     if plan.method.needs_statistics:
         notes += _few_tokens(plan.modules, calibration.token_ids.numel())
     return calibration
+
+
+def _searched(
+    request: QuantizeRequest,
+    plan: Plan,
+    stream: LayerStream,
+    calibration: Calibration,
+    stored: StatisticsFolder | None,
+    measured: dict[str, Any],
+    progress: Progress,
+) -> Plan:
+    """The plan with the schemes that `auto` chooses, by `--stats` where they are given, or else by statistics
+    behind layers that are rounded already, which are kept beside the output until the run is done."""
+    search = search_of(plan, request.target_bpw, request.target_bytes)
+    folder, replaced = stored, None
+    if folder is None:
+        path = statistics_path(request)
+        assert path is not None
+        uniform = {name: scheme_record(s) for name, s in search.schemes[search.uniform].items()}
+        folder = StatisticsFolder(path, _digest(measured | {"behind": uniform}))
+        replaced = search.round_uniform
+    if not folder.complete:
+        kv = plan.kv_cache is not None
+        folder.measure(stream, calibration, progress, head=plan.lm_head, kv=kv, replaced=replaced)
+    checked = calibration.held_out if len(calibration.held_out) else calibration.token_ids
+    return mixed_plan(search, folder, stream, checked, progress)
 
 
 def _few_tokens(modules: Shapes, num_tokens: int) -> list[str]:

@@ -3,6 +3,8 @@
 Linears that servers fuse into one matrix (q/k/v, gate/up) are one choice. For each choice and candidate
 (bits and group size) the relative output error on the calibration data is measured; bytes are then spent
 greedily where they reduce most error per byte. No gradients are needed: the Gram matrices give the errors.
+They are measured behind the layers before, rounded to one scheme of the same size, and the choice must have a
+smaller KL divergence than that scheme.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from ..base.progress import Progress
 from ..base.scheme import IntScheme, Scheme
 from ..layers.cached_calibration import StatisticsFolder
 from ..layers.quantized_layer import HEAD_FAMILY, LayerStatistics
-from ..methods.base import LayerProblem
-from ..methods.rounding import round_weight
 from ..plan.plan import Plan, check_plan
+from ..stream.layer_stream import LayerStream
+from .divergence import divergences, round_layer, rounded
 from .preflight import module_sizes, unquantized_bytes
 
 # Servers have kernels for 4 and 8 bits; fewer bits are tried only if the target requires them.
@@ -93,18 +95,8 @@ def _errors(
         weight = plan.checkpoint.tensor(f"{module}.weight").to(torch.float32)
         statistics = measured.statistics[linear]
         for number, candidate in enumerate(schemes):
-            problem = LayerProblem(
-                prefix=prefix.rstrip("."),
-                family=HEAD_FAMILY,
-                schemes={linear: candidate[module]},
-                scale_dtypes={linear: plan.scale_dtype(module)},
-                weights={linear: weight},
-                statistics={linear: statistics},
-                norms={},
-                with_bias=frozenset(),
-            )
-            rounded = round_weight(problem, linear, weight).dequantize()
-            lost[number] += statistics.relative_error(weight, rounded)
+            values = rounded(plan, candidate[module], module, weight)
+            lost[number] += statistics.relative_error(weight, values)
     return tuple(lost)
 
 
@@ -165,7 +157,7 @@ def _candidates(
         if all(columns % size == 0 for _, columns in plan.modules.values())
     ]
     base = {name: scheme for name, scheme in plan.schemes.items() if isinstance(scheme, IntScheme)}
-    found = []
+    candidates = []
     for bits in widths:
         sizes = divided or sorted({scheme.group_size for scheme in base.values()})
         for group_size in sizes:
@@ -177,21 +169,47 @@ def _candidates(
             for weight_format in plan.formats:
                 for name, shape in plan.modules.items():
                     weight_format.check(name, *shape, kind[name])
-            found.append((kind, module_sizes(mixed, plan.format)))
-    return sorted(found, key=lambda pair: sum(pair[1].values()))
+            candidates.append((kind, module_sizes(mixed, plan.format)))
+    return sorted(candidates, key=lambda pair: sum(pair[1].values()))
 
 
-def mixed_plan(
-    plan: Plan,
-    target_bpw: float | None,
-    target_bytes: int | None,
-    folder: StatisticsFolder,
-    progress: Progress,
-) -> Plan:
-    """The plan with the bits and group sizes of least error under the target.
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Candidate schemes under a target: one scheme for all linears, each the smallest first.
+
+    Attributes:
+        budget: bytes that the linears may take.
+        schemes, sizes: of every module under each candidate, and its bytes.
+        uniform: the largest candidate within the budget.
+    """
+
+    plan: Plan
+    budget: int
+    schemes: tuple[dict[str, Scheme], ...]
+    sizes: tuple[dict[str, int], ...]
+    uniform: int
+
+    def round_uniform(
+        self, prefix: str, weights: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """A layer's weights rounded to the uniform scheme, behind which later layers are measured."""
+        return round_layer(self.plan, self.schemes[self.uniform], prefix, weights)
+
+    def bits_per_weight(self, schemes: Mapping[str, Scheme]) -> float:
+        """Of schemes that are each one of the candidates'."""
+        weights = sum(rows * columns for rows, columns in self.plan.modules.values())
+        spent = 0
+        for module, scheme in schemes.items():
+            kinds = zip(self.schemes, self.sizes, strict=True)
+            spent += next(sizes[module] for kind, sizes in kinds if kind.get(module) == scheme)
+        return spent * 8 / weights
+
+
+def search_of(plan: Plan, target_bpw: float | None, target_bytes: int | None) -> Search:
+    """The candidates under a target.
 
     Raises:
-        BadInput: the target is too small, or a format cannot mix widths.
+        BadInput: the target is too small for every one.
     """
     weights = sum(rows * columns for rows, columns in plan.modules.values())
     if target_bpw is not None:
@@ -202,20 +220,56 @@ def mixed_plan(
     kinds = _candidates(plan, SERVED_BITS)
     if sum(kinds[0][1].values()) > budget:
         kinds = _candidates(plan, ALL_BITS)
-    sizes = [size for _, size in kinds]
-    kinds = [kind for kind, _ in kinds]
-    choices = measure_choices(plan, kinds, sizes, folder, progress)
-    chosen = spend(choices, budget)
-    schemes = dict(plan.schemes)
+    fitting = [number for number, (_, size) in enumerate(kinds) if sum(size.values()) <= budget]
+    if not fitting:
+        least = sum(kinds[0][1].values())
+        raise BadInput(
+            f"the target is too small: with the fewest bits everywhere the linears take {least:,} "
+            f"bytes, and {max(budget, 0):,} are left for them"
+        )
+    schemes, sizes = zip(*kinds, strict=True)
+    return Search(plan, budget, schemes, sizes, fitting[-1])
+
+
+def mixed_plan(
+    search: Search,
+    folder: StatisticsFolder,
+    stream: LayerStream,
+    token_ids: torch.Tensor,
+    progress: Progress,
+) -> Plan:
+    """The plan with the bits and group sizes of least error under the target, where its KL divergence on
+    `token_ids` is below that of the uniform scheme; else the uniform plan.
+
+    Raises:
+        BadInput: a format cannot mix widths.
+    """
+    plan = search.plan
+    choices = measure_choices(plan, search.schemes, search.sizes, folder, progress)
+    chosen = spend(choices, search.budget)
+    mixed, uniform = dict(plan.schemes), dict(plan.schemes) | search.schemes[search.uniform]
     for choice, number in zip(choices, chosen, strict=True):
-        schemes |= {module: kinds[number][module] for module in choice.modules}
-    mixed = replace(plan, schemes=schemes)
-    check_plan(mixed)
-    spent = sum(choice.bytes[number] for choice, number in zip(choices, chosen, strict=True))
+        mixed |= {module: search.schemes[number][module] for module in choice.modules}
+    check_plan(replace(plan, schemes=mixed))
+    losses = divergences(plan, stream, token_ids, (mixed, uniform), progress)
+    is_mixed = losses[0] < losses[1]
+    schemes = mixed if is_mixed else uniform
+    sizes = [search.bits_per_weight(kind) for kind in (mixed, uniform)]
+    weights = sum(rows * columns for rows, columns in plan.modules.values())
     counts = Counter(scheme.label for scheme in schemes.values())
     shares = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
-    note = (
-        f"note: {spent * 8 / weights:.3f} bits per weight of at most {budget * 8 / weights:.3f}: "
-        f"{shares}"
+    label = next(iter(search.schemes[search.uniform].values())).label
+    notes = (
+        f"note: {sizes[0 if is_mixed else 1]:.3f} bits per weight of at most "
+        f"{search.budget * 8 / weights:.3f}: {shares}",
+        f"note: KL from the float model on {token_ids.numel():,} tokens, rounded to nearest: mixed "
+        f"{losses[0]:.4g} at {sizes[0]:.3f} bits, {label} everywhere {losses[1]:.4g} at {sizes[1]:.3f}: "
+        f"{'mixed' if is_mixed else 'uniform'} is taken",
     )
-    return replace(mixed, notes=(*plan.notes, note))
+    record = {
+        "kl_tokens": token_ids.numel(),
+        "mixed": {"bits_per_weight": sizes[0], "kl": losses[0]},
+        "uniform": {"scheme": label, "bits_per_weight": sizes[1], "kl": losses[1]},
+        "taken": "mixed" if is_mixed else "uniform",
+    }
+    return replace(plan, schemes=schemes, notes=(*plan.notes, *notes), search=record)

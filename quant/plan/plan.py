@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -72,6 +72,7 @@ class Plan:
         kv_cache: dtype of the KV cache that scales are stored for; None: none are.
         kv_cache_strategy: how many scales a layer has, see `QuantizeRequest`.
         notes: choices made for the user, one line each.
+        search: what method `auto` compared, for the manifest.
     """
 
     checkpoint: Checkpoint
@@ -91,6 +92,7 @@ class Plan:
     kv_cache: str | None
     kv_cache_strategy: KvStrategy
     notes: tuple[str, ...]
+    search: dict[str, Any] | None = None
 
     @property
     def num_layers(self) -> int:

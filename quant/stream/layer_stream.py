@@ -120,6 +120,10 @@ class LayerStream:
             for rows in self._batches(states):
                 yield self._walk.head_input(states, rows)
 
+    def head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight `[vocabulary, hidden]` and bias of the output projection, as stored."""
+        return self._meta_model.output_projection()
+
     def _rows(self, token_ids: torch.Tensor) -> int:
         """Batch size: samples `[samples, length]` per forward."""
         return self._walk.max_rows or max(1, TOKENS_PER_BATCH // max(1, token_ids.shape[1]))

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llmopt.quant.base import atomic_io
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.pipeline import pipeline
+from llmopt.quant.pipeline import pipeline, sensitivity
+from llmopt.quant.pipeline.divergence import divergences
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
 from llmopt.quant.pipeline.sensitivity import Choice, spend
 from llmopt.quant.plan.plan import QuantizeRequest
@@ -123,7 +125,8 @@ def test_mixed_precision_keeps_its_target_and_beats_one_width(
     result = quantize(auto)
     summary = result.manifest["summary"]
     assert summary["bits_per_weight"] <= uniform["bits_per_weight"]
-    assert summary["error"] < uniform["error"]
+    assert summary["error"] <= uniform["error"]
+    _check_search(result)
     assert any("bits per weight of at most" in note for note in result.notes)
     assert not any("vLLM refuses" in note for note in result.notes)
     assert verify(result.output).status == PROVEN
@@ -135,10 +138,53 @@ def test_mixed_precision_keeps_its_target_and_beats_one_width(
     assert result.manifest["options"]["target_bytes"] == target
 
 
+def _check_search(result: QuantizeResult) -> dict[str, Any]:
+    """The record of what was compared: what is taken has the smaller KL, and the notes say so."""
+    search = result.manifest["search"]
+    assert search["taken"] == min(("mixed", "uniform"), key=lambda kind: search[kind]["kl"])
+    taken = search[search["taken"]]["bits_per_weight"]
+    assert taken == pytest.approx(result.manifest["summary"]["bits_per_weight"], abs=0.01)
+    assert any(note.endswith(f"{search['taken']} is taken") for note in result.notes)
+    return search
+
+
 def test_mixed_precision_leaves_no_statistics_behind(tmp_path: Path) -> None:
-    asked = replace(request(tmp_path, "out", num_samples=2), method="auto", target_bpw=5.0)
-    quantize(asked)
+    asked = replace(request(tmp_path, "out", num_samples=2), method="auto", target_bpw=5.5)
+    result = quantize(asked)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    search = _check_search(result)
+    # No scheme alone is of this size, and bits that can be spent help.
+    assert search["taken"] == "mixed"
+    assert search["uniform"]["bits_per_weight"] < 4.6 < search["mixed"]["bits_per_weight"] <= 5.5
+    assert "behind the quantized linears" in result.manifest["error"]
+
+
+def test_a_choice_that_is_worse_by_kl_gives_way_to_one_scheme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "divergences", lambda *_: [0.2, 0.1])
+    asked = request(tmp_path, "out", num_samples=2, format="compressed-tensors")
+    result = quantize(replace(asked, method="auto", target_bpw=5.5))
+    assert result.manifest["search"]["taken"] == "uniform"
+    assert result.manifest["scheme"] == result.manifest["search"]["uniform"]["scheme"]
+
+
+def test_divergence_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    """Against transformers' logits of both models, in float32."""
+    asked = request(
+        tmp_path, "out", method="rtn", format="compressed-tensors", compute="float32", held_out=0
+    )
+    result = quantize(asked)
+    session = pipeline.prepare(replace(asked, output=tmp_path / "other"))
+    ids = session.calibration.token_ids[:2]
+    (ours,) = divergences(session.plan, session.stream, ids, [session.plan.schemes], Silent())
+    logs = []
+    for folder in (STORIES, result.output):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.inference_mode():
+            logs.append(model(ids).logits.log_softmax(-1))
+    expected = float((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean())
+    assert ours == pytest.approx(expected, rel=1e-2)
 
 
 @given(
