@@ -16,7 +16,7 @@ from ..base.scheme import Scheme, scheme_record
 from ..formats.base import WeightFormat
 from ..formats.registry import FORMATS
 from ..gguf.assemble import assemble, gguf_name
-from ..gguf.mix import GGUF_TYPES
+from ..gguf.mix import mix_of
 from ..manifest.conversion import Conversion, conversion_card
 from ..manifest.journal import sha256_of, sha256_of_file
 from ..manifest.manifest import CARD_NAME, MANIFEST_NAME, describe_files, tensor_bytes, to_json
@@ -194,9 +194,7 @@ class _Job:
             write_atomically(self._work / path.name, path.read_bytes())
         write_atomically(self._work / "config.json", to_json(config))
         blocks = [self._target.config({"m": s}, [])["types"]["m"] for s in self._schemes.values()]
-        type_name = max(dict.fromkeys(blocks), key=blocks.count)
-        if type_name not in GGUF_TYPES:
-            type_name = f"{type_name}_M"
+        type_name = mix_of(max(dict.fromkeys(blocks), key=blocks.count))
         shards = Checkpoint(self._work)
         assemble(shards, [], self._work / gguf_name(name, type_name), self._schemes, type_name)
         used = set(shards.shard_of.values())

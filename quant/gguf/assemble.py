@@ -17,7 +17,7 @@ from ..ggml.blocks import quantize_blocks
 from ..model.checkpoint import Checkpoint
 from .architecture import ROPE_FACTORS, architecture_keys, permuted_heads, rope_factors
 from .container import TensorToWrite, write_gguf
-from .mix import GGUF_TYPES, embedding_type, output_type
+from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
 from .names import to_gguf, to_interleaved
 from .tokenizer import tokenizer_keys
 
@@ -69,7 +69,7 @@ def assemble(
     metadata = {
         **architecture_keys(config),
         "general.name": output.stem,
-        "general.file_type": GGUF_TYPES[type_name][1],
+        "general.file_type": GGUF_TYPES[mix_name(type_name)][1],
         "general.quantization_version": 2,
         **tokenizer_keys(source.folder, int(config["vocab_size"])),
     }

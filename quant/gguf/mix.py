@@ -1,12 +1,14 @@
-"""The block type of each weight: llama.cpp's rules for its mixes (Q4_K_M, ...)."""
+"""The block type of each weight: llama.cpp's rules for its mixes (`llama_tensor_get_type`, Q4_K_M, ...)."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..base.errors import BadInput
 from ..base.scheme import GGUF_BLOCKS, GgufScheme
+from .mix_rules import Category, ModelShape, category_of, default_embedding, default_head, wanted
+from .names import to_gguf
 
 # The type that most weights of a mix have, and llama.cpp's number for `general.file_type`.
 GGUF_TYPES = {
@@ -15,29 +17,46 @@ GGUF_TYPES = {
     "Q5_0": ("Q5_0", 8),
     "Q5_1": ("Q5_1", 9),
     "Q8_0": ("Q8_0", 7),
-    "Q4_K": ("Q4_K", 14),
-    "Q5_K": ("Q5_K", 16),
-    "Q6_K": ("Q6_K", 18),
+    "Q4_K_S": ("Q4_K", 14),
     "Q4_K_M": ("Q4_K", 15),
+    "Q5_K_S": ("Q5_K", 16),
     "Q5_K_M": ("Q5_K", 17),
+    "Q6_K": ("Q6_K", 18),
 }
+# What llama.cpp's own quantizer takes these names for.
+ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 DEFAULT_GGUF_TYPE = "Q4_K_M"
 
 # llama.cpp's fallback types where rows are no multiple of 256.
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_HEAD_TYPES = {"Q8_0": "Q8_0"}  # all others: Q6_K
-_SENSITIVE = ("self_attn.v_proj", "mlp.down_proj")
+
+
+def mix_name(type_name: str) -> str:
+    """The mix that a name means: `Q4_K_M` for `Q4_K`, as in llama.cpp.
+
+    Raises:
+        BadInput: no such type.
+    """
+    name = ALIASES.get(type_name, type_name)
+    if name not in GGUF_TYPES:
+        raise BadInput(f"no GGUF type {type_name!r}: choose one of {', '.join(GGUF_TYPES)}")
+    return name
+
+
+def mix_of(block: str) -> str:
+    """The mix of a file whose weights are mostly of one block type."""
+    name = ALIASES.get(block, block)
+    if GGUF_TYPES.get(name, ("", 0))[0] == block:
+        return name
+    return next(mix for mix, (default, _) in GGUF_TYPES.items() if default == block)
 
 
 def mix(
-    type_name: str, modules: Mapping[str, tuple[int, int]], num_layers: int
+    type_name: str, modules: Mapping[str, tuple[int, int]], shape: ModelShape
 ) -> dict[str, GgufScheme]:
     """The scheme of each linear of the decoder layers, and of `lm_head` where it is among them.
 
-    In the mixes that end in `_M`, `v_proj` and `down_proj` get Q6_K in the first and the last eighth of
-    the layers and in every third between. Where a type does not fit the width, the next larger type
-    with blocks of 32 replaces it.
+    Where a type does not fit the width, llama.cpp's fallback with blocks of 32 replaces it.
 
     Args:
         type_name: one of `GGUF_TYPES`.
@@ -49,39 +68,41 @@ def mix(
     Raises:
         BadInput: no such type.
     """
-    _known(type_name)
     chosen = {
-        name: fitting(_wanted(type_name, name, num_layers), in_features)
-        for name, (_, in_features) in modules.items()
+        name: fitting(block, modules[name][1])
+        for name, block in _wanted(type_name, modules, shape).items()
     }
     return {name: GgufScheme(block) for name, block in chosen.items() if block is not None}
 
 
-def mix_notes(type_name: str, modules: Mapping[str, tuple[int, int]], num_layers: int) -> list[str]:
+def mix_notes(
+    type_name: str, modules: Mapping[str, tuple[int, int]], shape: ModelShape
+) -> list[str]:
     """One line for each kind of fallback that `mix` made."""
-    _known(type_name)
     counts: dict[tuple[str, str | None, int], int] = {}
-    for name, (_, in_features) in modules.items():
-        wanted = _wanted(type_name, name, num_layers)
-        used = fitting(wanted, in_features)
-        if used != wanted:
-            key = wanted, used, in_features
+    for name, block in _wanted(type_name, modules, shape).items():
+        in_features = modules[name][1]
+        used = fitting(block, in_features)
+        if used != block:
+            key = block, used, in_features
             counts[key] = counts.get(key, 0) + 1
     return [
-        f"note: {count} linears have {width} inputs, which {wanted} does not fit: "
+        f"note: {count} linears have {width} inputs, which {block} does not fit: "
         + (f"they become {used}" if used else "they stay unquantized")
-        for (wanted, used, width), count in counts.items()
+        for (block, used, width), count in counts.items()
     ]
 
 
 def output_type(type_name: str, in_features: int) -> str | None:
     """The block type of the output head, and of a tied embedding; None: none fits."""
-    return fitting(_HEAD_TYPES.get(type_name, "Q6_K"), in_features)
+    name = mix_name(type_name)
+    return fitting(default_head(name, GGUF_TYPES[name][0], in_features), in_features)
 
 
 def embedding_type(type_name: str, in_features: int) -> str | None:
     """The block type of an untied embedding; None: none fits."""
-    return fitting(_known(type_name), in_features)
+    name = mix_name(type_name)
+    return fitting(default_embedding(name, GGUF_TYPES[name][0]), in_features)
 
 
 def fitting(block: str, in_features: int) -> str | None:
@@ -92,19 +113,44 @@ def fitting(block: str, in_features: int) -> str | None:
     return None
 
 
-def _known(type_name: str) -> str:
-    if type_name not in GGUF_TYPES:
-        raise BadInput(f"no GGUF type {type_name!r}: choose one of {', '.join(GGUF_TYPES)}")
-    return GGUF_TYPES[type_name][0]
+@dataclass(slots=True)
+class _Counts:
+    """Tensors of a category that were seen before this one, as llama.cpp's rules count layers."""
+
+    seen: dict[Category, int] = field(default_factory=dict)
+
+    def next(self, category: Category) -> int:
+        number = self.seen.get(category, 0)
+        self.seen[category] = number + 1
+        return number
 
 
-def _wanted(type_name: str, module: str, num_layers: int) -> str:
-    """The block type of a linear by the mix's rules, before width fallbacks."""
-    if module == "lm_head":
-        return _HEAD_TYPES.get(type_name, "Q6_K")
-    layer = _LAYER.match(module)
-    if type_name.endswith("_M") and module.endswith(_SENSITIVE) and layer:
-        index, eighth = int(layer[1]), num_layers // 8
-        if index < eighth or index >= 7 * num_layers // 8 or (index - eighth) % 3 == 2:
-            return "Q6_K"
-    return _known(type_name)
+def _wanted(
+    type_name: str, modules: Mapping[str, tuple[int, int]], shape: ModelShape
+) -> dict[str, str]:
+    """The block type of each linear by the mix's rules, before width fallbacks."""
+    name = mix_name(type_name)
+    default = GGUF_TYPES[name][0]
+    # The experts of a layer are one tensor, and so share one type.
+    tensors: dict[str, list[str]] = {}
+    for module in modules:
+        tensors.setdefault(to_gguf(module) or module, []).append(module)
+    ordered = sorted(tensors, key=_file_order)
+    categories = {tensor: category_of(tensor) for tensor in ordered}
+    values = sum(category is Category.ATTENTION_V for category in categories.values())
+    counts, chosen = _Counts(), {}
+    for tensor in ordered:
+        category = categories[tensor]
+        if category is Category.OUTPUT:
+            block = default_head(name, default, modules[tensors[tensor][0]][1])
+        else:
+            number = counts.next(category)
+            block = wanted(name, default, category, tensor, number, values, shape)
+        chosen |= dict.fromkeys(tensors[tensor], block)
+    return {module: chosen[module] for module in modules}
+
+
+def _file_order(tensor: str) -> tuple[int, str]:
+    """llama.cpp's order: by layer, then by name."""
+    parts = tensor.split(".")
+    return (int(parts[1]), tensor) if parts[0] == "blk" else (-1, tensor)

@@ -15,8 +15,10 @@ from ..calibration.sources import BUNDLED_SEQ_LEN, is_bundled
 from ..formats.base import WeightFormat
 from ..formats.gguf_integer import block_type_of
 from ..formats.registry import FORMATS
+from ..gguf.architecture import architecture_of as gguf_architecture
 from ..gguf.assemble import check_source
-from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_notes
+from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes
+from ..gguf.mix_rules import shape_of
 from ..methods.base import Method, MethodOptions, SchemeOptions
 from ..methods.options import refuse_knobs
 from ..methods.registry import METHODS
@@ -213,11 +215,15 @@ def _blocks_plan(
     """A plan for a GGUF file of one of llama.cpp's mixes."""
     if request.overrides or request.scheme_options != SchemeOptions():
         raise BadInput("--gguf-type decides the bits of every weight: leave the other options out")
-    type_name = request.gguf_type or DEFAULT_GGUF_TYPE
+    type_name = mix_name(request.gguf_type or DEFAULT_GGUF_TYPE)
     checkpoint, architecture, modules, ignored = _selected(request)
     parameters = model_parameters(checkpoint)
-    num_layers = len(architecture.layers)
-    schemes: dict[str, Scheme] = dict(mix(type_name, modules, num_layers))
+    shape = shape_of(
+        checkpoint.config,
+        gguf_architecture(checkpoint.config),
+        has_importance=request.errors or method.name != "rtn",
+    )
+    schemes: dict[str, Scheme] = dict(mix(type_name, modules, shape))
     if not schemes:
         raise BadInput(f"no linear of {request.model} has inputs in whole blocks of 32")
     misfits = tuple(name for name in modules if name not in schemes)
@@ -241,7 +247,7 @@ def _blocks_plan(
         notes=(),
     )
     check_plan(plan)
-    notes = mix_notes(type_name, modules, num_layers)
+    notes = mix_notes(type_name, modules, shape)
     return replace(plan, notes=(*notes, *architecture.notes))
 
 

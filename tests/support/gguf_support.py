@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from llmopt.quant.formats.gguf import GgufFormat
 from llmopt.quant.ggml.blocks import quantize_blocks
+from llmopt.quant.gguf.architecture import architecture_of
 from llmopt.quant.gguf.assemble import assemble, gguf_name
 from llmopt.quant.gguf.mix import mix
+from llmopt.quant.gguf.mix_rules import shape_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.tensors.gguf import GgufTensor
 from llmopt.recipes import MODELS
@@ -114,7 +116,8 @@ def linears_of(source: Checkpoint) -> dict[str, tuple[int, int]]:
 def write_model(model: Path, folder: Path, type_name: str) -> Path:
     """`model` rounded to a GGUF type, as one file in `folder`."""
     source = Checkpoint(model)
-    schemes = mix(type_name, linears_of(source), int(source.config["num_hidden_layers"]))
+    shape = shape_of(source.config, architecture_of(source.config))
+    schemes = mix(type_name, linears_of(source), shape)
     folder.mkdir(parents=True, exist_ok=True)
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in source.tensors("model.layers."):

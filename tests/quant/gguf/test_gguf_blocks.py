@@ -15,7 +15,6 @@ from llmopt.quant.base.scheme import GGUF_BLOCKS, GgufScheme, IntScheme
 from llmopt.quant.formats.gguf_integer import block_type_of, gguf_to_int, int_to_gguf
 from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.ggml.k_blocks import pack_affine
-from llmopt.quant.gguf.mix import GGUF_TYPES, mix, mix_notes, output_type
 from llmopt.quant.grids.block_grid import round_to_blocks
 from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.tensors.gguf import GgufTensor
@@ -195,37 +194,6 @@ def test_what_does_not_fit_is_refused():
         int_to_gguf(odd)
     with pytest.raises(BadInput, match="Q4_K"):
         gguf_to_int(GgufTensor(quantize_blocks(sample(), "Q4_K"), GgufScheme("Q4_K")))
-
-
-def test_the_mixes_are_llama_cpps():
-    modules = {
-        f"model.layers.{layer}.{linear}": (256, 256)
-        for layer in range(32)
-        for linear in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.up_proj")
-    }
-    schemes = mix("Q4_K_M", modules, 32)
-    better = [i for i in range(32) if schemes[f"model.layers.{i}.mlp.down_proj"].type == "Q6_K"]
-    # As in llama.cpp's files of 32 layers.
-    assert better == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
-    assert schemes["model.layers.0.self_attn.v_proj"].type == "Q6_K"
-    assert schemes["model.layers.0.self_attn.q_proj"].type == "Q4_K"
-    assert {s.type for s in mix("Q5_K_M", modules, 32).values()} == {"Q5_K", "Q6_K"}
-    assert {s.type for s in mix("Q4_K", modules, 32).values()} == {"Q4_K"}
-    assert mix_notes("Q4_K_M", modules, 32) == []
-    assert output_type("Q4_0", 256) == "Q6_K" and output_type("Q8_0", 256) == "Q8_0"
-
-
-def test_widths_that_a_type_does_not_fit():
-    modules = {"model.layers.0.mlp.down_proj": (64, 96), "model.layers.0.mlp.up_proj": (64, 40)}
-    assert mix("Q4_K", modules, 1) == {"model.layers.0.mlp.down_proj": GgufScheme("Q5_0")}
-    assert mix("Q4_K_M", modules, 1)["model.layers.0.mlp.down_proj"] == GgufScheme("Q8_0")
-    assert mix("Q5_K", modules, 1)["model.layers.0.mlp.down_proj"] == GgufScheme("Q5_1")
-    first, second = mix_notes("Q4_K", modules, 1)
-    assert "96 inputs" in first and "Q5_0" in first
-    assert "40 inputs" in second and "stay unquantized" in second
-    with pytest.raises(BadInput, match="no GGUF type"):
-        mix("Q2_K", modules, 1)
-    assert "Q4_K_M" in GGUF_TYPES
 
 
 def test_rounding_takes_its_importance_from_the_inputs():
