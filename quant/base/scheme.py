@@ -283,8 +283,8 @@ class GgufScheme:
 
     @property
     def bits(self) -> int:
-        """Bits per code: the digit of the name."""
-        return int(self.type[1])
+        """Bits per code: the first digit of the name."""
+        return next(int(letter) for letter in self.type if letter.isdigit())
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
         """Bits of a block over its weights."""
@@ -304,6 +304,8 @@ GGUF_BLOCKS = {
     "Q5_0": (32, 22),
     "Q5_1": (32, 24),
     "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from ..base.errors import BadInput
 from ..base.scheme import GGUF_BLOCKS
 from .k_blocks import dequantize_affine, dequantize_signed
-from .k_search import quantize_affine, quantize_signed
+from .k_quants import quantize_k
+from .k_small_blocks import dequantize_q2, dequantize_q3
 from .simple_blocks import dequantize_simple, quantize_simple
 
 # Weights per chunk: the search's temporaries stay in the processor's cache.
@@ -58,25 +62,30 @@ def quantize_blocks(
 
 def dequantize_blocks(data: torch.Tensor, type_name: str) -> torch.Tensor:
     """Dequantize uint8 `[out, row bytes]` to float32 `[out, in]`."""
-    width, block_bytes = GGUF_BLOCKS[type_name]
+    _, block_bytes = GGUF_BLOCKS[type_name]
     blocks = data.reshape(-1, block_bytes)
-    if width == 32:
-        weights = dequantize_simple(blocks, type_name)
-    elif type_name == "Q6_K":
-        weights = dequantize_signed(blocks)
-    else:
-        weights = dequantize_affine(blocks, int(type_name[1]))
-    return weights.view(data.shape[0], -1)
+    return _DEQUANTIZE[type_name](blocks).view(data.shape[0], -1)
+
+
+_DEQUANTIZE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **{
+        name: partial(dequantize_simple, type_name=name)
+        for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+    },
+    "Q2_K": dequantize_q2,
+    "Q3_K": dequantize_q3,
+    "Q4_K": partial(dequantize_affine, bits=4),
+    "Q5_K": partial(dequantize_affine, bits=5),
+    "Q6_K": dequantize_signed,
+}
 
 
 def _quantize(
     blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
 ) -> torch.Tensor:
-    if blocks.shape[1] == 32:
-        return quantize_simple(blocks, type_name)
-    if type_name == "Q6_K":
-        return quantize_signed(blocks, importance)
-    return quantize_affine(blocks, importance, int(type_name[1]))
+    if type_name.endswith("_K"):
+        return quantize_k(blocks, type_name, importance)
+    return quantize_simple(blocks, type_name)
 
 
 def _usable_importance(importance: torch.Tensor) -> torch.Tensor | None:

@@ -2,185 +2,168 @@
 
 After ggml's `make_qkx2_quants` and `make_qx_quants`: several step sizes around the min-max one are tried;
 each gives codes, the codes give the least-squares scale (and offset), and the best is kept. The sub-blocks'
-scales are then quantized to 6 (Q6_K: 8) bits under one super-block scale, codes are recomputed on the stored
-grid, and the super-block's scales are refitted to those codes where that helps.
+scales are then quantized under one super-block scale, neighbouring scale codes are tried on the stored grid,
+and the super-block's scales are refitted to the codes where that helps.
 
 Shapes: a block of 256 weights is `[runs, width]` (sub-blocks, weights), with any leading dimensions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
+from typing import NamedTuple
+
 import torch
 
-from .k_blocks import pack_affine, pack_signed
+from .fit import Nearest, fit_affine, fit_positive, fit_signed, half, reciprocal
 
-_AFFINE_SHIFTS = tuple(step / 10 for step in range(-10, 11))
-_SIGNED_SHIFTS = tuple(step / 10 for step in range(-9, 10))
-_SCALE_SHIFTS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0)
+_NEIGHBOURS = tuple(product((0, -1, 1), repeat=2))
 
 
-def quantize_affine(
-    blocks: torch.Tensor, importance: torch.Tensor | None, bits: int
-) -> torch.Tensor:
-    """Q4_K (`bits` 4) or Q5_K (5) blocks.
+class AffineCodes(NamedTuple):
+    """`w = d * scale * code - dmin * minimum`.
+
+    Attributes:
+        scales, lows: float32 `[n, runs]`, whole numbers.
+        codes: float32 `[n, runs, width]`, whole numbers.
+        heads: float16 `[n, 2]`: d and dmin.
+    """
+
+    scales: torch.Tensor
+    codes: torch.Tensor
+    lows: torch.Tensor
+    heads: torch.Tensor
+
+
+class SignedCodes(NamedTuple):
+    """`w = d * scale * value`.
+
+    Attributes:
+        scales: float32 `[n, runs]`, whole numbers.
+        values: float32 `[n, runs, width]`, of the grid.
+        head: float16 `[n, 1]`: d.
+    """
+
+    scales: torch.Tensor
+    values: torch.Tensor
+    head: torch.Tensor
+
+
+def search_affine(
+    x: torch.Tensor, weights: torch.Tensor, levels: int, scale_levels: int, rounds: int
+) -> AffineCodes:
+    """Blocks with a scale and a minimum for each run.
 
     Args:
-        blocks: float32 `[n, 256]`.
-        importance: positive float32 `[n, 256]`, weight of each squared error; None derives it from
-            the weights.
-
-    Returns:
-        uint8 `[n, block bytes]`.
+        x: float32 `[n, runs, width]`.
+        weights: positive, of the same shape: the weight of each squared error.
+        levels, scale_levels: the largest code, and the largest code of a scale or minimum.
+        rounds: of trying neighbouring scale codes and refitting the heads.
     """
-    x = blocks.view(-1, 8, 32)
-    if importance is None:
-        weights = x.square().mean(dim=-1, keepdim=True).sqrt() + x.abs()
-    else:
-        spread = 2 * blocks.square().mean(dim=-1).view(-1, 1, 1)
-        weights = importance.view_as(x) * (spread + x.square()).sqrt()
-    levels = 2**bits - 1
-    steps, offsets = _fit_affine(x, weights, levels)
+    steps, offsets = fit_affine(x, weights, levels)
     total = weights.sum(dim=-1)
-    scales, scale_codes = _fit_positive(steps, total, 63)
-    lows, low_codes = _fit_positive(offsets, total, 63)
-    heads = torch.stack([scales, lows], dim=-1).to(torch.float16)
+    scale, scale_codes = fit_positive(steps, total, scale_levels)
+    low, low_codes = fit_positive(offsets, total, scale_levels)
+    heads = torch.stack([scale, low], dim=-1).to(torch.float16)
 
-    def choose(heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes on the grid of these heads, and each block's weighted error."""
-        step, low = _affine_grid(heads, scale_codes, low_codes)
-        codes = ((x + low) * _reciprocal(step)).round().clamp(0, levels)
-        return codes, (weights * (codes * step - low - x).square()).sum(dim=(1, 2))
+    def on_grid(
+        heads: torch.Tensor, scale_codes: torch.Tensor, low_codes: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes on the stored grid, and each run's weighted error `[n, runs]`."""
+        step, offset = heads.to(torch.float32).unsqueeze(1).unbind(dim=-1)
+        step, offset = (step * scale_codes).unsqueeze(-1), (offset * low_codes).unsqueeze(-1)
+        codes = ((x + offset) * reciprocal(step)).round_().clamp_(0, levels)
+        return codes, (weights * (codes * step - offset - x).square_()).sum(dim=-1)
 
-    codes, error = choose(heads)
-    refitted = _refit_affine(x, weights, codes, scale_codes, low_codes, heads)
-    codes_again, error_again = choose(refitted)
-    better = error_again < error
-    codes = torch.where(better.view(-1, 1, 1), codes_again, codes).to(torch.uint8)
-    heads = torch.where(better.unsqueeze(-1), refitted, heads)
-    return pack_affine(scale_codes.to(torch.uint8), codes, low_codes.to(torch.uint8), heads, bits)
-
-
-def quantize_signed(blocks: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-    """Q6_K blocks; arguments as for `quantize_affine`."""
-    x = blocks.view(-1, 16, 16)
-    weights = x.square() if importance is None else importance.view_as(x)
-    steps = _fit_signed(x, weights, 32, _SIGNED_SHIFTS)
-    # An error of the step is multiplied by the codes, which grow with the weights.
-    cost = (weights * x.square()).sum(dim=-1) * _reciprocal(steps).square()
-    head = _fit_signed(steps.unsqueeze(1), cost.unsqueeze(1), 128, _SIGNED_SHIFTS)
-    head = head.to(torch.float16).to(torch.float32)
-    scale_codes = (steps * _reciprocal(head)).round().clamp(-128, 127)
-
-    def choose(head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        step = (head * scale_codes).unsqueeze(-1)
-        codes = (x * _reciprocal(step)).round().clamp(-32, 31)
-        return codes, (weights * (codes * step - x).square()).sum(dim=(1, 2))
-
-    codes, error = choose(head)
-    grid = codes * scale_codes.unsqueeze(-1)
-    products, squares = (
-        (weights * x * grid).sum(dim=(1, 2)),
-        (weights * grid * grid).sum(dim=(1, 2)),
-    )
-    refitted = torch.where(squares > 0, products / squares, head.squeeze(-1)).unsqueeze(-1)
-    refitted = refitted.to(torch.float16).to(torch.float32)
-    codes_again, error_again = choose(refitted)
-    better = error_again < error
-    codes = torch.where(better.view(-1, 1, 1), codes_again, codes)
-    head = torch.where(better.unsqueeze(-1), refitted, head)
-    return pack_signed(
-        scale_codes.to(torch.int8),
-        (codes + 32).to(torch.uint8).flatten(1),
-        head.to(torch.float16),
-    )
+    codes, errors = on_grid(heads, scale_codes, low_codes)
+    for _ in range(rounds):
+        first = scale_codes, low_codes
+        for up, down in _NEIGHBOURS[1:]:
+            tried = (
+                (first[0] + up).clamp_(0, scale_levels),
+                (first[1] + down).clamp_(0, scale_levels),
+            )
+            other, other_errors = on_grid(heads, *tried)
+            better = other_errors < errors
+            errors = torch.where(better, other_errors, errors)
+            codes = torch.where(better.unsqueeze(-1), other, codes)
+            scale_codes = torch.where(better, tried[0], scale_codes)
+            low_codes = torch.where(better, tried[1], low_codes)
+        refitted = _refit_affine(x, weights, codes, scale_codes, low_codes, heads)
+        other, other_errors = on_grid(refitted, scale_codes, low_codes)
+        better = (other_errors.sum(dim=-1) < errors.sum(dim=-1)).unsqueeze(-1)
+        errors = torch.where(better, other_errors, errors)
+        codes = torch.where(better.unsqueeze(-1), other, codes)
+        heads = torch.where(better, refitted, heads)
+    return AffineCodes(scale_codes, codes, low_codes, heads)
 
 
-def _fit_affine(
-    x: torch.Tensor, weights: torch.Tensor, levels: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step and offset per sub-block, `[..., runs]`, for `x ≈ step * code - offset`; neither is negative."""
-    low, high = x.aminmax(dim=-1, keepdim=True)
-    low = low.clamp(max=0)
-    span = high - low
-    best_step = span / levels
-    best_low = low
-    best_error = torch.full_like(span, torch.inf)
-    sum_w, sum_x = weights.sum(dim=-1, keepdim=True), (weights * x).sum(dim=-1, keepdim=True)
-    from_low, inverse_span = x - low, _reciprocal(span)
-    for shift in _AFFINE_SHIFTS:
-        codes = (from_low * ((levels + shift) * inverse_span)).round_().clamp_(0, levels)
-        weighted = weights * codes
-        sum_l = weighted.sum(dim=-1, keepdim=True)
-        sum_ll = (weighted * codes).sum(dim=-1, keepdim=True)
-        sum_xl = (weighted * x).sum(dim=-1, keepdim=True)
-        determinant = sum_w * sum_ll - sum_l * sum_l
-        step = (sum_w * sum_xl - sum_x * sum_l) / determinant
-        offset = (sum_ll * sum_x - sum_l * sum_xl) / determinant
-        through_zero = offset > 0
-        step = torch.where(through_zero, sum_xl / sum_ll, step)
-        offset = offset.clamp(max=0)
-        error = (weights * (codes * step + offset - x).square_()).sum(dim=-1, keepdim=True)
-        # A comparison with NaN is false, so sub-blocks without two different codes keep their values.
-        better = (error < best_error) & (step > 0)
-        best_error = torch.where(better, error, best_error)
-        best_step = torch.where(better, step, best_step)
-        best_low = torch.where(better, offset, best_low)
-    return best_step.squeeze(-1), -best_low.squeeze(-1)
+def search_signed(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    nearest: Nearest,
+    extremes: tuple[float, ...],
+    scale_middle: int,
+) -> SignedCodes:
+    """Blocks with a signed scale for each run.
 
-
-def _fit_signed(
-    x: torch.Tensor, weights: torch.Tensor, middle: int, shifts: tuple[float, ...]
-) -> torch.Tensor:
-    """Step of each sub-block, `[..., runs]`, for `x ≈ step * code` with codes `-middle .. middle - 1`.
-
-    The value of largest magnitude may take the code `-middle`, so a step may be negative.
+    Args:
+        x, weights: see `search_affine`.
+        nearest: rounds multiples of the step to the grid's values.
+        extremes: values that the largest weight of a run is tried as, beyond the grid too.
+        scale_middle: scales' codes are `-scale_middle .. scale_middle - 1`.
     """
-    largest = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
-    inverse = _reciprocal(largest)
-    best_step, best_gain = -largest / middle, torch.zeros_like(largest)
-    for shift in shifts:
-        codes = (x * (-(middle + shift) * inverse)).round_().clamp_(-middle, middle - 1)
-        products = (weights * x * codes).sum(dim=-1, keepdim=True)
-        squares = (weights * codes * codes).sum(dim=-1, keepdim=True)
-        gain = products * products / squares  # reduction of the error against all-zero codes
-        better = gain > best_gain
-        best_gain = torch.where(better, gain, best_gain)
-        best_step = torch.where(better, products / squares, best_step)
-    return best_step.squeeze(-1)
+    steps = fit_signed(x, weights, nearest, extremes)
+    # An error of the step is multiplied by the codes, which grow with the weights.
+    cost = (weights * x.square()).sum(dim=-1) * reciprocal(steps).square()
+
+    def nearest_scale(values: torch.Tensor) -> torch.Tensor:
+        return values.round().clamp_(-scale_middle, scale_middle - 1)
+
+    wide = tuple(-(scale_middle + shift / 10) for shift in range(-9, 10))
+    head = half(fit_signed(steps.unsqueeze(1), cost.unsqueeze(1), nearest_scale, wide))
+    scales = nearest_scale(steps * reciprocal(head))
+
+    def on_grid(head: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        step = (head * scales).unsqueeze(-1)
+        values = nearest(x * reciprocal(step))
+        return values, (weights * (values * step - x).square_()).sum(dim=-1)
+
+    return _refine(x, weights, head, scales, on_grid, scale_middle)
 
 
-def _fit_positive(
-    values: torch.Tensor, weights: torch.Tensor, levels: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step for a block's sub-blocks, `[n]`, and codes `[n, runs]`: `values ≈ step * code`, all ≥ 0."""
-    largest = values.amax(dim=-1, keepdim=True)
-    inverse = _reciprocal(largest)
-    best_step = torch.zeros_like(largest)
-    best_codes = torch.zeros_like(values)
-    best_error = torch.full_like(largest, torch.inf)
-    for shift in _SCALE_SHIFTS:
-        codes = (values * ((levels + shift) * inverse)).round().clamp(0, levels)
-        squares = (weights * codes * codes).sum(dim=-1, keepdim=True)
-        step = (weights * values * codes).sum(dim=-1, keepdim=True) / squares
-        step = step.to(torch.float16).to(torch.float32)
-        codes = (values * _reciprocal(step)).round().clamp(0, levels)
-        error = (weights * (codes * step - values).square()).sum(dim=-1, keepdim=True)
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_step = torch.where(better, step, best_step)
-        best_codes = torch.where(better, codes, best_codes)
-    return best_step.squeeze(-1), best_codes
-
-
-def _affine_grid(
-    heads: torch.Tensor, scale_codes: torch.Tensor, low_codes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step and offset of each sub-block after dequantization, `[n, 8, 1]`."""
-    step, low = heads.to(torch.float32).unbind(dim=-1)
-    return (
-        (step.unsqueeze(-1) * scale_codes).unsqueeze(-1),
-        (low.unsqueeze(-1) * low_codes).unsqueeze(-1),
-    )
+def _refine(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    head: torch.Tensor,
+    scales: torch.Tensor,
+    on_grid: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    scale_middle: int,
+) -> SignedCodes:
+    """Try neighbouring scale codes, then the least-squares head; twice."""
+    values, errors = on_grid(head, scales)
+    for _ in range(2):
+        first = scales
+        for shift in (-1, 1):
+            tried = (first + shift).clamp_(-scale_middle, scale_middle - 1)
+            other, other_errors = on_grid(head, tried)
+            better = other_errors < errors
+            errors = torch.where(better, other_errors, errors)
+            values = torch.where(better.unsqueeze(-1), other, values)
+            scales = torch.where(better, tried, scales)
+        grid = values * scales.unsqueeze(-1)
+        weighted = weights * grid
+        squares = (weighted * grid).sum(dim=(1, 2))
+        products = (weighted * x).sum(dim=(1, 2))
+        refitted = torch.where(squares > 0, products / squares, head.squeeze(-1))
+        refitted = half(refitted.unsqueeze(-1))
+        other, other_errors = on_grid(refitted, scales)
+        better = (other_errors.sum(dim=-1) < errors.sum(dim=-1)).unsqueeze(-1)
+        errors = torch.where(better, other_errors, errors)
+        values = torch.where(better.unsqueeze(-1), other, values)
+        head = torch.where(better, refitted, head)
+    return SignedCodes(scales, values, head.to(torch.float16))
 
 
 def _refit_affine(
@@ -202,8 +185,3 @@ def _refit_affine(
     solved = torch.stack([bb * ax - ab * bx, ab * ax - aa * bx], dim=-1) / determinant.unsqueeze(-1)
     usable = (torch.isfinite(solved) & (solved >= 0)).all(dim=-1, keepdim=True)
     return torch.where(usable, solved.to(torch.float16), heads)
-
-
-def _reciprocal(values: torch.Tensor) -> torch.Tensor:
-    """`1 / values`, and 0 for 0."""
-    return torch.where(values == 0, 0.0, 1 / values)

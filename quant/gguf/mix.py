@@ -17,6 +17,11 @@ GGUF_TYPES = {
     "Q5_0": ("Q5_0", 8),
     "Q5_1": ("Q5_1", 9),
     "Q8_0": ("Q8_0", 7),
+    "Q2_K": ("Q2_K", 10),
+    "Q2_K_S": ("Q2_K", 21),
+    "Q3_K_S": ("Q3_K", 11),
+    "Q3_K_M": ("Q3_K", 12),
+    "Q3_K_L": ("Q3_K", 13),
     "Q4_K_S": ("Q4_K", 14),
     "Q4_K_M": ("Q4_K", 15),
     "Q5_K_S": ("Q5_K", 16),
@@ -28,7 +33,7 @@ ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 DEFAULT_GGUF_TYPE = "Q4_K_M"
 
 # llama.cpp's fallback types where rows are no multiple of 256.
-_FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 def mix_name(type_name: str) -> str:

@@ -20,6 +20,7 @@ from ....quant.base.scheme import (
     VectorwiseScheme,
 )
 from ....quant.ggml.k_blocks import affine_fields, signed_fields
+from ....quant.ggml.k_small_blocks import q2_fields, q3_fields
 from ....quant.ggml.simple_blocks import read_half, simple_codes
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor, codebook
@@ -62,6 +63,10 @@ class Grid:
     order: torch.Tensor | None = None
 
 
+# Types of ggml's blocks that are such grids.
+GRIDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+
+
 def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
     """The reason why weights of a scheme have no grid; None if they have one."""
     if isinstance(scheme, IntScheme):
@@ -70,7 +75,9 @@ def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
         group = scheme.block_size
         if in_features % group:
             return f"blocks of {group} weights cross the rows of {in_features}"
-    elif isinstance(scheme, FloatScheme | VectorwiseScheme | GgufScheme):
+    elif isinstance(scheme, GgufScheme):
+        return None if scheme.type in GRIDS else f"it has no kernel for blocks of {scheme.type}"
+    elif isinstance(scheme, FloatScheme | VectorwiseScheme):
         return None
     else:
         return f"it does not support lookup tables per channel, as in {scheme.label}"
@@ -146,6 +153,22 @@ def _gguf(weight: GgufTensor) -> Grid:
     if kind == "Q6_K":
         codes, scales = signed_fields(blocks)
         return Grid(rows(codes), 6, 16, rows(scales), 32, outer_scales=half(208), nested=16)
+    if kind == "Q3_K":
+        codes, scales = q3_fields(blocks)
+        return Grid(rows(codes), 3, 16, rows(scales), 4, outer_scales=half(108), nested=16)
+    if kind == "Q2_K":
+        codes, scales, lows = q2_fields(blocks)
+        return Grid(
+            rows(codes),
+            2,
+            16,
+            rows(scales).view(torch.int8),
+            2,
+            rows(lows).view(torch.int8),
+            outer_scales=half(80),
+            outer_offsets=half(82),
+            nested=16,
+        )
     codes, scales, lows = affine_fields(blocks, weight.scheme.bits)
     return Grid(
         rows(codes),

@@ -140,7 +140,7 @@ def scale_group(scheme: Scheme) -> int:
     if isinstance(scheme, FloatScheme):
         return BLOCK if scheme.granularity == "block" else 0
     if isinstance(scheme, GgufScheme):
-        return 16 if scheme.type == "Q6_K" else 32
+        return 16 if scheme.type in ("Q2_K", "Q3_K", "Q6_K") else 32
     assert isinstance(scheme, LookupScheme | VectorwiseScheme)
     return 0
 

@@ -20,7 +20,7 @@ from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.tensors.gguf import GgufTensor
 
 SIMPLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 def sample(rows: int = 40, columns: int = 512) -> torch.Tensor:

@@ -1,0 +1,68 @@
+"""Quantization to K-quant blocks: search, then pack."""
+
+from __future__ import annotations
+
+import torch
+
+from .fit import Nearest
+from .k_blocks import pack_affine, pack_signed
+from .k_search import search_affine, search_signed
+from .k_small_blocks import pack_q2, pack_q3
+
+# Runs of a block, the largest code, and the largest code of a scale.
+_AFFINE = {"Q2_K": (16, 3, 15), "Q4_K": (8, 15, 63), "Q5_K": (8, 31, 63)}
+# Half the codes, and half the codes of a scale.
+_SIGNED = {"Q3_K": (4, 32), "Q6_K": (32, 128)}
+
+
+def quantize_k(
+    blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
+) -> torch.Tensor:
+    """K-quant blocks.
+
+    Args:
+        blocks: float32 `[n, 256]`.
+        importance: positive float32 `[n, 256]`, weight of each squared error; None derives it from
+            the weights.
+
+    Returns:
+        uint8 `[n, block bytes]`.
+    """
+    if type_name in _SIGNED:
+        middle, scale_middle = _SIGNED[type_name]
+        x = blocks.view(-1, 16, 16)
+        weights = error_weights(x, importance)
+        if type_name == "Q6_K":
+            weights = x.square() if importance is None else importance.view_as(x)
+        fitted = search_signed(x, weights, _whole(middle), _extremes(middle), scale_middle)
+        codes = (fitted.values + middle).to(torch.uint8).flatten(1)
+        pack = pack_q3 if type_name == "Q3_K" else pack_signed
+        return pack(fitted.scales.to(torch.int8), codes, fitted.head)
+    runs, levels, scale_levels = _AFFINE[type_name]
+    x = blocks.view(-1, runs, 256 // runs)
+    weights = error_weights(x, importance)
+    rounds = 2 if type_name == "Q2_K" else 1
+    scales, codes, lows, heads = search_affine(x, weights, levels, scale_levels, rounds)
+    parts = (scales.to(torch.uint8), codes.to(torch.uint8), lows.to(torch.uint8), heads)
+    return pack_q2(*parts) if type_name == "Q2_K" else pack_affine(*parts, int(type_name[1]))
+
+
+def error_weights(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """The weight of each squared error of blocks `[n, runs, width]`.
+
+    Importance is increased for large weights, as in ggml; without importance, large weights alone count more.
+    """
+    if importance is None:
+        return x.square().mean(dim=-1, keepdim=True).sqrt() + x.abs()
+    spread = 2 * x.square().mean(dim=(1, 2), keepdim=True)
+    return importance.view_as(x) * (spread + x.square()).sqrt()
+
+
+def _whole(middle: int) -> Nearest:
+    """Whole numbers from `-middle` to `middle - 1`."""
+    return lambda scaled: scaled.round().clamp_(-middle, middle - 1)
+
+
+def _extremes(middle: int) -> tuple[float, ...]:
+    """The largest weight may take the code `-middle`, so a step may be negative."""
+    return tuple(-(middle + shift / 10) for shift in range(-9, 10))
