@@ -309,6 +309,9 @@ GGUF_BLOCKS = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
 
 Scheme = IntScheme | FloatScheme | CodebookScheme | VectorwiseScheme | LookupScheme | GgufScheme

@@ -13,6 +13,12 @@ from .k_blocks import dequantize_affine, dequantize_signed
 from .k_quants import quantize_k
 from .k_small_blocks import dequantize_q2, dequantize_q3
 from .simple_blocks import dequantize_simple, quantize_simple
+from .table_blocks import (
+    dequantize_iq4_nl,
+    dequantize_iq4_xs,
+    dequantize_mxfp4,
+    quantize_table,
+)
 
 # Weights per chunk: the search's temporaries stay in the processor's cache.
 _CHUNK_WEIGHTS = 2**17
@@ -77,6 +83,9 @@ _DEQUANTIZE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_K": partial(dequantize_affine, bits=4),
     "Q5_K": partial(dequantize_affine, bits=5),
     "Q6_K": dequantize_signed,
+    "IQ4_NL": dequantize_iq4_nl,
+    "IQ4_XS": dequantize_iq4_xs,
+    "MXFP4": dequantize_mxfp4,
 }
 
 
@@ -85,7 +94,9 @@ def _quantize(
 ) -> torch.Tensor:
     if type_name.endswith("_K"):
         return quantize_k(blocks, type_name, importance)
-    return quantize_simple(blocks, type_name)
+    if type_name.startswith(("IQ4", "MXFP4")):
+        return quantize_table(blocks, type_name, importance)
+    return quantize_simple(blocks, type_name, importance)
 
 
 def _usable_importance(importance: torch.Tensor) -> torch.Tensor | None:

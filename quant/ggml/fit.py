@@ -107,3 +107,24 @@ def _affine_shifts(levels: int) -> tuple[float, ...]:
     """What is added to the largest code for the steps tried: finer where there are few codes."""
     size = 20 if levels < 8 else 10
     return tuple(step / size for step in range(-size, size + 1))
+
+
+def error_weights(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """The weight of each squared error of blocks `[n, runs, width]`.
+
+    Importance is increased for large weights, as in ggml; without importance, large weights alone count more.
+    """
+    if importance is None:
+        return x.square().mean(dim=-1, keepdim=True).sqrt() + x.abs()
+    spread = 2 * x.square().mean(dim=(1, 2), keepdim=True)
+    return importance.view_as(x) * (spread + x.square()).sqrt()
+
+
+def whole(middle: int) -> Nearest:
+    """Whole numbers from `-middle` to `middle - 1`."""
+    return lambda scaled: scaled.round().clamp_(-middle, middle - 1)
+
+
+def extremes_of(middle: int) -> tuple[float, ...]:
+    """The largest weight may take the code `-middle`, so a step may be negative."""
+    return tuple(-(middle + shift / 10) for shift in range(-9, 10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .fit import Nearest
+from .fit import error_weights, extremes_of, whole
 from .k_blocks import pack_affine, pack_signed
 from .k_search import search_affine, search_signed
 from .k_small_blocks import pack_q2, pack_q3
@@ -34,7 +34,7 @@ def quantize_k(
         weights = error_weights(x, importance)
         if type_name == "Q6_K":
             weights = x.square() if importance is None else importance.view_as(x)
-        fitted = search_signed(x, weights, _whole(middle), _extremes(middle), scale_middle)
+        fitted = search_signed(x, weights, whole(middle), extremes_of(middle), scale_middle)
         codes = (fitted.values + middle).to(torch.uint8).flatten(1)
         pack = pack_q3 if type_name == "Q3_K" else pack_signed
         return pack(fitted.scales.to(torch.int8), codes, fitted.head)
@@ -45,24 +45,3 @@ def quantize_k(
     scales, codes, lows, heads = search_affine(x, weights, levels, scale_levels, rounds)
     parts = (scales.to(torch.uint8), codes.to(torch.uint8), lows.to(torch.uint8), heads)
     return pack_q2(*parts) if type_name == "Q2_K" else pack_affine(*parts, int(type_name[1]))
-
-
-def error_weights(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-    """The weight of each squared error of blocks `[n, runs, width]`.
-
-    Importance is increased for large weights, as in ggml; without importance, large weights alone count more.
-    """
-    if importance is None:
-        return x.square().mean(dim=-1, keepdim=True).sqrt() + x.abs()
-    spread = 2 * x.square().mean(dim=(1, 2), keepdim=True)
-    return importance.view_as(x) * (spread + x.square()).sqrt()
-
-
-def _whole(middle: int) -> Nearest:
-    """Whole numbers from `-middle` to `middle - 1`."""
-    return lambda scaled: scaled.round().clamp_(-middle, middle - 1)
-
-
-def _extremes(middle: int) -> tuple[float, ...]:
-    """The largest weight may take the code `-middle`, so a step may be negative."""
-    return tuple(-(middle + shift / 10) for shift in range(-9, 10))

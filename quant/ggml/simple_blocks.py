@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import torch
 
+from .fit import error_weights, extremes_of, fit_affine, fit_signed, half, reciprocal, whole
+
 WIDTH = 32
 _POWERS = tuple(1 << bit for bit in range(8))
 
 
-def quantize_simple(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
-    """Blocks of weights, float32 `[n, 32]`, as bytes, uint8 `[n, block bytes]`."""
+def quantize_simple(
+    blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
+) -> torch.Tensor:
+    """Blocks of weights, float32 `[n, 32]`, as bytes, uint8 `[n, block bytes]`.
+
+    Without importance from the range alone, to ggml's bytes; with it, of least weighted error (not Q8_0).
+    """
+    if importance is not None and type_name != "Q8_0":
+        return _quantize_weighted(blocks, type_name, error_weights(blocks.unsqueeze(1), importance))
     if type_name == "Q8_0":
         scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
-        scaled = blocks * _reciprocal(scale)
+        scaled = blocks * reciprocal(scale)
         # Half away from zero, as C's roundf; torch.round goes to even.
         whole = scaled.abs().floor()
         codes = scaled.sign() * (whole + (2 * (scaled.abs() - whole)).floor())
@@ -25,15 +34,33 @@ def quantize_simple(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
     if type_name.endswith("_0"):
         largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
         scale = largest / (-levels / 2)
-        codes, head = blocks * _reciprocal(scale) + (levels / 2 + 0.5), [_half(scale)]
+        codes, head = blocks * reciprocal(scale) + (levels / 2 + 0.5), [_half(scale)]
     else:
         low, high = (edge.unsqueeze(-1) for edge in blocks.aminmax(dim=-1))
         scale = (high - low) / (levels - 1)
-        codes = (blocks - low) * _reciprocal(scale) + 0.5
+        codes = (blocks - low) * reciprocal(scale) + 0.5
         head = [_half(scale), _half(low)]
-    codes = codes.trunc().clamp(0, levels - 1).to(torch.uint8)
+    return _pack(head, codes.trunc().clamp(0, levels - 1).to(torch.uint8), levels)
+
+
+def _quantize_weighted(blocks: torch.Tensor, type_name: str, weights: torch.Tensor) -> torch.Tensor:
+    """Codes on the stored grid of the search; after ggml's `quantize_row_q4_0_impl` and its like."""
+    levels = 16 if type_name[1] == "4" else 32
+    x, middle = blocks.unsqueeze(1), levels // 2
+    if type_name.endswith("_0"):
+        steps = half(fit_signed(x, weights, whole(middle), extremes_of(middle)))
+        codes = (blocks * reciprocal(steps)).round() + middle
+        head = [_half(steps)]
+    else:
+        steps, offsets = (half(part) for part in fit_affine(x, weights, levels - 1))
+        codes = ((blocks + offsets) * reciprocal(steps)).round()
+        head = [_half(steps), _half(-offsets)]
+    return _pack(head, codes.clamp(0, levels - 1).to(torch.uint8), levels)
+
+
+def _pack(head: list[torch.Tensor], codes: torch.Tensor, levels: int) -> torch.Tensor:
     if levels == 32:
-        head.append(pack_bits(codes >> 4))
+        head = [*head, pack_bits(codes >> 4)]
         codes = codes & 15
     return torch.cat([*head, codes[:, :16] | (codes[:, 16:] << 4)], dim=-1)
 
@@ -80,8 +107,3 @@ def read_half(data: torch.Tensor, start: int) -> torch.Tensor:
 def _half(values: torch.Tensor) -> torch.Tensor:
     """float32 `[n, 1]` as the two bytes of a float16."""
     return values.to(torch.float16).view(torch.uint8)
-
-
-def _reciprocal(values: torch.Tensor) -> torch.Tensor:
-    """`1 / values`, and 0 for 0."""
-    return torch.where(values == 0, 0.0, 1 / values)

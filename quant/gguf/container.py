@@ -45,7 +45,10 @@ TYPE_NUMBERS = {
     "Q4_K": 12,
     "Q5_K": 13,
     "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
     "BF16": 30,
+    "MXFP4": 39,
 }
 _TYPE_NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
 

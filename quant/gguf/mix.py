@@ -27,13 +27,24 @@ GGUF_TYPES = {
     "Q5_K_S": ("Q5_K", 16),
     "Q5_K_M": ("Q5_K", 17),
     "Q6_K": ("Q6_K", 18),
+    "IQ4_NL": ("IQ4_NL", 25),
+    "IQ4_XS": ("IQ4_XS", 30),
+    "MXFP4": ("MXFP4", 38),  # every linear; llama.cpp's own has MXFP4 in experts alone
+    "MXFP4_MOE": ("MXFP4", 38),
 }
 # What llama.cpp's own quantizer takes these names for.
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 DEFAULT_GGUF_TYPE = "Q4_K_M"
 
 # llama.cpp's fallback types where rows are no multiple of 256.
-_FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_FALLBACKS = {
+    "IQ4_XS": "IQ4_NL",
+    "Q2_K": "Q4_0",
+    "Q3_K": "Q4_0",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+}
 
 
 def mix_name(type_name: str) -> str:

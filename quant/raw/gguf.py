@@ -36,6 +36,9 @@ _BLOCKS: dict[int, tuple[str, int, int, tuple[int, ...]]] = {
     12: ("Q4_K", 256, 144, (0, 2)),
     13: ("Q5_K", 256, 176, (0, 2)),
     14: ("Q6_K", 256, 210, (208,)),
+    20: ("IQ4_NL", 32, 18, (0,)),
+    23: ("IQ4_XS", 256, 136, (0,)),
+    39: ("MXFP4", 32, 17, ()),  # its scales are exponents of 8 bits
 }
 _BY_NAME = {block[0]: block for block in _BLOCKS.values()}
 _PLAIN = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
@@ -130,8 +133,8 @@ def read_gguf(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
         pairs = data.reshape(heads, -1, 2, data.shape[1])
         data = np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(data.shape)
     blocks = data.reshape(-1, size)
-    scales = np.concatenate([blocks[:, at : at + 2] for at in offsets], axis=1)
-    numbers = np.ascontiguousarray(scales).view("<f2").astype(np.float32)
+    scales = [blocks[:, at : at + 2] for at in offsets]
+    numbers = np.ascontiguousarray(np.concatenate([blocks[:, :0], *scales], axis=1))
     parts: dict[str, Array] = {"data": data}
     shape = (entry.shape[0], entry.shape[1])
     codes: Array | None = None
@@ -141,4 +144,4 @@ def read_gguf(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
         codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
     if codes is not None:
         parts["codes"] = codes.reshape(shape)
-    return Raw(parts, {"block scales": numbers}, shape)
+    return Raw(parts, {"block scales": numbers.view("<f2").astype(np.float32)}, shape)

@@ -22,6 +22,8 @@ from ....quant.base.scheme import (
 from ....quant.ggml.k_blocks import affine_fields, signed_fields
 from ....quant.ggml.k_small_blocks import q2_fields, q3_fields
 from ....quant.ggml.simple_blocks import read_half, simple_codes
+from ....quant.ggml.table_blocks import MXFP4_VALUES, iq4_xs_steps, mxfp4_steps, table_codes
+from ....quant.ggml.table_blocks import table as iq4_table
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor, codebook
 from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
@@ -63,8 +65,12 @@ class Grid:
     order: torch.Tensor | None = None
 
 
-# Types of ggml's blocks that are such grids.
-GRIDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+# Types of ggml's blocks whose codes are whole numbers, and those whose codes index a table.
+WHOLE_BLOCKS = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+)
+TABLE_BLOCKS = ("IQ4_NL", "IQ4_XS", "MXFP4")
 
 
 def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
@@ -76,7 +82,8 @@ def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
         if in_features % group:
             return f"blocks of {group} weights cross the rows of {in_features}"
     elif isinstance(scheme, GgufScheme):
-        return None if scheme.type in GRIDS else f"it has no kernel for blocks of {scheme.type}"
+        has_grid = scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
+        return None if has_grid else f"it has no kernel for blocks of {scheme.type}"
     elif isinstance(scheme, FloatScheme | VectorwiseScheme):
         return None
     else:
@@ -143,6 +150,15 @@ def _gguf(weight: GgufTensor) -> Grid:
     def half(start: int) -> torch.Tensor:
         return rows(read_half(blocks, start)).to(torch.float16)
 
+    if kind == "MXFP4":
+        values = torch.tensor(MXFP4_VALUES, dtype=torch.float32)
+        codes, steps = table_codes(blocks, 1), mxfp4_steps(blocks)
+        return Grid(rows(codes), 4, 32, _small(rows(steps)), table=values.to(blocks.device))
+    if kind.startswith("IQ4"):
+        is_small = kind == "IQ4_NL"
+        codes = table_codes(blocks, 2 if is_small else 8)
+        steps = read_half(blocks, 0) if is_small else iq4_xs_steps(blocks)
+        return Grid(rows(codes), 4, 32, _small(rows(steps)), table=iq4_table(blocks.device))
     if width == 32:
         if kind == "Q8_0":
             codes, base = blocks[:, 2:] ^ 128, 128

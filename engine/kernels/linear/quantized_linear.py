@@ -29,7 +29,7 @@ from ....quant.tensors.vectorwise import VectorwiseTensor
 from ..activations.fake_quantize import fake_quantize_inputs
 from ..common.dispatch import Candidate, Operation
 from ..common.runtime import refuses_fp8, refuses_rows
-from .grid import grid_of, refuses_grid
+from .grid import WHOLE_BLOCKS, grid_of, refuses_grid
 from .int8_linear import Int8MatmulLinear, VectorwiseLinear
 from .linear import LinearKernel
 from .native_linear import native_linear
@@ -172,7 +172,8 @@ def _refuses_packed(kernel_query: QuantizedLinearKernelQuery) -> str | None:
 
 def _refuses_packed_8(kernel_query: QuantizedLinearKernelQuery) -> str | None:
     scheme = kernel_query.scheme
-    if not isinstance(scheme, IntScheme | VectorwiseScheme | GgufScheme):
+    whole = isinstance(scheme, GgufScheme) and scheme.type in WHOLE_BLOCKS
+    if not whole and not isinstance(scheme, IntScheme | VectorwiseScheme):
         return f"it is for integer weights, not {scheme.label}"
     if not wants_8_bit_inputs(scheme, kernel_query.input_bits):
         return "it quantizes the activations to 8 bits, which is not asked for"

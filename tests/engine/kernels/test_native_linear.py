@@ -16,7 +16,7 @@ from llmopt.engine.kernels.activations.fake_quantize import (
 )
 from llmopt.engine.kernels.common.build import Native
 from llmopt.engine.kernels.common.processor import PATHS, VARIABLE, processor_flags
-from llmopt.engine.kernels.linear.grid import grid_of, refuses_grid
+from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, WHOLE_BLOCKS, grid_of, refuses_grid
 from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_linear
 from llmopt.engine.kernels.linear.native_pack import pack_codes, pack_codes_torch
 from llmopt.engine.kernels.linear.packed_linear import PackedOutlierLinear
@@ -28,7 +28,6 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 )
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import (
-    GGUF_BLOCKS,
     Activations,
     CodebookScheme,
     FloatScheme,
@@ -89,7 +88,7 @@ integers = st.builds(
 )
 others = st.sampled_from(
     [
-        *(GgufScheme(kind) for kind in GGUF_BLOCKS),
+        *(GgufScheme(kind) for kind in WHOLE_BLOCKS + TABLE_BLOCKS),
         CodebookScheme("nf4"),
         CodebookScheme("fp4", 32, double_quant=True),
         FloatScheme("tensor"),
@@ -133,7 +132,7 @@ def test_sixteen_bit_inputs_give_the_weights_numbers(path: str) -> None:
 def test_eight_bit_inputs_are_the_reference_s(path: str) -> None:
     @settings(max_examples=60, deadline=None, derandomize=True)
     @given(
-        st.one_of(integers, st.sampled_from([GgufScheme(kind) for kind in GGUF_BLOCKS])),
+        st.one_of(integers, st.sampled_from([GgufScheme(kind) for kind in WHOLE_BLOCKS])),
         st.integers(1, 140),
         st.integers(1, 900),
         st.integers(2, 20),
@@ -239,6 +238,7 @@ def test_slices_of_a_wider_input_are_read_where_they_lie(path: str) -> None:
         (IntScheme(8, -1, True, Activations("int8", "group128")), 16, "native-16bit-inputs"),
         (VectorwiseScheme(), 16, "native-8bit-inputs"),
         (GgufScheme("Q4_K"), 8, "native-8bit-inputs"),
+        (GgufScheme("IQ4_XS"), 8, "native-16bit-inputs"),
         (CodebookScheme("nf4"), 8, "native-16bit-inputs"),
         (FloatScheme("block", Activations("fp8", "group128")), 8, "native-16bit-inputs"),
         (LookupScheme(4), 8, "tiled-dequant"),

@@ -57,8 +57,11 @@ CASES: list[tuple[Scheme, int, int]] = [
     (LookupScheme(4), 66, 192),
     (LookupScheme(3), 130, 64),
     (LookupScheme(8), 30, 80),
-    *((GgufScheme(kind), 7, 192) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
-    *((GgufScheme(kind), 7, 512) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")),
+    *(
+        (GgufScheme(kind), 7, 192)
+        for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+    ),
+    *((GgufScheme(kind), 7, 512) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")),
 ]
 
 

@@ -1,0 +1,144 @@
+"""Blocks whose codes index a table of 16 values: IQ4_NL, IQ4_XS and MXFP4 (`ggml-common.h`)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from .fit import error_weights, fit_signed, half, reciprocal
+from .k_search import search_signed
+from .simple_blocks import read_half
+
+# ggml's `kvalues_iq4nl`, and e2m1's values doubled.
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_MAGNITUDES = MXFP4_VALUES[:8]
+# Values that the largest weight is tried as, at either end of the table.
+_EXTREMES = tuple(float(end + step) for end in (-127, 113) for step in range(-7, 8))
+
+
+def quantize_table(
+    blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
+) -> torch.Tensor:
+    """Blocks of weights, float32 `[n, width]`, as bytes.
+
+    Args:
+        importance: positive float32 `[n, width]`, or None.
+    """
+    if type_name == "IQ4_XS":
+        return _quantize_xs(blocks, importance)
+    weights = error_weights(blocks.unsqueeze(1), importance).squeeze(1)
+    if type_name == "MXFP4":
+        return _quantize_mxfp4(blocks, weights)
+    step = half(fit_signed(blocks, weights, nearest_iq4, _EXTREMES).unsqueeze(-1))
+    values = nearest_iq4(blocks * reciprocal(step))
+    weighted = weights * values
+    squares = (weighted * values).sum(dim=-1, keepdim=True)
+    refitted = (weighted * blocks).sum(dim=-1, keepdim=True) / squares
+    refitted = half(torch.where(squares > 0, refitted, step))
+    others = nearest_iq4(blocks * reciprocal(refitted))
+    errors = [
+        (weights * (found * one - blocks).square()).sum(dim=-1, keepdim=True)
+        for found, one in ((values, step), (others, refitted))
+    ]
+    better = errors[1] < errors[0]
+    values, step = torch.where(better, others, values), torch.where(better, refitted, step)
+    return torch.cat([step.to(torch.float16).view(torch.uint8), _pack(_indices(values))], dim=-1)
+
+
+def dequantize_iq4_nl(data: torch.Tensor) -> torch.Tensor:
+    """Weights, float32 `[n, 32]`, of IQ4_NL blocks."""
+    return read_half(data, 0) * table(data.device)[table_codes(data, 2).long()]
+
+
+def dequantize_iq4_xs(data: torch.Tensor) -> torch.Tensor:
+    """Weights, float32 `[n, 256]`, of IQ4_XS blocks."""
+    values = table(data.device)[table_codes(data, 8).long()].view(-1, 8, 32)
+    return (iq4_xs_steps(data).unsqueeze(-1) * values).view(-1, 256)
+
+
+def iq4_xs_steps(data: torch.Tensor) -> torch.Tensor:
+    """The step of each run of 32, float32 `[n, 8]`."""
+    low = torch.stack([data[:, 4:8] & 15, data[:, 4:8] >> 4], dim=-1).flatten(1)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=data.device)
+    high = ((data[:, 2:4].unsqueeze(-1) >> shifts) & 3).flatten(1)
+    return read_half(data, 0) * ((low | (high << 4)).to(torch.float32) - 32)
+
+
+def dequantize_mxfp4(data: torch.Tensor) -> torch.Tensor:
+    """Weights, float32 `[n, 32]`, of MXFP4 blocks."""
+    values = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=data.device)
+    return mxfp4_steps(data) * values[table_codes(data, 1).long()]
+
+
+def mxfp4_steps(data: torch.Tensor) -> torch.Tensor:
+    """`2 ** (e - 128)` of each block's exponent byte, float32 `[n, 1]`."""
+    return _power(data[:, :1])
+
+
+def table_codes(data: torch.Tensor, start: int) -> torch.Tensor:
+    """The 4-bit codes behind byte `start`, uint8 `[n, width]`: 16 low nibbles, then 16 high ones."""
+    nibbles = data[:, start:].reshape(len(data), -1, 1, 16)
+    return torch.cat([nibbles & 15, nibbles >> 4], dim=2).flatten(1)
+
+
+@cache
+def table(device: torch.device) -> torch.Tensor:
+    """IQ4's values, float32 `[16]`."""
+    return torch.tensor(IQ4_VALUES, dtype=torch.float32, device=device)
+
+
+def nearest_iq4(scaled: torch.Tensor) -> torch.Tensor:
+    """The table's nearest values."""
+    return table(scaled.device)[_indices(scaled)]
+
+
+def _indices(scaled: torch.Tensor) -> torch.Tensor:
+    values = table(scaled.device)
+    return torch.bucketize(scaled, (values[1:] + values[:-1]) / 2)
+
+
+def _pack(codes: torch.Tensor) -> torch.Tensor:
+    nibbles = codes.to(torch.uint8).view(len(codes), -1, 2, 16)
+    return (nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)).flatten(1)
+
+
+def _quantize_xs(blocks: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    x = blocks.view(-1, 8, 32)
+    fitted = search_signed(x, error_weights(x, importance), nearest_iq4, _EXTREMES, 32)
+    six = (fitted.scales + 32).to(torch.uint8)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=x.device)
+    high = ((six >> 4).view(-1, 2, 4) << shifts).sum(dim=-1, dtype=torch.uint8)
+    low = (six[:, 0::2] & 15) | ((six[:, 1::2] & 15) << 4)
+    codes = _pack(_indices(fitted.values.flatten(1)))
+    return torch.cat([fitted.head.view(torch.uint8), high, low, codes], dim=-1)
+
+
+def _quantize_mxfp4(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The exponent of the largest weight, one less or one more: what errs least."""
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    base = (torch.frexp(largest).exponent - 3 + 127).clamp(0, 254)
+    base = torch.where(largest > 0, base, 0)
+    values = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=x.device)
+    middles = (values[1:] + values[:-1]) / 2
+    best = torch.full_like(largest, torch.inf)
+    exponents, codes = base, torch.zeros_like(x, dtype=torch.int64)
+    for shift in (0, -1, 1):
+        tried = (base + shift).clamp(0, 254)
+        step = _power(tried.to(torch.uint8))
+        found = torch.bucketize(x.abs() / step, middles)
+        error = (weights * (values[found] * step - x.abs()).square()).sum(dim=-1, keepdim=True)
+        better = error < best
+        best = torch.where(better, error, best)
+        exponents = torch.where(better, tried, exponents)
+        codes = torch.where(better, found, codes)
+    codes = torch.where((x < 0) & (codes > 0), codes + 8, codes)
+    return torch.cat([exponents.to(torch.uint8), _pack(codes)], dim=-1)
+
+
+def _power(exponents: torch.Tensor) -> torch.Tensor:
+    """`2 ** (e - 128)` of uint8, float32; the smallest two are subnormal numbers."""
+    whole = exponents.to(torch.int32)
+    bits = torch.where(whole < 2, 0x00200000 << whole.clamp(max=1), (whole - 1) << 23)
+    return bits.to(torch.int32).view(torch.float32)
