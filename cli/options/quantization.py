@@ -76,6 +76,13 @@ class GridOptions:
     gguf_type: Annotated[
         str | None, typer.Option(help="Block type or mix, such as Q4_K_M or Q8_0.")
     ] = None
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(
+            help="GGUF: importance matrix to weigh errors by, in llama.cpp's formats (.gguf, .dat); "
+            "measured and written where there is no such file."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

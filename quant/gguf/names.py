@@ -27,6 +27,7 @@ _IN_LAYER = {
 _TOP_BACK = {ours: theirs for theirs, ours in _TOP.items()}
 _IN_LAYER_BACK = {ours: theirs for theirs, ours in _IN_LAYER.items()}
 _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
@@ -37,6 +38,12 @@ def to_gguf(module: str) -> str | None:
         return _TOP.get(module)
     inner = _IN_LAYER.get(layer[2])
     return inner and f"blk.{layer[1]}.{inner}"
+
+
+def expert_of(module: str) -> int | None:
+    """The number of the expert that a linear belongs to; None: to none."""
+    expert = _EXPERT.search(module)
+    return int(expert[1]) if expert else None
 
 
 def from_gguf(module: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Rounding to ggml's blocks, with K-quants' errors weighted by the importance matrix."""
+"""Rounding to ggml's blocks, with errors weighted by the importance matrix."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ def round_to_blocks(
     *,
     original: torch.Tensor,
     statistics: InputStatistics | None,
+    given: torch.Tensor | None = None,
     name: str,
 ) -> GgufTensor:
     """Round `weight` `[out, in]`: the linear's `original`, or `original` with scaled columns.
 
-    The importance of a column is the mean square of its input, llama.cpp's importance matrix.
+    The importance of a column is the mean square of its input, llama.cpp's importance matrix: `given`, else
+    that of the statistics.
 
     Raises:
         BadInput: weights too large for float16 scales.
     """
-    importance = None
-    if statistics is not None and statistics.num_tokens:
+    importance = given
+    if importance is None and statistics is not None and statistics.num_tokens:
         importance = statistics.gram.diagonal() / statistics.num_tokens
-        if weight is not original:
-            # Columns multiplied by a scale read inputs divided by it.
-            before, after = original.square().sum(dim=0), weight.square().sum(dim=0)
-            importance = torch.where(after > 0, importance * before / after, importance)
+    if importance is not None and weight is not original:
+        # Columns multiplied by a scale read inputs divided by it.
+        before, after = original.square().sum(dim=0), weight.square().sum(dim=0)
+        importance = torch.where(after > 0, importance * before / after, importance)
     data = quantize_blocks(weight, scheme.type, importance, name=name)
     return GgufTensor(data, scheme)

@@ -149,6 +149,11 @@ def quantize_tensors(
         held_out={name: one for name, one in measured.held_out.items() if name in schemes},
         remeasure=measured.remeasure,
         options=plan.options,
+        importance={
+            name: plan.importance[full_name(prefix, name)]
+            for name in linears
+            if full_name(prefix, name) in plan.importance
+        },
     )
     with torch.no_grad(), creating_on(device):
         result = plan.method.quantize_layer(problem) if linears else LayerResult({}, {}, [])

@@ -93,6 +93,7 @@ class LayerProblem:
         held_out: statistics of held-out inputs, for the report only; may be empty.
         remeasure: runs the layer with some weights replaced and returns new statistics of the named
             linears; None with cached statistics.
+        importance: given mean squares of inputs `[in]`, in place of the statistics' for ggml's blocks.
     """
 
     prefix: str
@@ -108,6 +109,7 @@ class LayerProblem:
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
     remeasure: Remeasure | None = None
     options: MethodOptions = MethodOptions()
+    importance: dict[str, torch.Tensor] = field(default_factory=dict)
     _energies: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def energy(self, linear: str) -> float:

@@ -52,6 +52,7 @@ def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qu
         scheme,
         original=problem.weights[linear],
         statistics=problem.statistics.get(linear),
+        given=problem.importance.get(linear),
         name=module,
     )
 

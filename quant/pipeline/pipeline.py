@@ -20,6 +20,7 @@ from ..base.atomic_io import layout_of, write_tensors
 from ..base.errors import BadInput
 from ..base.memory import PeakMemory, give_back
 from ..base.progress import Progress, Silent
+from ..gguf.imatrix import write_imatrix
 from ..layers.cached_calibration import CachedCalibration
 from ..layers.no_calibration import NoCalibration
 from ..layers.online_calibration import OnlineCalibration, Source
@@ -30,6 +31,7 @@ from ..model.checkpoint import read_json
 from ..plan.plan import Plan, QuantizeRequest
 from ..request.selection import HEAD
 from ..stream.kv_scales import KvRanges
+from .importance import measure_importance
 from .preflight import Preflight, preflight
 from .prepare import prepare, statistics_path
 from .publish import layer_folder, shard_folder, write_final_files
@@ -77,6 +79,11 @@ def quantize(request: QuantizeRequest, progress: Progress | None = None) -> Quan
     if output.exists() and not work_folder(output).exists():
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
     session = prepare(request, progress)
+    if request.imatrix is not None and not request.imatrix.exists():
+        matrix = measure_importance(session.stream, session.calibration, progress)
+        write_imatrix(request.imatrix, matrix)
+        progress.note(f"note: importance of {len(matrix.means)} tensors is in {request.imatrix}")
+        session = prepare(request, progress)
     for note in session.notes:
         progress.note(note)
     expected = preflight(session)

@@ -76,6 +76,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "formats": [weight_format.name for weight_format in plan.formats],
         "gguf_type": plan.gguf_type,
         "kv_cache": [plan.kv_cache, plan.kv_cache_strategy],
+        "imatrix": _digest_of(request.imatrix),
         "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
         "ignored": plan.ignored,
     }
@@ -89,6 +90,10 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         statistics=statistics,
         notes=(*plan.notes, *notes),
     )
+
+
+def _digest_of(imatrix: Path | None) -> str | None:
+    return sha256_of_file(imatrix) if imatrix is not None and imatrix.is_file() else None
 
 
 def _calibration(request: QuantizeRequest, plan: Plan, notes: list[str]) -> Calibration:
@@ -171,6 +176,8 @@ def _check_data_free(request: QuantizeRequest, plan: Plan) -> None:
         "--kv-cache scales are measured": plan.kv_cache is not None,
         "--stats are measured": request.stats is not None,
         "--revert-worse compares errors": request.revert_worse,
+        f"{request.imatrix} is measured": request.imatrix is not None
+        and not request.imatrix.exists(),
     }
     for reason, holds in needs.items():
         if holds:

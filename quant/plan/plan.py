@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from ..formats.gguf_integer import block_type_of
 from ..formats.registry import FORMATS
 from ..gguf.architecture import architecture_of as gguf_architecture
 from ..gguf.assemble import check_source
+from ..gguf.imatrix import read_imatrix
 from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes
 from ..gguf.mix_rules import shape_of
 from ..methods.base import Method, MethodOptions, SchemeOptions
@@ -75,6 +76,7 @@ class Plan:
         kv_cache_strategy: how many scales a layer has, see `QuantizeRequest`.
         notes: choices made for the user, one line each.
         search: what method `auto` compared, for the manifest.
+        importance: mean squares of the inputs of linears, from an importance matrix's file.
     """
 
     checkpoint: Checkpoint
@@ -95,6 +97,7 @@ class Plan:
     kv_cache_strategy: KvStrategy
     notes: tuple[str, ...]
     search: dict[str, Any] | None = None
+    importance: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def num_layers(self) -> int:
@@ -162,6 +165,10 @@ def make_plan(request: QuantizeRequest) -> Plan:
         raise BadInput("--gguf-type belongs to --format gguf")
     if blocks_asked(request, formats):
         return _blocks_plan(request, method, formats)
+    if request.imatrix is not None:
+        raise BadInput(
+            "--imatrix weighs the errors of ggml's blocks: give --format gguf and --gguf-type"
+        )
     base = _base_options(request, formats)
     # Widths are checked before the group size is chosen: unpackable modules are reported first.
     probe = method.scheme(replace(base, group_size=PER_CHANNEL) if method.grouped else base)
@@ -221,11 +228,18 @@ def _blocks_plan(
     shape = shape_of(
         checkpoint.config,
         gguf_architecture(checkpoint.config),
-        has_importance=request.errors or method.name != "rtn",
+        has_importance=request.errors or request.imatrix is not None,
     )
     schemes: dict[str, Scheme] = dict(mix(type_name, modules, shape))
     if not schemes:
         raise BadInput(f"no linear of {request.model} has inputs in whole blocks of 32")
+    given: dict[str, torch.Tensor] = {}
+    notes = mix_notes(type_name, modules, shape)
+    if request.imatrix is not None and request.imatrix.exists():
+        given = read_imatrix(request.imatrix).for_modules(modules)
+        if len(given) < len(schemes):
+            left = len(schemes) - len(given)
+            notes.append(f"note: {request.imatrix} has no importance for {left} linears")
     misfits = tuple(name for name in modules if name not in schemes)
     plan = Plan(
         checkpoint=checkpoint,
@@ -245,9 +259,9 @@ def _blocks_plan(
         kv_cache=_stored_kv_cache(request),
         kv_cache_strategy=request.kv_cache_strategy,
         notes=(),
+        importance=given,
     )
     check_plan(plan)
-    notes = mix_notes(type_name, modules, shape)
     return replace(plan, notes=(*notes, *architecture.notes))
 
 

@@ -26,6 +26,8 @@ class QuantizeRequest:
         symmetric: None takes what the format prefers.
         granularity, activations, double_quant, outlier_threshold, sparse_fraction: see `SchemeOptions`.
         gguf_type: block type or mix of a GGUF file; None takes `gguf.mix.DEFAULT_GGUF_TYPE`.
+        imatrix: file of an importance matrix, measured on the float model where it does not exist; None:
+            importance is that of each layer's calibration inputs, where there is calibration.
         options: hyperparameters of single methods.
         format: one name or several with commas; None takes the method's default format, if
             it can store the scheme.
@@ -68,6 +70,7 @@ class QuantizeRequest:
     outlier_threshold: float | None = None
     sparse_fraction: float | None = None
     gguf_type: str | None = None
+    imatrix: Path | None = None
     options: MethodOptions = field(default_factory=MethodOptions)
     format: str | None = None
     overrides: tuple[str, ...] = ()

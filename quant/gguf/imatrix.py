@@ -1,0 +1,201 @@
+"""Importance matrices in llama.cpp's two file formats: GGUF, and the binary one before it (`.dat`).
+
+An entry is the mean square of each input of a tensor, for each of its matrices (the experts of a layer are
+matrices of one tensor). GGUF files hold sums and counts, `<tensor>.in_sum2` and `<tensor>.counts`; the old
+format holds `i32 entries`, then for each `i32 length, name, i32 calls, i32 values, f32 values × calls`, then
+the number of chunks and the name of the text (llama.cpp's `tools/imatrix/imatrix.cpp`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from ..base.atomic_io import write_atomically
+from ..base.errors import BadInput
+from .container import GgufFile, TensorToWrite, write_gguf
+from .names import expert_of, to_gguf
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+_LONGEST_NAME = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ImportanceMatrix:
+    """Mean squares of the inputs of each linear.
+
+    Attributes:
+        means: float32 `[matrices, in]` by tensor name, such as `blk.0.attn_q.weight`.
+        counts: tokens that each matrix saw, float32 `[matrices]`.
+        dataset: the text that it was measured on.
+        chunk_size: tokens in a chunk of the text.
+        chunks: how many chunks were read.
+    """
+
+    means: dict[str, torch.Tensor]
+    counts: dict[str, torch.Tensor] = field(default_factory=dict)
+    dataset: str = ""
+    chunk_size: int = 512
+    chunks: int = 1
+
+    def of(self, module: str) -> torch.Tensor | None:
+        """The mean squares of a linear's inputs `[in]`, by its Hugging Face name; None: it has no entry."""
+        tensor = to_gguf(module)
+        means = self.means.get(f"{tensor}.weight")
+        if means is None:
+            return None
+        expert = expert_of(module)
+        if expert is None:
+            return means.mean(dim=0)
+        return means[expert] if expert < len(means) else None
+
+    def for_modules(self, modules: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+        """The entries of these linears, by Hugging Face name.
+
+        Raises:
+            BadInput: an entry of another width, or that is not finite.
+        """
+        entries = {}
+        for module, (_, in_features) in modules.items():
+            means = self.of(module)
+            if means is None:
+                continue
+            if len(means) != in_features:
+                raise BadInput(
+                    f"--imatrix: {to_gguf(module)}.weight has {len(means)} inputs there and {in_features} "
+                    "in the model: it belongs to another model"
+                )
+            if not bool(torch.isfinite(means).all()):
+                raise BadInput(f"--imatrix: {to_gguf(module)}.weight holds NaN or infinite values")
+            entries[module] = means
+        if not entries:
+            raise BadInput("--imatrix has no entry for any linear of the model")
+        return entries
+
+
+def read_imatrix(path: Path) -> ImportanceMatrix:
+    """Read a file of either format, by its first bytes.
+
+    Raises:
+        BadInput: no such file, or it is damaged or of another kind.
+    """
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+            file.seek(0)
+            if not is_gguf:
+                return _read_legacy(file, path)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}") from error
+    return _read_gguf(GgufFile(path))
+
+
+def write_imatrix(path: Path, matrix: ImportanceMatrix) -> None:
+    """Write a file atomically: the old format where the name ends in `.dat`, else GGUF.
+
+    Raises:
+        BadInput: the disk is full.
+    """
+    if path.suffix == ".dat":
+        write_atomically(path, _legacy_bytes(matrix))
+        return
+    tensors = []
+    for name, means in sorted(matrix.means.items()):
+        counts = _counts(matrix, name).unsqueeze(1)
+        for ending, values in ((_SUMS, means * counts), (_COUNTS, counts)):
+            data = values.to(torch.float32).contiguous().numpy().tobytes()
+            shape = (values.shape[0], values.shape[1])
+            tensors.append(TensorToWrite(name + ending, shape, "F32", lambda data=data: [data]))
+    metadata = {
+        "general.type": "imatrix",
+        "imatrix.datasets": [matrix.dataset],
+        "imatrix.chunk_count": matrix.chunks,
+        "imatrix.chunk_size": matrix.chunk_size,
+    }
+    write_gguf(path, metadata, tensors)
+
+
+def _read_gguf(file: GgufFile) -> ImportanceMatrix:
+    if file.metadata.get("general.type") != "imatrix":
+        raise BadInput(f"{file.path} is a GGUF file, but no importance matrix")
+    means, counts = {}, {}
+    for name in file.tensors:
+        if not name.endswith(_SUMS):
+            continue
+        tensor = name.removesuffix(_SUMS)
+        if tensor + _COUNTS not in file.tensors:
+            raise BadInput(f"{file.path} lacks {tensor}{_COUNTS}: it is damaged")
+        sums, seen = _floats(file, name), _floats(file, tensor + _COUNTS).flatten()
+        sums = sums.view(len(seen), -1)
+        # Experts that no token reached: equal importance, as in llama.cpp.
+        reached = (seen > 0).unsqueeze(1)
+        means[tensor] = torch.where(reached, sums / seen.clamp(min=1).unsqueeze(1), 1.0)
+        counts[tensor] = seen
+    return ImportanceMatrix(
+        means,
+        counts,
+        dataset=", ".join(file.metadata.get("imatrix.datasets", [])),
+        chunk_size=int(file.metadata.get("imatrix.chunk_size", 512)),
+        chunks=int(file.metadata.get("imatrix.chunk_count", 1)),
+    )
+
+
+def _floats(file: GgufFile, name: str) -> torch.Tensor:
+    info = file.tensors[name]
+    if info.type != "F32":
+        raise BadInput(f"{file.path}: {name} is {info.type}, not F32: it is damaged")
+    return torch.from_numpy(file.data(name).copy()).view(torch.float32).view(info.shape)
+
+
+def _read_legacy(file: BinaryIO, path: Path) -> ImportanceMatrix:
+    damaged = BadInput(f"{path} is no importance matrix of llama.cpp, or it is cut off")
+
+    def number() -> int:
+        data = file.read(4)
+        if len(data) < 4:
+            raise damaged
+        return struct.unpack("<i", data)[0]
+
+    size = path.stat().st_size
+    entries = number()
+    if not 0 < entries <= size // 12:
+        raise damaged
+    means = {}
+    for _ in range(entries):
+        length = number()
+        if not 0 < length <= _LONGEST_NAME:
+            raise damaged
+        name = file.read(length).decode("utf-8", errors="replace")
+        calls, count = number(), number()
+        data = file.read(4 * count) if 0 < count <= size // 4 else b""
+        if not data or len(data) != 4 * count or calls < 0:
+            raise damaged
+        values = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        means[name] = (values / max(calls, 1)).unsqueeze(0)
+    tail = file.read(8)
+    chunks, length = struct.unpack("<ii", tail) if len(tail) == 8 else (1, 0)
+    dataset = file.read(max(length, 0)).decode("utf-8", errors="replace")
+    return ImportanceMatrix(means, dataset=dataset, chunks=chunks)
+
+
+def _legacy_bytes(matrix: ImportanceMatrix) -> bytes:
+    parts = [struct.pack("<i", len(matrix.means))]
+    for name, means in sorted(matrix.means.items()):
+        text = name.encode()
+        # Rounded up, so that no entry has zero calls.
+        calls = max(1, -(-int(_counts(matrix, name).max()) // matrix.chunk_size))
+        values = (means * calls).to(torch.float32).flatten()
+        parts += [struct.pack("<i", len(text)), text, struct.pack("<ii", calls, len(values))]
+        parts.append(values.numpy().tobytes())
+    text = matrix.dataset.encode()
+    return b"".join([*parts, struct.pack("<ii", matrix.chunks, len(text)), text])
+
+
+def _counts(matrix: ImportanceMatrix, name: str) -> torch.Tensor:
+    whole = torch.full((len(matrix.means[name]),), float(matrix.chunks * matrix.chunk_size))
+    return matrix.counts.get(name, whole)
