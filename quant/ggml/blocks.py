@@ -12,6 +12,8 @@ from ..base.scheme import GGUF_BLOCKS
 from .k_blocks import dequantize_affine, dequantize_signed
 from .k_quants import quantize_k
 from .k_small_blocks import dequantize_q2, dequantize_q3
+from .lattice_blocks import dequantize_lattice, quantize_lattice
+from .lattice_tables import LATTICES
 from .simple_blocks import dequantize_simple, quantize_simple
 from .table_blocks import (
     dequantize_iq4_nl,
@@ -86,6 +88,7 @@ _DEQUANTIZE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "IQ4_NL": dequantize_iq4_nl,
     "IQ4_XS": dequantize_iq4_xs,
     "MXFP4": dequantize_mxfp4,
+    **{name: partial(dequantize_lattice, type_name=name) for name in LATTICES},
 }
 
 
@@ -94,6 +97,8 @@ def _quantize(
 ) -> torch.Tensor:
     if type_name.endswith("_K"):
         return quantize_k(blocks, type_name, importance)
+    if type_name in LATTICES:
+        return quantize_lattice(blocks, type_name, importance)
     if type_name.startswith(("IQ4", "MXFP4")):
         return quantize_table(blocks, type_name, importance)
     return quantize_simple(blocks, type_name, importance)

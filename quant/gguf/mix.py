@@ -27,6 +27,16 @@ GGUF_TYPES = {
     "Q5_K_S": ("Q5_K", 16),
     "Q5_K_M": ("Q5_K", 17),
     "Q6_K": ("Q6_K", 18),
+    "IQ1_S": ("IQ1_S", 24),
+    "IQ1_M": ("IQ1_M", 31),
+    "IQ2_XXS": ("IQ2_XXS", 19),
+    "IQ2_XS": ("IQ2_XS", 20),
+    "IQ2_S": ("IQ2_XS", 28),
+    "IQ2_M": ("IQ2_S", 29),
+    "IQ3_XXS": ("IQ3_XXS", 23),
+    "IQ3_XS": ("IQ3_S", 22),
+    "IQ3_S": ("IQ3_S", 26),
+    "IQ3_M": ("IQ3_S", 27),
     "IQ4_NL": ("IQ4_NL", 25),
     "IQ4_XS": ("IQ4_XS", 30),
     "MXFP4": ("MXFP4", 38),  # every linear; llama.cpp's own has MXFP4 in experts alone
@@ -38,7 +48,8 @@ DEFAULT_GGUF_TYPE = "Q4_K_M"
 
 # llama.cpp's fallback types where rows are no multiple of 256.
 _FALLBACKS = {
-    "IQ4_XS": "IQ4_NL",
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"), "IQ4_NL"),
+    **dict.fromkeys(("IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     "Q2_K": "Q4_0",
     "Q3_K": "Q4_0",
     "Q4_K": "Q5_0",
