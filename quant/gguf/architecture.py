@@ -1,4 +1,4 @@
-"""Between `config.json` and GGUF metadata keys: `llama`, `qwen2` and `qwen3`."""
+"""Between `config.json` and GGUF metadata keys."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from ..base.errors import BadInput
 from .container import GgufFile
+from .families import FAMILIES, family_named, family_of, head_dim_of
 
 ROPE_FACTORS = "rope_freqs.weight"
 # RoPE scaling of Llama 3.1 to 3.3; GGUF stores only the resulting frequency factors.
@@ -19,7 +20,6 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _SHAPE_KEYS = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -35,25 +35,12 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     Raises:
         BadInput: an unsupported model type or feature.
     """
-    model_type = config.get("model_type")
-    if model_type not in _ARCHITECTURES:
-        raise BadInput(
-            f"model type {model_type!r} cannot be written as GGUF: supported are "
-            f"{', '.join(_ARCHITECTURES)}"
-        )
-    if config.get("hidden_act", "silu") != "silu":
-        raise BadInput(f"hidden_act {config['hidden_act']!r} cannot be written as GGUF")
-    window = config.get("sliding_window", 4096 if model_type == "mistral" else None)
-    if model_type != "mistral" and not config.get("use_sliding_window", False):
-        window = None
-    if window is not None and window < config.get("max_position_embeddings", window):
-        raise BadInput(f"a sliding window of {window} tokens cannot be written as GGUF")
-    return _ARCHITECTURES[model_type]
+    return family_of(config).architecture
 
 
 def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
     """Linears whose rows GGUF permutes (interleaved RoPE), with their number of heads."""
-    if _ARCHITECTURES.get(str(config.get("model_type"))) != "llama":
+    if not family_of(config).permuted:
         return {}
     heads = int(config["num_attention_heads"])
     return {
@@ -68,24 +55,27 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadInput: see `architecture_of`; a missing key, or RoPE scaling that GGUF cannot express.
     """
-    name = architecture_of(config)
+    family = family_of(config)
+    name = family.architecture
     try:
         shape = {ours: int(config[theirs]) for theirs, ours in _SHAPE_KEYS.items()}
         vocab_size = int(config["vocab_size"])
     except KeyError as error:
         raise BadInput(f"config.json lacks {error.args[0]!r}") from error
     heads = shape["attention.head_count"]
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config, family)
+    epsilon, epsilon_key = family.epsilon
     keys: dict[str, Any] = {
         **shape,
         "attention.head_count_kv": int(config.get("num_key_value_heads") or heads),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        epsilon_key: float(config.get(epsilon, 1e-6)),
         "rope.dimension_count": head_dim,
         "rope.freq_base": _rope(config)[0],
         "vocab_size": vocab_size,
         **_rope_scaling_keys(config),
+        **{key: config[ours] for ours, key in family.keys.items() if config.get(ours) is not None},
     }
     return {"general.architecture": name, **{f"{name}.{key}": v for key, v in keys.items()}}
 
@@ -95,7 +85,7 @@ def rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
     theta, scaling = _rope(config)
     if scaling.get("rope_type", scaling.get("type")) != "llama3":
         return None
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config, family_of(config))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     wavelengths = 2 * math.pi * theta**exponents
     factor = float(scaling["factor"])
@@ -113,10 +103,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """
     keys = file.metadata
     name = str(keys.get("general.architecture"))
-    if name not in _ARCHITECTURES or name == "mistral":
-        raise BadInput(
-            f"{file.path}: architecture {name!r} is not read here: llama, qwen2 and qwen3 are"
-        )
+    family = family_named(name)
+    if family is None:
+        known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
+        raise BadInput(f"{file.path}: architecture {name!r} is not read here: {known} are")
     if keys.get(f"{name}.expert_count"):
         raise BadInput(f"{file.path} is a mixture of experts, which is not read from GGUF here")
 
@@ -129,20 +119,28 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         if needed not in file.tensors:
             raise BadInput(f"{file.path} lacks tensor {needed}: it is no whole model")
     config: dict[str, Any] = {
-        "model_type": name,
-        "hidden_act": "silu",
+        "model_type": family.model_type,
+        "hidden_act": family.activations[-1],
         **{theirs: int(key(ours)) for theirs, ours in _SHAPE_KEYS.items()},
-        "rms_norm_eps": _shortest(key("attention.layer_norm_rms_epsilon")),
+        family.epsilon[0]: _shortest(key(family.epsilon[1])),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+        "use_bias": "blk.0.attn_q.bias" in file.tensors,
         "dtype": "bfloat16",
     }
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = int(keys.get(f"{name}.attention.head_count_kv", heads))
     head_dim = keys.get(f"{name}.attention.key_length", config["hidden_size"] // heads)
     config["head_dim"] = int(head_dim)
+    for ours, theirs in family.keys.items():
+        value = keys.get(f"{name}.{theirs}")
+        if value is not None:
+            config[ours] = _shortest(value) if isinstance(value, float) else value
+    if family.norm_offset:  # Gemma's, whose classes have another name for it
+        config["hidden_activation"] = config["hidden_act"]
+        config["query_pre_attn_scalar"] = config["head_dim"]
     config["rope_parameters"] = _rope_parameters(file, name, config)
     for token in ("bos", "eos"):
         if f"tokenizer.ggml.{token}_token_id" in keys:
@@ -179,11 +177,6 @@ def _rope_parameters(file: GgufFile, name: str, config: dict[str, Any]) -> dict[
 def _shortest(value: float) -> float:
     """The shortest decimal that rounds to this float32: 1e-06, and not 9.999999974752427e-07."""
     return float(str(np.float32(value)))
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    default = int(config["hidden_size"]) // int(config["num_attention_heads"])
-    return int(config.get("head_dim") or (128 if config["model_type"] == "qwen3" else default))
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:

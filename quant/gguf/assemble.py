@@ -15,8 +15,15 @@ from ..formats.gguf import BLOCKS_SUFFIX
 from ..formats.gguf_integer import block_type_of
 from ..ggml.blocks import quantize_blocks
 from ..model.checkpoint import Checkpoint
-from .architecture import ROPE_FACTORS, architecture_keys, permuted_heads, rope_factors
+from .architecture import (
+    ROPE_FACTORS,
+    architecture_keys,
+    architecture_of,
+    permuted_heads,
+    rope_factors,
+)
 from .container import TensorToWrite, write_gguf
+from .families import family_of
 from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
 from .names import to_gguf, to_interleaved
 from .tokenizer import tokenizer_keys
@@ -34,8 +41,9 @@ def gguf_name(model_name: str, type_name: str) -> str:
 def check_source(source: Checkpoint) -> None:
     """Raises BadInput where GGUF cannot represent a model: its type, a tensor, its tokenizer."""
     architecture_keys(source.config)
+    architecture = architecture_of(source.config)
     for name in _held(source.names, source.config):
-        _gguf_tensor_name(name)
+        _gguf_tensor_name(name, architecture)
     tokenizer_keys(source.folder, int(source.config["vocab_size"]))
 
 
@@ -106,13 +114,14 @@ class _Writer:
         head_types: Mapping[str, str],
     ):
         self._heads = permuted_heads(config)
+        self._family = family_of(config)
         self._readers = readers
         self._schemes = schemes
         self._head_types = head_types
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> TensorToWrite:
         """One tensor of the file, by its Hugging Face name."""
-        target = _gguf_tensor_name(name)
+        target = _gguf_tensor_name(name, self._family.architecture)
         module = name.removesuffix(BLOCKS_SUFFIX)
         if module != name:
             block = block_type_of(self._schemes[module])
@@ -121,9 +130,7 @@ class _Writer:
             logical = shape[0], shape[1] // block_bytes * width
             return TensorToWrite(target, logical, block, lambda: [_bytes(self._rows(name))])
         if len(shape) == 1:
-            return TensorToWrite(
-                target, shape, "F32", lambda: [_bytes(self._rows(name).to(torch.float32))]
-            )
+            return TensorToWrite(target, shape, "F32", lambda: [_bytes(self._vector(name))])
         if name in self._head_types:
             block = self._head_types[name]
             return TensorToWrite(target, shape, block, lambda: self._rounded(name, block))
@@ -137,6 +144,11 @@ class _Writer:
             if f".{linear}." in name:
                 return to_interleaved(tensor, heads)
         return tensor
+
+    def _vector(self, name: str) -> torch.Tensor:
+        """A norm or a bias, float32."""
+        values = self._rows(name).to(torch.float32)
+        return values + self._family.norm_offset if name.endswith("norm.weight") else values
 
     def _rounded(self, name: str, block: str) -> Iterable[bytes]:
         tensor = self._readers[name](name)
@@ -175,11 +187,11 @@ def _shape(name: str, handles: Sequence[Any], source: Checkpoint) -> tuple[int, 
     return source.shape(name)
 
 
-def _gguf_tensor_name(name: str) -> str:
+def _gguf_tensor_name(name: str, architecture: str) -> str:
     """`blk.3.attn_q.weight` for `model.layers.3.self_attn.q_proj.weight`, also for its blocks."""
     for ending, theirs in ((BLOCKS_SUFFIX, ".weight"), (".weight", ".weight"), (".bias", ".bias")):
         if name.endswith(ending):
-            module = to_gguf(name.removesuffix(ending))
+            module = to_gguf(name.removesuffix(ending), architecture)
             if module is not None:
                 return module + theirs
     raise BadInput(f"tensor {name} has no name in GGUF: such a model cannot be written")

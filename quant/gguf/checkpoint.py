@@ -14,6 +14,7 @@ from ..ggml.blocks import dequantize_blocks
 from ..model.checkpoint import Checkpoint, read_json
 from .architecture import ROPE_FACTORS, config_of, permuted_heads
 from .container import GgufFile, TensorInfo
+from .families import family_of
 from .names import from_gguf, to_halves
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -38,13 +39,17 @@ class GgufCheckpoint(Checkpoint):
         self._file = GgufFile(self.path)
         if int(self._file.metadata.get("split.count", 0)) > 1:
             raise BadInput(f"{self.path} is one part of several: merge them with llama-gguf-split")
+        self.config = self._config()
+        self.config.pop("quantization_config", None)
+        family = family_of(self.config)
+        self._norm_offset = family.norm_offset
         self._infos: dict[str, TensorInfo] = {}
         types: dict[str, str] = {}
         for info in self._file.tensors.values():
             if info.name == ROPE_FACTORS:
                 continue
             stem, _, kind = info.name.rpartition(".")
-            module = from_gguf(stem)
+            module = from_gguf(stem, family)
             if module is None or kind not in ("weight", "bias"):
                 raise BadInput(
                     f"{self.path}: tensor {info.name} has no place in the models read here"
@@ -54,8 +59,6 @@ class GgufCheckpoint(Checkpoint):
                 types[module] = info.type
             else:
                 self._infos[f"{module}.{kind}"] = info
-        self.config = self._config()
-        self.config.pop("quantization_config", None)
         if types:
             self.config["quantization_config"] = {"quant_method": "gguf", "types": types}
         self._heads = permuted_heads(self.config)
@@ -89,6 +92,8 @@ class GgufCheckpoint(Checkpoint):
             tensor = data.view(info.shape[0], -1)
             if not name.endswith(BLOCKS_SUFFIX):
                 tensor = dequantize_blocks(tensor, info.type)
+        if self._norm_offset and name.endswith("norm.weight"):
+            tensor = tensor - self._norm_offset
         for linear, heads in self._heads.items():
             if f".{linear}." in name:
                 return to_halves(tensor, heads).contiguous()

@@ -43,9 +43,9 @@ class ImportanceMatrix:
     chunk_size: int = 512
     chunks: int = 1
 
-    def of(self, module: str) -> torch.Tensor | None:
+    def of(self, module: str, architecture: str = "llama") -> torch.Tensor | None:
         """The mean squares of a linear's inputs `[in]`, by its Hugging Face name; None: it has no entry."""
-        tensor = to_gguf(module)
+        tensor = to_gguf(module, architecture)
         means = self.means.get(f"{tensor}.weight")
         if means is None:
             return None
@@ -54,7 +54,9 @@ class ImportanceMatrix:
             return means.mean(dim=0)
         return means[expert] if expert < len(means) else None
 
-    def for_modules(self, modules: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+    def for_modules(
+        self, modules: Mapping[str, tuple[int, int]], architecture: str
+    ) -> dict[str, torch.Tensor]:
         """The entries of these linears, by Hugging Face name.
 
         Raises:
@@ -62,16 +64,16 @@ class ImportanceMatrix:
         """
         entries = {}
         for module, (_, in_features) in modules.items():
-            means = self.of(module)
+            means = self.of(module, architecture)
             if means is None:
                 continue
             if len(means) != in_features:
                 raise BadInput(
-                    f"--imatrix: {to_gguf(module)}.weight has {len(means)} inputs there and {in_features} "
-                    "in the model: it belongs to another model"
+                    f"--imatrix: {module} has {len(means)} inputs there and {in_features} in the model: "
+                    "it belongs to another model"
                 )
             if not bool(torch.isfinite(means).all()):
-                raise BadInput(f"--imatrix: {to_gguf(module)}.weight holds NaN or infinite values")
+                raise BadInput(f"--imatrix: {module} holds NaN or infinite values")
             entries[module] = means
         if not entries:
             raise BadInput("--imatrix has no entry for any linear of the model")

@@ -161,7 +161,7 @@ def _wanted(
     # The experts of a layer are one tensor, and so share one type.
     tensors: dict[str, list[str]] = {}
     for module in modules:
-        tensors.setdefault(to_gguf(module) or module, []).append(module)
+        tensors.setdefault(to_gguf(module, shape.architecture) or module, []).append(module)
     ordered = sorted(tensors, key=_file_order)
     categories = {tensor: category_of(tensor) for tensor in ordered}
     values = sum(category is Category.ATTENTION_V for category in categories.values())

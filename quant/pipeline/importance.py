@@ -6,6 +6,7 @@ import torch
 
 from ..base.progress import Progress
 from ..calibration.calibration import Calibration
+from ..gguf.architecture import architecture_of
 from ..gguf.imatrix import ImportanceMatrix
 from ..gguf.names import expert_of, to_gguf
 from ..methods.base import InputStatistics
@@ -23,11 +24,13 @@ def measure_importance(
     stream.prepare(ids)
     states = stream.embed(ids)
     seen: _Seen = {}
+    architecture = architecture_of(stream.checkpoint.config)
     progress.start("importance", stream.num_layers, "layers")
     for index in range(stream.num_layers):
         stream.load(index, stream.tensors(index))
         for name, statistics in stream.measure(index, states).items():
-            _add(seen, f"{stream.prefix(index)}.{name}", statistics)
+            module = f"{stream.prefix(index)}.{name}"
+            _add(seen, to_gguf(module, architecture), expert_of(module), statistics)
         states = stream.run(index, states, in_place=True)
         stream.unload(index)
         stream.checkpoint.release()
@@ -46,13 +49,12 @@ def measure_importance(
     )
 
 
-def _add(seen: _Seen, module: str, statistics: InputStatistics) -> None:
+def _add(seen: _Seen, tensor: str | None, expert: int | None, statistics: InputStatistics) -> None:
     """Note a linear's mean squares under its tensor's name and its expert's number."""
-    tensor = to_gguf(module)
     if tensor is None:
         return
     count = statistics.num_tokens
     mean = statistics.gram.diagonal() / max(count, 1)
     # An expert without tokens: equal importance, as in llama.cpp.
     mean = mean.clone() if count else torch.ones_like(mean)
-    seen.setdefault(f"{tensor}.weight", {})[expert_of(module) or 0] = (mean, count)
+    seen.setdefault(f"{tensor}.weight", {})[expert or 0] = (mean, count)

@@ -236,7 +236,7 @@ def _blocks_plan(
     given: dict[str, torch.Tensor] = {}
     notes = mix_notes(type_name, modules, shape)
     if request.imatrix is not None and request.imatrix.exists():
-        given = read_imatrix(request.imatrix).for_modules(modules)
+        given = read_imatrix(request.imatrix).for_modules(modules, shape.architecture)
         if len(given) < len(schemes):
             left = len(schemes) - len(given)
             notes.append(f"note: {request.imatrix} has no importance for {left} linears")

@@ -57,14 +57,21 @@ _LINEARS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "attn_qkv": "self_attn.qkv_proj",
 }
+# Architectures with other linears under these names, and those whose RoPE is interleaved.
+_OTHER_LINEARS = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}
+_INTERLEAVED = ("llama", "granite")
 
 
 def read_gguf_headers(path: Path) -> tuple[Entries, dict[str, Any]]:
     """Quantized linears as `<module>.gguf_blocks`, and the head counts for reordering q and k rows.
 
-    llama.cpp's `llama` architecture uses interleaved RoPE, so rows of q and k are permuted there; other
-    architectures keep Hugging Face's order.
+    llama.cpp's architectures `llama` and `granite` use interleaved RoPE, so rows of q and k are permuted
+    there; the others keep Hugging Face's order.
     """
     with path.open("rb") as file:
         magic, _, num_tensors, num_keys = struct.unpack("<4sIQQ", file.read(24))
@@ -82,6 +89,8 @@ def read_gguf_headers(path: Path) -> tuple[Entries, dict[str, Any]]:
             infos.append((name, shape, *struct.unpack("<IQ", file.read(12))))
         alignment = int(keys.get("general.alignment", 32))
         start = -(-file.tell() // alignment) * alignment
+    architecture = str(keys.get("general.architecture"))
+    linears = _LINEARS | _OTHER_LINEARS.get(architecture, {})
     entries: Entries = {}
     for name, shape, number, offset in infos:
         if number in _BLOCKS:
@@ -91,23 +100,23 @@ def read_gguf_headers(path: Path) -> tuple[Entries, dict[str, Any]]:
             weights = 1
         begin = start + offset
         nbytes = int(np.prod(shape)) // weights * size
-        entries[_entry_name(name, number in _BLOCKS)] = Entry(
+        entries[_entry_name(name, linears, number in _BLOCKS)] = Entry(
             path, kind, tuple(shape), begin, begin + nbytes
         )
     heads = {}
-    if keys.get("general.architecture") == "llama":
-        queries = int(keys["llama.attention.head_count"])
+    if architecture in _INTERLEAVED:
+        queries = int(keys[f"{architecture}.attention.head_count"])
         heads = {
             "q_proj": queries,
-            "k_proj": int(keys.get("llama.attention.head_count_kv", queries)),
+            "k_proj": int(keys.get(f"{architecture}.attention.head_count_kv", queries)),
         }
     return entries, {"heads": heads}
 
 
-def _entry_name(name: str, in_blocks: bool) -> str:
+def _entry_name(name: str, linears: dict[str, str], in_blocks: bool) -> str:
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    if in_blocks and layer is not None and layer[2] in _LINEARS:
-        return f"model.layers.{layer[1]}.{_LINEARS[layer[2]]}.gguf_blocks"
+    if in_blocks and layer is not None and layer[2] in linears:
+        return f"model.layers.{layer[1]}.{linears[layer[2]]}.gguf_blocks"
     if in_blocks and name == "output.weight":
         return "lm_head.gguf_blocks"
     return name

@@ -78,12 +78,14 @@ def main() -> int:
 
 
 def compare_models(python: str, folder: Path) -> int:
-    """Every type on stories3M, and every architecture; how many broke a limit."""
+    """Every type, and every architecture; how many broke a limit."""
     from llmopt.quant.gguf.mix import GGUF_TYPES
 
     from tests.support.gguf_support import RANDOM_MODELS, STORIES, random_model, write_model
 
-    files = [write_model(STORIES, folder / name, name) for name in GGUF_TYPES]
+    files = [write_model(STORIES, folder / name, name) for name in ("Q8_0", "Q4_K_M")]
+    wide = random_model(folder / "source" / "wide", "llama")  # rows of 256, which every type fits
+    files += [write_model(wide, folder / "types" / name, name) for name in GGUF_TYPES]
     for name in RANDOM_MODELS:
         source = random_model(folder / "source" / name, name)
         files += [write_model(source, folder / name / kind, kind) for kind in ("Q8_0", "Q4_K_M")]

@@ -37,6 +37,25 @@ RANDOM_MODELS: dict[str, dict[str, Any]] = {
     "llama-bias": {"model_type": "llama", "attention_bias": True, "rope_parameters": ROPE_LLAMA3},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 128},
+    "gemma": {"model_type": "gemma", "head_dim": 64, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 128,
+    },
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.5,
+    },
+    "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
+    "cohere": {"model_type": "cohere", "logit_scale": 0.25},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
+    "phi3": {"model_type": "phi3", "sliding_window": None, "pad_token_id": 0},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 64, "tie_word_embeddings": False},
 }
 # How Llama 3 and Qwen2 split text, as their tokenizer.json say it.
 SPLITS = {
@@ -109,7 +128,8 @@ def byte_level_tokenizer(folder: Path, split: str | None) -> None:
 
 def linears_of(source: Checkpoint) -> dict[str, tuple[int, int]]:
     """Widths of the linears of all layers."""
-    names = (name for name in source.names if name.endswith("_proj.weight"))
+    endings = ("_proj.weight", ".c_fc.weight")
+    names = (name for name in source.names if name.endswith(endings))
     return {name.removesuffix(".weight"): _pair(source.shape(name)) for name in names}
 
 

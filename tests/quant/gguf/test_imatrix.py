@@ -90,10 +90,12 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
 def test_a_matrix_of_another_model_is_refused() -> None:
     modules = {"model.layers.0.self_attn.q_proj": (8, 16)}
     with pytest.raises(BadInput, match="8 inputs there and 16 in the model"):
-        matrix().for_modules(modules)
+        matrix().for_modules(modules, "llama")
     with pytest.raises(BadInput, match="no entry for any linear"):
-        matrix().for_modules({"model.layers.9.self_attn.q_proj": (8, 8)})
-    assert matrix().for_modules({"model.layers.0.self_attn.q_proj": (8, 8), "lm_head": (8, 8)})
+        matrix().for_modules({"model.layers.9.self_attn.q_proj": (8, 8)}, "llama")
+    assert matrix().for_modules(
+        {"model.layers.0.self_attn.q_proj": (8, 8), "lm_head": (8, 8)}, "llama"
+    )
 
 
 def test_it_is_measured_where_it_is_not_there_and_weighs_the_errors(tmp_path: Path) -> None:
