@@ -20,6 +20,8 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# Fields that transformers writes under another name than older configs have.
+_ALIASES = {"num_experts": "num_local_experts"}
 _SHAPE_KEYS = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -75,8 +77,11 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.freq_base": _rope(config)[0],
         "vocab_size": vocab_size,
         **_rope_scaling_keys(config),
-        **{key: config[ours] for ours, key in family.keys.items() if config.get(ours) is not None},
     }
+    for ours, key in family.keys.items():
+        value = config.get(ours, config.get(_ALIASES.get(ours, ours)))
+        if value is not None:
+            keys[key] = value
     return {"general.architecture": name, **{f"{name}.{key}": v for key, v in keys.items()}}
 
 
@@ -99,16 +104,16 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """The `config.json` derived from a file's keys and tensors.
 
     Raises:
-        BadInput: another architecture, a missing key, or a mixture of experts.
+        BadInput: another architecture, or a missing key.
     """
     keys = file.metadata
     name = str(keys.get("general.architecture"))
-    family = family_named(name)
+    family = family_named(name, sparse=bool(keys.get(f"{name}.expert_count")))
     if family is None:
+        if keys.get(f"{name}.expert_count"):
+            raise BadInput(f"{file.path}: a mixture of experts of {name!r} is not read here")
         known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
         raise BadInput(f"{file.path}: architecture {name!r} is not read here: {known} are")
-    if keys.get(f"{name}.expert_count"):
-        raise BadInput(f"{file.path} is a mixture of experts, which is not read from GGUF here")
 
     def key(short: str) -> Any:
         if f"{name}.{short}" not in keys:

@@ -25,7 +25,7 @@ from .architecture import (
 from .container import TensorToWrite, write_gguf
 from .families import family_of
 from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
-from .names import to_gguf, to_interleaved
+from .names import expert_of, to_gguf, to_interleaved
 from .tokenizer import tokenizer_keys
 
 _ROWS_AT_ONCE = 4096
@@ -93,7 +93,7 @@ def assemble(
     ]
     shapes = {name: _shape(name, handles, source) for name in names}
     writer = _Writer(config, readers, schemes, _head_types(config, names, shapes, type_name))
-    tensors = [writer.tensor(name, shapes[name]) for name in sorted(names, key=_file_order)]
+    tensors = writer.tensors({name: shapes[name] for name in sorted(names, key=_file_order)})
     factors = rope_factors(config)
     if factors is not None:
         data = factors.numpy().tobytes()
@@ -119,6 +119,19 @@ class _Writer:
         self._schemes = schemes
         self._head_types = head_types
 
+    def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorToWrite]:
+        """Every tensor of the file; the experts' linears of a layer are one, matrix after matrix.
+
+        Raises:
+            BadInput: experts of a layer that have not all the same type.
+        """
+        groups: dict[str, list[TensorToWrite]] = {}
+        for name in sorted(shapes, key=lambda name: expert_of(name) or 0):
+            tensor = self.tensor(name, shapes[name])
+            groups.setdefault(tensor.name, []).append(tensor)
+        first = {self.tensor(name, shape).name: None for name, shape in shapes.items()}
+        return [_stacked(groups[name]) for name in first]
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> TensorToWrite:
         """One tensor of the file, by its Hugging Face name."""
         target = _gguf_tensor_name(name, self._family.architecture)
@@ -129,7 +142,7 @@ class _Writer:
             width, block_bytes = GGUF_BLOCKS[block]
             logical = shape[0], shape[1] // block_bytes * width
             return TensorToWrite(target, logical, block, lambda: [_bytes(self._rows(name))])
-        if len(shape) == 1:
+        if len(shape) == 1 or target.endswith(".ffn_gate_inp.weight"):
             return TensorToWrite(target, shape, "F32", lambda: [_bytes(self._vector(name))])
         if name in self._head_types:
             block = self._head_types[name]
@@ -154,6 +167,22 @@ class _Writer:
         tensor = self._readers[name](name)
         for rows in tensor.split(_ROWS_AT_ONCE):
             yield _bytes(quantize_blocks(rows, block, name=name))
+
+
+def _stacked(experts: Sequence[TensorToWrite]) -> TensorToWrite:
+    """One tensor of several matrices; a tensor alone is itself."""
+    first = experts[0]
+    if len(experts) == 1:
+        return first
+    if any((one.type, one.shape) != (first.type, first.shape) for one in experts):
+        raise BadInput(f"{first.name}: all experts of a layer need the same type in GGUF")
+    chunks = [one.chunks for one in experts]
+    return TensorToWrite(
+        first.name,
+        (len(experts), *first.shape),
+        first.type,
+        lambda: (chunk for make in chunks for chunk in make()),
+    )
 
 
 def _held(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:

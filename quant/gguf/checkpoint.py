@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +56,12 @@ class GgufCheckpoint(Checkpoint):
                 raise BadInput(
                     f"{self.path}: tensor {info.name} has no place in the models read here"
                 )
-            if info.type in GGUF_BLOCKS and module != _EMBEDDING:
-                self._infos[module + BLOCKS_SUFFIX] = info
-                types[module] = info.type
-            else:
-                self._infos[f"{module}.{kind}"] = info
+            for part, matrix in _matrices(module, info):
+                if matrix.type in GGUF_BLOCKS and part != _EMBEDDING:
+                    self._infos[part + BLOCKS_SUFFIX] = matrix
+                    types[part] = matrix.type
+                else:
+                    self._infos[f"{part}.{kind}"] = matrix
         if types:
             self.config["quantization_config"] = {"quant_method": "gguf", "types": types}
         self._heads = permuted_heads(self.config)
@@ -85,7 +88,7 @@ class GgufCheckpoint(Checkpoint):
             raise BadInput(f"{self.path} has no tensor {name!r}")
         info = self._infos[name]
         # A copy, so that the mapped file's pages are never written.
-        data = torch.from_numpy(self._file.data(info.name).copy())
+        data = torch.from_numpy(self._file.bytes_of(info).copy())
         if info.type in _DTYPES:
             tensor = data.view(_DTYPES[info.type]).view(info.shape)
         else:
@@ -116,3 +119,15 @@ class GgufCheckpoint(Checkpoint):
             return "U8"
         kind = self._infos[name].type
         return kind if kind in _DTYPES else "F32"
+
+
+def _matrices(module: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """A tensor under its module's name; that of experts as a matrix for each, by the expert's name."""
+    if len(info.shape) != 3:
+        yield module, info
+        return
+    count, nbytes = info.shape[0], info.nbytes // info.shape[0]
+    for expert in range(count):
+        name = module.replace(".experts.", f".experts.{expert}.")
+        start = info.start + expert * nbytes
+        yield name, replace(info, shape=info.shape[1:], start=start, nbytes=nbytes)

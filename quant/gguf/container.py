@@ -174,7 +174,10 @@ class GgufFile:
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, `[nbytes]`, read-only and still in the file."""
-        info = self.tensors[name]
+        return self.bytes_of(self.tensors[name])
+
+    def bytes_of(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor, or of one matrix of it, likewise."""
         return np.frombuffer(self._bytes, np.uint8, count=info.nbytes, offset=info.start)
 
     def release(self) -> None:

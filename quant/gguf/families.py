@@ -45,6 +45,11 @@ class GgufFamily:
     head_dim: int = 0
     has_window: bool = False
 
+    @property
+    def sparse(self) -> bool:
+        """Whether its layers have experts."""
+        return "num_experts_per_tok" in self.keys
+
 
 _GRANITE_KEYS = {
     "attention_multiplier": "attention.scale",
@@ -57,6 +62,10 @@ _SOFT_CAPS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 _WINDOW = {"sliding_window": "attention.sliding_window"}
+_EXPERTS = {
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 _LAYER_NORM = "attention.layer_norm_epsilon"
 FAMILIES = (
     GgufFamily("llama", "llama", permuted=True),
@@ -109,6 +118,27 @@ FAMILIES = (
         constants={"partial_rotary_factor": 1.0},
     ),
     GgufFamily("seed_oss", "seed_oss", head_dim=128),
+    GgufFamily(
+        "qwen3_moe",
+        "qwen3moe",
+        stems=(
+            *(*_NORMS, *_ATTENTION, *_QK_NORMS, "mlp.gate"),
+            *(f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")),
+        ),
+        keys=_EXPERTS | {"num_experts": "expert_count"},
+        constants={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        head_dim=128,
+    ),
+    GgufFamily(
+        "mixtral",
+        "llama",
+        stems=(
+            *(*_NORMS, *_ATTENTION, "block_sparse_moe.gate"),
+            *(f"block_sparse_moe.experts.w{number}" for number in (1, 2, 3)),
+        ),
+        permuted=True,
+        keys=_EXPERTS | {"num_local_experts": "expert_count"},
+    ),
 )
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
@@ -138,9 +168,12 @@ def family_of(config: Mapping[str, Any]) -> GgufFamily:
     return family
 
 
-def family_named(architecture: str) -> GgufFamily | None:
+def family_named(architecture: str, *, sparse: bool) -> GgufFamily | None:
     """The family that is made from a file of an architecture without a `config.json`."""
-    return next((family for family in FAMILIES if family.architecture == architecture), None)
+    for family in FAMILIES:
+        if family.architecture == architecture and family.sparse == sparse:
+            return family
+    return None
 
 
 def head_dim_of(config: Mapping[str, Any], family: GgufFamily) -> int:

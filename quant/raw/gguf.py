@@ -59,10 +59,18 @@ _LINEARS = {
     "ffn_down": "mlp.down_proj",
     "attn_qkv": "self_attn.qkv_proj",
 }
+_PARTS = {"gate": 1, "down": 2, "up": 3}
 # Architectures with other linears under these names, and those whose RoPE is interleaved.
 _OTHER_LINEARS = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}
+_EXPERTS = {
+    "qwen3moe": {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in _PARTS},
+    "llama": {
+        f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.w{number}"
+        for name, number in _PARTS.items()
+    },
 }
 _INTERLEAVED = ("llama", "granite")
 
@@ -99,6 +107,15 @@ def read_gguf_headers(path: Path) -> tuple[Entries, dict[str, Any]]:
             kind, size = _PLAIN[number]
             weights = 1
         begin = start + offset
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+_exps)\.weight", name)
+        if layer is not None and number in _BLOCKS:
+            stem = _EXPERTS[architecture][layer[2]]
+            step = int(np.prod(shape[1:])) // weights * size
+            for expert in range(shape[0]):
+                at = begin + expert * step
+                module = f"model.layers.{layer[1]}.{stem.format(expert)}"
+                entries[f"{module}.gguf_blocks"] = Entry(path, kind, shape[1:], at, at + step)
+            continue
         nbytes = int(np.prod(shape)) // weights * size
         entries[_entry_name(name, linears, number in _BLOCKS)] = Entry(
             path, kind, tuple(shape), begin, begin + nbytes

@@ -55,6 +55,16 @@ RANDOM_MODELS: dict[str, dict[str, Any]] = {
     "cohere": {"model_type": "cohere", "logit_scale": 0.25},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
     "phi3": {"model_type": "phi3", "sliding_window": None, "pad_token_id": 0},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "head_dim": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 64, "tie_word_embeddings": False},
 }
 # How Llama 3 and Qwen2 split text, as their tokenizer.json say it.
@@ -128,7 +138,7 @@ def byte_level_tokenizer(folder: Path, split: str | None) -> None:
 
 def linears_of(source: Checkpoint) -> dict[str, tuple[int, int]]:
     """Widths of the linears of all layers."""
-    endings = ("_proj.weight", ".c_fc.weight")
+    endings = ("_proj.weight", ".c_fc.weight", ".w1.weight", ".w2.weight", ".w3.weight")
     names = (name for name in source.names if name.endswith(endings))
     return {name.removesuffix(".weight"): _pair(source.shape(name)) for name in names}
 

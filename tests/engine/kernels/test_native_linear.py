@@ -239,6 +239,7 @@ def test_slices_of_a_wider_input_are_read_where_they_lie(path: str) -> None:
         (VectorwiseScheme(), 16, "native-8bit-inputs"),
         (GgufScheme("Q4_K"), 8, "native-8bit-inputs"),
         (GgufScheme("IQ4_XS"), 8, "native-16bit-inputs"),
+        (GgufScheme("IQ2_XS"), 8, "tiled-dequant"),
         (CodebookScheme("nf4"), 8, "native-16bit-inputs"),
         (FloatScheme("block", Activations("fp8", "group128")), 8, "native-16bit-inputs"),
         (LookupScheme(4), 8, "tiled-dequant"),
