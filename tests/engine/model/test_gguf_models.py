@@ -13,13 +13,18 @@ from llmopt.engine.engine import Engine
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.model import models
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.open import open_checkpoint
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from ...support.gguf_support import STORIES, TEXT, random_model, write_model
 
 TOKENS = torch.randint(3, 500, (1, 90), generator=torch.Generator().manual_seed(0))
-KINDS = ("stories3M", "llama-bias", "qwen2", "qwen3")
+KINDS = (
+    *("stories3M", "llama-bias", "qwen2", "qwen3", "gemma2", "granite", "olmo2", "cohere"),
+    *("starcoder2", "phi3", "qwen3_moe", "mixtral"),
+)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -38,17 +43,24 @@ def engine(path: Path) -> Engine:
     return Engine(EngineConfig(path, dtype="float32", device="cpu"))
 
 
-def test_logits_are_those_of_the_dequantized_weights(written):
-    source, path = written
-    read = open_checkpoint(path)
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+def write_plain(read: Checkpoint, source: Path, folder: Path) -> Path:
+    """The dequantized weights as a plain checkpoint."""
+    folder.mkdir()
     quantized = quantized_modules(read)
     state = {f"{name}.weight": read_quantized(read, name).dequantize() for name in quantized}
     state |= {
         name: read.tensor(name).float() for name in read.names if name.endswith(("weight", "bias"))
     }
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    for file in (*source.glob("*token*"), source / "config.json"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def test_logits_are_those_of_the_dequantized_weights(written, tmp_path):
+    source, path = written
+    plain = write_plain(open_checkpoint(path), source, tmp_path / "plain")
+    model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(TOKENS).logits[0]
     built = engine(path)
@@ -68,6 +80,19 @@ def test_a_gguf_file_alone_is_complete(written, tmp_path):
     assert alone.eos_token_ids == beside.eos_token_ids
     tokens = TOKENS[0].tolist()
     assert torch.equal(alone.prompt_logits(tokens), beside.prompt_logits(tokens))
+
+
+def test_types_without_a_kernel_are_dequantized(tmp_path):
+    source = random_model(tmp_path / "llama", "llama")
+    path = write_model(source, tmp_path / "out", "IQ2_XS")
+    for file in source.glob("*token*"):
+        shutil.copy(file, path.parent)
+    read = open_checkpoint(path)
+    assert "IQ2_XS" in read.quantization_config["types"].values()
+    expected = write_plain(read, source, tmp_path / "plain")
+    tokens = TOKENS[0].tolist()
+    got, plain = engine(path).prompt_logits(tokens), engine(expected).prompt_logits(tokens)
+    torch.testing.assert_close(got, plain, atol=1e-4, rtol=1e-4)
 
 
 def test_without_the_package_a_missing_tokenizer_is_named(tmp_path, monkeypatch):
