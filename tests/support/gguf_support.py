@@ -54,7 +54,8 @@ RANDOM_MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
     "cohere": {"model_type": "cohere", "logit_scale": 0.25},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
-    "phi3": {"model_type": "phi3", "sliding_window": None, "pad_token_id": 0},
+    # llama.cpp looks for Phi-3's own tokens where that is the model's name.
+    "phi": {"model_type": "phi3", "sliding_window": None, "pad_token_id": 0},
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         "tie_word_embeddings": False,

@@ -23,7 +23,7 @@ from ...support.gguf_support import STORIES, TEXT, random_model, write_model
 TOKENS = torch.randint(3, 500, (1, 90), generator=torch.Generator().manual_seed(0))
 KINDS = (
     *("stories3M", "llama-bias", "qwen2", "qwen3", "gemma2", "granite", "olmo2", "cohere"),
-    *("starcoder2", "phi3", "qwen3_moe", "mixtral"),
+    *("starcoder2", "phi", "qwen3_moe", "mixtral"),
 )
 
 

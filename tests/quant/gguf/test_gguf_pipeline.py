@@ -1,0 +1,44 @@
+"""Quantizing to GGUF's lattice types, a mixture of experts among the models, and proving the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.gguf.container import GgufFile
+from llmopt.quant.gguf.imatrix import read_imatrix
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.request.request import QuantizeRequest
+
+from ...support.gguf_support import random_model
+
+
+@pytest.mark.parametrize(("name", "kind"), [("mixtral", "Q2_K"), ("phi", "IQ2_M")])
+def test_importance_mix_and_proof(tmp_path: Path, name: str, kind: str) -> None:
+    source, path = random_model(tmp_path / name, name), tmp_path / "m.gguf"
+    request = QuantizeRequest(
+        source,
+        tmp_path / "out",
+        method="rtn",
+        format="gguf",
+        gguf_type=kind,
+        imatrix=path,
+        num_samples=4,
+        held_out=1,
+        seq_len=32,
+    )
+    quantize(request)
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    tensors = {name: (info.type, info.shape) for name, info in GgufFile(file).tensors.items()}
+    means = read_imatrix(path).means
+    if name == "mixtral":
+        assert tensors["blk.0.ffn_down_exps.weight"] == ("Q3_K", (4, 256, 512))
+        assert tensors["blk.1.ffn_up_exps.weight"] == ("Q2_K", (4, 512, 256))
+        assert tensors["blk.0.ffn_gate_inp.weight"][0] == "F32"
+        assert means["blk.0.ffn_down_exps.weight"].shape == (4, 512)
+    else:
+        assert tensors["blk.0.attn_qkv.weight"][0] == "IQ3_S"
+        assert tensors["blk.1.ffn_up.weight"] == ("IQ2_S", (1024, 256))
+        assert means["blk.1.ffn_up.weight"].shape == (1, 256)
+    assert verify(tmp_path / "out").status == PROVEN
