@@ -1,11 +1,12 @@
-"""Errors of GGUF's block types: this package's search beside llama.cpp's quantizer, with and without importance.
+"""Errors of GGUF's block types: this package's search beside llama.cpp's quantizer.
 
     python tools/gguf_errors.py --library LIBGGML [--model DIR] [--types Q2_K,IQ4_XS]
 
 `LIBGGML` is libggml-base of a llama.cpp, such as `llama_cpp/lib/libggml-base.so` of an environment with
-llama-cpp-python. Weights are the `down_proj` of a model's first, middle and last layer, or normal numbers with some
-outliers; importance is log-normal (a stand-in for mean squares of inputs). The error is the weighted sum of
-squared differences over the weighted sum of squares. Ends with 1 where ours is beyond theirs by 0.5 %.
+llama-cpp-python. Weights are the `down_proj` of a model's first, middle and last layer, or normal numbers
+with some outliers. Each type is tried with and without importance, which is log-normal (a stand-in for mean
+squares of inputs). The error is the weighted sum of squared differences over the weighted sum of squares.
+Ends with 1 where ours is beyond theirs by 0.5 %.
 """
 
 from __future__ import annotations
