@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 
