@@ -29,18 +29,17 @@ def quantize_simple(
         # Half away from zero, as C's roundf; torch.round goes to even.
         whole = scaled.abs().floor()
         codes = scaled.sign() * (whole + (2 * (scaled.abs() - whole)).floor())
-        return torch.cat([_half(scale), codes.to(torch.int8).view(torch.uint8)], dim=-1)
+        return pack_simple(type_name, codes, scale)
     levels = 16 if type_name[1] == "4" else 32
     if type_name.endswith("_0"):
         largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
         scale = largest / (-levels / 2)
-        codes, head = blocks * reciprocal(scale) + (levels / 2 + 0.5), [_half(scale)]
+        codes, low = blocks * reciprocal(scale) + (levels / 2 + 0.5), None
     else:
         low, high = (edge.unsqueeze(-1) for edge in blocks.aminmax(dim=-1))
         scale = (high - low) / (levels - 1)
         codes = (blocks - low) * reciprocal(scale) + 0.5
-        head = [_half(scale), _half(low)]
-    return _pack(head, codes.trunc().clamp(0, levels - 1).to(torch.uint8), levels)
+    return pack_simple(type_name, codes.trunc().clamp(0, levels - 1), scale, low)
 
 
 def _quantize_weighted(blocks: torch.Tensor, type_name: str, weights: torch.Tensor) -> torch.Tensor:
@@ -49,18 +48,28 @@ def _quantize_weighted(blocks: torch.Tensor, type_name: str, weights: torch.Tens
     x, middle = blocks.unsqueeze(1), levels // 2
     if type_name.endswith("_0"):
         steps = half(fit_signed(x, weights, whole(middle), extremes_of(middle)))
-        codes = (blocks * reciprocal(steps)).round() + middle
-        head = [_half(steps)]
+        codes, low = (blocks * reciprocal(steps)).round() + middle, None
     else:
         steps, offsets = (half(part) for part in fit_affine(x, weights, levels - 1))
-        codes = ((blocks + offsets) * reciprocal(steps)).round()
-        head = [_half(steps), _half(-offsets)]
-    return _pack(head, codes.clamp(0, levels - 1).to(torch.uint8), levels)
+        codes, low = ((blocks + offsets) * reciprocal(steps)).round(), -offsets
+    return pack_simple(type_name, codes.clamp(0, levels - 1), steps, low)
 
 
-def _pack(head: list[torch.Tensor], codes: torch.Tensor, levels: int) -> torch.Tensor:
-    if levels == 32:
-        head = [*head, pack_bits(codes >> 4)]
+def pack_simple(
+    type_name: str, codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Blocks as bytes, uint8 `[n, block bytes]`.
+
+    Args:
+        codes: whole numbers `[n, 32]`: signed of Q8_0, unsigned of the others.
+        scale, low: `[n, 1]`; `low` of Q4_1 and Q5_1.
+    """
+    head = [_half(scale)] if low is None else [_half(scale), _half(low)]
+    if type_name == "Q8_0":
+        return torch.cat([*head, codes.to(torch.int8).view(torch.uint8)], dim=-1)
+    codes = codes.to(torch.uint8)
+    if type_name[1] == "5":
+        head.append(pack_bits(codes >> 4))
         codes = codes & 15
     return torch.cat([*head, codes[:, :16] | (codes[:, 16:] << 4)], dim=-1)
 

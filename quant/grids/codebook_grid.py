@@ -13,8 +13,65 @@ from torch.nn import functional
 
 from ..base.scheme import CodebookScheme
 from ..tensors.codebook import NESTED_BLOCK, CodebookTensor, codebook
+from .base import Parameters
+from .scalar_grid import Affine, ScalarGrid, Table
 
 _PIECE = 2**18
+
+
+class CodebookGrid(ScalarGrid):
+    """A table of 16 values times the absmax of a block (nf4, fp4), or times a power of two (mxfp4).
+
+    Its parameter is the absmax, float32 `[out, groups]`. Blocks that do not divide a row run over its end,
+    and doubly quantized absmax values depend on each other: then the weight is one group, and its parameters
+    are the dequantized absmax of all blocks and the tensors they are stored in.
+    """
+
+    def __init__(self, scheme: CodebookScheme, out_features: int, in_features: int):
+        self.scheme, self._shape = scheme, (out_features, in_features)
+        self._blocks_alone = in_features % scheme.block_size == 0 and not scheme.double_quant
+        self.group = scheme.block_size if self._blocks_alone else in_features
+        self.rows_alone = self._blocks_alone
+        self._table = Table(codebook(scheme.kind).unique())
+
+    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        if self._blocks_alone:
+            return (self._stored(values.abs().amax(dim=-1)),)
+        absmax = self._stored(_normalized(values.flatten(), self.scheme.block_size)[1])
+        if not self.scheme.double_quant:
+            return (absmax,)
+        codes, *nested = _nested(absmax)
+        stored = CodebookTensor(codes.view(1, -1), codes, self.scheme, *nested)
+        return (stored.magnitudes(), codes, *nested)
+
+    def _stored(self, absmax: torch.Tensor) -> torch.Tensor:
+        """The multipliers of the table for blocks of this absmax."""
+        return power_of_two(absmax) if self.scheme.kind == "mxfp4" else absmax
+
+    def affine(self, parameters: Parameters) -> Affine:
+        step = parameters[0].unsqueeze(-1)
+        if not self._blocks_alone:
+            out_features, in_features = self._shape
+            step = parameters[0].repeat_interleave(self.scheme.block_size)
+            step = step[: out_features * in_features].view(out_features, 1, in_features)
+        return Affine(torch.where(step == 0, 1.0, step))
+
+    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
+        self._table.snap(scaled)
+
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> CodebookTensor:
+        codes = nearest(self.levels(values, parameters), codebook(self.scheme.kind))
+        if not self.scheme.double_quant:
+            return CodebookTensor(codes, parameters[0].flatten(), self.scheme)
+        _, *nested = parameters
+        return CodebookTensor(codes, nested[0], self.scheme, *nested[1:])
+
+
+def power_of_two(absmax: torch.Tensor) -> torch.Tensor:
+    """The scale of e2m1 blocks, `2**(floor(log2 absmax) - 2)`: OCP Microscaling Formats 1.0, section 6.3."""
+    _, exponent = torch.frexp(absmax)  # of a mantissa in 0.5..1
+    scale = torch.ldexp(torch.ones_like(absmax), (exponent - 3).clamp(-127, 127))
+    return torch.where(absmax > 0, scale, 0.0)
 
 
 def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookTensor:
@@ -30,17 +87,17 @@ def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookT
     codes = nearest(blocks, codebook(scheme.kind)).flatten()[: weight.numel()].view(weight.shape)
     if not scheme.double_quant:
         return CodebookTensor(codes, absmax, scheme)
+    stored, *nested = _nested(absmax)
+    return CodebookTensor(codes, stored, scheme, *nested)
+
+
+def _nested(absmax: torch.Tensor) -> Parameters:
+    """Codes of doubly quantized absmax `[blocks]`, and the absmax, map and offset that they go with."""
     offset = absmax.mean()
     nested_map = dynamic_map()
     nested, nested_absmax = _normalized(absmax - offset, NESTED_BLOCK)
-    return CodebookTensor(
-        codes=codes,
-        absmax=nearest(nested, nested_map).flatten()[: absmax.numel()],
-        scheme=scheme,
-        nested_absmax=nested_absmax,
-        nested_map=nested_map.clone(),
-        nested_offset=offset.view(1),
-    )
+    codes = nearest(nested, nested_map).flatten()[: absmax.numel()]
+    return codes, nested_absmax, nested_map.clone(), offset.view(1)
 
 
 def _normalized(values: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

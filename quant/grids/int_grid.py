@@ -2,15 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..base.errors import BadInput
 from ..base.scheme import IntScheme
 from ..tensors.integer import IntTensor
+from .base import Parameters
+from .scalar_grid import Affine, ScalarGrid, snap_to_integers
+
+Ranges = Callable[[torch.Tensor, IntScheme, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+"""Scales in a dtype, and zeros, of groups `[..., group_size]`; see `group_ranges`."""
 
 _SEARCH_STEPS = 80
 _SEARCH_NORM = 2.4
 _SEARCH_VALUES = 2**16  # weights per chunk of the search: small enough to stay in a core's cache
+
+
+class IntGrid(ScalarGrid):
+    """Uniform integers, with a scale and a zero code for each group.
+
+    Its parameters are scales in the dtype that is stored and zeros, uint8, both `[out, groups]`.
+
+    Args:
+        input_scale: float32 `[1]`, for a scheme with static activations.
+        ranges: of groups whose channels have no importance.
+    """
+
+    def __init__(
+        self,
+        scheme: IntScheme,
+        in_features: int,
+        scale_dtype: torch.dtype,
+        *,
+        input_scale: torch.Tensor | None = None,
+        ranges: Ranges | None = None,
+    ):
+        self.scheme, self.scale_dtype = scheme, scale_dtype
+        self.group = in_features // scheme.num_groups(in_features)
+        self._ranges = ranges or group_ranges
+        self._input_scale = input_scale
+
+    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        return self._ranges(values, self.scheme, self.scale_dtype)
+
+    def affine(self, parameters: Parameters) -> Affine:
+        scales, zeros = parameters
+        step = scales.to(torch.float32).unsqueeze(-1)
+        if self.scheme.symmetric:
+            middle = self.scheme.middle
+            return Affine(step, None, -middle, self.scheme.max_code - middle)
+        zero = zeros.to(torch.float32).unsqueeze(-1)
+        return Affine(step, None, -zero, self.scheme.max_code - zero)
+
+    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
+        snap_to_integers(scaled, affine)
+
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> IntTensor:
+        scales, zeros = parameters
+        levels = self.levels(values, parameters).view(*zeros.shape, -1)
+        codes = levels.add_(zeros.to(torch.float32).unsqueeze(-1)).to(torch.uint8)
+        return IntTensor(
+            codes=codes.view(values.shape),
+            scales=scales,
+            zeros=zeros,
+            scheme=self.scheme,
+            group_index=sequential_groups(self.scheme, values.shape[1])
+            if self.scheme.permuted
+            else None,
+            input_scale=self._input_scale,
+        )
 
 
 def group_ranges(

@@ -7,9 +7,62 @@ import torch
 from ..base.errors import BadInput
 from ..base.scheme import LookupScheme
 from ..tensors.lookup import LookupTensor
+from .base import Grid, Parameters
+from .lookup_kmeans import fit_tables, sort_rows
 
 _ROWS = 256  # rows per chunk, because indices take twice the memory of the weights
 _PIECE = 2**18
+
+
+class LookupGrid(Grid):
+    """A table for each output channel, and sparse float weights.
+
+    A row is one group. Its parameters are the tables, float16 `[out, 1, 2**bits]`, and the mask of the sparse
+    weights `[out, 1, in]`, which are the largest.
+    """
+
+    def __init__(self, scheme: LookupScheme, in_features: int):
+        self.scheme, self.group = scheme, in_features
+        # Sparse weights are the largest of all rows.
+        self.rows_alone = not scheme.sparse_fraction
+
+    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        weight = values.flatten(1)
+        kept = largest_weights(weight, self.scheme.sparse_fraction)
+        table = uniform_tables(weight, kept, self.scheme)
+        if importance is not None:
+            for begin in range(0, len(weight), _ROWS):
+                rows = slice(begin, begin + _ROWS)
+                spread = importance.expand_as(weight[rows]).masked_fill(kept[rows], 0.0)
+                table[rows] = fit_tables(sort_rows(weight[rows], spread), table[rows])
+        return table.to(torch.float16).unsqueeze(1), kept.unsqueeze(1)
+
+    def round(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        return self.tensor(values.flatten(1), parameters).dequantize().view(values.shape)
+
+    def columns(self, parameters: Parameters) -> LookupColumns:
+        return LookupColumns(*parameters)
+
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> LookupTensor:
+        table, kept = (part.squeeze(1) for part in parameters)
+        return assign(values, table, kept, self.scheme)
+
+
+class LookupColumns:
+    """The tables `[out, 1, levels]` of a weight, for rounding its columns; sparse weights have no error."""
+
+    def __init__(self, table: torch.Tensor, kept: torch.Tensor):
+        self._table = table.squeeze(1).to(torch.float32)
+        self._middles = (self._table[:, 1:] + self._table[:, :-1]) / 2
+        self._kept = kept.squeeze(1).T.contiguous()
+
+    def errors(
+        self, targets: torch.Tensor, weights: torch.Tensor, first: int, *, out: torch.Tensor
+    ) -> None:
+        """See `Columns.errors`."""
+        codes = torch.searchsorted(self._middles, targets.unsqueeze(1))
+        points = self._table.gather(1, codes).squeeze(1)
+        torch.sub(weights, torch.where(self._kept[first], targets, points), out=out)
 
 
 def round_to_uniform_tables(

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 
 from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
-from ..grids.int_grid import group_ranges, search_ranges
 from ..model.families import Family
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
@@ -22,7 +21,7 @@ from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, Sche
 from .gptq_feedback import Feedback, feedback, rounding_order
 from .gptq_solve import solve
 from .options import refuse_options
-from .rounding import round_weight
+from .rounding import linear_grid, round_weight
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
@@ -106,15 +105,12 @@ class _Work:
         statistics = self.problem.statistics[linears[0]]
         factors: dict[bool, Feedback | None] = {}
         for scheme, names in self._alike(linears):
-            if not isinstance(scheme, IntScheme):
-                self._round(names, "gptq supports integer grids only")
-                continue
             reason = _unusable(statistics)
             if reason:
                 self._round(names, reason)
                 continue
-            act_order = self.problem.options.act_order
-            by_importance = scheme.permuted or act_order != "none"
+            permuted = isinstance(scheme, IntScheme) and scheme.permuted
+            by_importance = permuted or self.problem.options.act_order != "none"
             if by_importance not in factors:
                 order = rounding_order(statistics.gram, by_importance=by_importance)
                 factors[by_importance] = feedback(statistics.gram, order, self.problem.options.damp)
@@ -122,7 +118,9 @@ class _Work:
             if factor is None:
                 self._round(names, "the Hessian is not positive definite under any damping up to 1")
                 continue
-            self._solve(names, scheme, factor, by_importance and not scheme.permuted)
+            static_groups = by_importance and not permuted
+            for together in self._together(names):
+                self._solve(together, factor, static_groups=static_groups)
 
     def _alike(self, linears: tuple[str, ...]) -> Iterator[tuple[Scheme, list[str]]]:
         """Linears grouped by scheme and scale dtype, which can be solved together."""
@@ -133,28 +131,36 @@ class _Work:
         for (scheme, _), names in kinds.items():
             yield scheme, names
 
-    def _solve(
-        self, names: list[str], scheme: IntScheme, factor: Feedback, static_groups: bool
-    ) -> None:
-        weights = [self.problem.weights[name] for name in names]
+    def _together(self, names: list[str]) -> list[list[str]]:
+        """Linears of one scheme, joined where their rows are independent."""
+        alone = linear_grid(self.problem, names[0], self.problem.weights[names[0]])
+        return [names] if alone.rows_alone else [[name] for name in names]
+
+    def _solve(self, names: list[str], factor: Feedback, *, static_groups: bool) -> None:
+        problem = self.problem
+        scheme = problem.schemes[names[0]]
+        permuted = isinstance(scheme, IntScheme) and scheme.permuted
+        weights = [problem.weights[name] for name in names]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        grid = linear_grid(problem, names[0], weight)
+        slots = factor.channels
+        if permuted:  # groups are made of channels that are next to each other in rounding order
+            slots = torch.arange(len(slots)).flip(0)
         solved = solve(
-            weights[0] if len(weights) == 1 else torch.cat(weights),
-            factor,
-            scheme,
-            self.problem.scale_dtypes[names[0]],
-            search_ranges if self.problem.options.mse else group_ranges,
-            static_groups=static_groups,
+            weight, factor, grid, slots=slots, static_groups=static_groups, weighted=False
         )
         if solved is None:
             self._round(names, "the corrections grew beyond what its scales can hold")
             return
+        whole = grid.tensor(solved.values, solved.parameters)
+        if permuted:
+            whole = _permuted(whole, factor.channels.flip(0))
         first = 0
         for name, weight in zip(names, weights, strict=True):
-            plain = round_weight(self.problem, name, weight)
-            assert isinstance(plain, IntTensor)
-            codes = solved.rows(slice(first, first + weight.shape[0]))
-            self.codes[name] = replace(codes, input_scale=plain.input_scale)
-            self.reports[name] = self.problem.report(
+            plain = round_weight(problem, name, weight)
+            codes = whole.rows(slice(first, first + weight.shape[0])) if len(names) > 1 else whole
+            self.codes[name] = codes
+            self.reports[name] = problem.report(
                 name, codes.dequantize(), plain.dequantize(), damp=factor.damp
             )
             first += weight.shape[0]
@@ -164,6 +170,17 @@ class _Work:
             self.codes[name] = round_weight(self.problem, name, self.problem.weights[name])
             rounded = self.codes[name].dequantize()
             self.reports[name] = self.problem.report(name, rounded, rounded, fallback=reason)
+
+
+def _permuted(tensor: QuantizedTensor, channels: torch.Tensor) -> IntTensor:
+    """Codes whose columns are the channels `[in]` in that order, as the weight with a group index."""
+    assert isinstance(tensor, IntTensor)
+    position = torch.empty_like(channels)
+    position[channels] = torch.arange(len(channels))
+    size = len(channels) // tensor.num_groups
+    index = (position // size).to(torch.int32)
+    codes = tensor.codes.index_select(1, position)
+    return replace(tensor, codes=codes, group_index=index)
 
 
 def _unusable(statistics: InputStatistics) -> str | None:

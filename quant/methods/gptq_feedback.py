@@ -31,11 +31,14 @@ class Feedback:
             is last, so that the Cholesky factor needs no reversed copy.
         matrix: float32 `[in, in]`, unit upper triangular; row `p`, right of the diagonal:
             coefficients of the errors at later positions, added to position `p` before it is rounded.
+        diagonal: float32 `[in]`, of the Cholesky factor: its square is the weight that a channel's squared
+            error keeps behind the feedback.
         damp: the damping that was applied.
     """
 
     channels: torch.Tensor
     matrix: torch.Tensor
+    diagonal: torch.Tensor
     damp: float
 
 
@@ -71,6 +74,6 @@ def feedback(gram: torch.Tensor, order: torch.Tensor, damp: float) -> Feedback |
         scale = lower.diagonal().clone()
         if not int(failed) and bool(torch.isfinite(scale).all()) and bool((scale > 0).all()):
             # The result is column-major, so its transpose is row-major.
-            return Feedback(channels, lower.mT.div_(scale[:, None]), damp)
+            return Feedback(channels, lower.mT.div_(scale[:, None]), scale, damp)
         damp = max(2 * damp, _LEAST_RAISED)
     return None

@@ -1,4 +1,4 @@
-"""GPTQ's column loop: round input channels one by one, each corrected by error feedback.
+"""GPTQ's column loop: round input channels one by one, each corrected by error feedback, to any grid.
 
 Weights are held transposed, `[in, out]`: a channel is then contiguous, and all linears with
 the same input are concatenated. Corrections are applied lazily on three levels (GPTQ's lazy batch updates): a
@@ -8,40 +8,45 @@ and a single channel by one with the leaf's. Nearly all the time goes into the f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from ..base.scheme import IntScheme
-from ..tensors.integer import IntTensor
+from ..grids.base import Columns, Grid, Parameters, group_of, joined
 from .gptq_feedback import Feedback
 
 _SPAN = 256
 _LEAF = 32
 
-Ranges = Callable[[torch.Tensor, IntScheme, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
-"""Scales in a dtype, and zeros, of groups `[..., group_size]`; see `int_grid.group_ranges`."""
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A solved weight: values `[out, in]` and parameters, for `Grid.tensor`."""
+
+    values: torch.Tensor
+    parameters: Parameters
 
 
 def solve(
     weight: torch.Tensor,
     feedback: Feedback,
-    scheme: IntScheme,
-    scale_dtype: torch.dtype,
-    ranges: Ranges,
+    grid: Grid,
     *,
+    slots: torch.Tensor,
     static_groups: bool,
-) -> IntTensor | None:
-    """Quantize a weight `[out, in]` of linears that share their input; None if an error overflows.
+    weighted: bool,
+) -> Solved | None:
+    """Round a weight `[out, in]` of linears that share their input; None if an error overflows.
 
     Args:
         weight: float32; not modified.
-        ranges: computes scale and zero point of groups.
-        static_groups: whether grids are computed upfront from the original weight, with sequential groups.
-            Otherwise a group is the next `group_size` channels in rounding order, and its grid is fitted
-            to the corrected weights.
+        slots: int64 `[in]`: the grid's channel at each position of `feedback.channels`: the same channels,
+            unless groups are made of others than neighbours. The result is in this order.
+        static_groups: whether parameters are fitted upfront to the original weight. Otherwise those of a
+            group are fitted when it is reached, to the corrected weights; its channels are consecutive then.
+        weighted: whether they are fitted for the least error behind the feedback, not to the plain range.
     """
-    return _Solver(weight, feedback, scheme, scale_dtype, ranges, static_groups).run()
+    return _Solver(weight, feedback, grid, slots, static_groups, weighted).run()
 
 
 class _Solver:
@@ -49,55 +54,49 @@ class _Solver:
         self,
         weight: torch.Tensor,
         feedback: Feedback,
-        scheme: IntScheme,
-        scale_dtype: torch.dtype,
-        ranges: Ranges,
+        grid: Grid,
+        slots: torch.Tensor,
         static_groups: bool,
+        weighted: bool,
     ):
-        out_features, in_features = weight.shape
-        self.scheme, self.scale_dtype, self.ranges = scheme, scale_dtype, ranges
-        self.feedback = feedback
-        self.group_size = in_features // scheme.num_groups(in_features)
+        in_features = weight.shape[1]
+        self.grid, self.feedback, self.slots = grid, feedback, slots
+        self.groups = (slots // grid.group).tolist()
+        self.places = (slots % grid.group).tolist()
         # A single group is independent of the order.
-        self.static = static_groups or self.group_size == in_features
+        self.static = static_groups or grid.group == in_features
+        # What remains of a channel's squared error behind the feedback is its squared diagonal.
+        self.importance = feedback.diagonal.square() if weighted else None
         self.weight = weight.T.contiguous().index_select(0, feedback.channels)
         self.error = torch.empty_like(self.weight)
-        self.codes = torch.empty(in_features, out_features, dtype=torch.uint8)
-
-        num_groups = in_features // self.group_size
-        self.scales = torch.empty(num_groups, out_features, dtype=scale_dtype)
-        self.zeros = torch.empty(num_groups, out_features, dtype=torch.uint8)
+        num_groups = in_features // grid.group
+        self.fitted: list[Parameters] = [()] * num_groups
+        self.columns: dict[int, Columns] = {}
         if self.static:
-            grouped = weight.reshape(out_features, num_groups, self.group_size)
-            scales, zeros = ranges(grouped, scheme, scale_dtype)
-            self.scales.copy_(scales.T)
-            self.zeros.copy_(zeros.T)
-            self.groups = feedback.channels // self.group_size
-        else:
-            self.groups = torch.arange(in_features).flip(0) // self.group_size
-        self.steps = self.scales.to(torch.float32)
-        self.zero_points = self.zeros.to(torch.float32)
+            self._fit_all(weight, num_groups)
 
-    def run(self) -> IntTensor | None:
+    def run(self) -> Solved | None:
         in_features, out_features = self.weight.shape
         span, leaf = _SPAN, _LEAF
         if not self.static:
             # A group starts where its corrections are available: with a span or a leaf.
-            span = self.group_size
-            if self.group_size <= _LEAF:
-                span, leaf = _SPAN // self.group_size * self.group_size, self.group_size
+            span = self.grid.group
+            if span <= _LEAF:
+                span, leaf = _SPAN // span * span, span
+        fit_leaves = not self.static and leaf == self.grid.group
+        if self.grid.vector > 1 and not fit_leaves:
+            leaf = self.grid.vector * max(1, _LEAF // self.grid.vector)
         work = torch.empty(min(span, in_features), out_features)
-        rounded = torch.empty_like(work)
         for stop in range(in_features, 0, -span):
             start = max(stop - span, 0)
-            corrected, whole = work[: stop - start], rounded[: stop - start]
+            corrected = work[: stop - start]
             torch.addmm(
                 self.weight[start:stop],
                 self.feedback.matrix[start:stop, stop:],
                 self.error[stop:],
                 out=corrected,
             )
-            if not self.static and leaf != self.group_size:
+            if not self.static and not fit_leaves:
                 self._fit_group(start, stop, corrected)
             for leaf_stop in range(stop, start, -leaf):
                 leaf_start = max(leaf_stop - leaf, start)
@@ -107,73 +106,99 @@ class _Solver:
                         self.feedback.matrix[leaf_start:leaf_stop, leaf_stop:stop],
                         self.error[leaf_stop:stop],
                     )
-                if not self.static and leaf == self.group_size:
+                if fit_leaves:
                     self._fit_group(leaf_start, leaf_stop, corrected[rows])
-                self._round_leaf(leaf_start, leaf_stop, corrected[rows], whole[rows])
-            whole.add_(self.zero_points.index_select(0, self.groups[start:stop]))
-            self.codes[start:stop] = whole
+                self._round_leaf(leaf_start, leaf_stop, corrected[rows])
+        parameters = joined(self.fitted)
         # Minimum and maximum detect it without a copy, and propagate NaN.
-        extremes = torch.stack([*torch.aminmax(self.error), *torch.aminmax(self.scales)])
-        if not bool(torch.isfinite(extremes).all()):
+        extremes = [self.error, *(part for part in parameters if part.is_floating_point())]
+        if not all(bool(torch.isfinite(torch.stack(torch.aminmax(one))).all()) for one in extremes):
             return None
-        return self._tensor()
+        return Solved(self._values(), parameters)
+
+    def _fit_all(self, weight: torch.Tensor, num_groups: int) -> None:
+        """Fit all groups to the original weight, whose channels are the grid's in order."""
+        importance = None
+        if self.importance is not None:
+            importance = torch.empty_like(self.importance)
+            importance[self.slots] = self.importance
+            importance = importance.view(num_groups, -1)
+        parameters = self.grid.fit(
+            self._in_slots(weight).unflatten(1, (num_groups, -1)), importance
+        )
+        if num_groups == 1:
+            self.fitted, self.columns[0] = [parameters], self.grid.columns(parameters)
+            return
+        self.fitted = [group_of(parameters, index) for index in range(num_groups)]
+        for index, part in enumerate(self.fitted):
+            self.columns[index] = self.grid.columns(part)
+
+    def _in_slots(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight `[out, in]` with its columns in the grid's order."""
+        if torch.equal(self.slots, self.feedback.channels):
+            return weight
+        order = torch.empty_like(self.slots)
+        order[self.slots] = self.feedback.channels
+        return weight.index_select(1, order)
 
     def _fit_group(self, start: int, stop: int, corrected: torch.Tensor) -> None:
-        """Fit the grid of the group at these positions to its corrected weights.
+        """Fit the grid of the group at these positions to its corrected weights."""
+        group = self.groups[start]
+        places = self.slots[start:stop] - group * self.grid.group
+        order = places.argsort()
+        current = self._uncoupled(start, stop, corrected).index_select(0, order).T
+        importance = None
+        if self.importance is not None:
+            importance = self.importance[start:stop].index_select(0, order).unsqueeze(0)
+        parameters = self.grid.fit(current.contiguous().unsqueeze(1), importance)
+        self.fitted[group] = parameters
+        self.columns = {group: self.grid.columns(parameters)}
 
-        `corrected` holds each channel as if the group's earlier channels had no error; the coupling within
-        the group is one triangular system.
+    def _uncoupled(self, start: int, stop: int, corrected: torch.Tensor) -> torch.Tensor:
+        """The weights at these positions, corrected for all errors before them as if they had none.
+
+        `corrected` holds each channel as if those before it here stayed as they are; the coupling among them
+        is one triangular system.
         """
         block = self.feedback.matrix[start:stop, start:stop]
         shift = torch.linalg.solve_triangular(
             block, corrected - self.weight[start:stop], upper=True, unitriangular=True
         )
-        group = int(self.groups[start])
-        current = (self.weight[start:stop] + shift).T.contiguous()
-        scales, zeros = self.ranges(current, self.scheme, self.scale_dtype)
-        self.scales[group], self.zeros[group] = scales, zeros
-        self.steps[group] = scales.to(torch.float32)
-        self.zero_points[group] = zeros.to(torch.float32)
+        return shift.add_(self.weight[start:stop])
 
-    def _round_leaf(
-        self, start: int, stop: int, corrected: torch.Tensor, rounded: torch.Tensor
-    ) -> None:
+    def _round_leaf(self, start: int, stop: int, corrected: torch.Tensor) -> None:
         """Round the channels at these positions, the last one first."""
-        weight_rows, error_rows = (part[start:stop].unbind(0) for part in (self.weight, self.error))
-        corrected_rows, rounded_rows = corrected.unbind(0), rounded.unbind(0)
-        errors = self.error[start:stop].T
+        if self.grid.vector > 1:
+            self._round_vectors(start, stop, corrected)
+            return
+        weights, targets = self.weight[start:stop].unbind(0), corrected.unbind(0)
+        error = self.error[start:stop]
+        errors, transposed = error.unbind(0), error.T
         block = self.feedback.matrix[start:stop, start:stop]
-        groups = self.groups[start:stop].tolist()
-        symmetric, middle, max_code = (
-            self.scheme.symmetric,
-            self.scheme.middle,
-            self.scheme.max_code,
-        )
         for row in range(stop - start - 1, -1, -1):
-            target, codes, group = corrected_rows[row], rounded_rows[row], groups[row]
+            target = targets[row]
             if row + 1 < stop - start:
-                torch.addmv(target, errors[:, row + 1 :], block[row, row + 1 :], out=target)
-            step = self.steps[group]
-            torch.div(target, step, out=codes).round_()
-            if symmetric:
-                codes.clamp_(-middle, max_code - middle)
-            else:
-                zero = self.zero_points[group]
-                codes.clamp_(-zero, max_code - zero)
-            torch.addcmul(weight_rows[row], codes, step, value=-1, out=error_rows[row])
+                torch.addmv(target, transposed[:, row + 1 :], block[row, row + 1 :], out=target)
+            columns = self.columns[self.groups[start + row]]
+            columns.errors(target, weights[row], self.places[start + row], out=errors[row])
 
-    def _tensor(self) -> IntTensor:
-        """The codes in the original channel order."""
-        channels = self.feedback.channels
-        position = torch.empty_like(channels)
-        position[channels] = torch.arange(len(channels))
-        index = None
-        if self.scheme.permuted:
-            index = self.groups[position].to(torch.int32)
-        return IntTensor(
-            codes=self.codes.index_select(0, position).T.contiguous(),
-            scales=self.scales.T.contiguous(),
-            zeros=self.zeros.T.contiguous(),
-            scheme=self.scheme,
-            group_index=index,
-        )
+    def _round_vectors(self, start: int, stop: int, corrected: torch.Tensor) -> None:
+        """The same for a grid of vectors: within one, channels are rounded together."""
+        length = self.grid.vector
+        for last in range(stop, start, -length):
+            first = last - length
+            targets = corrected[first - start : last - start]
+            if last < stop:
+                targets.addmm_(self.feedback.matrix[first:last, last:stop], self.error[last:stop])
+            # Positions run against the order of the channels.
+            targets = self._uncoupled(first, last, targets).flip(0)
+            error = torch.empty_like(targets)
+            columns, place = self.columns[self.groups[first]], self.places[last - 1]
+            columns.errors(targets, self.weight[first:last].flip(0), place, out=error)
+            self.error[first:last] = error.flip(0)
+
+    def _values(self) -> torch.Tensor:
+        """The rounded weights `[out, in]`, in the grid's order of channels."""
+        position = torch.empty_like(self.slots)
+        position[self.slots] = torch.arange(len(self.slots))
+        return self.weight.sub_(self.error).index_select(0, position).T.contiguous()

@@ -15,9 +15,11 @@ from ..base.scheme import (
     Scheme,
     VectorwiseScheme,
 )
+from ..grids.base import Grid
 from ..grids.block_grid import round_to_blocks
 from ..grids.codebook_grid import round_to_codebook
 from ..grids.float_grid import round_to_fp8
+from ..grids.grids import grid_of
 from ..grids.int_grid import round_to_nearest
 from ..grids.lookup_grid import round_to_uniform_tables
 from ..grids.vectorwise_grid import round_to_rows
@@ -54,6 +56,17 @@ def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qu
         statistics=problem.statistics.get(linear),
         given=problem.importance.get(linear),
         name=module,
+    )
+
+
+def linear_grid(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Grid:
+    """The grid of a linear's scheme, for its weight `[out, in]` or that of several joined along `out`."""
+    return grid_of(
+        problem.schemes[linear],
+        weight.shape,
+        problem.scale_dtypes[linear],
+        input_scale=input_scale(problem, linear),
+        mse=problem.options.mse,
     )
 
 

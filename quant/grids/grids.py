@@ -1,0 +1,63 @@
+"""The grid of each scheme."""
+
+from __future__ import annotations
+
+import torch
+
+from ..base.scheme import (
+    CodebookScheme,
+    FloatScheme,
+    GgufScheme,
+    IntScheme,
+    LookupScheme,
+    Scheme,
+)
+from ..ggml.simple_blocks import WIDTH
+from .base import Grid
+from .codebook_grid import CodebookGrid
+from .float_grid import FloatGrid
+from .int_grid import IntGrid, group_ranges, search_ranges
+from .k_grid import KAffineGrid, KSignedGrid
+from .lookup_grid import LookupGrid
+from .simple_block_grid import SimpleBlockGrid
+from .vectorwise_grid import VectorwiseGrid
+
+
+def grid_of(
+    scheme: Scheme,
+    shape: tuple[int, ...],
+    scale_dtype: torch.dtype,
+    *,
+    input_scale: torch.Tensor | None = None,
+    mse: bool = False,
+) -> Grid:
+    """The grid of a weight.
+
+    Args:
+        shape: `(out, in)`.
+        scale_dtype: the dtype that the format stores scales in.
+        input_scale: float32 `[1]`, for a scheme with static activations.
+        mse: whether integer ranges are searched for the least `sum |w - w'|**2.4`.
+    """
+    out_features, in_features = shape
+    if isinstance(scheme, IntScheme):
+        ranges = search_ranges if mse else group_ranges
+        return IntGrid(scheme, in_features, scale_dtype, input_scale=input_scale, ranges=ranges)
+    if isinstance(scheme, FloatScheme):
+        return FloatGrid(scheme, out_features, in_features, scale_dtype, input_scale=input_scale)
+    if isinstance(scheme, CodebookScheme):
+        return CodebookGrid(scheme, out_features, in_features)
+    if isinstance(scheme, LookupScheme):
+        return LookupGrid(scheme, in_features)
+    if isinstance(scheme, GgufScheme):
+        return _block_grid(scheme)
+    return VectorwiseGrid(scheme, in_features)
+
+
+def _block_grid(scheme: GgufScheme) -> Grid:
+    """The grid of one of ggml's block types."""
+    if scheme.block[0] == WIDTH:
+        return SimpleBlockGrid(scheme)
+    if scheme.type in ("Q4_K", "Q5_K"):
+        return KAffineGrid(scheme)
+    return KSignedGrid(scheme)
