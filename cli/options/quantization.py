@@ -114,14 +114,25 @@ class SolverOptions:
 
     PANEL: ClassVar = "Method"
 
+    solver: Annotated[
+        Literal["nearest", "gptq"],
+        typer.Option(
+            help="How codes are chosen on the method's grid: the nearest, or by GPTQ's error feedback "
+            "(rtn, smoothquant, int8, fp8, nf4, fp4, squeezellm)."
+        ),
+    ] = "nearest"
     act_order: Annotated[
-        Literal["static", "dynamic", "none"],
+        Literal["group-aware", "static", "dynamic", "none"],
         typer.Option(help="gptq: activation order, the order in which channels are quantized."),
-    ] = "static"
+    ] = "group-aware"
     damp: Annotated[float, typer.Option(help="gptq: damping of the Hessian.")] = 0.01
-    mse: Annotated[
-        bool, typer.Option("--mse", help="gptq: search the clipping range of each group.")
-    ] = False
+    ranges: Annotated[
+        Literal["weighted", "minmax", "mse"],
+        typer.Option(
+            help="Range of each group: of least error weighted by the inputs' mean squares, minimum to "
+            "maximum, or (gptq) of least unweighted error."
+        ),
+    ] = "weighted"
     true_sequential: Annotated[
         bool,
         typer.Option(

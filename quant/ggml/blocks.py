@@ -58,14 +58,19 @@ def quantize_blocks(
     )
     for begin in range(0, out_features, rows_at_once):
         rows = weight[begin : begin + rows_at_once].to(torch.float32).contiguous()
-        if not bool(torch.isfinite(rows).all()):
-            raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
-        if bool((rows.abs() > _LARGEST).any()):
-            raise BadInput(f"{name} holds values too large for the float16 scales of {type_name}")
+        check_values(rows, type_name, name)
         spread = None if per_row is None else per_row.expand_as(rows).reshape(-1, width)
         blocks = _quantize(rows.view(-1, width), type_name, spread)
         packed[begin : begin + rows_at_once] = blocks.view(rows.shape[0], -1)
     return packed
+
+
+def check_values(weight: torch.Tensor, type_name: str, name: str) -> None:
+    """Raises BadInput naming a weight with NaN, infinite or too large values."""
+    if not bool(torch.isfinite(weight).all()):
+        raise BadInput(f"{name} holds NaN or infinite values: the checkpoint is damaged")
+    if bool((weight.abs() > _LARGEST).any()):
+        raise BadInput(f"{name} holds values too large for the float16 scales of {type_name}")
 
 
 def dequantize_blocks(data: torch.Tensor, type_name: str) -> torch.Tensor:

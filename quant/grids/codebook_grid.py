@@ -14,12 +14,13 @@ from torch.nn import functional
 from ..base.scheme import CodebookScheme
 from ..tensors.codebook import NESTED_BLOCK, CodebookTensor, codebook
 from .base import Parameters
-from .scalar_grid import Affine, ScalarGrid, Table
+from .range_search import RangedGrid, fitted_steps
+from .scalar_grid import Affine, Table
 
 _PIECE = 2**18
 
 
-class CodebookGrid(ScalarGrid):
+class CodebookGrid(RangedGrid):
     """A table of 16 values times the absmax of a block (nf4, fp4), or times a power of two (mxfp4).
 
     Its parameter is the absmax, float32 `[out, groups]`. Blocks that do not divide a row run over its end,
@@ -36,13 +37,25 @@ class CodebookGrid(ScalarGrid):
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
         if self._blocks_alone:
-            return (self._stored(values.abs().amax(dim=-1)),)
+            if importance is not None:
+                return self.searched(values, importance)
+            return self.ranges(*values.aminmax(dim=-1))
         absmax = self._stored(_normalized(values.flatten(), self.scheme.block_size)[1])
         if not self.scheme.double_quant:
             return (absmax,)
         codes, *nested = _nested(absmax)
         stored = CodebookTensor(codes.view(1, -1), codes, self.scheme, *nested)
         return (stored.magnitudes(), codes, *nested)
+
+    def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
+        return (self._stored(torch.maximum(-low, high)),)
+
+    def refitted(
+        self, values: torch.Tensor, importance: torch.Tensor, parameters: Parameters
+    ) -> Parameters:
+        levels = self.levels(values, parameters)
+        steps = fitted_steps(values, levels, importance, parameters[0])
+        return (steps if self.scheme.kind != "mxfp4" else parameters[0],)
 
     def _stored(self, absmax: torch.Tensor) -> torch.Tensor:
         """The multipliers of the table for blocks of this absmax."""

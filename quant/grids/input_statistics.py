@@ -53,6 +53,14 @@ class InputStatistics:
         """Mean magnitude of each input channel `[in]`."""
         return self.abs_sum / max(self.num_tokens, 1)
 
+    def divided(self, columns: torch.Tensor) -> InputStatistics:
+        """The statistics of inputs whose channels are divided by `columns` `[in]`."""
+        record = InputStatistics(0)
+        record.gram = self.gram / columns / columns[:, None]
+        record.abs_sum, record.abs_max = self.abs_sum / columns, self.abs_max / columns
+        record.num_tokens = self.num_tokens
+        return record
+
     def row_errors(self, delta: torch.Tensor) -> torch.Tensor:
         """Squared output error of each output channel, float64 `[out]`, for a weight change `[out, in]`."""
         return quadratic_form(delta, self.gram)

@@ -10,7 +10,8 @@ from ..base.errors import BadInput
 from ..base.scheme import IntScheme
 from ..tensors.integer import IntTensor
 from .base import Parameters
-from .scalar_grid import Affine, ScalarGrid, snap_to_integers
+from .range_search import RangedGrid, fitted_line, fitted_steps
+from .scalar_grid import Affine, snap_to_integers
 
 Ranges = Callable[[torch.Tensor, IntScheme, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 """Scales in a dtype, and zeros, of groups `[..., group_size]`; see `group_ranges`."""
@@ -20,7 +21,7 @@ _SEARCH_NORM = 2.4
 _SEARCH_VALUES = 2**16  # weights per chunk of the search: small enough to stay in a core's cache
 
 
-class IntGrid(ScalarGrid):
+class IntGrid(RangedGrid):
     """Uniform integers, with a scale and a zero code for each group.
 
     Its parameters are scales in the dtype that is stored and zeros, uint8, both `[out, groups]`.
@@ -41,11 +42,34 @@ class IntGrid(ScalarGrid):
     ):
         self.scheme, self.scale_dtype = scheme, scale_dtype
         self.group = in_features // scheme.num_groups(in_features)
+        self.two_ends = not scheme.symmetric
         self._ranges = ranges or group_ranges
         self._input_scale = input_scale
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        if importance is not None:
+            return self.searched(values, importance)
         return self._ranges(values, self.scheme, self.scale_dtype)
+
+    def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
+        return range_grid(low, high, self.scheme, self.scale_dtype)
+
+    def refitted(
+        self, values: torch.Tensor, importance: torch.Tensor, parameters: Parameters
+    ) -> Parameters:
+        levels = self.levels(values, parameters)
+        scales, zeros = (part.to(torch.float32) for part in parameters)
+        if self.scheme.symmetric:
+            scales = fitted_steps(values, levels, importance, scales)
+        else:  # a line, whose zero is rounded to a code
+            scales, offsets = fitted_line(
+                values, levels, importance, scales, torch.zeros_like(zeros)
+            )
+            zeros = zeros - offsets / scales
+        stored = scales.to(self.scale_dtype)
+        usable = torch.isfinite(stored) & (stored > 0)
+        zeros = zeros.round_().clamp_(0, self.scheme.max_code).to(torch.uint8)
+        return torch.where(usable, stored, parameters[0]), zeros
 
     def affine(self, parameters: Parameters) -> Affine:
         scales, zeros = parameters

@@ -8,10 +8,11 @@ from ..base.scheme import GgufScheme
 from ..ggml.simple_blocks import WIDTH, pack_simple
 from ..tensors.gguf import GgufTensor
 from .base import Parameters
-from .scalar_grid import Affine, ScalarGrid, snap_to_integers
+from .range_search import RangedGrid, fitted_line, fitted_steps
+from .scalar_grid import Affine, snap_to_integers
 
 
-class SimpleBlockGrid(ScalarGrid):
+class SimpleBlockGrid(RangedGrid):
     """Q8_0, Q4_0, Q5_0, Q4_1, Q5_1.
 
     Its parameters are the scales and the offsets (zeros where the type has none), float16 `[out, groups]`.
@@ -22,6 +23,7 @@ class SimpleBlockGrid(ScalarGrid):
     def __init__(self, scheme: GgufScheme):
         self.scheme = scheme
         self._levels = 2**scheme.bits
+        self.two_ends = not self.symmetric
 
     @property
     def symmetric(self) -> bool:
@@ -29,7 +31,11 @@ class SimpleBlockGrid(ScalarGrid):
         return self.scheme.type.endswith("_0")
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
-        low, high = values.aminmax(dim=-1)
+        if importance is not None:
+            return self.searched(values, importance)
+        return self.ranges(*values.aminmax(dim=-1))
+
+    def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
         if not self.symmetric:
             scale = (high - low) / (self._levels - 1)
             return scale.to(torch.float16), low.to(torch.float16)
@@ -38,6 +44,16 @@ class SimpleBlockGrid(ScalarGrid):
         else:  # the value of largest magnitude takes the least code
             scale = torch.where(-low >= high, low, high) / (-self._levels / 2)
         return scale.to(torch.float16), torch.zeros_like(scale, dtype=torch.float16)
+
+    def refitted(
+        self, values: torch.Tensor, importance: torch.Tensor, parameters: Parameters
+    ) -> Parameters:
+        levels = self.levels(values, parameters)
+        scale, low = (part.to(torch.float32) for part in parameters)
+        if self.symmetric:
+            return fitted_steps(values, levels, importance, scale).to(torch.float16), parameters[1]
+        scale, low = fitted_line(values, levels, importance, scale, low)
+        return scale.to(torch.float16), low.to(torch.float16)
 
     def affine(self, parameters: Parameters) -> Affine:
         scale, low = (part.to(torch.float32).unsqueeze(-1) for part in parameters)

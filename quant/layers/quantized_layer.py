@@ -14,7 +14,7 @@ from ..base.errors import BadInput
 from ..formats.base import WeightFormat
 from ..manifest.manifest import is_worse, judged, module_record
 from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure
-from ..methods.rounding import round_weight
+from ..methods.rounding import round_plain
 from ..model.families import Family
 from ..plan.plan import Plan
 from ..request.selection import HEAD, TORCH_DTYPES
@@ -203,7 +203,7 @@ def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:
         if not back:
             reports.append(report)
             continue
-        weights[name] = round_weight(problem, name, problem.weights[name])
+        weights[name] = round_plain(problem, name, problem.weights[name])
         rounded = weights[name].dequantize()
         reports.append(problem.report(name, rounded, rounded, fallback=WORSE))
     return LayerResult(

@@ -193,7 +193,8 @@ def _error_formula(plan: Plan, request: QuantizeRequest) -> str:
         return f"{_ERROR_FORMULA}, X from the float model"
     if plan.method.sequential and plan.options.true_sequential:
         return (
-            f"{_ERROR_FORMULA}, X from the layer behind the quantized linears and layers before it"
+            f"{_ERROR_FORMULA}, X from the layer behind the quantized linears and layers before it; "
+            "on held-out tokens from the float layer behind the quantized layers before it"
         )
     return f"{_ERROR_FORMULA}, X from the float layer behind the quantized layers before it"
 

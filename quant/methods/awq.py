@@ -36,7 +36,7 @@ from .folding import (
     tied_scales,
 )
 from .options import refuse_options
-from .rounding import round_weight
+from .rounding import importance, linear_grid, round_plain, round_weight
 
 _SAMPLED_ROWS = (
     512  # sampled output channels for ranking candidates, shared by the linears of a pair
@@ -116,7 +116,7 @@ class _Work:
     def run(self) -> LayerResult:
         problem = self.problem
         for name, weight in problem.weights.items():
-            plain = round_weight(problem, name, weight)
+            plain = round_plain(problem, name, weight)
             errors = problem.statistics[name].row_errors(weight - plain.dequantize())
             ones = torch.ones(weight.shape[1]), torch.ones(weight.shape[0])
             self.linears[name] = _Linear(*ones, plain, errors, errors)
@@ -217,7 +217,7 @@ class _Work:
         problem = self.problem
         weight, divisors = problem.weights[name][sample], rows[sample, None]
         try:
-            codes = round_weight(problem, name, weight * columns / divisors)
+            codes = self._rounded(name, weight * columns / divisors, columns)
         except BadInput:
             return torch.full((len(weight),), torch.inf, dtype=torch.float64)
         delta = codes.dequantize().mul_(divisors).div_(columns).sub_(weight)
@@ -240,20 +240,21 @@ class _Work:
         problem, linear = self.problem, self.linears[name]
         columns, rows = linear.columns, linear.rows[:, None]
         scaled = problem.weights[name] * columns / rows
-        codes = round_weight(problem, name, scaled)
+        codes = self._rounded(name, scaled, columns)
         effective = codes.dequantize().mul_(rows).div_(columns)
-        errors, share, scheme = linear.errors, 0.0, problem.schemes[name]
-        if isinstance(scheme, IntScheme) and name not in problem.family.unclipped:
-            record, dtype = problem.statistics[name], problem.scale_dtypes[name]
-            clipped = clip_groups(scaled, record.gram, columns, scheme, dtype)
-            clipped_codes = round_weight(problem, name, clipped.weight)
-            candidate = clipped_codes.dequantize().mul_(rows).div_(columns)
-            clipped_errors = record.row_errors(candidate - problem.weights[name])
-            better = clipped_errors < errors
-            codes = _mixed(better, clipped_codes, codes)
-            effective = torch.where(better[:, None], candidate, effective)
-            errors = torch.where(better, clipped_errors, errors)
-            share = float((clipped.shares * better).mean())
+        record, scheme, share = problem.statistics[name], problem.schemes[name], 0.0
+        errors = linear.errors
+        if isinstance(scheme, IntScheme):
+            for candidate, clipped in self._narrowed(name, scaled, scheme):
+                restored = candidate.dequantize().mul_(rows).div_(columns)
+                candidate_errors = record.row_errors(restored - problem.weights[name])
+                better = candidate_errors < errors
+                codes = _mixed(better, candidate, codes)
+                effective = torch.where(better[:, None], restored, effective)
+                errors = torch.where(better, candidate_errors, errors)
+                share += float((clipped * better).mean())
+        else:
+            errors = record.row_errors(effective - problem.weights[name])
         energy = problem.energy(name)
         return codes, problem.report(
             name,
@@ -264,6 +265,26 @@ class _Work:
             ratio=linear.ratio,
             clipped=share,
         )
+
+    def _narrowed(
+        self, name: str, scaled: torch.Tensor, scheme: IntScheme
+    ) -> Iterator[tuple[QuantizedTensor, torch.Tensor]]:
+        """The scaled weight in ranges of less error, and the share of clipped groups of each row."""
+        problem, columns = self.problem, self.linears[name].columns
+        record, dtype = problem.statistics[name], problem.scale_dtypes[name]
+        if name not in problem.family.unclipped:
+            clipped = clip_groups(scaled, record.gram, columns, scheme, dtype)
+            yield round_plain(problem, name, clipped.weight), clipped.shares
+        squares = importance(problem, name, columns)
+        if problem.options.ranges == "weighted" and squares is not None:
+            grid = linear_grid(problem, name, scaled)
+            yield grid.nearest(scaled, squares), torch.zeros(len(scaled))
+
+    def _rounded(self, name: str, scaled: torch.Tensor, columns: torch.Tensor) -> QuantizedTensor:
+        """A scaled weight rounded in integers' plain ranges, or in a block type's weighted ones."""
+        if isinstance(self.problem.schemes[name], IntScheme):
+            return round_plain(self.problem, name, scaled)
+        return round_weight(self.problem, name, scaled, columns)
 
 
 def _mixed(rows: torch.Tensor, first: QuantizedTensor, second: QuantizedTensor) -> IntTensor:

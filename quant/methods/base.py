@@ -20,18 +20,23 @@ class MethodOptions:
     """Hyperparameters of single methods; each method reads only its own; see `options.refuse_knobs`.
 
     Attributes:
-        act_order: GPTQ: columns by decreasing Hessian diagonal, with sequential groups (`static`) or
-            permuted groups (`dynamic`), or in natural order (`none`).
+        solver: how codes are chosen: the nearest, or with GPTQ's error feedback; see `solvers`.
+        act_order: GPTQ: columns by decreasing Hessian diagonal: whole groups, and within each
+            (`group-aware`), all of them with sequential groups (`static`) or permuted groups (`dynamic`), or
+            in natural order (`none`).
         damp: GPTQ: damping, as a fraction of the Hessian's mean diagonal.
         true_sequential: GPTQ: measure a layer's later linears behind its quantized earlier ones.
-        mse: GPTQ: search the range of each group for the least `sum |w - w'|^2.4`.
+        ranges: of groups: searched for the least squared error weighted by the inputs' second moments
+            (`weighted`), the plain minimum and maximum (`minmax`), or GPTQ: searched for the least
+            `sum |w - w'|^2.4` (`mse`).
         alpha: SmoothQuant: migration strength, from activations into weights.
     """
 
-    act_order: Literal["static", "dynamic", "none"] = "static"
+    solver: Literal["nearest", "gptq"] = "nearest"
+    act_order: Literal["group-aware", "static", "dynamic", "none"] = "group-aware"
     damp: float = 0.01
     true_sequential: bool = True
-    mse: bool = False
+    ranges: Literal["weighted", "minmax", "mse"] = "weighted"
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
@@ -209,7 +214,7 @@ class SchemeOptions:
     double_quant: bool = False
     outlier_threshold: float | None = None
     sparse_fraction: float | None = None
-    act_order: str = "static"
+    act_order: str = "group-aware"
 
 
 class Method(Protocol):

@@ -8,7 +8,7 @@ here are the order of the linears, their statistics, and the fallback to RTN.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -17,20 +17,23 @@ from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
 from ..model.families import Family
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
-from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions
+from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
+from .expert_statistics import gram_of, router_of, routers_of, too_few
 from .gptq_feedback import Feedback, feedback, rounding_order
 from .gptq_solve import solve
 from .options import refuse_options
-from .rounding import linear_grid, round_weight
+from .rounding import linear_grid, round_plain
 
+WORSE_EXPERT = "plain rounding of the expert is better on held-out tokens"
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 class Gptq:
     """The method `gptq`.
 
-    By default static act-order: sequential groups whose grids are fixed before any channel is rounded, and
-    channels by decreasing Hessian diagonal; it needs no `g_idx` and is as accurate as permuted groups.
+    By default group-aware act-order: whole groups by decreasing Hessian diagonal, and channels within each.
+    A group's grid is fitted to its corrected weights, for the least error behind the feedback, and no `g_idx`
+    is needed.
     """
 
     name = "gptq"
@@ -98,46 +101,42 @@ class _Work:
         """Measure the inputs of these linears behind the finished ones."""
         assert self.problem.remeasure is not None
         done = {name: codes.dequantize() for name, codes in self.codes.items()}
-        self.problem.statistics.update(self.problem.remeasure(done, linears))
+        routers = routers_of(self.problem.family, linears)  # experts' are shrunk towards theirs
+        self.problem.statistics.update(self.problem.remeasure(done, linears | routers))
 
     def quantize(self, linears: tuple[str, ...]) -> None:
         """Quantize linears that share their input, with one Cholesky factorisation."""
-        statistics = self.problem.statistics[linears[0]]
-        factors: dict[bool, Feedback | None] = {}
-        for scheme, names in self._alike(linears):
-            reason = _unusable(statistics)
-            if reason:
-                self._round(names, reason)
-                continue
-            permuted = isinstance(scheme, IntScheme) and scheme.permuted
-            by_importance = permuted or self.problem.options.act_order != "none"
-            if by_importance not in factors:
-                order = rounding_order(statistics.gram, by_importance=by_importance)
-                factors[by_importance] = feedback(statistics.gram, order, self.problem.options.damp)
-            factor = factors[by_importance]
+        problem = self.problem
+        reason = _unusable(problem, linears[0])
+        if reason:
+            self._round(linears, reason)
+            return
+        gram = gram_of(problem, linears[0])
+        factors: dict[tuple[str, int, int], Feedback | None] = {}
+        for names in self._alike(linears):
+            grid = linear_grid(problem, names[0], problem.weights[names[0]])
+            aware = problem.options.act_order == "group-aware"
+            kind = problem.options.act_order, grid.group if aware else grid.vector, grid.vector
+            if kind not in factors:
+                order = rounding_order(gram, *kind)
+                factors[kind] = feedback(gram, order, problem.options.damp)
+            factor = factors[kind]
             if factor is None:
                 self._round(names, "the Hessian is not positive definite under any damping up to 1")
                 continue
-            static_groups = by_importance and not permuted
-            for together in self._together(names):
-                self._solve(together, factor, static_groups=static_groups)
+            for together in [names] if grid.rows_alone else [[name] for name in names]:
+                self._solve(together, factor)
 
-    def _alike(self, linears: tuple[str, ...]) -> Iterator[tuple[Scheme, list[str]]]:
+    def _alike(self, linears: tuple[str, ...]) -> list[list[str]]:
         """Linears grouped by scheme and scale dtype, which can be solved together."""
         kinds: dict[tuple[Scheme, torch.dtype], list[str]] = {}
         for name in linears:
             kind = self.problem.schemes[name], self.problem.scale_dtypes[name]
             kinds.setdefault(kind, []).append(name)
-        for (scheme, _), names in kinds.items():
-            yield scheme, names
+        return list(kinds.values())
 
-    def _together(self, names: list[str]) -> list[list[str]]:
-        """Linears of one scheme, joined where their rows are independent."""
-        alone = linear_grid(self.problem, names[0], self.problem.weights[names[0]])
-        return [names] if alone.rows_alone else [[name] for name in names]
-
-    def _solve(self, names: list[str], factor: Feedback, *, static_groups: bool) -> None:
-        problem = self.problem
+    def _solve(self, names: list[str], factor: Feedback) -> None:
+        problem, options = self.problem, self.problem.options
         scheme = problem.schemes[names[0]]
         permuted = isinstance(scheme, IntScheme) and scheme.permuted
         weights = [problem.weights[name] for name in names]
@@ -147,7 +146,12 @@ class _Work:
         if permuted:  # groups are made of channels that are next to each other in rounding order
             slots = torch.arange(len(slots)).flip(0)
         solved = solve(
-            weight, factor, grid, slots=slots, static_groups=static_groups, weighted=False
+            weight,
+            factor,
+            grid,
+            slots=slots,
+            static_groups=options.act_order == "static",
+            weighted=options.ranges == "weighted",
         )
         if solved is None:
             self._round(names, "the corrections grew beyond what its scales can hold")
@@ -157,19 +161,27 @@ class _Work:
             whole = _permuted(whole, factor.channels.flip(0))
         first = 0
         for name, weight in zip(names, weights, strict=True):
-            plain = round_weight(problem, name, weight)
+            plain = round_plain(problem, name, weight)
             codes = whole.rows(slice(first, first + weight.shape[0])) if len(names) > 1 else whole
-            self.codes[name] = codes
-            self.reports[name] = problem.report(
-                name, codes.dequantize(), plain.dequantize(), damp=factor.damp
-            )
+            rounded = plain.dequantize()
+            report = problem.report(name, codes.dequantize(), rounded, damp=factor.damp)
+            if router_of(problem, name) is not None and _worse_unseen(report):
+                codes = plain
+                report = problem.report(name, rounded, rounded, fallback=WORSE_EXPERT)
+            self.codes[name], self.reports[name] = codes, report
             first += weight.shape[0]
 
-    def _round(self, names: list[str], reason: str) -> None:
+    def _round(self, names: Collection[str], reason: str) -> None:
         for name in names:
-            self.codes[name] = round_weight(self.problem, name, self.problem.weights[name])
-            rounded = self.codes[name].dequantize()
-            self.reports[name] = self.problem.report(name, rounded, rounded, fallback=reason)
+            self.codes[name] = round_plain(self.problem, name, self.problem.weights[name])
+            effective = self.codes[name].dequantize()
+            self.reports[name] = self.problem.report(name, effective, effective, fallback=reason)
+
+
+def _worse_unseen(report: ModuleReport) -> bool:
+    """Whether plain rounding has a smaller error on held-out tokens."""
+    errors = report.held_out_error, report.rtn_held_out_error
+    return errors[0] is not None and errors[1] is not None and errors[0] > errors[1]
 
 
 def _permuted(tensor: QuantizedTensor, channels: torch.Tensor) -> IntTensor:
@@ -183,11 +195,14 @@ def _permuted(tensor: QuantizedTensor, channels: torch.Tensor) -> IntTensor:
     return replace(tensor, codes=codes, group_index=index)
 
 
-def _unusable(statistics: InputStatistics) -> str | None:
-    """Why these statistics give no Hessian; None: they do."""
+def _unusable(problem: LayerProblem, linear: str) -> str | None:
+    """Why a linear's statistics give no Hessian; None: they do."""
+    statistics = problem.statistics[linear]
     diagonal = statistics.gram.diagonal()
     if not bool(torch.isfinite(diagonal).all()):
         return "calibration gave it NaN or infinite inputs"
     if not bool((diagonal > 0).any()):
         return "no calibration token reached it"
+    if too_few(problem, linear):
+        return f"only {statistics.num_tokens} calibration tokens were routed to it"
     return None

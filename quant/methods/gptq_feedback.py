@@ -42,11 +42,33 @@ class Feedback:
     damp: float
 
 
-def rounding_order(gram: torch.Tensor, *, by_importance: bool) -> torch.Tensor:
-    """Input channels int64 `[in]` in rounding order: by decreasing diagonal (act-order), or as stored."""
-    if by_importance:
-        return gram.diagonal().argsort(descending=True, stable=True)
-    return torch.arange(gram.shape[0])
+def rounding_order(gram: torch.Tensor, act_order: str, group: int, vector: int) -> torch.Tensor:
+    """Input channels int64 `[in]` in rounding order.
+
+    Args:
+        act_order: `none`: as stored; `group-aware`: whole groups by decreasing sum of the Hessian's diagonal,
+            and by decreasing diagonal within each (as in GPTQModel); else (`static`, `dynamic`): all by
+            decreasing diagonal.
+        group: channels in a group.
+        vector: channels that are rounded together, which stay together; by their sums.
+    """
+    diagonal = gram.diagonal()
+    if act_order == "none":
+        return torch.arange(len(diagonal))
+    vectors = diagonal if vector == 1 else diagonal.view(-1, vector).sum(dim=1)
+    if act_order != "group-aware":
+        order = _decreasing(vectors)
+    else:
+        grouped = vectors.view(-1, group // vector)
+        within = _decreasing(grouped) + torch.arange(0, len(vectors), group // vector)[:, None]
+        order = within[_decreasing(grouped.sum(dim=1))].flatten()
+    if vector == 1:
+        return order
+    return (order[:, None] * vector + torch.arange(vector)).flatten()
+
+
+def _decreasing(values: torch.Tensor) -> torch.Tensor:
+    return values.argsort(dim=-1, descending=True, stable=True)
 
 
 def feedback(gram: torch.Tensor, order: torch.Tensor, damp: float) -> Feedback | None:

@@ -201,4 +201,6 @@ class _Solver:
         """The rounded weights `[out, in]`, in the grid's order of channels."""
         position = torch.empty_like(self.slots)
         position[self.slots] = torch.arange(len(self.slots))
-        return self.weight.sub_(self.error).index_select(0, position).T.contiguous()
+        values = self.weight.sub_(self.error)
+        del self.weight, self.error  # two copies of the weights less at the end
+        return values.index_select(0, position).T.contiguous()

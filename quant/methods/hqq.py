@@ -23,7 +23,7 @@ from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, SchemeOptions
 from .options import choose_bits, refuse_options
-from .rounding import module_name, require_finite, round_weight
+from .rounding import module_name, require_finite, round_plain
 
 ITERATIONS = 20
 _NORM = 0.7
@@ -58,7 +58,7 @@ class Hqq:
             require_finite(weight, module)
             codes = fit_grid(weight, scheme, problem.scale_dtypes[linear], name=module)
             weights[linear] = codes
-            rounded = round_weight(problem, linear, weight).dequantize()
+            rounded = round_plain(problem, linear, weight).dequantize()
             reports.append(problem.report(linear, codes.dequantize(), rounded))
         return LayerResult(weights=weights, norms={}, reports=reports)
 

@@ -8,9 +8,9 @@ from dataclasses import fields
 from ..base.errors import BadInput
 from .base import MethodOptions, SchemeOptions
 
+_RANGED = ("rtn", "gptq", "awq", "smoothquant", "int8")
 _KNOBS = {  # field of `MethodOptions`: the method that reads it, and its flag
     "damp": ("gptq", "--damp"),
-    "mse": ("gptq", "--mse"),
     "true_sequential": ("gptq", "--no-true-sequential"),
     "alpha": ("smoothquant", "--alpha"),
 }
@@ -33,8 +33,13 @@ def choose_bits(method: str, asked: int | None, widths: Sequence[int], default: 
 def refuse_knobs(method: str, options: MethodOptions) -> None:
     """Raises BadInput naming a non-default hyperparameter of another method."""
     usual = MethodOptions()
+    if options.ranges == "mse" and method != "gptq":
+        raise BadInput(f"--ranges mse belongs to method gptq, not to {method}")
+    if options.ranges != usual.ranges and not {method, options.solver} & {*_RANGED}:
+        raise BadInput(f"--ranges {options.ranges}: method {method} has ranges of its own")
     for name, (owner, option) in _KNOBS.items():
-        if method != owner and getattr(options, name) != getattr(usual, name):
+        owned = owner in (method, options.solver)
+        if not owned and getattr(options, name) != getattr(usual, name):
             raise BadInput(f"{option} belongs to method {owner}, not to {method}")
 
 

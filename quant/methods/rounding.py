@@ -10,6 +10,7 @@ from ..base.errors import BadInput
 from ..base.scheme import (
     CodebookScheme,
     FloatScheme,
+    GgufScheme,
     IntScheme,
     LookupScheme,
     Scheme,
@@ -26,10 +27,65 @@ from ..grids.vectorwise_grid import round_to_rows
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import E4M3_MAX
 from .base import LayerProblem, LayerResult
+from .expert_statistics import squares_of, too_few
+
+_LEAST_IMPORTANCE = 1e-4  # of the mean
+# Schemes whose owners leave the ranges open; bitsandbytes' absmax is the largest magnitude.
+_SEARCHED = (IntScheme, GgufScheme)
+_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> QuantizedTensor:
-    """Round `weight` `[out, in]`, possibly with scaled columns, to the linear's scheme.
+def round_weight(
+    problem: LayerProblem,
+    linear: str,
+    weight: torch.Tensor,
+    columns: torch.Tensor | None = None,
+) -> QuantizedTensor:
+    """Round `weight` `[out, in]` to nearest in the ranges that are asked for.
+
+    Args:
+        columns: the scales `[in]` that its columns were multiplied with; None: 1.
+
+    Raises:
+        BadInput: NaN or infinite weights, or scales beyond their dtype.
+    """
+    weights = None
+    if problem.options.ranges == "weighted" and isinstance(problem.schemes[linear], _SEARCHED):
+        weights = importance(problem, linear, columns)
+    if weights is None:
+        return round_plain(problem, linear, weight)
+    module, scheme = module_name(problem, linear), problem.schemes[linear]
+    require_finite(weight, module)
+    if isinstance(scheme, GgufScheme):
+        return round_to_blocks(weight, scheme, weights, name=module)
+    tensor = linear_grid(problem, linear, weight).nearest(weight, weights)
+    require_scales(tensor, module)
+    return tensor
+
+
+def importance(
+    problem: LayerProblem, linear: str, columns: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """The weight of each column's squared error, float32 `[in]`: the mean square of its input.
+
+    That is llama.cpp's importance matrix, to a factor, or one that was given. A column multiplied by a scale
+    reads an input divided by it. Columns that are never activated count a little. None without tokens.
+    """
+    squares = problem.importance.get(linear)
+    if squares is None:
+        statistics = problem.statistics.get(linear)
+        if statistics is None or not statistics.num_tokens or too_few(problem, linear):
+            return None
+        squares = squares_of(problem, linear)
+    if columns is not None:
+        squares = squares / columns.square()
+    mean = float(squares.mean())
+    usable = 0 < mean < float("inf")
+    return (squares / mean).clamp_(min=_LEAST_IMPORTANCE) if usable else None
+
+
+def round_plain(problem: LayerProblem, linear: str, weight: torch.Tensor) -> QuantizedTensor:
+    """Round `weight` `[out, in]` to nearest without data: RTN, with which every method is compared.
 
     Raises:
         BadInput: NaN or infinite weights, or scales beyond their dtype.
@@ -49,14 +105,7 @@ def round_weight(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qu
         return round_to_rows(weight, scheme, name=module)
     if isinstance(scheme, LookupScheme):
         return round_to_uniform_tables(weight, scheme, name=module)
-    return round_to_blocks(
-        weight,
-        scheme,
-        original=problem.weights[linear],
-        statistics=problem.statistics.get(linear),
-        given=problem.importance.get(linear),
-        name=module,
-    )
+    return round_to_blocks(weight, scheme, None, name=module)
 
 
 def linear_grid(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Grid:
@@ -66,8 +115,15 @@ def linear_grid(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Gri
         weight.shape,
         problem.scale_dtypes[linear],
         input_scale=input_scale(problem, linear),
-        mse=problem.options.mse,
+        mse=problem.options.ranges == "mse",
     )
+
+
+def require_scales(tensor: QuantizedTensor, module: str) -> None:
+    """Raises BadInput naming the module whose weights are too large for the dtype of its scales."""
+    for part in tensor.parts().values():
+        if part.dtype in _SCALE_DTYPES and not bool(torch.isfinite(part).all()):
+            raise BadInput(f"{module} holds values too large for {part.dtype} scales")
 
 
 def require_finite(weight: torch.Tensor, module: str) -> None:
@@ -113,6 +169,8 @@ def round_layer(problem: LayerProblem) -> LayerResult:
     reports = []
     for linear, weight in problem.weights.items():
         weights[linear] = round_weight(problem, linear, weight)
-        effective = weights[linear].dequantize()
-        reports.append(problem.report(linear, effective, effective))
+        effective = rounded = weights[linear].dequantize()
+        if linear in problem.statistics and problem.options.ranges == "weighted":
+            rounded = round_plain(problem, linear, weight).dequantize()
+        reports.append(problem.report(linear, effective, rounded))
     return LayerResult(weights=weights, norms={}, reports=reports)

@@ -15,7 +15,7 @@ linears behind a norm, that norm is left unchanged and the report shows no ratio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,7 @@ from ..model.families import Fold
 from ..tensors.base import QuantizedTensor
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, SchemeOptions, relative
 from .folding import can_fold, column_scales, divided_bias, fold_into_norm, tied_scales
+from .gptq import Gptq
 from .options import choose_bits, refuse_options
 from .rounding import module_name, round_weight
 
@@ -45,6 +46,7 @@ class _Rounded:
 
     codes: QuantizedTensor
     errors: _Errors
+    columns: torch.Tensor
     smoothed: bool
 
 
@@ -101,6 +103,8 @@ class SmoothQuant:
                 norm_biases |= divided_bias(fold, problem, rows)
                 readers = [name for name in fold.targets if name in problem.routers]
                 routers |= {name: problem.routers[name] * columns for name in readers}
+        if problem.options.solver == "gptq":
+            chosen = _solved(problem, chosen)
         weights: dict[str, QuantizedTensor] = {name: one.codes for name, one in chosen.items()}
         reports = [_report(problem, name, chosen[name], plain[name]) for name in weights]
         return LayerResult(weights, norms, reports, routers, norm_biases)
@@ -120,14 +124,50 @@ def smoothing_scales(fold: Fold, problem: LayerProblem) -> torch.Tensor:
 
 
 def _round(problem: LayerProblem, name: str, columns: torch.Tensor, *, smoothed: bool) -> _Rounded:
+    codes = round_weight(problem, name, problem.weights[name] * columns, columns)
+    return _judged(problem, name, codes, columns, smoothed=smoothed)
+
+
+def _solved(problem: LayerProblem, chosen: dict[str, _Rounded]) -> dict[str, _Rounded]:
+    """The smoothed weights with codes from GPTQ's error feedback, on the smoothed inputs."""
+    divided: dict[tuple[int, int], InputStatistics] = {}
+    statistics = dict(problem.statistics)
+    for name, one in chosen.items():
+        if one.smoothed:  # linears with one input share its statistics and its scales
+            shared = id(problem.statistics[name]), id(one.columns)
+            if shared not in divided:
+                divided[shared] = problem.statistics[name].divided(one.columns)
+            statistics[name] = divided[shared]
+    smoothed = replace(
+        problem,
+        weights={name: problem.weights[name] * one.columns for name, one in chosen.items()},
+        statistics=statistics,
+        held_out={},
+        remeasure=None,
+    )
+    codes = Gptq().quantize_layer(smoothed).weights
+    return {
+        name: _judged(problem, name, codes[name], one.columns, smoothed=one.smoothed)
+        for name, one in chosen.items()
+    }
+
+
+def _judged(
+    problem: LayerProblem,
+    name: str,
+    codes: QuantizedTensor,
+    columns: torch.Tensor,
+    *,
+    smoothed: bool,
+) -> _Rounded:
+    """The codes of a linear whose columns were scaled, with their errors."""
     weight, unseen = problem.weights[name], problem.held_out.get(name)
-    codes = round_weight(problem, name, weight * columns)
     seen = relative(_lost(weight, codes, columns, problem.statistics[name]), problem.energy(name))
     held_out = None
     if unseen is not None:
         energy = float(unseen.row_errors(weight).sum())
         held_out = relative(_lost(weight, codes, columns, unseen), energy)
-    return _Rounded(codes, _Errors(seen, held_out), smoothed)
+    return _Rounded(codes, _Errors(seen, held_out), columns, smoothed)
 
 
 def _lost(

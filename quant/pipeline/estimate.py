@@ -18,7 +18,16 @@ _FLOAT = 4
 _LIBRARY_BYTES = 32 * 2**20
 # Float copies of the largest linear at a method's peak, besides the weights, and bytes of codes kept per
 # weight. GPTQ counts linears that share an input as one.
-_COPIES = {"gptq": 3.25, "awq": 11.0, "smoothquant": 5.5, "hqq": 5.0, "squeezellm": 5.0, "nf4": 5.0}
+_SMOOTHED_GPTQ = "smoothquant, gptq"
+_COPIES = {
+    "gptq": 3.25,
+    "awq": 11.0,
+    "smoothquant": 5.5,
+    _SMOOTHED_GPTQ: 5.5,
+    "hqq": 5.0,
+    "squeezellm": 5.0,
+    "nf4": 5.0,
+}
 _CODES = {"awq": 2, "smoothquant": 2}
 _FEW_COPIES = 4.25
 _HOLES = 1.5  # heap fragmentation factor of activations; measured
@@ -72,7 +81,7 @@ def estimate_memory(
     moments = []
     for layer, moments_of in parts:
         activations = int(_HOLES * batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT)
-        for grams, codes, work, running in moments_of(layer, plan.method.name, held_out):
+        for grams, codes, work, running in moments_of(layer, _solver(plan), held_out):
             moments.append(
                 MemoryEstimate(
                     libraries=_LIBRARY_BYTES,
@@ -168,6 +177,11 @@ def _moments(layer: _Layer, method: str, held_out: bool) -> Iterator[_Moment]:
         for stage in execution_stages(layer.family, layer.chosen):
             yield grams, codes, max(_solving(layer, group) for group in stage), False
         return
+    if method == _SMOOTHED_GPTQ:  # beside scaled copies of all weights and Gram matrices
+        stages = execution_stages(layer.family, layer.chosen)
+        solving = max((_solving(layer, group) for stage in stages for group in stage), default=0)
+        scaled = layer.grams + _FLOAT * layer.weights(layer.chosen)
+        yield grams, 2 * codes, scaled + solving, False
     largest = max((layer.weights((name,)) for name in layer.chosen), default=0)
     yield grams, codes, _COPIES.get(method, _FEW_COPIES) * largest * _FLOAT, False
 
@@ -188,7 +202,15 @@ def _solving(layer: _Layer, group: tuple[str, ...]) -> float:
     """GPTQ's working bytes for linears that share an input: the Hessian's factor, and copies."""
     square, weights = layer.square(group[0]), layer.weights(group) * _FLOAT
     copies = _COPIES["gptq"] + (len(group) > 1)  # concatenated in one matrix
-    return max(2 * square, square + copies * weights)
+    shrunk = square * bool(layer.family.routers)  # of experts' Gram matrices
+    return shrunk + max(2 * square, square + copies * weights)
+
+
+def _solver(plan: Plan) -> str:
+    """The name under which the working memory of the plan's method is known."""
+    if plan.options.solver == "gptq" and plan.method.name == "smoothquant":
+        return _SMOOTHED_GPTQ
+    return "gptq" if plan.options.solver == "gptq" else plan.method.name
 
 
 def _distinct_layers(plan: Plan) -> list[int]:
@@ -207,14 +229,16 @@ def _distinct_layers(plan: Plan) -> list[int]:
 
 def estimate_operations(plan: Plan, tokens: int) -> float:
     """Multiplications and additions of the whole run, at the rate of large GEMMs."""
-    passes = 2.0 + (_STAGES - 1) * (plan.method.name == "gptq" and plan.options.true_sequential)
+    feeds_back = "gptq" in (plan.method.name, plan.options.solver)
+    stages = plan.method.sequential and plan.options.true_sequential
+    passes = 2.0 + (_STAGES - 1) * stages
     total = 0.0
     for out_features, in_features in plan.modules.values():
         square = in_features**2
         total += passes * 2 * tokens * out_features * in_features  # the layer itself
         total += passes / 2 * 2 * tokens * square / 2  # Gram matrices, shared by two or three
         total += 4 * out_features * square  # the errors in the report
-        if plan.method.name == "gptq":
+        if feeds_back:
             total += 2 * out_features * square + 2 * square * in_features
         if plan.method.name == "awq":
             total += 30 * out_features * square

@@ -23,6 +23,7 @@ from ..gguf.mix_rules import shape_of
 from ..methods.base import Method, MethodOptions, SchemeOptions
 from ..methods.options import refuse_knobs
 from ..methods.registry import METHODS
+from ..methods.solvers import with_solver
 from ..model.architecture import Architecture, architecture_of
 from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
@@ -50,8 +51,8 @@ __all__ = ["DEFAULT_GROUP_SIZES", "Plan", "QuantizeRequest", "make_plan"]
 DEFAULT_SEQ_LEN = 2048
 # Methods that fold scales, for which the foldable pairs are discovered.
 _SMOOTHING = ("awq", "smoothquant")
-# Methods that end in RTN to any grid, ggml's blocks included.
-_BLOCK_METHODS = ("rtn", "awq")
+# Methods that go to any grid, ggml's blocks included.
+_BLOCK_METHODS = ("rtn", "awq", "gptq")
 _Entry = TypeVar("_Entry")
 
 
@@ -158,7 +159,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
         BadInput: anything that would fail later; the message names the module, file or
             option.
     """
-    method = known(METHODS, request.method, "method")
+    method = with_solver(known(METHODS, request.method, "method"), request.options.solver)
     refuse_knobs(method.name, request.options)
     formats = _formats(request, method)
     if request.gguf_type is not None and all(one.name != "gguf" for one in formats):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
@@ -97,7 +98,14 @@ def test_no_errors_runs_no_layer_and_reads_no_text(
         raise AssertionError("a forward pass, or calibration text")
 
     with_errors = quantize(
-        QuantizeRequest(STORIES, tmp_path / "with", method="rtn", num_samples=2, seq_len=16)
+        QuantizeRequest(
+            STORIES,
+            tmp_path / "with",
+            method="rtn",
+            num_samples=2,
+            seq_len=16,
+            options=MethodOptions(ranges="minmax"),
+        )
     )
     monkeypatch.setattr("llmopt.quant.pipeline.prepare.load_calibration", must_not_run)
     monkeypatch.setattr(torch.nn.Linear, "forward", must_not_run)

@@ -17,7 +17,10 @@ from llmopt.quant.ggml.blocks import dequantize_blocks, quantize_blocks
 from llmopt.quant.ggml.k_blocks import pack_affine
 from llmopt.quant.grids.block_grid import round_to_blocks
 from llmopt.quant.grids.int_grid import round_to_nearest
+from llmopt.quant.methods.rounding import round_plain, round_weight
 from llmopt.quant.tensors.gguf import GgufTensor
+
+from ...support.layer_problems import one_linear
 
 SIMPLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -196,27 +199,22 @@ def test_what_does_not_fit_is_refused():
         gguf_to_int(GgufTensor(quantize_blocks(sample(), "Q4_K"), GgufScheme("Q4_K")))
 
 
-def test_rounding_takes_its_importance_from_the_inputs():
-    from llmopt.quant.grids.input_statistics import InputStatistics
-
-    weight = sample()[8:]
-    spread = torch.logspace(-2, 1, weight.shape[1])
-    statistics = InputStatistics(weight.shape[1])
-    statistics.add(
-        torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(0)) * spread
-    )
-    scheme = GgufScheme("Q4_K")
-
-    def rounded(of: torch.Tensor, seen: InputStatistics | None) -> GgufTensor:
-        return round_to_blocks(of, scheme, original=weight, statistics=seen, name="q")
-
-    seen = rounded(weight, statistics)
-    importance = statistics.gram.diagonal() / 64
-    assert torch.equal(seen.data, quantize_blocks(weight, "Q4_K", importance))
-    blind = rounded(weight, None)
-    assert torch.equal(blind.data, quantize_blocks(weight, "Q4_K"))
-    # Scaled columns see inputs that are divided: powers of two leave the importance of each product alone.
-    scales = 2.0 ** torch.arange(weight.shape[1]).remainder(3)
-    scaled = rounded(weight * scales, statistics)
-    expected = quantize_blocks(weight * scales, "Q4_K", importance / scales.square())
-    assert torch.equal(scaled.data, expected)
+@pytest.mark.parametrize("name", ["Q4_K", "Q4_0", "Q5_1"])
+def test_rounding_takes_its_importance_from_the_inputs(name: str):
+    """Scaled columns see inputs that are divided by the scales."""
+    weight, inputs = sample()[8:], torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    weight, inputs = weight[:, :512], inputs * torch.logspace(-2, 1, 512)
+    problem = one_linear(weight, GgufScheme(name), inputs)
+    record = problem.statistics["linear"]
+    blind: Any = round_plain(problem, "linear", weight)
+    assert torch.equal(blind.data, quantize_blocks(weight, name))
+    squares = record.gram.diagonal()
+    seen = round_weight(problem, "linear", weight).dequantize()
+    lost = [float(((one - weight).square() * squares).sum()) for one in (seen, blind.dequantize())]
+    assert lost[0] < 0.97 * lost[1]
+    columns = 2.0 ** torch.arange(512).remainder(3)
+    scaled: Any = round_weight(problem, "linear", weight * columns, columns)
+    squares = record.gram.diagonal() / columns.square()
+    importance = (squares / squares.mean()).clamp(min=1e-4)
+    expected = round_to_blocks(weight * columns, GgufScheme(name), importance, name="q")
+    assert torch.equal(scaled.data, expected.data)

@@ -11,7 +11,7 @@ from llmopt.quant.methods import awq
 from llmopt.quant.methods.awq import Awq
 from llmopt.quant.methods.awq_clip import Clipped, clip_groups
 from llmopt.quant.methods.awq_scales import scale_candidates
-from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult
+from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult, MethodOptions
 from llmopt.quant.methods.folding import fold_into_norm
 from llmopt.quant.methods.rtn import RoundToNearest
 from llmopt.quant.model.families import family_of
@@ -97,7 +97,8 @@ def test_reported_errors_of_wide_linears_are_sampled_evenly() -> None:
 def test_no_linear_is_worse_than_rounding(kv_features: int, scheme: IntScheme) -> None:
     problem = layer_problem(kv_features=kv_features, scheme=scheme)
     plain: dict[str, Any] = {
-        report.module: report.error for report in RoundToNearest().quantize_layer(problem).reports
+        report.module: report.rtn_error
+        for report in RoundToNearest().quantize_layer(problem).reports
     }
     reports: Any = Awq().quantize_layer(problem).reports
     assert {report.module: report.rtn_error for report in reports} == plain
@@ -119,7 +120,7 @@ def test_reported_error_is_that_of_the_codes_and_norms_that_are_returned() -> No
 def test_identity_scales_without_clipping_are_plain_rounding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem = layer_problem()
+    problem = replace(layer_problem(), options=MethodOptions(ranges="minmax"))
     monkeypatch.setattr(
         awq, "scale_candidates", lambda mean, *_: iter([(0.0, torch.ones_like(mean))])
     )

@@ -65,8 +65,9 @@ def problem_of(
 def one(
     weight: torch.Tensor, record: InputStatistics, scheme: Scheme, **options: object
 ) -> tuple[IntTensor, LayerResult]:
-    """A single linear quantized."""
-    settings = MethodOptions(**options)  # pyright: ignore[reportArgumentType]
+    """A single linear quantized, as in the paper where nothing else is asked for."""
+    asked: dict[str, Any] = {"ranges": "minmax", "act_order": "static"} | options
+    settings = MethodOptions(**asked)
     result: Any = Gptq().quantize_layer(
         problem_of({"proj": weight}, record, scheme, options=settings)
     )
@@ -146,7 +147,7 @@ def test_codes_are_those_of_the_textbook_with_searched_ranges() -> None:
     record, scheme = correlated(96, 7), IntScheme(3, 32, False)
     for act_order in ("static", "none"):
         expected, _ = textbook(weight, record.gram, scheme, act_order, mse=True)
-        codes, _ = one(weight, record, scheme, act_order=act_order, mse=True)
+        codes, _ = one(weight, record, scheme, act_order=act_order, ranges="mse")
         assert torch.equal(codes.codes.float(), expected)
 
 
@@ -189,7 +190,7 @@ def test_uncorrelated_inputs_give_plain_rounding(
 def test_any_shape_any_dead_channels_any_zero_groups(data: st.DataObject) -> None:
     size, groups = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 9))
     count, rows = size * groups, data.draw(st.integers(1, 9))
-    order = data.draw(st.sampled_from(["static", "dynamic", "none"]))
+    order = data.draw(st.sampled_from(["group-aware", "static", "dynamic", "none"]))
     scheme = IntScheme(
         data.draw(st.sampled_from([2, 3, 4, 5, 6, 8])),
         data.draw(st.sampled_from([size, -1])),
@@ -210,7 +211,7 @@ def test_any_shape_any_dead_channels_any_zero_groups(data: st.DataObject) -> Non
         record,
         scheme,
         act_order=order,
-        mse=data.draw(st.sampled_from([False, False, True])),
+        ranges=data.draw(st.sampled_from(["minmax", "mse", "weighted"])),
     )
     report: Any = result.reports[0]
     assert bool(torch.isfinite(codes.dequantize()).all())
@@ -325,7 +326,8 @@ def test_linears_of_one_input_are_factored_once_and_come_out_as_if_alone(
 ) -> None:
     record, generator = correlated(64, 4), torch.Generator().manual_seed(2)
     weights = {name: torch.randn(24, 64, generator=generator) for name in "qkv"}
-    problem = problem_of(weights, record, IntScheme(4, 16, True))
+    options = MethodOptions(ranges="minmax", act_order="static")
+    problem = problem_of(weights, record, IntScheme(4, 16, True), options=options)
     problem.schemes["v"] = IntScheme(8, 32, False)
     calls = []
     honest = gptq.feedback
@@ -345,7 +347,8 @@ def layer_problem(**options: object) -> LayerProblem:
     for number, group in enumerate(LLAMA.shared_inputs):
         statistics |= dict.fromkeys(group, correlated(64, number))
         weights |= {name: torch.randn(32, 64, generator=generator) for name in group}
-    settings = MethodOptions(**options)  # pyright: ignore[reportArgumentType]
+    asked: dict[str, Any] = {"ranges": "minmax", "act_order": "static"} | options
+    settings = MethodOptions(**asked)
     return problem_of(weights, statistics, IntScheme(4, 16, True), family=LLAMA, options=settings)
 
 
@@ -401,7 +404,7 @@ def test_experts_are_measured_together_not_one_by_one() -> None:
 
     result: Any = Gptq().quantize_layer(replace(problem, remeasure=remeasure))
     assert list(result.weights) == list(weights)
-    assert [len(linears) for linears in calls] == [3, 1, 24, 12]
+    assert [len(linears) for linears in calls] == [3, 1, 25, 13]  # with the router
 
 
 def test_linears_that_no_group_names_are_quantized_too() -> None:

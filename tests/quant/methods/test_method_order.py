@@ -60,7 +60,7 @@ def quantized(method: str, scheme: IntScheme, **options: object) -> Lost:
         norms={"norm": torch.ones(IN)},
         with_bias=frozenset(),
         held_out={"proj": unseen},
-        options=MethodOptions(**options),  # pyright: ignore[reportArgumentType]
+        options=MethodOptions(**{"ranges": "minmax", "act_order": "static"} | options),  # pyright: ignore[reportArgumentType]
     )
     report: Any = METHODS[method].quantize_layer(problem).reports[0]
     assert report.held_out_error is not None and report.rtn_held_out_error is not None
@@ -102,5 +102,5 @@ def test_more_bits_and_smaller_groups_lose_less(method: str) -> None:
 
 def test_a_searched_range_helps_two_bits() -> None:
     scheme = IntScheme(2, 128, False)
-    searched = quantized("gptq", scheme, mse=True)
+    searched = quantized("gptq", scheme, ranges="mse")
     assert searched.unseen < quantized("gptq", scheme).unseen

@@ -206,9 +206,12 @@ def test_overrides_apply_in_order_and_split_matrices_are_warned_of(tmp_path: Pat
         ({"overrides": ("c_fc=bits:3",)}, "matches no quantized linear"),
         ({"lm_head": True}, "embedding table (tied)"),
         ({"options": MethodOptions(damp=0.1)}, "--damp belongs to method gptq, not to rtn"),
-        ({"options": MethodOptions(mse=True)}, "--mse belongs to method gptq"),
+        ({"options": MethodOptions(ranges="mse")}, "--ranges mse belongs to method gptq"),
         ({"options": MethodOptions(true_sequential=False)}, "--no-true-sequential belongs"),
-        ({"options": MethodOptions("none")}, "--act-order none: method rtn has no such choice"),
+        (
+            {"options": MethodOptions(act_order="none")},
+            "--act-order none: method rtn has no such choice",
+        ),
         (
             {"method": "gptq", "options": MethodOptions(alpha=0.8)},
             "--alpha belongs to method smoothquant, not to gptq",
