@@ -151,7 +151,7 @@ def write(case: Case, folder: Path) -> Path:
     from llmopt.quant.methods.base import MethodOptions
 
     given = dict(case.request)
-    options = MethodOptions(act_order=given.pop("act_order", "static"))
+    options = MethodOptions(act_order=given.pop("act_order", "group-aware"))
     output = folder / case.name.replace(" ", "-")
     model = resolve_model("stories3M")
     quantize(QuantizeRequest(model, output, num_samples=8, options=options, **given))

@@ -125,6 +125,13 @@ class SolverOptions:
         Literal["group-aware", "static", "dynamic", "none"],
         typer.Option(help="gptq: activation order, the order in which channels are quantized."),
     ] = "group-aware"
+    asymmetric: Annotated[
+        bool,
+        typer.Option(
+            "--asymmetric-calibration",
+            help="gptq: aim at the outputs of the float model (GPTAQ); takes its states along.",
+        ),
+    ] = False
     damp: Annotated[float, typer.Option(help="gptq: damping of the Hessian.")] = 0.01
     ranges: Annotated[
         Literal["weighted", "minmax", "mse"],

@@ -24,7 +24,11 @@ class InputStatistics:
         abs_sum: float32 `[in]`, the sum of `|x|`.
         abs_max: float32 `[in]`, the largest `|x|`.
         num_tokens: number of tokens accumulated.
+        cross: float32 `[in, in]`, the sum of `(y - x) xᵀ` for the input `y` that the float model has in place
+            of `x`; None where that is not known.
     """
+
+    cross: torch.Tensor | None = None
 
     def __init__(self, in_features: int, device: torch.device | None = None):
         self.gram = torch.zeros(in_features, in_features, device=device)
@@ -47,6 +51,14 @@ class InputStatistics:
         self.abs_sum += magnitudes.sum(dim=0)
         self.abs_max = torch.maximum(self.abs_max, magnitudes.amax(dim=0))
         self.num_tokens += tokens.shape[0]
+
+    def add_cross(self, inputs: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Accumulate the differences of the float model's inputs `[..., in]`, of the same tokens."""
+        width = inputs.shape[-1]
+        tokens, others = (part.reshape(-1, width).to(torch.float32) for part in (inputs, wanted))
+        if self.cross is None:
+            self.cross = torch.zeros(width, width)
+        self.cross.addmm_((others - tokens).T, tokens)
 
     @property
     def mean_abs(self) -> torch.Tensor:

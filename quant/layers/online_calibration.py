@@ -22,7 +22,11 @@ from ..stream.layer_stream import LayerStream
 from ..stream.states import States
 from .quantized_layer import LayerStatistics, QuantizedLayer
 
-_CALIBRATION, _HELD_OUT = "calibration", "held_out"  # names in the file of the states
+_CALIBRATION, _HELD_OUT, _FLOAT = (
+    "calibration",
+    "held_out",
+    "float",
+)  # names in the file of the states
 
 
 class Source(Protocol):
@@ -60,12 +64,14 @@ class OnlineCalibration:
         *,
         sequential: bool,
         kv: bool,
+        asymmetric: bool = False,
     ):
         """Start at the embedding, or after the layers finished when `saved` was written.
 
         Args:
             sequential: whether the method requests each linear's statistics itself (true-sequential).
             kv: whether to measure the ranges of keys and values.
+            asymmetric: whether the states of the float model are carried along (GPTAQ).
         """
         self._sequential, self._kv = sequential, kv
         self._stream = stream
@@ -73,24 +79,31 @@ class OnlineCalibration:
         if saved is None:
             self._states = stream.embed(calibration.token_ids)
             self._held_out = stream.embed(calibration.held_out)
+            self._floats = stream.embed(calibration.token_ids) if asymmetric else None
         else:
             stored = load_file(saved)
             self._states = States.restored(_CALIBRATION, calibration.token_ids, stored)
             self._held_out = States.restored(_HELD_OUT, calibration.held_out, stored)
+            floats = States.restored(_FLOAT, calibration.token_ids, stored)
+            self._floats = floats if asymmetric else None
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
-        stream, states = self._stream, self._states
+        stream, states, floats = self._stream, self._states, self._floats
         stream.load(index, tensors)
         return LayerStatistics(
             statistics={} if self._sequential else stream.measure(index, states),
             held_out=stream.measure(index, self._held_out) if len(self._held_out) else {},
-            remeasure=lambda replaced, only: stream.remeasure(index, states, replaced, only),
+            remeasure=lambda replaced, only: stream.remeasure(
+                index, states, replaced, only, floats
+            ),
         )
 
     def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
         return self._stream.weights(index, linears)
 
     def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
+        if self._floats is not None:
+            self._floats = self._stream.run(index, self._floats, in_place=True)
         for name, quantized in work.result.weights.items():
             self._stream.substitute(index, {name: quantized.dequantize()})
         self._stream.substitute(index, work.result.norms | work.result.routers)
@@ -122,6 +135,8 @@ class OnlineCalibration:
 
     def save(self, path: Path) -> None:
         state = self._states.stored(_CALIBRATION) | self._held_out.stored(_HELD_OUT)
+        if self._floats is not None:
+            state |= self._floats.stored(_FLOAT)
         write_tensors(path, state, layout_of(state))
 
 

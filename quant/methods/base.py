@@ -24,6 +24,7 @@ class MethodOptions:
         act_order: GPTQ: columns by decreasing Hessian diagonal: whole groups, and within each
             (`group-aware`), all of them with sequential groups (`static`) or permuted groups (`dynamic`), or
             in natural order (`none`).
+        asymmetric: GPTQ: whether the targets are the float model's outputs (GPTAQ).
         damp: GPTQ: damping, as a fraction of the Hessian's mean diagonal.
         true_sequential: GPTQ: measure a layer's later linears behind its quantized earlier ones.
         ranges: of groups: searched for the least squared error weighted by the inputs' second moments
@@ -34,6 +35,7 @@ class MethodOptions:
 
     solver: Literal["nearest", "gptq"] = "nearest"
     act_order: Literal["group-aware", "static", "dynamic", "none"] = "group-aware"
+    asymmetric: bool = False
     damp: float = 0.01
     true_sequential: bool = True
     ranges: Literal["weighted", "minmax", "mse"] = "weighted"

@@ -19,7 +19,7 @@ from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .expert_statistics import gram_of, router_of, routers_of, too_few
-from .gptq_feedback import Feedback, feedback, rounding_order
+from .gptq_feedback import Feedback, asymmetric_shift, feedback, rounding_order
 from .gptq_solve import solve
 from .options import refuse_options
 from .rounding import linear_grid, round_plain
@@ -141,6 +141,9 @@ class _Work:
         permuted = isinstance(scheme, IntScheme) and scheme.permuted
         weights = [problem.weights[name] for name in names]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        cross = problem.statistics[names[0]].cross
+        if cross is not None:
+            weight = weight + asymmetric_shift(weight, cross, factor)
         grid = linear_grid(problem, names[0], weight)
         slots = factor.channels
         if permuted:  # groups are made of channels that are next to each other in rounding order

@@ -11,6 +11,7 @@ from .base import MethodOptions, SchemeOptions
 _RANGED = ("rtn", "gptq", "awq", "smoothquant", "int8")
 _KNOBS = {  # field of `MethodOptions`: the method that reads it, and its flag
     "damp": ("gptq", "--damp"),
+    "asymmetric": ("gptq", "--asymmetric-calibration"),
     "true_sequential": ("gptq", "--no-true-sequential"),
     "alpha": ("smoothquant", "--alpha"),
 }

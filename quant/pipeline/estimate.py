@@ -30,6 +30,7 @@ _COPIES = {
 }
 _CODES = {"awq": 2, "smoothquant": 2}
 _FEW_COPIES = 4.25
+_CROSS = 4  # cross terms of a layer's inputs and a shifted weight, in Gram matrices of the widest
 _HOLES = 1.5  # heap fragmentation factor of activations; measured
 _STAGES = 4  # of a decoder layer under true-sequential: attention in and out, MLP in and out
 
@@ -72,7 +73,8 @@ def estimate_memory(
         held_out: whether there are held-out samples.
         sequential: whether statistics are measured stage by stage behind quantized linears (true-sequential).
     """
-    hidden = tokens * hidden_size * _FLOAT
+    # The float model's states are carried too where they are compared.
+    hidden = (1 + plan.options.asymmetric) * tokens * hidden_size * _FLOAT
     batch = min(tokens, TOKENS_PER_BATCH)
     of_layers = _sequential_moments if sequential else _moments
     parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]
@@ -80,6 +82,8 @@ def estimate_memory(
         parts.append((_head(plan), _moments))
     moments = []
     for layer, moments_of in parts:
+        cross = max((layer.square(name) for name in layer.chosen), default=0)
+        cross *= _CROSS * plan.options.asymmetric
         activations = int(_HOLES * batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT)
         for grams, codes, work, running in moments_of(layer, _solver(plan), held_out):
             moments.append(
@@ -89,7 +93,7 @@ def estimate_memory(
                     layer=layer.bytes,
                     grams=grams,
                     codes=codes,
-                    work=int(work),
+                    work=int(work) + cross,
                     activations=activations if running else 0,
                 )
             )

@@ -209,7 +209,14 @@ def _source(session: Session, saved: Path | None, progress: Progress) -> Source:
         return NoCalibration()
     if folder is None:
         sequential = plan.method.sequential and plan.options.true_sequential
-        return OnlineCalibration(session.stream, calibration, saved, sequential=sequential, kv=kv)
+        return OnlineCalibration(
+            session.stream,
+            calibration,
+            saved,
+            sequential=sequential,
+            kv=kv,
+            asymmetric=plan.options.asymmetric,
+        )
     if not folder.complete:
         folder.measure(session.stream, calibration, progress, head=plan.lm_head, kv=kv)
     return CachedCalibration(folder, session.stream)

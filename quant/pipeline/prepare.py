@@ -40,6 +40,12 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     plan = make_plan(_planned(request))
     if not request.errors:
         _check_data_free(request, plan)
+    staged = plan.method.sequential and plan.options.true_sequential
+    if plan.options.asymmetric and (request.stats is not None or not staged):
+        raise BadInput(
+            "--asymmetric-calibration compares the layers before with the float model's: leave out --stats "
+            "and --no-true-sequential"
+        )
     notes: list[str] = []
     if request.kv_cache == INT8_CACHE:
         notes.append(

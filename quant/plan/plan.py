@@ -212,17 +212,25 @@ def blocks_asked(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> b
     alone = [weight_format.name for weight_format in formats] == ["gguf"]
     return (
         alone
-        and (request.gguf_type is not None or request.scheme_options == SchemeOptions())
+        and (request.gguf_type is not None or _no_grid_asked(request))
         and (request.method in _BLOCK_METHODS)
     )
+
+
+def _no_grid_asked(request: QuantizeRequest) -> bool:
+    """Whether no option of the grid is given; the order of rounding is none."""
+    usual = SchemeOptions()
+    return replace(request.scheme_options, act_order=usual.act_order) == usual
 
 
 def _blocks_plan(
     request: QuantizeRequest, method: Method, formats: tuple[WeightFormat, ...]
 ) -> Plan:
     """A plan for a GGUF file of one of llama.cpp's mixes."""
-    if request.overrides or request.scheme_options != SchemeOptions():
+    if request.overrides or not _no_grid_asked(request):
         raise BadInput("--gguf-type decides the bits of every weight: leave the other options out")
+    if request.options.act_order == "dynamic":
+        raise BadInput("--act-order dynamic: ggml's blocks hold channels in their order")
     type_name = mix_name(request.gguf_type or DEFAULT_GGUF_TYPE)
     checkpoint, architecture, modules, ignored = _selected(request)
     parameters = model_parameters(checkpoint)

@@ -18,6 +18,7 @@ from ..base.device import HOST
 from ..base.errors import BadInput
 from ..base.memory import temporaries_kept
 from ..methods.base import InputStatistics
+from ..methods.expert_statistics import routers_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.families import Family
@@ -232,6 +233,59 @@ class LayerStream:
                 handle.remove()
         return statistics
 
+    def _measure_pairs(
+        self,
+        index: int,
+        states: States,
+        floats: States,
+        replaced: Mapping[str, torch.Tensor],
+        only: Collection[str] | None,
+    ) -> dict[str, InputStatistics]:
+        """`remeasure` beside the float model, batch by batch: only one batch's inputs are held.
+
+        An expert has no cross term: the two models route other tokens to it.
+        """
+        family, before = self.family(index), self.weights(index, replaced)
+        groups = [*family.shared_inputs, *((router,) for router in family.routers)]
+        chosen = [[name for name in group if only is None or name in only] for group in groups]
+        first = {members[0]: members for members in chosen if members}
+        records = {
+            name: InputStatistics(self._module(index, name).weight.shape[1]) for name in first
+        }
+        for rows in self._batches(states) if self._walk.called(index) else ():
+            wanted = self._inputs(index, floats, rows, records)
+            self.substitute(index, replaced)
+            try:
+                seen = self._inputs(index, states, rows, records)
+            finally:
+                self.substitute(index, before)
+            for name, inputs in seen.items():
+                records[name].add(inputs)
+                if not routers_of(family, (name,)) and name in wanted:
+                    records[name].add_cross(inputs, wanted[name])
+        return {name: records[key] for key, members in first.items() for name in members}
+
+    def _inputs(
+        self, index: int, states: States, rows: slice, only: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        """What a batch gives the named linears of a loaded layer as inputs, in their GEMM's dtype."""
+        seen: dict[str, torch.Tensor] = {}
+        handles = [
+            self._module(index, name).register_forward_pre_hook(
+                _keeping_inputs(name, seen, len(only), self.compute), with_kwargs=True
+            )
+            for name in only
+        ]
+        with self._around():
+            call = self._walk.call(index, states, rows)
+        try:
+            with suppress(_EarlyExit), torch.no_grad(), self._precision():
+                self._layers[index](*call.arguments, **call.named)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
     def _precision(self) -> AbstractContextManager[Any]:
         enabled = self.compute != torch.float32
         if not enabled:
@@ -244,8 +298,15 @@ class LayerStream:
         states: States,
         replaced: Mapping[str, torch.Tensor],
         only: Collection[str] | None = None,
+        floats: States | None = None,
     ) -> dict[str, InputStatistics]:
-        """`measure` with some weights `[out, in]` replaced, and restored afterwards."""
+        """`measure` with some weights `[out, in]` replaced, and restored afterwards.
+
+        Args:
+            floats: the states of the float model; the statistics get their cross term from them.
+        """
+        if floats is not None:
+            return self._measure_pairs(index, states, floats, replaced, only)
         before = self.weights(index, replaced)
         self.substitute(index, replaced)
         try:
@@ -290,6 +351,19 @@ def compute_dtype(asked: str, stored: torch.dtype, device: torch.device = HOST) 
 
 class _EarlyExit(Exception):
     """Ends a forward pass once all requested inputs are recorded."""
+
+
+def _keeping_inputs(
+    name: str, seen: dict[str, torch.Tensor], number: int, compute: torch.dtype
+) -> Callable[..., None]:
+    """A forward pre-hook that keeps a module's input, and ends the pass once all of `number` are kept."""
+
+    def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
+        seen[name] = (inputs[0] if inputs else next(iter(named.values()))).to(compute)
+        if len(seen) == number:
+            raise _EarlyExit
+
+    return hook
 
 
 def _recording_inputs(

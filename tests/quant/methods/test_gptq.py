@@ -20,6 +20,7 @@ from llmopt.quant.methods.base import (
     SchemeOptions,
 )
 from llmopt.quant.methods.gptq import Gptq
+from llmopt.quant.methods.gptq_feedback import asymmetric_shift, feedback
 from llmopt.quant.methods.rtn import RoundToNearest
 from llmopt.quant.model.families import Family, family_of
 from llmopt.quant.tensors.integer import IntTensor
@@ -246,6 +247,27 @@ def test_a_damaged_weight_is_named(value: float) -> None:
     weight[3, 4] = value
     with pytest.raises(BadInput, match=r"model\.layers\.0\.proj holds NaN"):
         one(weight, correlated(32, 0), IntScheme(4, 16, True))
+
+
+def test_asymmetric_targets_are_nearer_to_the_float_models_outputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    wanted = torch.randn(500, 24, generator=generator)
+    inputs = wanted + 0.3 * torch.randn(500, 24, generator=generator)
+    weight = torch.randn(5, 24, generator=generator)
+    record = InputStatistics(24)
+    record.add(inputs)
+    record.add_cross(inputs, wanted)
+    assert record.cross is not None
+    factor = feedback(record.gram, torch.randperm(24, generator=generator), 0.0)
+    assert factor is not None
+    shift = asymmetric_shift(weight, record.cross, factor)
+    exact = weight @ ((wanted - inputs).T @ inputs) @ torch.linalg.inv(inputs.T @ inputs)
+    assert torch.allclose(shift, exact / 4, atol=1e-6)
+
+    def lost(used: torch.Tensor) -> float:
+        return float((wanted @ weight.T - inputs @ used.T).square().sum())
+
+    assert lost(weight + exact) < lost(weight + shift) < lost(weight)
 
 
 def test_damping_rises_until_the_hessian_is_definite() -> None:

@@ -51,6 +51,10 @@ def test_methods_that_choose_their_codes_take_no_solver() -> None:
 def test_gptq_takes_the_block_types_of_a_gguf_mix(tmp_path: Path) -> None:
     request = QuantizeRequest(STORIES, tmp_path / "o", "gptq", format="gguf", gguf_type="Q4_0")
     assert {type(scheme) for scheme in make_plan(request).schemes.values()} == {GgufScheme}
+    static = replace(request, options=MethodOptions(act_order="static"))
+    assert make_plan(static).schemes == make_plan(request).schemes
+    with pytest.raises(BadInput, match="--act-order dynamic"):
+        make_plan(replace(request, options=MethodOptions(act_order="dynamic")))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_
 from llmopt.quant.manifest import journal
 from llmopt.quant.manifest.journal import work_folder
 from llmopt.quant.manifest.manifest import MANIFEST_NAME
+from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import pipeline, prepare
@@ -324,6 +325,30 @@ def test_half_a_journal_line_is_forgotten(tmp_path: Path, steps: Steps) -> None:
     result = quantize(small_request(output))
     assert result.resumed_layers > 0
     assert contents(output) == expected
+
+
+def test_asymmetric_calibration_carries_the_float_states_through_a_crash(
+    tmp_path: Path, steps: Steps
+) -> None:
+    options = {"method": "gptq", "format": "compressed-tensors", "bits": 4, "seq_len": 32}
+    asymmetric = options | {"options": MethodOptions(asymmetric=True)}
+    plain = quantize(small_request(tmp_path / "plain", **options)).manifest["modules"]
+    steps.count = 0
+    whole = quantize(small_request(tmp_path / "whole", **asymmetric))
+    total = steps.count
+    changed = [
+        first["sha256"] != second["sha256"]
+        for first, second in zip(plain, whole.manifest["modules"], strict=True)
+    ]
+    # The first linears read the embeddings, which are those of the float model.
+    assert changed[:3] == [False] * 3 and sum(changed) > len(changed) / 2
+    output = tmp_path / "out"
+    steps.count, steps.crash_at = 0, total // 2
+    with pytest.raises(Crash):
+        quantize(small_request(output, **asymmetric))
+    steps.crash_at = -1
+    assert quantize(small_request(output, **asymmetric)).resumed_layers > 0
+    assert contents(output) == contents(whole.output)
 
 
 def test_work_of_another_run_is_not_touched(tmp_path: Path, steps: Steps) -> None:

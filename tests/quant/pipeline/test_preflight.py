@@ -98,7 +98,12 @@ def verdicts(options: dict[str, Any], ranks: int = 1) -> dict[str, tuple[bool, s
         ({"method": "gptq"}, 1, True, "; tried on a CPU"),
         ({"method": "gptq"}, 2, True, "; not tried"),
         ({"method": "gptq", "symmetric": False}, 1, False, "symmetric 4 and 8 bits"),
-        ({"method": "gptq", "options": MethodOptions("dynamic")}, 1, False, "without dynamic"),
+        (
+            {"method": "gptq", "options": MethodOptions(act_order="dynamic")},
+            1,
+            False,
+            "without dynamic",
+        ),
         ({"method": "rtn", "symmetric": False}, 1, True, "Marlin; tried on a CPU"),
         ({"method": "rtn", "bits": 8}, 1, True, "Marlin; not tried"),
         ({"method": "smoothquant"}, 1, True, "CUTLASS W8A8; tried on a CPU"),
