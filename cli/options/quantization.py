@@ -19,13 +19,13 @@ class CheckpointOptions:
         str,
         typer.Option(
             help="Quantization method: awq, gptq, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
-            "nf4, fp4; or auto: gptq with mixed precision under a target."
+            "nf4, fp4, nvfp4, mxfp4; or auto: gptq with mixed precision under a target."
         ),
     ] = "awq"
     format: Annotated[
         str | None,
         typer.Option(
-            help="awq, gptq, compressed-tensors, bitsandbytes, fp8, squeezellm or gguf; several "
+            help="awq, gptq, compressed-tensors, modelopt, bitsandbytes, fp8, squeezellm or gguf; several "
             "with commas. Default: the method's own if it supports the scheme, else compressed-tensors.",
         ),
     ] = None
@@ -60,7 +60,7 @@ class GridOptions:
         str | None, typer.Option(help="fp8: scales per tensor, channel or block.")
     ] = None
     activations: Annotated[
-        str | None, typer.Option(help="Activation quantization to 8 bits: dynamic, static or none.")
+        str | None, typer.Option(help="Activation quantization: dynamic, static or none.")
     ] = None
     double_quant: Annotated[
         bool, typer.Option("--double-quant", help="nf4, fp4: quantize the absmax values to 8 bits.")

@@ -8,6 +8,7 @@ from ...quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
@@ -32,6 +33,8 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (FloatScheme("channel", Activations("fp8")), 16),
     (FloatScheme("block", Activations("fp8", "group128")), 16),
     (CodebookScheme("nf4"), 16),
+    (Fp4Scheme("nvfp4"), 16),
+    (Fp4Scheme("mxfp4"), 16),
     (GgufScheme("Q4_K"), 16),
     (LookupScheme(4), 16),
 )

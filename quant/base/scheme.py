@@ -14,6 +14,8 @@ from .errors import BadInput
 SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
 PER_CHANNEL = -1
 _INPUT_GRANULARITIES = ("token", "group128", "tensor")
+# FP4 inputs have the groups of FP4 weights; NVFP4's have a calibrated global scale too.
+_FP4_INPUTS = {"nvfp4": ("group16", False), "mxfp4": ("group32", True)}
 _FLOAT_GRANULARITIES = ("tensor", "channel", "block")
 CODEBOOK_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -23,16 +25,24 @@ class Activations:
     """Activation quantization: how a linear's input is quantized before the GEMM.
 
     Attributes:
-        kind: int8 (symmetric, `round(x / scale)` in -128..127) or fp8 (e4m3).
-        granularity: per token, per group of 128 channels of a token (group-wise), or per tensor.
-        dynamic: whether scales are computed from the input at run time; else they are calibrated.
+        kind: int8 (symmetric, `round(x / scale)` in -128..127), fp8 (e4m3), nvfp4 or mxfp4 (`Fp4Scheme`).
+        granularity: per token, per group of channels of a token (group-wise), or per tensor.
+        dynamic: whether scales are computed from the input at run time; else they are calibrated. NVFP4
+            inputs have both: dynamic group scales in units of a calibrated global scale.
     """
 
-    kind: Literal["int8", "fp8"]
-    granularity: Literal["token", "group128", "tensor"] = "token"
+    kind: Literal["int8", "fp8", "nvfp4", "mxfp4"]
+    granularity: Literal["token", "group128", "tensor", "group16", "group32"] = "token"
     dynamic: bool = True
 
     def __post_init__(self) -> None:
+        if self.kind in _FP4_INPUTS:
+            if (self.granularity, self.dynamic) != _FP4_INPUTS[self.kind]:
+                raise BadInput(
+                    f"activations in {self.kind} by {self.granularity} mean nothing: their groups are "
+                    f"{_FP4_INPUTS[self.kind][0]}"
+                )
+            return
         if self.kind not in ("int8", "fp8") or self.granularity not in _INPUT_GRANULARITIES:
             raise BadInput(
                 f"activations in {self.kind} by {self.granularity} mean nothing: int8 or fp8, "
@@ -158,20 +168,19 @@ class CodebookScheme:
     """4-bit codes into one fixed codebook of 16 values, one absmax per block of weights (bitsandbytes).
 
     Attributes:
-        kind: which codebook: `nf4` (quantiles of a normal distribution), `fp4`, or `mxfp4` (the e2m1 floats
-            of the OCP microscaling formats, whose magnitudes are powers of two).
+        kind: which codebook: `nf4` (quantiles of a normal distribution) or `fp4`.
         block_size: consecutive weights, in row-major order across rows, that share an absmax.
         double_quant: whether the absmax values are themselves quantized to 8 bits.
     """
 
-    kind: Literal["nf4", "fp4", "mxfp4"]
+    kind: Literal["nf4", "fp4"]
     block_size: int = 64
     double_quant: bool = False
     bits: int = 4
 
     def __post_init__(self) -> None:
-        if self.kind not in ("nf4", "fp4", "mxfp4"):
-            raise BadInput(f"there is no table {self.kind!r}: choose nf4, fp4 or mxfp4")
+        if self.kind not in ("nf4", "fp4"):
+            raise BadInput(f"there is no table {self.kind!r}: choose nf4 or fp4")
         if self.block_size not in CODEBOOK_BLOCKS:
             sizes = ", ".join(str(size) for size in CODEBOOK_BLOCKS)
             raise BadInput(f"blocks of {self.block_size} weights are none of {sizes}")
@@ -190,6 +199,48 @@ class CodebookScheme:
     def label(self) -> str:
         """Short form, such as `nf4 b64 double`."""
         return f"{self.kind} b{self.block_size}" + (" double" if self.double_quant else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Scheme:
+    """4-bit floats (e2m1) with one scale for each small block of input channels.
+
+    Attributes:
+        kind: `nvfp4`: blocks of 16, e4m3 scales in units of one float32 scale of the whole weight (NVIDIA);
+            `mxfp4`: blocks of 32, scales that are powers of two (OCP Microscaling Formats 1.0).
+        activations: None: 16-bit activations (W4A16); else inputs of the same kind (W4A4).
+    """
+
+    kind: Literal["nvfp4", "mxfp4"]
+    activations: Activations | None = None
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        if self.kind not in FP4_BLOCKS:
+            raise BadInput(f"there are no {self.kind!r} weights: choose {' or '.join(FP4_BLOCKS)}")
+        if self.activations is not None and self.activations.kind != self.kind:
+            raise BadInput(
+                f"{self.kind} weights go with inputs in {self.kind} or 16 bits, not "
+                f"{self.activations.kind}"
+            )
+
+    @property
+    def block_size(self) -> int:
+        """Consecutive input channels that share a scale."""
+        return FP4_BLOCKS[self.kind]
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits of codes and scales over the number of weights."""
+        whole = 32 / (out_features * in_features) if self.kind == "nvfp4" else 0
+        return 4 + 8 / self.block_size + whole
+
+    @property
+    def label(self) -> str:
+        """Short form, such as `nvfp4 a-nvfp4-group16-static`."""
+        return self.kind if self.activations is None else f"{self.kind} {self.activations.label}"
+
+
+FP4_BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,12 +372,21 @@ GGUF_BLOCKS = {
     "MXFP4": (32, 17),
 }
 
-Scheme = IntScheme | FloatScheme | CodebookScheme | VectorwiseScheme | LookupScheme | GgufScheme
+Scheme = (
+    IntScheme
+    | FloatScheme
+    | CodebookScheme
+    | Fp4Scheme
+    | VectorwiseScheme
+    | LookupScheme
+    | GgufScheme
+)
 
 _KINDS: dict[str, type[Scheme]] = {
     "int": IntScheme,
     "float": FloatScheme,
     "codebook": CodebookScheme,
+    "fp4": Fp4Scheme,
     "vectorwise": VectorwiseScheme,
     "lookup": LookupScheme,
     "gguf": GgufScheme,

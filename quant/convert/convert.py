@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -13,8 +14,8 @@ from ..base.atomic_io import atomic_folder, write_atomically
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import Scheme, scheme_record
-from ..formats.base import WeightFormat
-from ..formats.registry import FORMATS
+from ..formats.base import KV_SCALES, HoldsKvScales, WeightFormat, config_of
+from ..formats.registry import FORMATS, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
 from ..manifest.conversion import Conversion, conversion_card
@@ -28,8 +29,9 @@ from ..request.selection import Shapes
 from ..tensors.base import QuantizedTensor
 from .read import checkpoint_format, quantized_modules, read_quantized, tensor_names
 from .requantize import Requantized, requantize
-from .shards import KV_SCALES, companions, write_shards
+from .shards import companions, write_shards
 
+_OF_PROJECTION = re.compile(r"\.[kv]_proj(?=\.[kv]_scale$)")
 _UNFINISHED = ".converting"  # unlike the suffix of an unfinished `quantize`, which must stay
 
 
@@ -90,16 +92,18 @@ class _Job:
     def run(self, output: Path) -> Conversion:
         kv_cache = self._kv_cache()
         write_shards(self._work, self._tensors(drop_kv=kv_cache is None), self._source.release)
-        options = {} if kv_cache is None else kv_cache
         parameters = model_parameters(self._source)
         ignore = unquantized_modules(self._source, self._modules, parameters)
         config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
         if self._target.name == "gguf":
             self._assemble(config, output.name)
-        config["quantization_config"] = self._target.config(self._schemes, ignore, **options)
+        quantization = config_of(self._target, self._schemes, ignore, *(kv_cache or (None,)))
+        config["quantization_config"] = quantization
         for path in companions(self._source.folder):
             write_atomically(self._work / path.name, path.read_bytes())
         write_atomically(self._work / "config.json", to_json(config))
+        for file_name, content in config_files(quantization).items():
+            write_atomically(self._work / file_name, to_json(content))
         manifest = self._new_manifest()
         write_atomically(self._work / MANIFEST_NAME, to_json(manifest))
         written = CheckpointContents(
@@ -142,7 +146,7 @@ class _Job:
         for name in self._source.names:
             if name not in taken and not (drop_kv and name.endswith(KV_SCALES)):
                 self._plain.append(name)
-                yield {name: self._source.tensor(name)}
+                yield {self._kv_name(name): self._source.tensor(name)}
 
     def _check_digests(self, module: str, tensor: QuantizedTensor) -> None:
         """Raises BadInput where a tensor's digest differs from the source's manifest."""
@@ -173,20 +177,26 @@ class _Job:
             }
         )
 
-    def _kv_cache(self) -> dict[str, str] | None:
+    def _kv_cache(self) -> tuple[str, str] | None:
         """Dtype and strategy of the KV cache's scales, if the target format can store them."""
         held = [name for name in self._source.names if name.endswith(KV_SCALES)]
         if not held:
             return None
         record = (self._source.quantization_config or {}).get("kv_cache_scheme") or {}
-        if self._target.name == "compressed-tensors" and record.get("type") != "int":
-            return {"kv_cache": "fp8", "kv_cache_strategy": record.get("strategy", "tensor")}
+        if isinstance(self._target, HoldsKvScales) and record.get("type") != "int":
+            return "fp8", record.get("strategy", "tensor")
         if not self._allow_loss:
             raise BadInput(
                 f"format {self._target.name} cannot store the KV cache's scales, such as {held[0]}: "
                 "--allow-loss leaves them out"
             )
         return None
+
+    def _kv_name(self, name: str) -> str:
+        """The name of a plain tensor in the target: formats differ in those of the KV cache's scales."""
+        if not name.endswith(KV_SCALES) or not isinstance(self._target, HoldsKvScales):
+            return name
+        return self._target.kv_scale_name(_OF_PROJECTION.sub("", name))
 
     def _assemble(self, config: dict[str, Any], name: str) -> None:
         """Assemble the shards into one GGUF file."""

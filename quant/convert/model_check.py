@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from fnmatch import translate
 from typing import Any
 
 from ..model.checkpoint import Checkpoint
@@ -72,15 +73,17 @@ def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
     """A predicate: whether the config excludes a module from quantization.
 
     AWQ, fp8 and bitsandbytes list substrings of the name; compressed-tensors names, `re:` patterns or
-    module classes; GPTQ patterns under `dynamic` that begin with `-:`.
+    module classes; GPTQ patterns under `dynamic` that begin with `-:`; ModelOpt names and shell wildcards.
     """
     substrings = [
         part
         for key in ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
         for part in config.get(key) or []
     ]
-    ignored = config.get("ignore") or []
+    nested = config.get("quantization") or {}
+    ignored = config.get("ignore") or nested.get("exclude_modules") or []
     patterns = [entry[3:] for entry in ignored if entry.startswith("re:")]
+    patterns += [translate(entry) for entry in ignored if "*" in entry and entry[:3] != "re:"]
     patterns += [key[2:] for key in config.get("dynamic") or {} if key.startswith("-:")]
 
     def skipped(name: str) -> bool:

@@ -13,6 +13,7 @@ from ..base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
@@ -24,10 +25,12 @@ from ..formats.gguf_integer import gguf_to_int, int_to_gguf
 from ..ggml.blocks import quantize_blocks
 from ..grids.codebook_grid import round_to_codebook
 from ..grids.float_grid import round_to_fp8
+from ..grids.fp4_grid import invertible, round_to_fp4
 from ..grids.int_grid import round_to_nearest
 from ..grids.lookup_grid import round_to_uniform_tables
 from ..grids.vectorwise_grid import round_to_rows
 from ..tensors.base import QuantizedTensor
+from ..tensors.fp4 import Fp4Tensor
 from ..tensors.fp8 import Fp8Tensor
 from ..tensors.gguf import GgufTensor
 from ..tensors.integer import IntTensor
@@ -35,6 +38,8 @@ from ..tensors.integer import IntTensor
 _GROUPS = (128, 64, 32, PER_CHANNEL)
 # Its reader accepts scales of any dtype, so they are not cast.
 _KEEPS_SCALES = ("compressed-tensors",)
+# It stores the reciprocals of FP4's global scales.
+_INVERTS = ("modelopt",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +149,23 @@ def _without_zero_scales(tensor: IntTensor) -> IntTensor:
 
 def _without_activations(tensor: QuantizedTensor) -> QuantizedTensor:
     """The same weight with 16-bit activations."""
-    if not isinstance(tensor, IntTensor | Fp8Tensor) or tensor.scheme.activations is None:
+    kinds = IntTensor | Fp8Tensor | Fp4Tensor
+    if not isinstance(tensor, kinds) or tensor.scheme.activations is None:
         return tensor
     scheme = replace(tensor.scheme, activations=None)
     return replace(tensor, scheme=scheme, input_scale=None)  # pyright: ignore[reportArgumentType]
 
 
 def _stored_as(tensor: QuantizedTensor, target: WeightFormat) -> QuantizedTensor:
-    """`tensor` with its scales in the dtype of the format; BadInput where that changes one."""
+    """`tensor` with its scales in the dtype of the format; BadInput where that changes one.
+
+    A global scale whose reciprocal does not lead back to it changes by the last bit of its float32, as in
+    compressed-tensors' own converter.
+    """
+    if isinstance(tensor, Fp4Tensor) and target.name in _INVERTS:
+        wholes = {"global_scale": tensor.global_scale, "input_scale": tensor.input_scale}
+        stored = {name: invertible(scale) for name, scale in wholes.items() if scale is not None}
+        return replace(tensor, **stored)
     if not isinstance(tensor, IntTensor | Fp8Tensor) or target.name in _KEEPS_SCALES:
         return tensor
     dtype = target.scale_dtype(tensor.scales.dtype, tensor.scheme)
@@ -188,6 +202,7 @@ def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) 
         VectorwiseScheme(),
         GgufScheme("Q8_0"),
         FloatScheme("block", Activations("fp8", "group128")),
+        FloatScheme("block"),
     ]
     wanted += by_width if source.bits <= 4 else [*by_width[2:], *by_width[:2]]
     for scheme in wanted:
@@ -216,6 +231,8 @@ def round_weight(
         return round_to_fp8(weight, scheme, dtype, name=module)
     if isinstance(scheme, CodebookScheme):
         return round_to_codebook(weight, scheme)
+    if isinstance(scheme, Fp4Scheme):
+        return round_to_fp4(weight, scheme, name=module)
     if isinstance(scheme, VectorwiseScheme):
         return round_to_rows(weight, scheme, name=module)
     if isinstance(scheme, LookupScheme):

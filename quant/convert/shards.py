@@ -12,8 +12,6 @@ from ..manifest.manifest import to_json
 from ..model.checkpoint import INDEX_NAME
 
 SHARD_BYTES = 2**30
-KV_SCALES = (".k_scale", ".v_scale")
-"""Endings of the names of a quantized KV cache's scales."""
 # Tokenizer, generation config, licence: files to copy beside the weights.
 _COMPANIONS = (
     "generation_config.json",

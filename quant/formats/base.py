@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -14,6 +14,8 @@ from ..tensors.base import QuantizedTensor
 
 Config = Mapping[str, Any]
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KV_SCALES = (".k_scale", ".v_scale")
+"""Endings of the names of a quantized KV cache's scales."""
 _STREAM = 32  # codes after which a dense bit stream is word-aligned again, for every width
 
 
@@ -75,6 +77,49 @@ class WeightFormat(Protocol):
     def scheme(self, config: Config, module: str) -> Scheme:
         """A module's scheme, from the `quantization_config`; BadInput where it is not supported."""
         ...
+
+
+@runtime_checkable
+class HoldsKvScales(Protocol):
+    """A format that also stores the scales of a quantized KV cache."""
+
+    def config(
+        self,
+        schemes: Mapping[str, Scheme],
+        ignore: Sequence[str],
+        *,
+        kv_cache: str | None = None,
+        kv_cache_strategy: str = "tensor",
+    ) -> dict[str, Any]:
+        """The `quantization_config`, which says in `kv_cache` what the scales are for.
+
+        Raises:
+            BadInput: a strategy (`tensor`, `attn_head`) that the format has no place for.
+        """
+        ...
+
+    def kv_scale_name(self, name: str) -> str:
+        """The name on disk of `self_attn.k_scale` or `self_attn.v_scale`."""
+        ...
+
+
+def config_of(
+    weight_format: WeightFormat,
+    schemes: Mapping[str, Scheme],
+    ignore: Sequence[str],
+    kv_cache: str | None,
+    kv_cache_strategy: str = "tensor",
+) -> dict[str, Any]:
+    """The `quantization_config` of a format, with the KV cache's dtype if the format stores its scales."""
+
+    def of_holder(holder: HoldsKvScales) -> dict[str, Any]:
+        return holder.config(
+            schemes, ignore, kv_cache=kv_cache, kv_cache_strategy=kv_cache_strategy
+        )
+
+    if isinstance(weight_format, HoldsKvScales):
+        return of_holder(weight_format)
+    return weight_format.config(schemes, ignore)
 
 
 def int_scheme(name: str, scheme: Scheme) -> IntScheme:
@@ -144,6 +189,16 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
             fields |= planes[word + 1] << (32 - shift)
         codes[index] = fields & (2**bits - 1)
     return codes.movedim(0, -1).flatten(-2)[..., :count].contiguous()
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Pack 4-bit codes uint8 `[out, in]` two per byte, the even column in the low nibble."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of `pack_nibbles`: uint8 `[out, 2 * bytes]`."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
 
 
 def expect_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

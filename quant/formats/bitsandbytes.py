@@ -52,8 +52,7 @@ class BitsAndBytesFormat:
     )
 
     def _scheme(self, scheme: Scheme) -> BnbScheme:
-        microscaled = isinstance(scheme, CodebookScheme) and scheme.kind == "mxfp4"
-        if microscaled or not isinstance(scheme, CodebookScheme | VectorwiseScheme):
+        if not isinstance(scheme, CodebookScheme | VectorwiseScheme):
             raise BadInput(
                 f"format bitsandbytes cannot hold {scheme.label} weights: only nf4, fp4 and LLM.int8()"
             )

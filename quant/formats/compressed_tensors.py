@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import FloatScheme, IntScheme, Scheme
+from ..base.scheme import FloatScheme, Fp4Scheme, IntScheme, Scheme
 from ..tensors.base import QuantizedTensor
+from ..tensors.fp4 import Fp4Tensor
 from ..tensors.fp8 import Fp8Tensor
 from ..tensors.integer import IntTensor
 from .base import Config, TensorSource, check_groups
 from .ct_config import FLOAT, INT8, MIXED, CtScheme, find_group, group_of, layout_of, read_group
+from .ct_fp4 import check_blocks, pack_fp4, unpack_fp4
 from .ct_layouts import pack_codes, pack_float, pack_int8, unpack_codes, unpack_float, unpack_int8
 
 _EXPERT = re.compile(r".*\.experts\.\d+\..*")
@@ -34,7 +36,7 @@ _KV_CACHE = {
 
 
 class CompressedTensorsFormat:
-    """compressed-tensors: integer codes of 2 to 8 bits, int8 and fp8 weights with or without activations."""
+    """compressed-tensors: integers of 2 to 8 bits, int8, fp8, NVFP4 and MXFP4 with or without activations."""
 
     name = "compressed-tensors"
     markers: tuple[str, ...] = (".weight_packed", ".weight_scale")
@@ -45,12 +47,14 @@ class CompressedTensorsFormat:
         ".weight_zero_point",
         ".weight_shape",
         ".weight_g_idx",
+        ".weight_global_scale",
+        ".input_global_scale",
         ".input_scale",
         ".input_zero_point",
     )
 
     def _scheme(self, scheme: Scheme) -> CtScheme:
-        if not isinstance(scheme, IntScheme | FloatScheme):
+        if not isinstance(scheme, CtScheme):
             raise BadInput(f"format {self.name} cannot hold {scheme.label} weights")
         return scheme
 
@@ -61,6 +65,8 @@ class CompressedTensorsFormat:
         # Rows are padded to whole words, so any width packs; only group sizes must divide.
         if isinstance(scheme, IntScheme):
             check_groups(module, in_features, scheme)
+        elif isinstance(scheme, Fp4Scheme):
+            check_blocks(module, in_features, scheme)
         activations = scheme.activations
         if activations is not None and activations.granularity == "group128" and in_features % 128:
             raise BadInput(
@@ -74,11 +80,15 @@ class CompressedTensorsFormat:
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         if isinstance(tensor, Fp8Tensor):
             return pack_float(module, tensor)
+        if isinstance(tensor, Fp4Tensor):
+            return pack_fp4(module, tensor)
         assert isinstance(tensor, IntTensor)
         return (pack_int8 if layout_of(tensor.scheme) == INT8 else pack_codes)(module, tensor)
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> QuantizedTensor:
         layout, scheme = read_group(*find_group(config, module))
+        if isinstance(scheme, Fp4Scheme):
+            return unpack_fp4(module, source, scheme)
         if layout == FLOAT:
             assert isinstance(scheme, FloatScheme)
             return unpack_float(module, source, scheme)
@@ -120,6 +130,10 @@ class CompressedTensorsFormat:
             if kv_cache is None
             else _KV_CACHE | {"strategy": kv_cache_strategy},
         }
+
+    def kv_scale_name(self, name: str) -> str:
+        """The name itself."""
+        return name
 
     def scheme(self, config: Config, module: str) -> CtScheme:
         return read_group(*find_group(config, module))[1]

@@ -6,15 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import BadInput
-from ..base.scheme import PER_CHANNEL, SUPPORTED_BITS, Activations, FloatScheme, IntScheme
+from ..base.scheme import (
+    FP4_BLOCKS,
+    PER_CHANNEL,
+    SUPPORTED_BITS,
+    Activations,
+    FloatScheme,
+    Fp4Scheme,
+    IntScheme,
+)
 from .base import Config, matches
 
 PACKED, INT8, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 MIXED = "mixed-precision"
 _NAIVE = "naive-quantized"  # an older name of the two layouts with a `weight` tensor
 _BLOCK = [128, 128]
 
-CtScheme = IntScheme | FloatScheme
+CtScheme = IntScheme | FloatScheme | Fp4Scheme
+_FP4_LAYOUTS = {"nvfp4": NVFP4, "mxfp4": MXFP4}
+# Of weights and of inputs, as the library's presets NVFP4 and MXFP4 have them.
+_FP4_FIELDS: dict[str, dict[str, Any]] = {
+    "nvfp4": {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
+    "mxfp4": {"strategy": "group", "scale_dtype": "torch.uint8"},
+}
 
 
 def layout_of(scheme: CtScheme) -> str:
@@ -23,6 +38,8 @@ def layout_of(scheme: CtScheme) -> str:
     Raises:
         BadInput: no layout stores it.
     """
+    if isinstance(scheme, Fp4Scheme):
+        return _FP4_LAYOUTS[scheme.kind]
     if isinstance(scheme, FloatScheme):
         if scheme.activations is None or scheme.activations.kind == "fp8":
             return FLOAT
@@ -38,7 +55,9 @@ def layout_of(scheme: CtScheme) -> str:
 def group_of(scheme: CtScheme, targets: list[str]) -> dict[str, Any]:
     """One entry of `config_groups`. The library rejects unknown keys."""
     weights: dict[str, Any] = {"num_bits": scheme.bits, "dynamic": False}
-    if isinstance(scheme, FloatScheme):
+    if isinstance(scheme, Fp4Scheme):
+        weights |= _fp4_record(scheme.kind)
+    elif isinstance(scheme, FloatScheme):
         weights |= {"type": "float", "symmetric": True, "strategy": scheme.granularity}
         if scheme.granularity == "block":
             weights["block_structure"] = _BLOCK
@@ -57,6 +76,10 @@ def group_of(scheme: CtScheme, targets: list[str]) -> dict[str, Any]:
 def _activations_record(activations: Activations | None) -> dict[str, Any] | None:
     if activations is None:
         return None
+    if activations.kind == "nvfp4" or activations.kind == "mxfp4":
+        # Dynamic group scales; `local` where a calibrated global scale is their unit.
+        dynamic = True if activations.dynamic else "local"
+        return {"num_bits": 4, "dynamic": dynamic} | _fp4_record(activations.kind)
     grouped = activations.granularity == "group128"
     return {
         "num_bits": 8,
@@ -65,6 +88,10 @@ def _activations_record(activations: Activations | None) -> dict[str, Any] | Non
         "strategy": "group" if grouped else activations.granularity,
         "dynamic": activations.dynamic,
     } | ({"group_size": 128} if grouped else {})
+
+
+def _fp4_record(kind: str) -> dict[str, Any]:
+    return {"type": "float", "symmetric": True, "group_size": FP4_BLOCKS[kind]} | _FP4_FIELDS[kind]
 
 
 def find_group(config: Config, module: str) -> tuple[str, Config]:
@@ -107,10 +134,12 @@ def read_group(layout: str, group: Config) -> tuple[str, CtScheme]:
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     if layout == _NAIVE:
         layout = FLOAT if kind == "float" else INT8
+    if layout in (NVFP4, MXFP4):
+        return layout, _read_fp4(layout, group)
     if layout not in (PACKED, INT8, FLOAT):
         raise BadInput(
             f"quant_method compressed-tensors with format {layout!r} is not supported: "
-            f"only {PACKED}, {INT8} and {FLOAT}"
+            f"only {PACKED}, {INT8}, {FLOAT}, {NVFP4} and {MXFP4}"
         )
     widths = {PACKED: SUPPORTED_BITS, INT8: (8,), FLOAT: (8,)}[layout]
     if kind != ("float" if layout == FLOAT else "int") or bits not in widths:
@@ -134,6 +163,24 @@ def read_group(layout: str, group: Config) -> tuple[str, CtScheme]:
         activations=activations,
         permuted=layout == PACKED and weights.get("actorder") in ("group", "dynamic"),
     )
+
+
+def _read_fp4(layout: str, group: Config) -> Fp4Scheme:
+    """The scheme of an entry with 4-bit floats; BadInput where its fields are not those of the layout."""
+    kind = "nvfp4" if layout == NVFP4 else "mxfp4"
+    wanted = {"num_bits": 4} | _fp4_record(kind)
+    inputs = group.get("input_activations")
+    for part, fields in (("weights", group.get("weights") or {}), ("inputs", inputs)):
+        for name in ("num_bits", "type", "symmetric", "group_size", "strategy"):
+            if fields and fields.get(name, wanted[name]) != wanted[name]:
+                raise unsupported(f"{name} {fields[name]!r} of {part} in the layout {layout}")
+    if group.get("output_activations"):
+        raise unsupported("quantized outputs")
+    if not inputs:
+        return Fp4Scheme(kind)
+    if kind == "mxfp4":
+        return Fp4Scheme(kind, Activations("mxfp4", "group32"))
+    return Fp4Scheme(kind, Activations("nvfp4", "group16", dynamic=False))
 
 
 def _read_activations(record: Config | None) -> Activations | None:

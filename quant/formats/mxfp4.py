@@ -13,13 +13,12 @@ from __future__ import annotations
 import torch
 
 from ..base.errors import BadInput
-from ..base.scheme import CodebookScheme
-from ..tensors.codebook import CodebookTensor
-from .base import TensorSource, expect_dtype, expect_shape
+from ..base.scheme import Fp4Scheme
+from ..tensors.fp4 import Fp4Tensor
+from .base import TensorSource, expect_dtype, expect_shape, unpack_nibbles
 
 METHOD = "mxfp4"
 BLOCK = 32
-_BIAS = 127
 
 
 def mxfp4_names(projection: str) -> tuple[str, str]:
@@ -29,7 +28,7 @@ def mxfp4_names(projection: str) -> tuple[str, str]:
 
 def read_mxfp4(
     source: TensorSource, projection: str, num_experts: int, out_features: int, in_features: int
-) -> list[CodebookTensor]:
+) -> list[Fp4Tensor]:
     """Each expert's weight `[out, in]`, as 4-bit codes.
 
     Raises:
@@ -43,10 +42,9 @@ def read_mxfp4(
     scales = expect_shape(scales_name, source.tensor(scales_name), shape)
     expect_dtype(blocks_name, blocks, torch.uint8)
     expect_dtype(scales_name, scales, torch.uint8)
-    scheme = CodebookScheme(METHOD, BLOCK)
-    experts: list[CodebookTensor] = []
+    scheme = Fp4Scheme("mxfp4")
+    experts: list[Fp4Tensor] = []
     for packed, exponents in zip(blocks, scales, strict=True):
-        codes = torch.stack([packed & 15, packed >> 4], dim=-1).view(out_features, in_features)
-        magnitudes = torch.exp2(exponents.to(torch.float32) - _BIAS).flatten()
-        experts.append(CodebookTensor(codes, magnitudes, scheme))
+        codes = unpack_nibbles(packed.reshape(out_features, -1))
+        experts.append(Fp4Tensor(codes, exponents, scheme))
     return experts

@@ -12,6 +12,7 @@ from .compressed_tensors import CompressedTensorsFormat
 from .fp8 import Fp8Format
 from .gguf import GgufFormat
 from .gptq import GptqFormat
+from .modelopt import HF_QUANT_CONFIG, ModelOptFormat, hf_quant_config
 from .squeezellm import SqueezeLlmFormat
 
 _ALL: tuple[WeightFormat, ...] = (
@@ -21,9 +22,17 @@ _ALL: tuple[WeightFormat, ...] = (
     Fp8Format(),
     GgufFormat(),
     GptqFormat(),
+    ModelOptFormat(),
     SqueezeLlmFormat(),
 )
 FORMATS: dict[str, WeightFormat] = {weight_format.name: weight_format for weight_format in _ALL}
+
+
+def config_files(quantization_config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """JSON files that a format has beside `config.json`, by name."""
+    if quantization_config.get("quant_method") != ModelOptFormat.name:
+        return {}
+    return {HF_QUANT_CONFIG: hf_quant_config(quantization_config)}
 
 
 def format_of(quantization_config: dict[str, Any]) -> WeightFormat:

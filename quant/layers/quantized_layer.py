@@ -11,7 +11,7 @@ import torch
 
 from ..base.device import HOST, creating_on
 from ..base.errors import BadInput
-from ..formats.base import WeightFormat
+from ..formats.base import KV_SCALES, HoldsKvScales, WeightFormat
 from ..manifest.manifest import is_worse, judged, module_record
 from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure
 from ..methods.rounding import round_plain
@@ -68,6 +68,11 @@ class QuantizedLayer:
             BadInput: several formats are written, and this one's scale dtype cannot hold another's.
         """
         stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
+        if plan.kv_cache is not None and isinstance(weight_format, HoldsKvScales):
+            stored = {
+                weight_format.kv_scale_name(name) if name.endswith(KV_SCALES) else name: tensor
+                for name, tensor in stored.items()
+            }
         records = []
         for report, (name, quantized) in zip(
             self.result.reports, self.result.weights.items(), strict=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .awq import Awq
 from .base import Method
-from .codebook_methods import Codebook
+from .codebook_methods import BlockFloat, Codebook
 from .fp8 import Fp8
 from .gptq import Gptq
 from .hqq import Hqq
@@ -24,6 +24,8 @@ METHODS: dict[str, Method] = {
         Fp8(),
         Codebook("nf4"),
         Codebook("fp4"),
+        BlockFloat("nvfp4"),
+        BlockFloat("mxfp4"),
         Hqq(),
         SqueezeLlm(),
     )

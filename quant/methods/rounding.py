@@ -10,6 +10,7 @@ from ..base.errors import BadInput
 from ..base.scheme import (
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
@@ -20,10 +21,12 @@ from ..grids.base import Grid
 from ..grids.block_grid import round_to_blocks
 from ..grids.codebook_grid import round_to_codebook
 from ..grids.float_grid import round_to_fp8
+from ..grids.fp4_grid import global_scale_of, round_to_fp4
 from ..grids.grids import grid_of
 from ..grids.int_grid import round_to_nearest
 from ..grids.lookup_grid import round_to_uniform_tables
 from ..grids.vectorwise_grid import round_to_rows
+from ..model.families import fused_name
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import E4M3_MAX
 from .base import LayerProblem, LayerResult
@@ -101,6 +104,14 @@ def round_plain(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qua
         return round_to_fp8(weight, scheme, dtype, input_scale=scale, name=module)
     if isinstance(scheme, CodebookScheme):
         return round_to_codebook(weight, scheme)
+    if isinstance(scheme, Fp4Scheme):
+        return round_to_fp4(
+            weight,
+            scheme,
+            largest=fused_largest(problem, linear, weight),
+            input_scale=input_scale(problem, linear),
+            name=module,
+        )
     if isinstance(scheme, VectorwiseScheme):
         return round_to_rows(weight, scheme, name=module)
     if isinstance(scheme, LookupScheme):
@@ -140,8 +151,9 @@ def module_name(problem: LayerProblem, linear: str) -> str:
 def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
     """The scale of a linear's static activations, float32 `[1]`; None where its scheme has none.
 
-    It covers the largest calibration input; an input that is always zero gets 1. An expert that no token
-    was routed to takes the largest input of the same projection in the other experts.
+    For NVFP4 inputs it is their global scale, a divisor. It covers the largest calibration input; an input
+    that is always zero gets 1. An expert that no token was routed to takes the largest input of the same
+    projection in the other experts.
 
     Raises:
         BadInput: no calibration token reached the linear or the same one of another expert.
@@ -159,8 +171,25 @@ def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
             "activation scale: give more --num-samples, or dynamic activations"
         )
     largest = torch.stack([problem.statistics[name].abs_max.max() for name in names]).max()
+    if activations.kind == "nvfp4":
+        return global_scale_of(largest)
     scale = largest / (127.5 if activations.kind == "int8" else E4M3_MAX)
     return torch.where(scale > 0, scale, 1.0).to(torch.float32).view(1)
+
+
+def fused_largest(problem: LayerProblem, linear: str, weight: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of `weight` and of the FP4 linears that servers fuse with it.
+
+    vLLM, SGLang and TensorRT-LLM hold q/k/v and gate/up as one matrix with one global scale.
+    """
+    fused = [
+        other
+        for name, other in problem.weights.items()
+        if name != linear
+        and fused_name(name) == fused_name(linear)
+        and isinstance(problem.schemes[name], Fp4Scheme)
+    ]
+    return torch.stack([each.abs().max() for each in (weight, *fused)]).max()
 
 
 def round_layer(problem: LayerProblem) -> LayerResult:

@@ -129,8 +129,16 @@ class Checkpoint:
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:
-        """The `quantization_config` of `config.json`, or None for a plain checkpoint."""
-        return self.config.get("quantization_config")
+        """The `quantization_config` of `config.json`, or None for a plain checkpoint.
+
+        Older checkpoints of ModelOpt have theirs in `hf_quant_config.json` alone.
+        """
+        return self.config.get("quantization_config") or self._modelopt_config
+
+    @cached_property
+    def _modelopt_config(self) -> dict[str, Any] | None:
+        path = self.folder / "hf_quant_config.json"
+        return {"quant_method": "modelopt", **read_json(path)} if path.is_file() else None
 
     def __contains__(self, name: str) -> bool:
         return name in self.shard_of

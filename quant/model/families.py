@@ -16,6 +16,24 @@ from typing import Any
 
 from ..base.errors import BadInput
 
+# Linears that servers fuse into one matrix, by the last part of their names.
+_FUSED = {
+    name: group[0]
+    for group in (
+        ("q_proj", "k_proj", "v_proj"),
+        ("q_a_proj", "kv_a_proj_with_mqa"),
+        ("gate_proj", "up_proj"),
+        ("w1", "w3"),
+    )
+    for name in group
+}
+
+
+def fused_name(linear: str) -> str:
+    """The name of the first of the linears that servers fuse with this one: equal for all of them."""
+    parent, dot, leaf = linear.rpartition(".")
+    return f"{parent}{dot}{_FUSED.get(leaf, leaf)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Fold:

@@ -10,8 +10,8 @@ import torch
 from ..base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomically, write_tensors
 from ..base.errors import BadInput
 from ..calibration.calibration import Calibration
-from ..formats.base import WeightFormat
-from ..formats.compressed_tensors import CompressedTensorsFormat
+from ..formats.base import WeightFormat, config_of
+from ..formats.registry import config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..manifest.journal import Journal, sha256_of_file
 from ..manifest.manifest import (
@@ -107,6 +107,8 @@ def _write_format(
     config = dict(plan.checkpoint.config)
     config["quantization_config"] = quantization_config(plan, weight_format)
     write_atomically(folder / "config.json", to_json(config))
+    for file_name, content in config_files(config["quantization_config"]).items():
+        write_atomically(folder / file_name, to_json(content))
 
     modules = [module for written in shards for module in written["modules"]]
     stored = {name: size for shard in shards for name, size in shard["tensors"].items()}
@@ -154,14 +156,8 @@ def _write_index(folder: Path, plan: Plan, shards: list[dict[str, Any]]) -> None
 
 def quantization_config(plan: Plan, weight_format: WeightFormat) -> dict[str, Any]:
     """`quantization_config` of `config.json`, with the KV cache if its scales are stored."""
-    if plan.kv_cache is not None and isinstance(weight_format, CompressedTensorsFormat):
-        return weight_format.config(
-            plan.schemes,
-            plan.unquantized,
-            kv_cache=plan.kv_cache,
-            kv_cache_strategy=plan.kv_cache_strategy,
-        )
-    return weight_format.config(plan.schemes, plan.unquantized)
+    strategy = plan.kv_cache_strategy
+    return config_of(weight_format, plan.schemes, plan.unquantized, plan.kv_cache, strategy)
 
 
 def other_tensors(plan: Plan) -> dict[str, Entry]:

@@ -7,21 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..base.scheme import Scheme
+from ..model.families import fused_name
 from ..model.parameters import ModelParameters
 from ..request.selection import Shapes
 from .plan import Plan
-
-# Linears that servers fuse into one matrix, by the last part of their names.
-_FUSED = {
-    name: group[0]
-    for group in (
-        ("q_proj", "k_proj", "v_proj"),
-        ("q_a_proj", "kv_a_proj_with_mqa"),
-        ("gate_proj", "up_proj"),
-        ("w1", "w3"),
-    )
-    for name in group
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +33,9 @@ class CheckpointContents:
 
     def matrices(self) -> list[list[str]]:
         """The fused matrices of servers that are at least partly quantized."""
-        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        groups: dict[str, list[str]] = defaultdict(list)
         for name in (*self.shapes, *self.plain):
-            parent, _, leaf = name.rpartition(".")
-            groups[parent, _FUSED.get(leaf, leaf)].append(name)
+            groups[fused_name(name)].append(name)
         return [group for group in groups.values() if group[0] in self.shapes]
 
 

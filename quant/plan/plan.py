@@ -12,7 +12,7 @@ from ..base.device import device_of
 from ..base.errors import BadInput
 from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
 from ..calibration.sources import BUNDLED_SEQ_LEN, is_bundled
-from ..formats.base import WeightFormat
+from ..formats.base import HoldsKvScales, WeightFormat, config_of
 from ..formats.gguf_integer import block_type_of
 from ..formats.registry import FORMATS
 from ..gguf.architecture import architecture_of as gguf_architecture
@@ -321,10 +321,15 @@ def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -
 
 def check_plan(plan: Plan) -> None:
     """Raises BadInput where the formats cannot hold the schemes of a plan together."""
-    if plan.kv_cache is not None and any(f.name != "compressed-tensors" for f in plan.formats):
-        raise BadInput("--kv-cache: only --format compressed-tensors can store its scales")
+    holds_kv = all(isinstance(weight_format, HoldsKvScales) for weight_format in plan.formats)
+    if plan.kv_cache is not None and not holds_kv:
+        raise BadInput(
+            "--kv-cache: only --format compressed-tensors and modelopt can store its scales"
+        )
     for weight_format in plan.formats:
-        weight_format.config(plan.schemes, plan.unquantized)
+        config_of(
+            weight_format, plan.schemes, plan.unquantized, plan.kv_cache, plan.kv_cache_strategy
+        )
         if weight_format.name == "gguf":
             check_source(plan.checkpoint)
 

@@ -15,12 +15,15 @@ Config = dict[str, Any]
 def read_float8(entries: Entries, module: str, scale_name: str, extra: dict[str, Array]) -> Raw:
     """e4m3 values and their scales: `[1, 1]`, `[out, 1]`, or one for each 128 × 128 block.
 
+    ModelOpt writes block scales as `[blocks, 1, blocks, 1]`.
     e4m3fn's only NaN has all seven bits below the sign set; there is no infinity.
     """
     values = read_array(entries[f"{module}.weight"], "F8_E4M3")
     stored, scales = read_numbers(entries[scale_name])
     out_features, in_features = values.shape
     blocks = (-(-out_features // 128), -(-in_features // 128))
+    if scales.ndim == 4:
+        scales = scales.reshape(scales.shape[0] * scales.shape[1], -1)
     if scales.size == 1:
         shape = (1, 1)
     elif scales.size == out_features and scales.shape != blocks:

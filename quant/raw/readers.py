@@ -8,6 +8,7 @@ from typing import Any
 
 from .container import Entries, Raw
 from .floating import read_bitsandbytes, read_float8, read_fp8, read_input_scale, read_squeezellm
+from .fp4 import read_modelopt, read_packed_fp4
 from .gguf import read_gguf
 from .integer import read_awq, read_gptq, read_int_quantized, read_pack_quantized
 
@@ -27,6 +28,8 @@ def read_compressed_tensors(entries: Entries, module: str, config: dict[str, Any
 
     group = min(config["config_groups"].values(), key=rank)
     weights = group["weights"]
+    if weights.get("num_bits") == 4 and weights.get("type") == "float":
+        return read_packed_fp4(entries, module, group)
     activations = group.get("input_activations") or {"dynamic": True}
     extra = {} if activations.get("dynamic") else read_input_scale(entries, module)
     if weights.get("type") == "float":
@@ -43,5 +46,6 @@ READERS: dict[str, Reader] = {
     "fp8": read_fp8,
     "gguf": read_gguf,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
     "squeezellm": read_squeezellm,
 }

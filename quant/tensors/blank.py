@@ -7,6 +7,7 @@ import torch
 from ..base.scheme import (
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
@@ -15,6 +16,7 @@ from ..base.scheme import (
 )
 from .base import QuantizedTensor
 from .codebook import NESTED_BLOCK, CodebookTensor
+from .fp4 import Fp4Tensor
 from .fp8 import Fp8Tensor
 from .gguf import GgufTensor
 from .integer import IntTensor
@@ -43,6 +45,11 @@ def blank_tensor(
     if isinstance(scheme, FloatScheme):
         scales = torch.ones(scheme.scale_shape(out_features, in_features), dtype=scale_dtype)
         return Fp8Tensor(codes.to(torch.float8_e4m3fn), scales, scheme, input_scale)
+    if isinstance(scheme, Fp4Scheme):
+        nvidia = scheme.kind == "nvfp4"
+        blocks = torch.ones(out_features, in_features // scheme.block_size)
+        scales = blocks.to(torch.float8_e4m3fn if nvidia else torch.uint8)
+        return Fp4Tensor(codes, scales, scheme, torch.ones(1) if nvidia else None, input_scale)
     if isinstance(scheme, CodebookScheme):
         blocks = -(-codes.numel() // scheme.block_size)
         if not scheme.double_quant:

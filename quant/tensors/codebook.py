@@ -1,4 +1,4 @@
-"""4-bit codebook weights: bitsandbytes' nf4 and fp4 (Dettmers et al., QLoRA, 2023), and MXFP4."""
+"""4-bit codebook weights: bitsandbytes' nf4 and fp4 (Dettmers et al., QLoRA, 2023)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,7 @@ NF4_TABLE = (
 # Sign, then three bits of magnitude over a largest value of 12.
 _FP4_MAGNITUDES = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
 FP4_TABLE = (*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES))
-# Sign, two bits of exponent, one of mantissa: OCP Microscaling Formats 1.0, section 5.3.3.
-_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_TABLES = {
-    "nf4": NF4_TABLE,
-    "fp4": FP4_TABLE,
-    "mxfp4": (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES)),
-}
+_TABLES = {"nf4": NF4_TABLE, "fp4": FP4_TABLE}
 
 NESTED_BLOCK = 256
 

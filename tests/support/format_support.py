@@ -13,6 +13,7 @@ from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     IntScheme,
     LookupScheme,
     Scheme,
@@ -21,6 +22,7 @@ from llmopt.quant.base.scheme import (
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.grids.codebook_grid import round_to_codebook
 from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.grids.fp4_grid import global_scale_of, round_to_fp4
 from llmopt.quant.grids.vectorwise_grid import round_to_rows
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.tensors.base import QuantizedTensor
@@ -31,6 +33,8 @@ from safetensors.torch import save_file
 MODULE = "model.layers.0.mlp.up_proj"
 
 _STATIC = Activations("fp8", "tensor", dynamic=False)
+NVFP4_INPUTS = Activations("nvfp4", "group16", dynamic=False)
+_FP4 = [Fp4Scheme("nvfp4"), Fp4Scheme("nvfp4", NVFP4_INPUTS)]
 # What each format holds: every bit width and every granularity.
 HELD: dict[str, Sequence[Scheme]] = {
     "awq": [IntScheme(4, 32, False), IntScheme(4, -1, False)],
@@ -55,7 +59,16 @@ HELD: dict[str, Sequence[Scheme]] = {
         FloatScheme("channel", Activations("fp8")),
         FloatScheme("tensor", _STATIC),
         FloatScheme("channel", _STATIC),
+        *_FP4,
+        Fp4Scheme("mxfp4"),
+        Fp4Scheme("mxfp4", Activations("mxfp4", "group32")),
         FloatScheme("block", Activations("fp8", "group128")),
+    ],
+    "modelopt": [
+        *_FP4,
+        FloatScheme("tensor", _STATIC),
+        FloatScheme("channel", Activations("fp8")),
+        FloatScheme("block"),
     ],
     "fp8": [FloatScheme("block", Activations("fp8", "group128"))],
     "bitsandbytes": [
@@ -98,6 +111,9 @@ def make(
     weight = random_weight(out, inner, seed)
     if isinstance(scheme, FloatScheme):
         return round_to_fp8(weight, scheme, scale_dtype, input_scale=input_scale)
+    if isinstance(scheme, Fp4Scheme):
+        whole = global_scale_of(torch.tensor(3.7)) if static else None
+        return round_to_fp4(weight, scheme, input_scale=whole)
     if isinstance(scheme, CodebookScheme):
         return round_to_codebook(weight, scheme)
     if isinstance(scheme, VectorwiseScheme):

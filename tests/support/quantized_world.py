@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import transformers
-from llmopt.quant.base.scheme import CodebookScheme, FloatScheme, IntScheme, LookupScheme
+from llmopt.quant.base.scheme import CodebookScheme, FloatScheme, Fp4Scheme, IntScheme, LookupScheme
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.grids.codebook_grid import round_to_codebook
 from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.grids.fp4_grid import round_to_fp4
 from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.grids.lookup_grid import round_to_uniform_tables
 from llmopt.quant.grids.vectorwise_grid import round_to_rows
@@ -21,7 +22,7 @@ from llmopt.quant.tensors.base import QuantizedTensor
 from llmopt.recipes import MODELS
 from safetensors.torch import save_file
 
-INPUT_SCALE = {"int8": 0.05, "fp8": 0.02}
+INPUT_SCALE = {"int8": 0.05, "fp8": 0.02, "nvfp4": 448.0}
 
 
 def random_model(**overrides: Any) -> Any:
@@ -58,6 +59,8 @@ def quantized(weight: torch.Tensor, scheme: Any, dtype: torch.dtype) -> Quantize
         return replace(sorted_, codes=sorted_.codes[:, back], group_index=sorted_.group_index[back])
     if isinstance(scheme, FloatScheme):
         return round_to_fp8(weight, scheme, dtype, input_scale=fixed)
+    if isinstance(scheme, Fp4Scheme):
+        return round_to_fp4(weight, scheme, input_scale=fixed)
     if isinstance(scheme, CodebookScheme):
         return round_to_codebook(weight, scheme)
     if isinstance(scheme, LookupScheme):

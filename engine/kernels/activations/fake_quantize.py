@@ -1,4 +1,4 @@
-"""Dynamic and static quantization of activations (int8, fp8): reference, fake-quantized and as codes.
+"""Dynamic and static quantization of activations (int8, fp8, FP4): reference, fake-quantized and as codes.
 
 Quantization is batch-invariant: a token's result depends on that token alone. Two schemes are therefore
 applied at a finer granularity than published: a dynamic per-tensor scale is computed per token, and the
@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ....quant.base.scheme import Activations, Scheme, VectorwiseScheme
+from ....quant.base.scheme import Activations, Fp4Scheme, Scheme, VectorwiseScheme
+from ....quant.grids.fp4_grid import block_scales, e2m1_codes
+from ....quant.tensors.fp4 import e2m1_table, fp4_factors
 from ....quant.tensors.fp8 import E4M3_MAX
 
 RUN = 128
@@ -23,7 +25,7 @@ def fake_quantize_inputs(
     """Fake-quantize (quantize–dequantize) `x [tokens, in]` as `scheme` says; the result is in `x`'s dtype.
 
     Args:
-        input_scale: float32 `[1]`, for static activations.
+        input_scale: float32 `[1]`, for static activations; of NVFP4 inputs their global scale.
     """
     if isinstance(scheme, VectorwiseScheme):
         codes, scale, outliers = split_outliers(x, scheme.threshold)
@@ -41,6 +43,8 @@ def fake_quantize_activations(
     They are `max|x| / 127.5` for int8, whose codes go from -128 to 127, and `max|x| / 448` for e4m3.
     """
     values = x.to(torch.float32)
+    if activations.kind == "nvfp4" or activations.kind == "mxfp4":
+        return _fake_fp4(values, Fp4Scheme(activations.kind), input_scale).to(x.dtype)
     if activations.granularity == "group128":
         values = functional.pad(values, (0, -x.shape[-1] % RUN)).unflatten(-1, (-1, RUN))
     scale = _scale(values, activations, input_scale)
@@ -50,6 +54,18 @@ def fake_quantize_activations(
         scaled = (values / scale).clamp(-E4M3_MAX, E4M3_MAX)
         quantized = scaled.to(torch.float8_e4m3fn).to(torch.float32)
     return (quantized * scale).view(*x.shape[:-1], -1)[..., : x.shape[-1]].to(x.dtype)
+
+
+def _fake_fp4(
+    values: torch.Tensor, scheme: Fp4Scheme, input_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Fake-quantize float32 `[..., in]` to NVFP4 or MXFP4, as weights are: dynamic scales of blocks."""
+    blocks = values.unflatten(-1, (-1, scheme.block_size))
+    scales = block_scales(blocks.abs().amax(dim=-1), scheme, input_scale)
+    factors = fp4_factors(scales, input_scale).unsqueeze(-1)
+    codes = e2m1_codes(blocks / factors)
+    table = e2m1_table().to(values.device)
+    return (table[codes.to(torch.int32)] * factors).flatten(-2)
 
 
 def int8_inputs(

@@ -14,6 +14,7 @@ from ....quant.base.scheme import (
     PER_CHANNEL,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     Scheme,
@@ -26,6 +27,7 @@ from ....quant.ggml.table_blocks import MXFP4_VALUES, iq4_xs_steps, mxfp4_steps,
 from ....quant.ggml.table_blocks import table as iq4_table
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor, codebook
+from ....quant.tensors.fp4 import Fp4Tensor, e2m1_table
 from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
 from ....quant.tensors.gguf import GgufTensor
 from ....quant.tensors.integer import IntTensor
@@ -81,6 +83,8 @@ def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
         group = scheme.block_size
         if in_features % group:
             return f"blocks of {group} weights cross the rows of {in_features}"
+    elif isinstance(scheme, Fp4Scheme):
+        group = scheme.block_size
     elif isinstance(scheme, GgufScheme):
         has_grid = scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
         return None if has_grid else f"it has no kernel for blocks of {scheme.type}"
@@ -109,6 +113,9 @@ def grid_of(weight: QuantizedTensor) -> Grid | None:
         magnitudes = weight.magnitudes().view(weight.out_features, -1)
         table = codebook(weight.scheme.kind)
         return Grid(weight.codes, 4, weight.scheme.block_size, _small(magnitudes), table=table)
+    if isinstance(weight, Fp4Tensor):
+        scales = _small(weight.block_scales())
+        return Grid(weight.codes, 4, weight.scheme.block_size, scales, table=e2m1_table())
     assert isinstance(weight, GgufTensor)
     return _gguf(weight)
 

@@ -23,6 +23,7 @@ from ....quant.base.scheme import (
 )
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor
+from ....quant.tensors.fp4 import Fp4Tensor
 from ....quant.tensors.integer import IntTensor
 from ....quant.tensors.lookup import LookupTensor
 from ....quant.tensors.vectorwise import VectorwiseTensor
@@ -107,7 +108,7 @@ class _PairedCodes:
 
     @staticmethod
     def fits(weight: QuantizedTensor) -> bool:
-        kinds = IntTensor | CodebookTensor | LookupTensor
+        kinds = IntTensor | CodebookTensor | Fp4Tensor | LookupTensor
         return isinstance(weight, kinds) and weight.scheme.bits <= 4 and not weight.in_features % 2
 
     def rows(self, rows: slice) -> QuantizedTensor:

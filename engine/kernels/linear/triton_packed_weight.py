@@ -19,6 +19,7 @@ from ....quant.base.scheme import (
     PER_CHANNEL,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
@@ -135,7 +136,7 @@ def scale_group(scheme: Scheme) -> int:
     """Group size of a scheme's scales, in inputs; 0: per channel."""
     if isinstance(scheme, IntScheme):
         return 0 if scheme.group_size == PER_CHANNEL else scheme.group_size
-    if isinstance(scheme, CodebookScheme):
+    if isinstance(scheme, CodebookScheme | Fp4Scheme):
         return scheme.block_size
     if isinstance(scheme, FloatScheme):
         return BLOCK if scheme.granularity == "block" else 0

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ....quant.tensors.base import QuantizedTensor
-from ....quant.tensors.codebook import CodebookTensor
+from ....quant.tensors.fp4 import Fp4Tensor
 from ...kernels.moe.dispatch import EXPERTS
 from ...planner.model.shapes import Experts
 from ..layers.experts import MixtureOfExperts, Router
@@ -140,6 +140,5 @@ def _gate_before_up(weight: torch.Tensor | QuantizedTensor) -> torch.Tensor | Qu
     """Deinterleave a stacked gate/up weight: gate rows first, up rows second."""
     if isinstance(weight, torch.Tensor):
         return _halves(weight)
-    assert isinstance(weight, CodebookTensor)
-    magnitudes = _halves(weight.absmax.view(weight.out_features, -1)).flatten()
-    return replace(weight, codes=_halves(weight.codes), absmax=magnitudes)
+    assert isinstance(weight, Fp4Tensor)
+    return replace(weight, codes=_halves(weight.codes), scales=_halves(weight.scales))

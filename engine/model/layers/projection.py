@@ -11,6 +11,7 @@ import torch
 
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor
+from ....quant.tensors.fp4 import Fp4Tensor
 from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
 from ....quant.tensors.gguf import GgufTensor
 from ....quant.tensors.integer import IntTensor
@@ -138,11 +139,14 @@ def _kind(weight: torch.Tensor | QuantizedTensor) -> object:
     """Key that is equal for weights that can be stacked into one matrix."""
     if isinstance(weight, torch.Tensor):
         return None
-    return (type(weight), weight.scheme) if _stacks(weight) else id(weight)
+    if not _stacks(weight):
+        return id(weight)
+    whole = weight.parts().get("global_scale")
+    return (type(weight), weight.scheme, None if whole is None else float(whole))
 
 
 def _stacks(weight: QuantizedTensor) -> bool:
-    """Whether every part of a quantized weight is per output row, so that it can be concatenated."""
+    """Whether a quantized weight can be concatenated: its parts are per output row, or of equal wholes."""
     parts = weight.parts()
     if isinstance(weight, IntTensor):
         return "group_index" not in parts and "input_scale" not in parts
@@ -153,6 +157,8 @@ def _stacks(weight: QuantizedTensor) -> bool:
     if isinstance(weight, CodebookTensor):
         whole_blocks = weight.codes.numel() % weight.scheme.block_size == 0
         return whole_blocks and not weight.scheme.double_quant
+    if isinstance(weight, Fp4Tensor):
+        return "input_scale" not in parts
     return isinstance(weight, GgufTensor | VectorwiseTensor)
 
 
@@ -165,6 +171,6 @@ def _prepare(
     stack = [weight for weight in run if isinstance(weight, QuantizedTensor)]
     whole: Any = stack[0]
     if len(stack) > 1:
-        names = whole.parts()
+        names = whole.parts().keys() - {"global_scale"}
         whole = replace(whole, **{n: torch.cat([w.parts()[n] for w in stack]) for n in names})
     return prepare_quantized_linear(whole, dtype, input_bits)

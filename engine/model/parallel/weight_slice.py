@@ -11,6 +11,7 @@ import torch
 from ....quant.base.errors import BadInput
 from ....quant.tensors.base import QuantizedTensor
 from ....quant.tensors.codebook import CodebookTensor
+from ....quant.tensors.fp4 import Fp4Tensor
 from ....quant.tensors.fp8 import BLOCK, Fp8Tensor
 from ....quant.tensors.gguf import GgufTensor
 from ....quant.tensors.integer import IntTensor
@@ -93,6 +94,8 @@ def _columns_together(weight: QuantizedTensor) -> int | None:
     if isinstance(weight, CodebookTensor):
         size = weight.scheme.block_size
         return None if weight.scheme.double_quant or weight.in_features % size else size
+    if isinstance(weight, Fp4Tensor):
+        return weight.scheme.block_size
     if isinstance(weight, GgufTensor):
         return weight.scheme.block[0]
     if isinstance(weight, LookupTensor):
@@ -115,6 +118,8 @@ def _columns(weight: QuantizedTensor, columns: slice, runs: slice) -> dict[str, 
     if isinstance(weight, CodebookTensor):
         magnitudes = weight.absmax.view(weight.out_features, -1)[:, runs]
         return {"codes": weight.codes[:, columns], "absmax": magnitudes.flatten()}
+    if isinstance(weight, Fp4Tensor):
+        return {"codes": weight.codes[:, columns], "scales": weight.scales[:, runs]}
     if isinstance(weight, GgufTensor):
         size = weight.scheme.block[1]
         return {"data": weight.data[:, runs.start * size : runs.stop * size]}

@@ -24,6 +24,7 @@ from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     IntScheme,
     LookupScheme,
     VectorwiseScheme,
@@ -37,6 +38,8 @@ TOKENS = torch.randint(3, 512, (1, 40), generator=torch.Generator().manual_seed(
 INT8 = Activations("int8")
 STATIC_INT8 = Activations("int8", "tensor", dynamic=False)
 STATIC_FP8 = Activations("fp8", "tensor", dynamic=False)
+NVFP4_INPUTS = Activations("nvfp4", "group16", dynamic=False)
+MXFP4_INPUTS = Activations("mxfp4", "group32")
 
 WEIGHTS_ONLY = [
     ("gptq", IntScheme(2, 32, True)),
@@ -49,6 +52,10 @@ WEIGHTS_ONLY = [
     ("compressed-tensors", IntScheme(4, -1, False)),
     ("compressed-tensors", IntScheme(8, 64, False)),
     ("compressed-tensors", FloatScheme("tensor")),
+    ("compressed-tensors", Fp4Scheme("nvfp4")),
+    ("compressed-tensors", Fp4Scheme("mxfp4")),
+    ("modelopt", Fp4Scheme("nvfp4")),
+    ("modelopt", FloatScheme("block")),
     ("bitsandbytes", CodebookScheme("nf4")),
     ("bitsandbytes", CodebookScheme("nf4", double_quant=True)),
     ("bitsandbytes", CodebookScheme("fp4")),
@@ -61,6 +68,10 @@ ROUNDED_INPUTS = [
     ("compressed-tensors", FloatScheme("channel", Activations("fp8"))),
     ("compressed-tensors", FloatScheme("tensor", STATIC_FP8)),
     ("compressed-tensors", FloatScheme("block", Activations("fp8", "group128"))),
+    ("compressed-tensors", Fp4Scheme("nvfp4", NVFP4_INPUTS)),
+    ("compressed-tensors", Fp4Scheme("mxfp4", MXFP4_INPUTS)),
+    ("modelopt", Fp4Scheme("nvfp4", NVFP4_INPUTS)),
+    ("modelopt", FloatScheme("tensor", STATIC_FP8)),
     ("fp8", FloatScheme("block", Activations("fp8", "group128"))),
     ("bitsandbytes", VectorwiseScheme(4.0)),
 ]

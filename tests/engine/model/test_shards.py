@@ -23,6 +23,7 @@ from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
@@ -166,7 +167,8 @@ SCHEMES = [
     FloatScheme("channel"),
     FloatScheme("block", Activations("fp8", "group128")),
     CodebookScheme("nf4"),
-    CodebookScheme("mxfp4", 32),
+    Fp4Scheme("nvfp4"),
+    Fp4Scheme("mxfp4"),
     LookupScheme(4),
     VectorwiseScheme(6.0),
 ]

@@ -11,6 +11,7 @@ from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
@@ -45,6 +46,17 @@ SCHEMES: list[tuple[Scheme, str, float]] = [
     ),
     (CodebookScheme("nf4"), "nf4 b64", 4.5),
     (CodebookScheme("fp4", double_quant=True), "fp4 b64 double", 4 + (8 + 32 / 256) / 64),
+    (Fp4Scheme("nvfp4"), "nvfp4", 4.5 + 32 / (128 * 256)),
+    (
+        Fp4Scheme("nvfp4", Activations("nvfp4", "group16", dynamic=False)),
+        "nvfp4 a-nvfp4-group16-static",
+        4.5 + 32 / (128 * 256),
+    ),
+    (
+        Fp4Scheme("mxfp4", Activations("mxfp4", "group32")),
+        "mxfp4 a-mxfp4-group32",
+        4.25,
+    ),
     (VectorwiseScheme(5.0), "llm.int8 t5", 8 + 32 / 256),
     (LookupScheme(3), "lookup3", 3 + 16 * 8 / 256),
     (LookupScheme(4, 0.0045), "lookup4 s0.45%", 4 + 16 * 16 / 256 + 48 * 0.0045),
@@ -83,6 +95,11 @@ def test_a_record_without_a_grid_is_an_integer_scheme() -> None:
         {"grid": "float", "granularity": "row"},
         {"grid": "codebook", "kind": "af4"},
         {"grid": "codebook", "kind": "nf4", "block_size": 48},
+        {"grid": "fp4", "kind": "mxfp8"},
+        {"grid": "fp4", "kind": "mxfp4"}
+        | {"activations": {"kind": "fp8", "granularity": "token", "dynamic": True}},
+        {"grid": "fp4", "kind": "nvfp4"}
+        | {"activations": {"kind": "nvfp4", "granularity": "group32", "dynamic": False}},
         {"grid": "int", "bits": 8, "group_size": -1, "symmetric": True}
         | {"activations": {"kind": "int4", "granularity": "token", "dynamic": True}},
         {"grid": "float", "granularity": "tensor", "activations": {"kind": "fp8", "range": 3}},

@@ -11,7 +11,13 @@ import pytest
 import torch
 from llmopt.cli.main import run_guarded
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.scheme import CodebookScheme, FloatScheme, Scheme, VectorwiseScheme
+from llmopt.quant.base.scheme import (
+    CodebookScheme,
+    FloatScheme,
+    Fp4Scheme,
+    Scheme,
+    VectorwiseScheme,
+)
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.model.checkpoint import INDEX_NAME, SINGLE_NAME
@@ -26,6 +32,10 @@ KINDS: list[tuple[str, Scheme, str, str]] = [
     ("gptq", HELD["gptq"][0], ".scales", ".qweight"),
     ("compressed-tensors", HELD["compressed-tensors"][0], ".weight_scale", ".weight_packed"),
     ("compressed-tensors", HELD["compressed-tensors"][-1], ".weight_scale", ".weight"),
+    ("compressed-tensors", Fp4Scheme("nvfp4"), ".weight_scale", ".weight_packed"),
+    ("compressed-tensors", Fp4Scheme("mxfp4"), ".weight_scale", ".weight_packed"),
+    ("modelopt", Fp4Scheme("nvfp4"), ".weight_scale", ".weight"),
+    ("modelopt", HELD["modelopt"][4], ".weight_scale", ".weight"),
     ("fp8", HELD["fp8"][0], ".weight_scale_inv", ".weight"),
     ("bitsandbytes", CodebookScheme("nf4"), ".weight.absmax", ".weight"),
     ("bitsandbytes", VectorwiseScheme(), ".SCB", ".weight"),

@@ -16,6 +16,7 @@ from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     IntScheme,
     Scheme,
     VectorwiseScheme,
@@ -24,6 +25,7 @@ from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.grids.codebook_grid import round_to_codebook
 from llmopt.quant.grids.float_grid import round_to_fp8
+from llmopt.quant.grids.fp4_grid import global_scale_of, round_to_fp4
 from llmopt.quant.grids.int_grid import round_to_nearest
 from llmopt.quant.grids.vectorwise_grid import round_to_rows
 from llmopt.quant.model.checkpoint import Checkpoint
@@ -56,7 +58,8 @@ def test_the_library_decompresses_to_our_values(scheme: Scheme) -> None:
     }
     assert {"weight_scale"} < set(compressor.compression_param_names(group)) <= set(local)
     weight = compressor.decompress(local, group)["weight"]
-    assert weight is not None and torch.equal(weight, tensor.dequantize())
+    # 4-bit floats are decompressed to bfloat16, everything else to float32.
+    assert weight is not None and torch.equal(weight, tensor.dequantize(weight.dtype))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -89,6 +92,10 @@ def round_to(scheme: Scheme, weight: torch.Tensor) -> QuantizedTensor:
         return round_to_nearest(weight, scheme, torch.float32)
     if isinstance(scheme, FloatScheme):
         return round_to_fp8(weight, scheme, torch.float32)
+    if isinstance(scheme, Fp4Scheme):
+        static = scheme.activations is not None and not scheme.activations.dynamic
+        whole = global_scale_of(torch.tensor(6.0)) if static else None
+        return round_to_fp4(weight, scheme, input_scale=whole)
     if isinstance(scheme, CodebookScheme):
         return round_to_codebook(weight, scheme)
     assert isinstance(scheme, VectorwiseScheme)
@@ -202,6 +209,29 @@ def test_transformers_loads_weights_with_quantized_activations(
     expected = expected_logits(checkpoint, IDS, torch.float32)
     found = loaded_logits(tmp_path, IDS)
     assert 0 < float((found - expected).norm() / expected.norm()) < 0.06
+
+
+@pytest.mark.parametrize(
+    "scheme", [s for s in HELD["compressed-tensors"] if isinstance(s, Fp4Scheme)], ids=case_id
+)
+def test_transformers_loads_4_bit_floats_in_bfloat16(
+    tiny: Path, tmp_path: Path, scheme: Fp4Scheme
+) -> None:
+    """The library decompresses them to bfloat16, whatever the dtype of the model."""
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = quantize_tiny(tiny, tmp_path, "compressed-tensors", [scheme])
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = model(IDS).logits.float()  # the first call decompresses
+    for module in quantized_modules(checkpoint):
+        ours = read_quantized(checkpoint, module).dequantize(torch.bfloat16)
+        assert torch.equal(model.get_submodule(module).weight, ours), module
+    expected = expected_logits(checkpoint, IDS, torch.bfloat16)
+    rounded = float((found - expected).norm() / expected.norm())
+    assert rounded < 0.02 if scheme.activations is None else 0.02 < rounded < 0.4
+    with pytest.raises(RuntimeError, match="same dtype"):
+        loaded_logits(tmp_path, IDS)
 
 
 def test_transformers_loads_asymmetric_codes_when_asked(tiny: Path, tmp_path: Path) -> None:

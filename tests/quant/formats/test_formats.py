@@ -14,6 +14,7 @@ from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     IntScheme,
     LookupScheme,
     Scheme,
@@ -73,6 +74,8 @@ def test_round_trips_of_odd_shapes(
     name, scheme = case
     rows, columns = MULTIPLES.get(name, (1, 1))
     group = getattr(scheme, "group_size", -1)
+    if isinstance(scheme, Fp4Scheme):
+        group = scheme.block_size
     inner = width * max(columns, group)
     out = height * rows
     if scheme.activations is not None and scheme.activations.granularity == "group128":

@@ -308,6 +308,40 @@ def test_a_crash_before_any_durable_step_changes_no_byte(
         shutil.rmtree(output)
 
 
+FP4 = {"bits": None, "group_size": None, "ignore": ("down_proj",)}  # 172 inputs are no whole blocks
+NEW_FORMATS: dict[str, dict[str, object]] = {
+    "nvfp4": {"method": "nvfp4", **FP4},
+    "w4a4": {"method": "nvfp4", "activations": "static", **FP4},
+    "mxfp4": {"method": "mxfp4", **FP4},
+    "modelopt-nvfp4": {"method": "nvfp4", "format": "modelopt", "kv_cache": "fp8", **FP4},
+    "modelopt-fp8": {
+        "method": "fp8",
+        "format": "modelopt",
+        "granularity": "tensor",
+        "activations": "static",
+        "bits": None,
+        "group_size": None,
+    },
+}
+
+
+@pytest.mark.parametrize("name", NEW_FORMATS)
+def test_a_crash_in_the_middle_changes_no_byte_of_4_bit_floats(
+    tmp_path: Path, steps: Steps, name: str
+) -> None:
+    options = NEW_FORMATS[name]
+    expected = contents(quantize(small_request(tmp_path / "whole", **options)).output)
+    total, output = steps.count, tmp_path / "out"
+    for step in (total // 3, total - 4):
+        steps.count, steps.crash_at = 0, step
+        with pytest.raises(Crash):
+            quantize(small_request(output, **options))
+        steps.crash_at = -1
+        quantize(small_request(output, **options))
+        assert contents(output) == expected, f"crash before step {step}"
+        shutil.rmtree(output)
+
+
 def interrupted(output: Path, steps: Steps, at: int) -> Path:
     steps.count, steps.crash_at = 0, at
     with pytest.raises(Crash):
