@@ -21,7 +21,7 @@ _PIECE = 2**18
 
 
 class CodebookGrid(RangedGrid):
-    """A table of 16 values times the absmax of a block (nf4, fp4), or times a power of two (mxfp4).
+    """A table of 16 values times the absmax of a block (nf4, fp4).
 
     Its parameter is the absmax, float32 `[out, groups]`. Blocks that do not divide a row run over its end,
     and doubly quantized absmax values depend on each other: then the weight is one group, and its parameters
@@ -40,7 +40,7 @@ class CodebookGrid(RangedGrid):
             if importance is not None:
                 return self.searched(values, importance)
             return self.ranges(*values.aminmax(dim=-1))
-        absmax = self._stored(_normalized(values.flatten(), self.scheme.block_size)[1])
+        absmax = _normalized(values.flatten(), self.scheme.block_size)[1]
         if not self.scheme.double_quant:
             return (absmax,)
         codes, *nested = _nested(absmax)
@@ -48,18 +48,13 @@ class CodebookGrid(RangedGrid):
         return (stored.magnitudes(), codes, *nested)
 
     def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
-        return (self._stored(torch.maximum(-low, high)),)
+        return (torch.maximum(-low, high),)
 
     def refitted(
         self, values: torch.Tensor, importance: torch.Tensor, parameters: Parameters
     ) -> Parameters:
         levels = self.levels(values, parameters)
-        steps = fitted_steps(values, levels, importance, parameters[0])
-        return (steps if self.scheme.kind != "mxfp4" else parameters[0],)
-
-    def _stored(self, absmax: torch.Tensor) -> torch.Tensor:
-        """The multipliers of the table for blocks of this absmax."""
-        return power_of_two(absmax) if self.scheme.kind == "mxfp4" else absmax
+        return (fitted_steps(values, levels, importance, parameters[0]),)
 
     def affine(self, parameters: Parameters) -> Affine:
         step = parameters[0].unsqueeze(-1)
@@ -78,13 +73,6 @@ class CodebookGrid(RangedGrid):
             return CodebookTensor(codes, parameters[0].flatten(), self.scheme)
         _, *nested = parameters
         return CodebookTensor(codes, nested[0], self.scheme, *nested[1:])
-
-
-def power_of_two(absmax: torch.Tensor) -> torch.Tensor:
-    """The scale of e2m1 blocks, `2**(floor(log2 absmax) - 2)`: OCP Microscaling Formats 1.0, section 6.3."""
-    _, exponent = torch.frexp(absmax)  # of a mantissa in 0.5..1
-    scale = torch.ldexp(torch.ones_like(absmax), (exponent - 3).clamp(-127, 127))
-    return torch.where(absmax > 0, scale, 0.0)
 
 
 def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookTensor:

@@ -6,8 +6,10 @@ import torch
 
 from ..base.errors import BadInput
 from ..base.scheme import Fp4Scheme
-from ..tensors.fp4 import E2M1_MAX, E8M0_BIAS, Fp4Tensor, fp4_factors
+from ..tensors.fp4 import E2M1_MAX, E8M0_BIAS, Fp4Tensor, e2m1_table, fp4_factors
 from ..tensors.fp8 import E4M3_MAX
+from .base import Parameters
+from .scalar_grid import Affine, ScalarGrid
 
 # The least positive e4m3 value: a block whose scale would round to 0 keeps what that one resolves.
 _LEAST_SCALE = 2.0**-9
@@ -24,6 +26,80 @@ _BOUNDS = (
 )
 
 
+# The stored bytes of scales, ascending in value: e4m3's from the least positive to 448, E8M0's without NaN.
+_BYTES = {"nvfp4": (1, 126), "mxfp4": (_LEAST_EXPONENT, _LARGEST_EXPONENT)}
+# Scales that are tried around the one of the range: e4m3 has 8 in an octave, E8M0 has one.
+_TRIED = {"nvfp4": range(-6, 7), "mxfp4": range(-1, 2)}
+_AT_ONCE = 2**18  # weights of a search
+
+
+class Fp4Grid(ScalarGrid):
+    """e2m1 floats times the scale of a block.
+
+    Its parameter is the stored scale's byte, uint8 `[out, groups]`. NVFP4's global scale is fixed before
+    anything is fitted.
+
+    Args:
+        largest: the largest magnitude that NVFP4's global scale covers.
+        input_scale: float32 `[1]`, for NVFP4 inputs.
+    """
+
+    def __init__(
+        self,
+        scheme: Fp4Scheme,
+        largest: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
+    ):
+        self.scheme, self.group, self._input_scale = scheme, scheme.block_size, input_scale
+        self._whole = None
+        if scheme.kind == "nvfp4":
+            if largest is None:
+                raise ValueError("a grid of nvfp4 needs the largest weight, for its global scale")
+            self._whole = global_scale_of(largest)
+        self._levels = e2m1_table().unique()
+        middles = (self._levels[1:] + self._levels[:-1]) / 2
+        # A tie goes to the even code, which is the upper neighbour of every second middle.
+        upper = torch.arange(len(middles)) % 2 == 0
+        below = torch.nextafter(middles, torch.tensor(-torch.inf))
+        self._bounds = torch.where(upper, below, middles)
+
+    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
+        plain = block_scales(values.abs().amax(dim=-1), self.scheme, self._whole).view(torch.uint8)
+        if importance is None:
+            return (plain,)
+        rows = max(1, _AT_ONCE // values[0].numel())
+        parts = zip(values.split(rows), plain.split(rows), strict=True)
+        return (torch.cat([self._search(part, scales, importance) for part, scales in parts]),)
+
+    def _search(
+        self, values: torch.Tensor, plain: torch.Tensor, importance: torch.Tensor
+    ) -> torch.Tensor:
+        """The byte of each block's scale, of those near `plain`, with the least weighted squared error."""
+        best, least = plain, torch.full(plain.shape, torch.inf)
+        for step in _TRIED[self.scheme.kind]:
+            tried = (plain.to(torch.int16) + step).clamp_(*_BYTES[self.scheme.kind])
+            scales = tried.to(torch.uint8)
+            lost = self.round(values, (scales,)).sub_(values).square_().mul_(importance)
+            error = lost.sum(dim=-1)
+            better = error < least
+            best, least = torch.where(better, scales, best), torch.where(better, error, least)
+        return best
+
+    def affine(self, parameters: Parameters) -> Affine:
+        return Affine(fp4_factors(self._stored(parameters[0]), self._whole).unsqueeze(-1))
+
+    def _stored(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.view(torch.float8_e4m3fn) if self.scheme.kind == "nvfp4" else scales
+
+    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
+        scaled.copy_(self._levels[torch.bucketize(scaled, self._bounds, out_int32=True)])
+
+    def tensor(self, values: torch.Tensor, parameters: Parameters) -> Fp4Tensor:
+        codes = e2m1_codes(self.levels(values, parameters))
+        scales = self._stored(parameters[0].contiguous())
+        return Fp4Tensor(codes, scales, self.scheme, self._whole, self._input_scale)
+
+
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     """Codes (uint8) of the nearest e2m1 floats, ties to even; beyond ±6 they saturate; -0 has a sign."""
     magnitudes = values.abs()
@@ -37,7 +113,7 @@ def global_scale_of(largest: torch.Tensor) -> torch.Tensor:
     """NVFP4's float32 `[1]` global scale, a divisor: 448 · 6 over the largest magnitude; 1 for zeros.
 
     compressed-tensors stores this number, ModelOpt its reciprocal. It is rounded so that the reciprocal of
-    the reciprocal is the number itself, which costs at most its last bit.
+    the reciprocal is the number itself, which moves it by at most two units in the last place.
     """
     scale = E4M3_MAX * E2M1_MAX / largest.to(torch.float32).clamp(min=2.0**-100)
     return invertible(torch.where(largest > 0, scale, 1.0).view(1))

@@ -7,6 +7,7 @@ import torch
 from ..base.scheme import (
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
@@ -16,6 +17,7 @@ from ..ggml.simple_blocks import WIDTH
 from .base import Grid
 from .codebook_grid import CodebookGrid
 from .float_grid import FloatGrid
+from .fp4_grid import Fp4Grid
 from .int_grid import IntGrid, group_ranges, search_ranges
 from .k_grid import KAffineGrid, KSignedGrid
 from .lookup_grid import LookupGrid
@@ -30,6 +32,7 @@ def grid_of(
     *,
     input_scale: torch.Tensor | None = None,
     mse: bool = False,
+    largest: torch.Tensor | None = None,
 ) -> Grid:
     """The grid of a weight.
 
@@ -38,6 +41,7 @@ def grid_of(
         scale_dtype: the dtype that the format stores scales in.
         input_scale: float32 `[1]`, for a scheme with static activations.
         mse: whether integer ranges are searched for the least `sum |w - w'|**2.4`.
+        largest: the largest magnitude that a scheme with one scale of the whole weight must cover.
     """
     out_features, in_features = shape
     if isinstance(scheme, IntScheme):
@@ -47,6 +51,8 @@ def grid_of(
         return FloatGrid(scheme, out_features, in_features, scale_dtype, input_scale=input_scale)
     if isinstance(scheme, CodebookScheme):
         return CodebookGrid(scheme, out_features, in_features)
+    if isinstance(scheme, Fp4Scheme):
+        return Fp4Grid(scheme, largest, input_scale)
     if isinstance(scheme, LookupScheme):
         return LookupGrid(scheme, in_features)
     if isinstance(scheme, GgufScheme):

@@ -121,12 +121,14 @@ def round_plain(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qua
 
 def linear_grid(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Grid:
     """The grid of a linear's scheme, for its weight `[out, in]` or that of several joined along `out`."""
+    fused = isinstance(problem.schemes[linear], Fp4Scheme)
     return grid_of(
         problem.schemes[linear],
         weight.shape,
         problem.scale_dtypes[linear],
         input_scale=input_scale(problem, linear),
         mse=problem.options.ranges == "mse",
+        largest=fused_largest(problem, linear, weight) if fused else None,
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from llmopt.quant.base.scheme import (
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
@@ -20,6 +21,7 @@ from llmopt.quant.methods.gptq_solve import solve
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.tensors.integer import IntTensor
 
+from ...support.format_support import same_bits
 from ...support.layer_problems import correlated_inputs, heavy_weight, one_linear, statistics_of
 
 SCHEMES: list[Scheme] = [
@@ -31,7 +33,8 @@ SCHEMES: list[Scheme] = [
     FloatScheme("block"),
     CodebookScheme("nf4"),
     CodebookScheme("fp4", 32),
-    CodebookScheme("mxfp4", 32),
+    Fp4Scheme("nvfp4"),
+    Fp4Scheme("mxfp4"),
     CodebookScheme("nf4", double_quant=True),
     CodebookScheme("nf4", 1024),
     VectorwiseScheme(),
@@ -48,7 +51,7 @@ SHAPE = 136, 512
 def test_points_are_the_dequantized_weight_and_codes_come_back_from_them(scheme: Scheme) -> None:
     weight = heavy_weight(*SHAPE)
     weight[3, :256] = 0
-    grid = grid_of(scheme, SHAPE, torch.float32)
+    grid = grid_of(scheme, SHAPE, torch.float32, largest=weight.abs().max())
     grouped = weight.unflatten(1, (-1, grid.group))
     for importance in (None, torch.rand(grouped.shape[1:]) + 0.1):
         parameters = grid.fit(grouped, importance)
@@ -61,13 +64,13 @@ def test_points_are_the_dequantized_weight_and_codes_come_back_from_them(scheme:
         again = grid.tensor(shaken, parameters)
         for name, part in tensor.parts().items():
             if name != "sparse_values":
-                assert torch.equal(again.parts()[name], part), name
+                assert same_bits(again.parts()[name], part), name
 
 
 @EACH
 def test_columns_are_rounded_as_the_whole_weight_is(scheme: Scheme) -> None:
     weight = heavy_weight(*SHAPE)
-    grid = grid_of(scheme, SHAPE, torch.float32)
+    grid = grid_of(scheme, SHAPE, torch.float32, largest=weight.abs().max())
     grouped = weight.unflatten(1, (-1, grid.group))
     parameters = grid.fit(grouped)
     points = grid.round(grouped, parameters)
