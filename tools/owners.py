@@ -111,6 +111,17 @@ CASES = (
         {"method": "fp8", "granularity": "block", "format": "compressed-tensors"},
         (ROUNDED, INT8_INPUTS),
     ),
+    # 4-bit floats are decompressed to bfloat16, whatever is asked for; vLLM has no CPU kernel for them.
+    Case(
+        "compressed-tensors nvfp4",
+        {"method": "nvfp4"},
+        (Reading("transformers", "bfloat16", 0.05),),
+    ),
+    Case(
+        "compressed-tensors mxfp4",
+        {"method": "mxfp4"},
+        (Reading("transformers", "bfloat16", 0.05),),
+    ),
     # transformers dequantizes it to bfloat16 on a CPU, and does not quantize activations.
     Case(
         "fp8 block",

@@ -3,8 +3,9 @@
     python tools/vllm_rules.py --python ENVIRONMENT/bin/python      # an environment that has vLLM
 
 Asks the installed vLLM, through `tests/owners/rules_vllm.py`, which kernel takes each matrix of a grid of
-widths, groups, zero points, shapes and ranks, experts among them, and which KV-cache schemes it reads; ends
-with 1 where `quant/plan/vllm_rules.py` says otherwise. Part of `make owners`.
+widths, groups, zero points, shapes and ranks, experts among them, which KV-cache schemes it reads, and what
+its own parser makes of our ModelOpt configs and of those of 4-bit floats in compressed-tensors; ends with 1
+where `quant/plan/vllm_rules.py` says otherwise. Part of `make owners`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from llmopt.quant.base.scheme import IntScheme
+from llmopt.quant.base.scheme import Activations, Fp4Scheme, IntScheme
+from llmopt.quant.formats.compressed_tensors import CompressedTensorsFormat
+from llmopt.quant.formats.modelopt import ALGORITHMS, ModelOptFormat, hf_quant_config
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.plan.vllm_rules import Matrix
 
@@ -74,6 +77,35 @@ def caches() -> Iterator[tuple[dict[str, Any], str | None]]:
     yield {"kv_cache_scheme": scheme | {"type": "int"}}, None
 
 
+_FP4_INPUTS = {
+    "nvfp4": Activations("nvfp4", "group16", dynamic=False),
+    "mxfp4": Activations("mxfp4", "group32"),
+}
+
+
+def fp4_configs() -> Iterator[tuple[dict[str, Any], str | None]]:
+    """Configs of compressed-tensors: the kind of weights, and whether the inputs are of that kind too."""
+    for kind, inputs in _FP4_INPUTS.items():
+        for scheme, said in ((Fp4Scheme(kind), kind), (Fp4Scheme(kind, inputs), f"{kind} True")):  # pyright: ignore[reportArgumentType]
+            yield {"compressed_tensors": CompressedTensorsFormat().config({"m": scheme}, [])}, said
+
+
+def modelopt_configs() -> Iterator[tuple[dict[str, Any], str | None]]:
+    """ModelOpt's configs of every algorithm, alone and mixed, in `config.json` and `hf_quant_config.json`."""
+    linear, plain = "model.layers.0.mlp.down_proj", "lm_head"
+    writer = ModelOptFormat()
+    mixed = {linear: ALGORITHMS["NVFP4"], "model.layers.0.self_attn.o_proj": ALGORITHMS["FP8"]}
+    cases = [({linear: scheme}, algorithm) for algorithm, scheme in ALGORITHMS.items()]
+    for schemes, algorithm in [*cases, (mixed, "NVFP4")]:
+        kind = "ModelOptNvFp4Config" if "NVFP4" in algorithm else "ModelOptFp8Config"
+        kind = kind if len(schemes) == 1 else "ModelOptMixedPrecisionConfig"
+        for cache, said in ((None, "None"), ("fp8", "FP8")):
+            config = writer.config(schemes, [plain], kv_cache=cache)
+            for given in (config, hf_quant_config(config)):
+                question = {"modelopt": given, "linear": linear, "plain": plain}
+                yield question, f"{kind} {algorithm} KV {said}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--python", type=Path, required=True, help="of an environment with vLLM")
@@ -82,7 +114,7 @@ def main() -> int:
 
 def check(python: Path) -> int:
     """Ask vLLM, print what differs; the number of differences, at most 1."""
-    asked = [*matrices(), *caches()]
+    asked = [*matrices(), *caches(), *fp4_configs(), *modelopt_configs()]
     with tempfile.TemporaryDirectory() as folder:
         questions, answers = Path(folder) / "questions.json", Path(folder) / "answers.json"
         questions.write_text(json.dumps([question for question, _ in asked]))

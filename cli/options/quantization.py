@@ -215,8 +215,8 @@ class CalibrationOptions:
         bool,
         typer.Option(
             "--errors/--no-errors",
-            help="Measure output errors. Without, data-free methods (rtn, hqq, fp8, nf4, fp4, int8) read no "
-            "calibration text and run no layer.",
+            help="Measure output errors. Without, data-free methods (rtn, hqq, fp8, int8, nf4, fp4, nvfp4, "
+            "mxfp4) read no calibration text and run no layer.",
         ),
     ] = True
     evaluation: Annotated[

@@ -80,8 +80,8 @@ def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
         for key in ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
         for part in config.get(key) or []
     ]
-    nested = config.get("quantization") or {}
-    ignored = config.get("ignore") or nested.get("exclude_modules") or []
+    excluded = config.get("quantization", config).get("exclude_modules")
+    ignored = config.get("ignore") or excluded or []
     patterns = [entry[3:] for entry in ignored if entry.startswith("re:")]
     patterns += [translate(entry) for entry in ignored if "*" in entry and entry[:3] != "re:"]
     patterns += [key[2:] for key in config.get("dynamic") or {} if key.startswith("-:")]

@@ -168,10 +168,7 @@ class ModelOptFormat:
         fields: Config = config.get("quantization", config)
         algorithm = str(fields.get("quant_algo")).upper()
         if algorithm == MIXED:
-            layers = fields.get("quantized_layers") or {}
-            if module not in layers:
-                raise BadInput(f"no entry of quantized_layers is for {module}")
-            fields = layers[module]
+            fields = _layer_fields(fields.get("quantized_layers") or {}, module)
             algorithm = str(fields.get("quant_algo")).upper()
         if algorithm not in ALGORITHMS:
             raise BadInput(
@@ -230,6 +227,16 @@ def _group(scheme: ModelOptScheme) -> dict[str, Any]:
     if inputs is not None:
         inputs["dynamic"] = bool(scheme.activations and scheme.activations.dynamic)
     return {"input_activations": inputs, "weights": fields, "targets": ["Linear"]}
+
+
+def _layer_fields(layers: Mapping[str, Config], module: str) -> Config:
+    """The entry of a linear, or of a module that it lies in, such as all experts of a layer."""
+    name = module
+    while name and name not in layers:
+        name = name.rpartition(".")[0]
+    if not name:
+        raise BadInput(f"no entry of quantized_layers is for {module}")
+    return layers[name]
 
 
 def _without_inputs(config: Config) -> bool:

@@ -131,9 +131,14 @@ class Checkpoint:
     def quantization_config(self) -> dict[str, Any] | None:
         """The `quantization_config` of `config.json`, or None for a plain checkpoint.
 
-        Older checkpoints of ModelOpt have theirs in `hf_quant_config.json` alone.
+        Older checkpoints of ModelOpt have theirs in `hf_quant_config.json` alone, or the algorithm of each
+        layer.
         """
-        return self.config.get("quantization_config") or self._modelopt_config
+        config = self.config.get("quantization_config")
+        if config is None:
+            return self._modelopt_config
+        mixed = config.get("quant_algo") == "MIXED_PRECISION" and "quantized_layers" not in config
+        return self._modelopt_config or config if mixed else config
 
     @cached_property
     def _modelopt_config(self) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..base.scheme import FloatScheme, IntScheme, Scheme
+from ..base.scheme import FloatScheme, Fp4Scheme, IntScheme, Scheme
 from ..model.parameters import Loaded
 from .contents import CheckpointContents
 from .unquantized import by_kind
@@ -88,7 +88,12 @@ def _merged(stored: CheckpointContents, name: str, loaded: Mapping[str, Loaded])
 
 
 def _is_merged_right(scheme: Scheme) -> bool:
-    """Whether transformers dequantizes a weight of such a scheme before it merges it."""
+    """Whether transformers dequantizes a weight of such a scheme before it merges it.
+
+    Of NVFP4 it leaves the global scale out.
+    """
+    if isinstance(scheme, Fp4Scheme):
+        return scheme.kind == "mxfp4" and scheme.activations is None
     if isinstance(scheme, FloatScheme):
         return scheme.granularity != "block"
     return isinstance(scheme, IntScheme) and scheme.activations is None and scheme.symmetric
@@ -112,6 +117,8 @@ def _compressed_tensors(
             reason = unloadable or "asymmetric codes are only dequantized while it loads"
             return False, f"{reason}, which it does by one scheme, not {len(dense)}"
         need += f" and {_DEQUANTIZE}"
+    if any(isinstance(scheme, Fp4Scheme) for scheme in schemes):
+        need += " and dtype=torch.bfloat16, to which it decompresses 4-bit floats"
     if any(scheme.bits in (2, 5, 6) for scheme in integers):
         need += f"; {_NOT_TRIED} with such widths"
     return True, need

@@ -3,14 +3,15 @@
 Linears: Marlin takes symmetric 4 and 8 bits, or 4 bits with zero codes, groups of 32, 64, 128 or whole rows,
 and pads what does not fill its tiles; the rest of compressed-tensors' 2 to 8 bits goes to Triton (4 bits) or
 to the optional package humming. Experts go to Marlin's or Triton's. `gptq` is read with symmetric 4 and 8
-bits and without dynamic act-order. GPU kernels were never run here; "tried" is vLLM for CPU on a llama.
+bits and without dynamic act-order. Its FP4 kernels need a GPU: Marlin computes in 16 bits, W4A4 on Blackwell.
+GPU kernels were never run here; "tried" is vLLM for CPU on a llama.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..base.scheme import CodebookScheme, FloatScheme, IntScheme, Scheme
+from ..base.scheme import CodebookScheme, FloatScheme, Fp4Scheme, IntScheme, Scheme
 from .contents import CheckpointContents
 
 VERSION = "0.32"
@@ -20,6 +21,7 @@ _EXPERTS = ".experts."
 _MARLIN_GROUPS = (-1, 32, 64, 128)
 _TRITON_GROUPS = (*_MARLIN_GROUPS, 256)
 _BLOCK = 128
+_FP4_MARLIN = "FP4 Marlin"
 _HUMMING = "Humming (needs the package humming)"
 _NOT_TRIED, _ON_A_CPU = "not tried", "tried on a CPU"
 _TRIED_TYPES = ("llama",)  # of the models that `tools/owners.py` loads
@@ -34,6 +36,8 @@ def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool,
     for group in stored.matrices():
         if len({stored.schemes.get(module) for module in group}) > 1:
             return False, f"{' and '.join(group[:2])} are one matrix there, and differ in scheme"
+    if name == "modelopt" and (reason := _excluded_too(stored)):
+        return False, reason
     kernels = set()
     for matrix in _matrices(stored, ranks):
         loads, text = matrix.kernel(name)
@@ -90,7 +94,11 @@ class Matrix:
     def kernel(self, name: str) -> tuple[bool, str]:
         """The kernel that takes it in format `name`, or the violated rule."""
         scheme = self.scheme
+        if isinstance(scheme, Fp4Scheme):
+            return self._fp4(scheme)
         if isinstance(scheme, FloatScheme):
+            if name == "modelopt" and scheme.granularity == "block":
+                return self._modelopt_blocks()
             if scheme.granularity == "block" and (reason := self._block_rule()):
                 return False, reason
             return True, "CUTLASS W8A8" if scheme.activations else "FP8 Marlin"
@@ -127,6 +135,23 @@ class Matrix:
         if name == "compressed-tensors":
             return True, f"{_HUMMING}, since {broken}"
         return False, f"{broken}, and the format {name} has no other kernel"
+
+    def _fp4(self, scheme: Fp4Scheme) -> tuple[bool, str]:
+        if self.in_features % scheme.block_size:
+            return (
+                False,
+                f"{scheme.kind} needs inputs in multiples of {scheme.block_size} on a rank",
+            )
+        if scheme.activations is None:
+            return True, f"{_FP4_MARLIN}, on a GPU alone"
+        return True, f"W4A4 kernels on Blackwell, else {_FP4_MARLIN}, on a GPU alone"
+
+    def _modelopt_blocks(self) -> tuple[bool, str]:
+        """FP8_PB_WO, whose inputs vLLM quantizes in groups too."""
+        if self.in_features % _BLOCK:
+            return False, f"FP8_PB_WO needs inputs in multiples of {_BLOCK} on a rank"
+        reason = self._block_rule()
+        return (False, reason) if reason else (True, "block W8A8, inputs quantized too")
 
     def _int8(self, scheme: IntScheme) -> tuple[bool, str]:
         if not scheme.symmetric:
@@ -173,6 +198,16 @@ class Matrix:
                 f"Marlin needs experts with whole groups of {scheme.group_size} inside, not {inner}"
             )
         return None
+
+
+def _excluded_too(stored: CheckpointContents) -> str | None:
+    """Why a quantized linear is taken as excluded: ModelOpt's list is matched as parts of names."""
+    names = "\n".join(stored.shapes)
+    part = next((plain for plain in stored.plain if plain in names), None)
+    if part is None:
+        return None
+    linear = next(name for name in stored.shapes if part in name)
+    return f"it takes {linear} as excluded, because {part} is"
 
 
 def _matrices(stored: CheckpointContents, ranks: int) -> Iterator[Matrix]:

@@ -202,6 +202,8 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
         return WeightRecipe("fp8", 8, columns, rows, scale_bits=32)
     if method == "compressed-tensors":
         return _compressed_tensors(stored)
+    if method == "modelopt":
+        return _modelopt(stored)
     raise BadInput(f"the checkpoint's quant_method {method!r} is not known here: give --weights")
 
 
@@ -212,6 +214,9 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
         raise BadInput("the checkpoint mixes several quantization groups: give --weights")
     scheme = weights[0]
     bits, kind = scheme["num_bits"], scheme.get("type", "int")
+    if (bits, kind) == (4, "float"):
+        inputs = any(group.get("input_activations") for group in groups.values())
+        return _fp4("nvfp4" if scheme.get("group_size") == 16 else "mxfp4", inputs)
     zero_bits = 0 if scheme.get("symmetric", True) else bits
     name = f"{'fp' if kind == 'float' else 'int'}{bits}"
     record = _SHAPE_RECORD_BYTES if stored.get("format") == "pack-quantized" else 0
@@ -226,6 +231,26 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
         bytes_per_tensor=record,
         roles=roles,
     )
+
+
+def _modelopt(stored: Mapping[str, Any]) -> WeightRecipe:
+    fields = stored.get("quantization") or stored
+    algorithm = str(fields.get("quant_algo")).upper()
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+        return _fp4("nvfp4", algorithm == "NVFP4")
+    if algorithm == "FP8":
+        return WeightRecipe("fp8", 8, scale_bits=0, bytes_per_tensor=8)
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return WeightRecipe("fp8", 8, scale_bits=32)
+    if algorithm == "FP8_PB_WO":
+        return RECIPES["fp8-block"]
+    raise BadInput(f"ModelOpt's quant_algo {algorithm} is not known here: give --weights")
+
+
+def _fp4(name: str, inputs: bool) -> WeightRecipe:
+    """NVFP4 or MXFP4; NVFP4's quantized inputs have a global scale beside the weight's."""
+    recipe = RECIPES[name]
+    return replace(recipe, bytes_per_tensor=recipe.bytes_per_tensor * (1 + inputs))
 
 
 def weight_bytes(shape: ModelShape, recipe: WeightRecipe) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
@@ -29,6 +30,7 @@ from llmopt.quant.base.scheme import (
     LookupScheme,
     VectorwiseScheme,
 )
+from llmopt.quant.grids.fp4_grid import global_scale_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -175,6 +177,20 @@ def test_inputs_round_as_in_compressed_tensors(activations, args):
     expected = fake_quantize(x, scale, zero, theirs)[0]
     torch.testing.assert_close(ours, expected, atol=0, rtol=1e-6)
     assert not torch.equal(ours, x[0])
+
+
+@pytest.mark.parametrize("preset", ["NVFP4", "MXFP4"])
+def test_4_bit_inputs_round_as_in_compressed_tensors(preset):
+    x = torch.randn(1, 9, 256, generator=torch.Generator().manual_seed(0)) * 3
+    x[0, 4], x[0, :, 7] = 0, x[0, :, 7] * 30
+    theirs = PRESET_SCHEMES[preset]["input_activations"]
+    ours, whole = MXFP4_INPUTS, None
+    if preset == "NVFP4":
+        ours, whole = NVFP4_INPUTS, global_scale_of(x.abs().max())
+    scale, zero = compute_dynamic_scales_and_zp(x, theirs, torch.nn.Identity(), whole)
+    expected = fake_quantize(x, scale, zero, theirs, global_scale=whole)[0]
+    assert torch.equal(fake_quantize_activations(x[0], ours, whole), expected)
+    assert not torch.equal(expected, x[0])
 
 
 def test_the_last_run_of_channels_may_be_short():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,53 @@ def written(source: Path, folder: Path, **options: Any) -> tuple[int, int]:
     index = json.loads((folder / INDEX_NAME).read_text())
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return index["metadata"]["total_size"], files
+
+
+# What is asked of `llmopt quantize`, and the planner's name for it.
+FLOATS: dict[str, tuple[dict[str, Any], str]] = {
+    "nvfp4": ({"method": "nvfp4"}, "nvfp4"),
+    "mxfp4": ({"method": "mxfp4"}, "mxfp4"),
+    "modelopt nvfp4": ({"method": "nvfp4", "format": "modelopt"}, "nvfp4"),
+    "modelopt fp8 block": (
+        {"method": "fp8", "format": "modelopt", "granularity": "block", "activations": "none"},
+        "fp8-block",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_predicted_bytes_of_floats_are_written(kind: str, tmp_path: Path) -> None:
+    asked, name = FLOATS[kind]
+    tensors, _ = written(MODELS / "stories3M", tmp_path / "out", errors=False, **asked)
+    model = find_model("stories3M")
+    recipe = recipe_for(name, model.shape, plain_bytes=model.plain_bytes)
+    assert weight_bytes(model.shape, recipe) == tensors
+    done = find_model(str(tmp_path / "out"))
+    assert done.stored_bytes == tensors == weight_bytes(done.shape, done.as_stored())
+    assert done.as_stored().label == recipe.label
+
+
+@pytest.mark.parametrize(
+    ("asked", "extra"),
+    [
+        ({"method": "nvfp4", "activations": "static", "format": "modelopt"}, 8),
+        (
+            {
+                "method": "fp8",
+                "granularity": "tensor",
+                "activations": "static",
+                "format": "modelopt",
+            },
+            8,
+        ),
+    ],
+    ids=str,
+)
+def test_scales_of_inputs_are_counted(asked: dict[str, Any], extra: int, tmp_path: Path) -> None:
+    tensors, _ = written(MODELS / "stories3M", tmp_path / "out", **asked)
+    recipe = replace(find_model(str(tmp_path / "out")).as_stored(), stored_bytes=None)
+    assert recipe.bytes_per_tensor == extra
+    assert weight_bytes(find_model("stories3M").shape, recipe) == tensors
 
 
 @pytest.mark.parametrize("kind", KINDS)

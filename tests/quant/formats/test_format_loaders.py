@@ -11,6 +11,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import (
     Activations,
@@ -40,6 +41,7 @@ from ...support.format_support import (
     assert_same,
     case_id,
     make,
+    same_bits,
     stored,
 )
 
@@ -60,6 +62,30 @@ def test_the_library_decompresses_to_our_values(scheme: Scheme) -> None:
     weight = compressor.decompress(local, group)["weight"]
     # 4-bit floats are decompressed to bfloat16, everything else to float32.
     assert weight is not None and torch.equal(weight, tensor.dequantize(weight.dtype))
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_the_library_rounds_to_the_same_4_bit_floats(kind: Any) -> None:
+    """Its own scales, codes and bytes, from the same weights in bfloat16."""
+    scheme = Fp4Scheme(kind)
+    weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(7)) * 0.02
+    weight[7] *= 1e-2
+    weight = weight.to(torch.bfloat16).float()
+    ours = CT.pack("m", round_to_fp4(weight, scheme))
+    config = CT.config({"m": scheme}, [])
+    group: Any = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    whole = generate_gparam(weight.min(), weight.max()) if kind == "nvfp4" else None
+    blocks = weight.view(24, -1, scheme.block_size)
+    scale, _ = calculate_qparams(
+        blocks.amin(dim=-1), blocks.amax(dim=-1), group.weights, global_scale=whole
+    )
+    state = {"weight": weight, "weight_scale": scale}
+    if whole is not None:
+        torch.testing.assert_close(ours["m.weight_global_scale"], whole, rtol=2.4e-7, atol=0)
+        state["weight_global_scale"] = ours["m.weight_global_scale"]
+    theirs = BaseCompressor.get_value_from_registry(config["format"]).compress(state, group)
+    for name in ("weight_packed", "weight_scale"):
+        assert same_bits(ours[f"m.{name}"], theirs[name].detach()), name
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
