@@ -31,6 +31,7 @@ from llmopt.quant.base.scheme import (
     Activations,
     CodebookScheme,
     FloatScheme,
+    Fp4Scheme,
     GgufScheme,
     IntScheme,
     LookupScheme,
@@ -91,6 +92,8 @@ others = st.sampled_from(
         *(GgufScheme(kind) for kind in WHOLE_BLOCKS + TABLE_BLOCKS),
         CodebookScheme("nf4"),
         CodebookScheme("fp4", 32, double_quant=True),
+        Fp4Scheme("nvfp4"),
+        Fp4Scheme("mxfp4"),
         FloatScheme("tensor"),
         FloatScheme("channel"),
         FloatScheme("block"),
@@ -104,7 +107,7 @@ def width_for(scheme: Scheme, around: int) -> int:
     unit = 1
     if isinstance(scheme, IntScheme) and scheme.group_size > 0:
         unit = scheme.group_size
-    elif isinstance(scheme, CodebookScheme):
+    elif isinstance(scheme, CodebookScheme | Fp4Scheme):
         unit = scheme.block_size
     elif isinstance(scheme, GgufScheme):
         unit = scheme.block[0]
@@ -242,6 +245,8 @@ def test_slices_of_a_wider_input_are_read_where_they_lie(path: str) -> None:
         (GgufScheme("IQ2_XS"), 8, "tiled-dequant"),
         (CodebookScheme("nf4"), 8, "native-16bit-inputs"),
         (FloatScheme("block", Activations("fp8", "group128")), 8, "native-16bit-inputs"),
+        (Fp4Scheme("nvfp4"), 8, "native-16bit-inputs"),
+        (Fp4Scheme("mxfp4", Activations("mxfp4", "group32")), 16, "native-16bit-inputs"),
         (LookupScheme(4), 8, "tiled-dequant"),
         (IntScheme(4, 24, True), 16, "tiled-dequant"),
     ],
@@ -271,6 +276,8 @@ def test_packed_weights_take_the_bits_of_their_codes(path: str) -> None:
         (GgufScheme("Q4_K"), 4.65),
         (GgufScheme("Q6_K"), 6.6),
         (CodebookScheme("nf4"), 4.51),
+        (Fp4Scheme("mxfp4"), 4.51),
+        (Fp4Scheme("nvfp4"), 6.01),  # block and global scales as one float32
     ]:
         weight = weight_of(scheme, 256, 1024)
         kernel = prepare_quantized_linear(weight, torch.bfloat16)
