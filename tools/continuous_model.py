@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
-from real_model import fetch_gguf, plain_checkpoint
 from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.real_model import fetch_gguf, plain_checkpoint
 
 CONTINUOUS, TWIN = "SmolLM2-continuous", "SmolLM2-continuous-768"
 TWIN_WIDTH = 768
@@ -44,7 +46,9 @@ TOLERANCE = 1e-3
 """Of the largest difference between the logits, which reach about 30; float32 sums in another order."""
 
 
-def block_steps(gguf: Path, config: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def block_steps(
+    gguf: Path, config: Mapping[str, Any]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """By the checkpoint's tensor name: step `[out, in / 32]` and value `[out, in]` of each Q4_1 linear."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     linears = {}
@@ -181,7 +185,9 @@ def main() -> int:
     print(twin)
     difference = logit_difference(continuous, twin)
     met = difference <= TOLERANCE
-    print(f"largest difference of their logits: {difference:.1e}, {'exact' if met else 'NOT exact'}")
+    print(
+        f"largest difference of their logits: {difference:.1e}, {'exact' if met else 'NOT exact'}"
+    )
     return 0 if met else 1
 
 

@@ -6,6 +6,10 @@ The bundled stories3M by default. Perplexity, KL from the original and top-1 agr
 bundled evaluation text, with inputs and arithmetic in float32, so that a difference is the weights'
 (and where a scheme quantizes activations, theirs). The methods that share a grid are given the same one:
 asymmetric, with one group size. Ends with 1 if a method's KL does not fall as its bits grow.
+
+    python tools/quality_table.py real --help
+
+is the table of a real model beside other packages.
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ from llmopt.quant.model.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.quality.marks import write_between
+
 WIDTHS = (2, 3, 4, 8)
 SHARED_GRID = ("rtn", "hqq", "awq", "gptq")
 VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
@@ -42,7 +49,7 @@ VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
     "fp8": ({"granularity": "tensor"}, {"granularity": "channel"}, {"granularity": "block"}),
     "nf4": ({}, {"double_quant": True}),
 }
-BEGIN, END = "<!-- quality table: begin -->", "<!-- quality table: end -->"
+MARKS = "quality table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +161,11 @@ def markdown(original: float, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_docs(path: Path, table: str) -> None:
-    """Put the table between the two marks of a Markdown file, which must be there."""
-    text = path.read_text(encoding="utf-8")
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise BadInput(f"{path} has no lines {BEGIN!r} and {END!r} to put the table between")
-    path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")
-
-
 def main() -> int:
+    if sys.argv[1:2] == ["real"]:
+        from tools.quality.real import main as real_table
+
+        return real_table(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", help="folder; the bundled stories3M by default")
     parser.add_argument("--methods", default=",".join(METHODS))
@@ -216,7 +217,7 @@ def main() -> int:
         }
         given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if given.docs:
-        write_docs(given.docs, markdown(original.perplexity, rows))
+        write_between(given.docs, MARKS, markdown(original.perplexity, rows))
     print("\n".join(wrong) or "KL falls as bits grow, for every method")
     return 1 if wrong else 0
 

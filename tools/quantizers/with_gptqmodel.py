@@ -1,4 +1,4 @@
-"""GPTQModel, for tools/quantizer_speed.py. The task is there."""
+"""GPTQModel, for tools/quality_table.py and tools/quantizer_speed.py. The task is there."""
 
 # The package lives in an environment of its own.
 # pyright: reportMissingImports=false
@@ -17,13 +17,14 @@ from gptqmodel import GPTQModel, QuantizeConfig
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
-    # The file of a method is of its own format; AWQ's is asymmetric.
+    # The file of a method is of its own format; AWQ's is asymmetric, and GPTQ's first version symmetric.
+    gptq = "gptq" if task["symmetric"] else "gptq_v2"
     config = QuantizeConfig(
-        bits=4,
-        group_size=128,
-        sym=task["method"] == "gptq",
+        bits=task["bits"],
+        group_size=task["group_size"],
+        sym=task["symmetric"],
         method=task["method"],
-        format="gptq" if task["method"] == "gptq" else "gemm",
+        format=gptq if task["method"] == "gptq" else "gemm",
         device="cpu",
     )
     began = time.perf_counter()

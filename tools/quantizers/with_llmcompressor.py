@@ -1,4 +1,4 @@
-"""llm-compressor, for tools/quantizer_speed.py. The task is there."""
+"""llm-compressor, for tools/quality_table.py and tools/quantizer_speed.py. The task is there."""
 
 # The package lives in an environment of its own.
 # pyright: reportMissingImports=false
@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -22,14 +23,22 @@ def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
     rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]
-    recipe = (
-        [GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])]
-        if task["method"] == "gptq"
-        else [
-            AWQModifier(),
-            QuantizationModifier(targets="Linear", scheme="W4A16_ASYM", ignore=["lm_head"]),
-        ]
+    weights = QuantizationArgs(
+        num_bits=task["bits"],
+        type="int",
+        strategy="group",
+        group_size=task["group_size"],
+        symmetric=task["symmetric"],
     )
+    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
+    modifiers = {
+        "rtn": lambda: [QuantizationModifier(config_groups=groups, ignore=["lm_head"])],
+        "gptq": lambda: [GPTQModifier(config_groups=groups, ignore=["lm_head"])],
+        "awq": lambda: [
+            AWQModifier(),
+            QuantizationModifier(config_groups=groups, ignore=["lm_head"]),
+        ],
+    }
     began = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(
         task["model"], dtype=torch.bfloat16, trust_remote_code=False
@@ -37,7 +46,7 @@ def main() -> None:
     oneshot(
         model=model,
         dataset=Dataset.from_list(rows),
-        recipe=recipe,
+        recipe=modifiers[task["method"]](),
         max_seq_length=len(task["tokens"][0]),
         num_calibration_samples=len(rows),
         shuffle_calibration_samples=False,

@@ -1,4 +1,4 @@
-"""This package, for tools/quantizer_speed.py. The task is there."""
+"""This package, for tools/quality_table.py and tools/quantizer_speed.py. The task is there."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
+
+
+def grid(task: dict[str, Any]) -> dict[str, Any]:
+    """The options of the request that say the grid."""
+    if gguf_type := task.get("gguf_type"):
+        return {"gguf_type": gguf_type, "format": "gguf"}
+    grid = {key: task[key] for key in ("bits", "group_size", "symmetric")}
+    # Only compressed-tensors holds every width.
+    return grid | ({"format": "compressed-tensors"} if "calibration" in task else {})
 
 
 def main() -> None:
@@ -23,17 +33,19 @@ def main() -> None:
         Path(task["model"]),
         Path(task["output"]),
         method=task["method"],
-        bits=4,
-        group_size=128,
+        calibration=task.get("calibration"),
         num_samples=len(task["tokens"]),
         seq_len=len(task["tokens"][0]),
         held_out=0,
+        seed=task.get("seed", 0),
         options=MethodOptions(true_sequential=task["sequential"]),
+        **grid(task),
     )
     began = time.perf_counter()
-    quantize(request)
+    result = quantize(request)
     seconds = time.perf_counter() - began
-    Path(sys.argv[2]).write_text(json.dumps({"seconds": seconds, "version": "llmopt"}))
+    answer = {"seconds": seconds, "version": "llmopt", "notes": result.notes}
+    Path(sys.argv[2]).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

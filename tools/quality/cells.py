@@ -1,0 +1,99 @@
+"""The cells of the real model's table: package, method, grid and width, with the options of each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+WIDTHS = (8, 6, 5, 4, 3, 2)
+GROUP_SIZE = 64
+"""The largest usual group that divides 576 channels."""
+GGUF_TYPES = {
+    "Q8_0": 8,
+    "Q6_K": 6,
+    "Q5_K_M": 5,
+    "Q5_K_S": 5,
+    "Q4_K_M": 4,
+    "Q4_K_S": 4,
+    "Q4_0": 4,
+    "IQ4_NL": 4,
+    "IQ4_XS": 4,
+    "Q3_K_M": 3,
+    "Q3_K_S": 3,
+    "IQ3_XXS": 3,
+    "Q2_K": 2,
+    "IQ2_S": 2,
+    "IQ2_XXS": 2,
+}
+"""Mixes of llama.cpp with their nominal width; on the 768-wide twin, whose width 256 divides."""
+NEED_IMATRIX = ("IQ2_XXS", "IQ2_S", "IQ3_XXS")
+"""Types that llama.cpp makes from an imatrix only; IQ3_XXS could do without, at a loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One package, method and grid.
+
+    Attributes:
+        grid: the cells of a grid are compared with each other: `int4` in groups of 64, or a GGUF mix.
+        options: of the package's worker, beside `bits`, `group_size` and the calibration tokens.
+    """
+
+    package: str
+    method: str
+    grid: str
+    bits: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Unique; what `--only` is matched with, and a row's key in the JSON file."""
+        words = [self.package, self.method, self.grid]
+        for key, value in self.options.items():
+            if key == "symmetric":
+                words.append("sym" if value else "asym")
+            elif value is True:
+                words.append(key)
+        return " ".join(words)
+
+    @property
+    def is_gguf(self) -> bool:
+        return "gguf_type" in self.options
+
+
+def cells() -> Iterator[Cell]:
+    """Every cell, peers first: theirs do not change with this package."""
+    yield from _integer("llmcompressor", "rtn", WIDTHS)
+    yield from _integer("gptqmodel", "gptq", (8, 4, 3, 2))
+    yield from _integer("llmcompressor", "gptq", WIDTHS)
+    yield from _integer("hqq", "hqq", WIDTHS, symmetric=(False,))
+    yield from _integer("torchao", "intx", WIDTHS)
+    yield from _integer("gptqmodel", "awq", (4,), symmetric=(False,))
+    yield from _integer("llmcompressor", "awq", (4, 3), symmetric=(False,))
+    yield from _gguf("llamacpp", "quantize", imatrix=(False, True))
+    yield from _integer("autoround", "autoround", (4, 3, 2, 8), iters=50)
+    for method in ("rtn", "gptq", "awq"):
+        yield from _integer("llmopt", method, WIDTHS)
+    yield from _integer("llmopt", "hqq", WIDTHS, symmetric=(False,))
+    yield from _gguf("llmopt", "rtn", imatrix=(True,))
+
+
+def _integer(
+    package: str,
+    method: str,
+    widths: tuple[int, ...],
+    symmetric: tuple[bool, ...] = (False, True),
+    **options: Any,
+) -> Iterator[Cell]:
+    for bits in widths:
+        for each in symmetric:
+            yield Cell(package, method, f"int{bits}", bits, {"symmetric": each, **options})
+
+
+def _gguf(package: str, method: str, imatrix: tuple[bool, ...]) -> Iterator[Cell]:
+    for gguf_type, bits in GGUF_TYPES.items():
+        for each in imatrix:
+            if each or gguf_type not in NEED_IMATRIX:
+                options = {"gguf_type": gguf_type, "imatrix": each}
+                yield Cell(package, method, gguf_type, bits, options)

@@ -1,0 +1,300 @@
+"""Table of the real model: each cell quantized by its package, dequantized, scored by one program, recorded.
+
+    python tools/quality_table.py real --models build/real --environments build/quantizers --install \\
+        --calibration c4.jsonl --text wiki.test.raw --output docs/measured/cpu/quality-real.json
+
+The reference is SmolLM2-135M-Instruct made continuous (tools/continuous_model.py); GGUF mixes are of its
+768-wide twin. Rows gain one by one in the JSON file, and the same command goes on where it was stopped.
+Ends with 0 where every goal is met, 1 where one is missed, 3 where rows are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from llmopt.bench.quality.passage import Passage
+from llmopt.bench.quality.protocols import ProtocolOptions, read_passage
+from llmopt.bench.quality.summary import FORMULAS
+from llmopt.quant.base.atomic_io import write_atomically
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.calibration.calibration import Calibration, load_calibration
+
+from tools.continuous_model import make
+from tools.quality.cells import GROUP_SIZE, Cell, cells
+from tools.quality.dequantized import Stored, dequantize_checkpoint
+from tools.quality.environments import install, interpreter, run
+from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float_gguf
+from tools.quality.goals import exit_code, goals, markdown
+from tools.quality.marks import write_between
+from tools.quality.scoring import Scorer
+from tools.real_model import fetch_gguf
+
+HELD_OUT = 0
+
+
+@dataclass(slots=True)
+class Session:
+    """Models, calibration tokens and scorers of a run; what is slow is made when it is first needed."""
+
+    given: argparse.Namespace
+    continuous: Path
+    twin: Path
+    calibration: Calibration
+    passage: Passage
+    _scorers: dict[Path, Scorer] = field(default_factory=dict, init=False)
+
+    def plain(self, cell: Cell) -> Path:
+        """The plain model that a cell quantizes."""
+        return self.twin if cell.is_gguf else self.continuous
+
+    def scorer(self, plain: Path) -> Scorer:
+        if plain not in self._scorers:
+            kept = self.given.models / "references"
+            self._scorers = {plain: Scorer(plain, self.passage, kept)}  # one at a time in memory
+        return self._scorers[plain]
+
+    def task(self, cell: Cell, output: Path) -> dict[str, Any]:
+        """What a cell's worker is given."""
+        task = {
+            "model": str(self.plain(cell).resolve()),
+            "tokens": self.calibration.token_ids.tolist(),
+            "calibration": str(self.given.calibration.resolve()),
+            "seed": self.given.seed,
+            "threads": self.given.threads,
+            "output": str(output),
+            "method": cell.method,
+            "bits": cell.bits,
+            "group_size": GROUP_SIZE,
+            "sequential": True,
+            **cell.options,
+        }
+        if cell.package == "llamacpp":
+            task |= {"float_gguf": str(self._float_gguf()), "output": f"{output}.gguf"}
+            if cell.options["imatrix"]:
+                task["imatrix_file"] = str(self._imatrix())
+        return task
+
+    def _float_gguf(self) -> Path:
+        path = self.given.models / f"{self.twin.name}-f32.gguf"
+        if not path.exists():
+            part = path.with_suffix(".partial")
+            write_float_gguf(self.twin, fetch_gguf(self.given.models), part)
+            part.replace(path)
+        return path.resolve()
+
+    def _imatrix(self) -> Path:
+        path = self.given.models / f"imatrix-{self.calibration.sha256[:16]}.json"
+        if not path.exists():
+            moments = second_moments(self.twin, self.calibration.token_ids)
+            write_atomically(path, json.dumps(moments).encode())
+        return path.resolve()
+
+
+def measure(cell: Cell, session: Session, python: Path) -> dict[str, Any]:
+    """The row of a cell: its scores, or the error that its package ended with."""
+    row: dict[str, Any] = {
+        "name": cell.name,
+        "package": cell.package,
+        "method": cell.method,
+        "grid": cell.grid,
+        "bits": cell.bits,
+        "options": dict(cell.options),
+    }
+    plain = session.plain(cell)
+    with tempfile.TemporaryDirectory(dir=session.given.scratch) as parent:
+        output, folder = Path(parent) / "quantized", Path(parent) / "plain"
+        answer = run(python, cell.package, session.task(cell, output))
+        if "error" in answer:
+            return row | answer
+        try:
+            if answer.get("wrote") == "plain":
+                folder, stored = output, Stored(linear_weights(plain), answer["stored_bytes"])
+            elif cell.is_gguf:
+                source = next(iter([*output.parent.glob("*.gguf"), *output.glob("*.gguf")]))
+                stored = dequantize_gguf(source, folder, plain)
+            else:
+                stored = dequantize_checkpoint(quantized_folder(output), folder, plain)
+        except (BadInput, KeyError, StopIteration) as error:
+            return row | {"error": f"what it wrote cannot be read here: {error}"}
+        scores = session.scorer(plain).score(folder)
+    return row | {
+        "version": answer["version"],
+        "seconds": answer["seconds"],
+        "bits_per_weight": stored.bits_per_weight,
+        "perplexity": scores.perplexity,
+        "reference_perplexity": scores.reference_perplexity,
+        "kl_nats": scores.kl_nats,
+        "kl_interval": scores.intervals["kl_nats"],
+        "p99_kl_nats": scores.p99_kl_nats,
+        "top1_agreement": scores.top1_agreement,
+    }
+
+
+def quantized_folder(output: Path) -> Path:
+    """The folder with the checkpoint; a package may put it into a folder below."""
+    if (output / "config.json").exists():
+        return output
+    return next(iter(sorted(output.glob("*/config.json")))).parent
+
+
+def linear_weights(plain: Path) -> int:
+    """Weights of the decoder layers' linears."""
+    from llmopt.quant.model.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(plain)
+    names = (name for name in checkpoint.names if "_proj.weight" in name)
+    return sum(checkpoint.tensor(name).numel() for name in names)
+
+
+def prepare(given: argparse.Namespace) -> Session:
+    """The models, the calibration tokens (once, for all packages) and the passage."""
+    import transformers
+
+    continuous, twin = make(given.models, 0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(continuous, trust_remote_code=False)
+    calibration = load_calibration(
+        str(given.calibration),
+        tokenizer,
+        num_samples=given.num_samples,
+        seq_len=given.seq_len,
+        seed=given.seed,
+        held_out=HELD_OUT,
+    )
+    passage = read_passage(
+        tokenizer,
+        max_model_len=8192,
+        num_tokens=given.num_tokens,
+        path=given.text,
+        options=ProtocolOptions("gptq", given.window),
+    )
+    return Session(given, continuous, twin, calibration, passage)
+
+
+def record_of(session: Session, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON file's content."""
+    found = goals(rows)
+    return {
+        "model": session.continuous.name,
+        "evaluation": session.given.text.name,
+        "protocol": session.passage.description,
+        "token_sha256": session.passage.sha256,
+        "num_tokens": session.passage.num_scored,
+        "calibration": {
+            "source": session.calibration.source,
+            "shape": list(session.calibration.token_ids.shape),
+            "sha256": session.calibration.sha256,
+        },
+        "group_size": GROUP_SIZE,
+        "formulas": FORMULAS,
+        "torch": torch.__version__,
+        "original_perplexity": next(
+            (row["reference_perplexity"] for row in rows if "reference_perplexity" in row), None
+        ),
+        "rows": rows,
+        "goals": [{"text": goal.text, "met": goal.met} for goal in found],
+    }
+
+
+def kept_rows(path: Path, session: Session) -> list[dict[str, Any]]:
+    """Rows of an earlier run.
+
+    Raises:
+        BadInput: they are of other tokens.
+    """
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text(encoding="utf-8"))
+    same = (
+        record["token_sha256"] == session.passage.sha256
+        and record["calibration"]["sha256"] == session.calibration.sha256
+    )
+    if not same:
+        raise BadInput(
+            f"{path} is of other calibration or evaluation tokens: name another --output"
+        )
+    return record["rows"]
+
+
+def fill(session: Session) -> list[dict[str, Any]]:
+    """Measure the cells that `--only` matches and that have no row, and write the file after each."""
+    given = session.given
+    rows = {row["name"]: row for row in kept_rows(given.output, session)}
+    for cell in cells():
+        if given.only and not re.search(given.only, cell.name):
+            continue
+        if not given.again and "kl_nats" in rows.get(cell.name, {}):
+            continue
+        python = interpreter(given.environments, cell.package)
+        if python is None:
+            print(f"{cell.name}: its package is not installed", flush=True)
+            continue
+        row = measure(cell, session, python)
+        print(shown(row), flush=True)
+        # Read again: another process may have added rows of other cells.
+        rows = {row["name"]: row for row in kept_rows(given.output, session)} | {cell.name: row}
+        text = json.dumps(record_of(session, list(rows.values())), indent=1)
+        write_atomically(given.output, f"{text}\n".encode())
+    return list(rows.values())
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A row for the terminal."""
+    if "error" in row:
+        return f"{row['name']:<40} {row['error']}"
+    low, high = row["kl_interval"]
+    return (
+        f"{row['name']:<40} {row['bits_per_weight']:6.3f} bpw  ppl {row['perplexity']:9.3f}  "
+        f"KL {row['kl_nats']:.4g} ({low:.3g} to {high:.3g})  top-1 {row['top1_agreement']:.1%}  "
+        f"{row['seconds']:.0f} s"
+    )
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="quality_table.py real",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", type=Path, required=True, help="folder of tools/real_model.py")
+    parser.add_argument("--environments", type=Path, help="folder with an environment a package")
+    parser.add_argument("--install", action="store_true", help="make the environments first")
+    parser.add_argument("--only", help="regular expression searched in the cells' names")
+    parser.add_argument("--again", action="store_true", help="measure cells that have a row, too")
+    parser.add_argument("--list", action="store_true", help="print the cells' names, and end")
+    parser.add_argument("--calibration", type=Path, required=True, help="C4 as .jsonl")
+    parser.add_argument("--text", type=Path, required=True, help="WikiText-2's wiki.test.raw")
+    parser.add_argument("--num-samples", type=int, default=32)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--num-tokens", type=int, default=4096, help="of the text")
+    parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--scratch", type=Path, help="folder for checkpoints that are scored")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file, which gains rows")
+    parser.add_argument("--docs", type=Path, help="Markdown file with the marks for the table")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str]) -> int:
+    if "--list" in words:
+        print("\n".join(cell.name for cell in cells()))
+        return 0
+    given = parse(words)
+    torch.set_num_threads(given.threads)
+    if given.install:
+        install(given.environments)
+    session = prepare(given)
+    rows = fill(session)
+    if given.docs:
+        write_between(given.docs, "real model table", markdown(record_of(session, rows)))
+    found = goals(rows)
+    print("\n".join(goal.line for goal in found) or "no row yet: no verdict")
+    return exit_code(found)
