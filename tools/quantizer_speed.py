@@ -1,23 +1,23 @@
-"""Quantization time and layer error of llmopt, llm-compressor and GPTQModel on the same work.
+"""Quantization time and layer error of llmopt, llm-compressor, GPTQModel and auto-round on the same work.
 
     python tools/quantizer_speed.py --environments DIR --shapes 0.13B --output quantizer-speed.json
 
-Makes random Llama checkpoints, then has each quantizer, in a process and an environment of its own
-(`DIR/NAME/bin/python`; this package runs in the present one), make W4 g128 of it with gptq and awq, from
-the same calibration tokens and with the same number of threads, interleaved. The time is from reading the
-checkpoint to the written result, without imports. A layer's error is measured here for all of them, from
-what they wrote: `|Y - Y'|² / |Y - X|²` over the outputs of a decoder layer whose inputs X are the float
-model's on held-out tokens; scales folded into norms or adjacent linears do not change it.
+Makes random Llama checkpoints (or takes the folder of a real one), then has each quantizer, in a process and
+an environment of its own (`DIR/NAME/bin/python`; this package runs in the present one), make W4 of it with
+gptq, awq and autoround, in groups of 128 or the largest usual size that divides the width, from the same
+calibration tokens and with the same number of threads, interleaved. The time is from reading the checkpoint
+to the written result, without imports. A layer's error is measured here for all of them, from what they
+wrote: `|Y - Y'|² / |Y - X|²` over the outputs of a decoder layer whose inputs X are the float model's on
+held-out tokens; scales folded into norms or adjacent linears do not change it. Ends with 0 where every goal
+is met, 1 where one is missed, 3 where a package gave no result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,12 +31,22 @@ from llmopt.quant.convert.read import quantized_modules, read_quantized
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.models import resolve_model
 
-SCRIPTS = Path(__file__).resolve().parent / "quantizers"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.quality.dequantized import quantized_folder
+from tools.quality.environments import install, interpreter, run
+from tools.quality.goals import Goal, exit_code
+
 # llm-compressor measures a whole layer at once; GPTQModel goes through it linear by linear, as llmopt does
 # unless told otherwise.
 WHOLE_LAYERS = "llmopt:whole-layers"
-QUANTIZERS = ("llmopt", WHOLE_LAYERS, "llmcompressor", "gptqmodel")
-METHODS = ("gptq", "awq")
+QUANTIZERS: dict[str, tuple[str, ...]] = {
+    "gptq": ("llmopt", WHOLE_LAYERS, "llmcompressor", "gptqmodel"),
+    "awq": ("llmopt", "llmcompressor", "gptqmodel"),
+    "autoround": ("llmopt", "autoround"),
+}
+GOALS = {"gptq": 2.0, "awq": 2.0, "autoround": 1.5}
+"""Their time over ours, at an error of ours that is no larger."""
+GROUP_SIZES = (128, 64, 32)
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "heads": 8},
     "0.13B": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "heads": 12},
@@ -47,12 +57,6 @@ SHAPES: dict[str, dict[str, int]] = {
         "heads": 32,
         "kv_heads": 4,
     },
-}
-ENVIRONMENT = {
-    "GPTQMODEL_CPU_WORKERS": "2",  # without it, it does not start on two cores
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_VISIBLE_DEVICES": "",
 }
 HELD_OUT = 2
 
@@ -77,21 +81,6 @@ def make_model(shape: str, folder: Path) -> None:
     bundled = resolve_model("stories3M")
     for path in bundled.glob("*token*"):
         shutil.copy(path, folder)
-
-
-def run(python: Path, name: str, task: dict[str, Any]) -> dict[str, Any]:
-    """Time and version that a quantizer gives, or the last line of its output."""
-    with tempfile.TemporaryDirectory() as folder:
-        given, answered = Path(folder) / "task.json", Path(folder) / "answer.json"
-        given.write_text(json.dumps(task))
-        script = SCRIPTS / f"with_{name.partition(':')[0]}.py"
-        command = [str(python), str(script), str(given), str(answered)]
-        environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(task["threads"])}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-        if answered.exists():
-            return json.loads(answered.read_text())
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
-    return {"error": lines[-1][:300]}
 
 
 @torch.no_grad()
@@ -134,83 +123,33 @@ def layer_errors(source: Path, folder: Path, tokens: torch.Tensor) -> list[float
     return errors
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--environments", type=Path, required=True)
-    parser.add_argument("--shapes", default="0.13B", help=", ".join(SHAPES))
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--quantizers", default=",".join(QUANTIZERS))
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--num-samples", type=int, default=16)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--output", type=Path, help="JSON file")
-    given = parser.parse_args()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        resolve_model("stories3M"), trust_remote_code=False
-    )
-    calibration = load_calibration(
-        None,
-        tokenizer,
-        num_samples=given.num_samples,
-        seq_len=given.seq_len,
-        seed=0,
-        held_out=HELD_OUT,
-    )
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as parent:
-        for shape in given.shapes.split(","):
-            source = Path(parent) / shape
-            make_model(shape, source)
-            task = {
-                "model": str(source),
-                "tokens": calibration.token_ids.tolist(),
-                "threads": given.threads,
-            }
-            for method in given.methods.split(","):
-                names = given.quantizers.split(",")
-                if method != "gptq":
-                    names = [name for name in names if name != WHOLE_LAYERS]
-                rows += [
-                    {"shape": shape, "method": method} | row
-                    for row in compare(given, names, source, task | {"method": method}, calibration)
-                ]
-    if given.output:
-        record = {
-            "rows": rows,
-            "threads": given.threads,
-            "calibration": list(calibration.token_ids.shape),
-            "torch": torch.__version__,
-        }
-        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
 def compare(
     given: argparse.Namespace,
     names: Sequence[str],
     source: Path,
     task: dict[str, Any],
-    calibration: Any,
+    held_out: torch.Tensor,
 ) -> list[dict[str, Any]]:
     """One row for each quantizer: its times in interleaved rounds, and the errors of its last checkpoint."""
     times: dict[str, list[float]] = {name: [] for name in names}
     rows: dict[str, dict[str, Any]] = {name: {"quantizer": name} for name in names}
-    held_out = torch.as_tensor(calibration.held_out)
     for _ in range(given.rounds):
         for name in names:
-            output = source.parent / f"{source.name}-{task['method']}-{name}"
-            shutil.rmtree(output, ignore_errors=True)
-            own = Path(sys.executable)
-            python = given.environments / name / "bin" / "python"
-            python = own if name.startswith("llmopt") else python
-            task |= {"output": str(output), "sequential": name != WHOLE_LAYERS}
-            answer = run(python, name, task)
-            if "error" in answer:
-                rows[name] |= answer
+            package = name.partition(":")[0]
+            python = interpreter(given.environments, package)
+            if python is None:
+                rows[name] |= {"error": "not installed"}
                 continue
-            times[name].append(answer["seconds"])
+            with tempfile.TemporaryDirectory() as parent:
+                output = Path(parent) / "quantized"
+                task |= {"output": str(output), "sequential": name != WHOLE_LAYERS}
+                answer = run(python, package, task)
+                if "error" in answer:
+                    rows[name] |= answer
+                    continue
+                times[name].append(answer["seconds"])
+                errors = layer_errors(source, quantized_folder(output), held_out)
             rows[name] |= {"version": answer["version"]}
-            errors = layer_errors(source, output, held_out)
             rows[name] |= {"mean_error": statistics.mean(errors), "layer_errors": errors}
     for name in names:
         if times[name]:
@@ -219,5 +158,107 @@ def compare(
     return list(rows.values())
 
 
+def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    """Our time beside each package's on the same work; whole layers are held against llm-compressor's."""
+    lines = []
+    for theirs in (row for row in rows if not row["quantizer"].startswith("llmopt")):
+        twin = "llmcompressor" in theirs["quantizer"] and theirs["method"] == "gptq"
+        name = WHOLE_LAYERS if twin else "llmopt"
+        key = (theirs["shape"], theirs["method"], name)
+        ours = next(r for r in rows if (r["shape"], r["method"], r["quantizer"]) == key)
+        text = f"{theirs['shape']} {theirs['method']}: {theirs['quantizer']} / {name}"
+        if "seconds" not in ours or "seconds" not in theirs:
+            lines.append(Goal(text, None))
+            continue
+        ratio, least = theirs["seconds"] / ours["seconds"], GOALS[theirs["method"]]
+        errors = f"error {ours['mean_error']:.4f} beside {theirs['mean_error']:.4f}"
+        met = ratio >= least and ours["mean_error"] <= theirs["mean_error"]
+        lines.append(Goal(f"{text} {ratio:.2f} times, {least:g} asked, {errors}", met))
+    return lines
+
+
+def measure_shape(
+    given: argparse.Namespace, source: Path, methods: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The rows of one checkpoint."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    calibration = load_calibration(
+        given.calibration,
+        tokenizer,
+        num_samples=given.num_samples,
+        seq_len=given.seq_len,
+        seed=0,
+        held_out=HELD_OUT,
+    )
+    width = json.loads((source / "config.json").read_text(encoding="utf-8"))["hidden_size"]
+    rows: list[dict[str, Any]] = []
+    for method in methods:
+        task = {
+            "model": str(source.resolve()),
+            "tokens": calibration.token_ids.tolist(),
+            "calibration": given.calibration and str(Path(given.calibration).resolve()),
+            "threads": given.threads,
+            "method": method,
+            "bits": 4,
+            "group_size": next(size for size in GROUP_SIZES if width % size == 0),
+            "symmetric": method != "awq",
+            "iters": given.iters,
+        }
+        asked = given.quantizers.split(",") if given.quantizers else QUANTIZERS[method]
+        names = [name for name in QUANTIZERS[method] if name in asked]
+        held_out = torch.as_tensor(calibration.held_out)
+        rows += [
+            {"shape": source.name, "method": method} | row
+            for row in compare(given, names, source, task, held_out)
+        ]
+    return rows
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--environments", type=Path, required=True)
+    parser.add_argument("--install", action="store_true", help="make the environments first")
+    parser.add_argument(
+        "--shapes", default="0.13B", help=f"{', '.join(SHAPES)}, or the folder of a checkpoint"
+    )
+    parser.add_argument("--methods", default="gptq,awq")
+    parser.add_argument("--quantizers", help="names, separated by commas; default: all of a method")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--calibration", help="a .txt or .jsonl file; the bundled text by default")
+    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--iters", type=int, default=200, help="of autoround")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = parse()
+    methods = given.methods.split(",")
+    if given.install:
+        packages = {name.partition(":")[0] for method in methods for name in QUANTIZERS[method]}
+        install(given.environments, sorted(packages - {"llmopt"}))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as parent:
+        for shape in given.shapes.split(","):
+            source = Path(parent) / shape if shape in SHAPES else Path(shape)
+            if shape in SHAPES:
+                make_model(shape, source)
+            rows += measure_shape(given, source, methods)
+    reached = goals(rows)
+    if given.output:
+        record = {
+            "rows": rows,
+            "threads": given.threads,
+            "calibration": [given.num_samples, given.seq_len],
+            "torch": torch.__version__,
+            "goals": [{"text": goal.text, "met": goal.met} for goal in reached],
+        }
+        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(goal.line for goal in reached))
+    return exit_code(reached)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -61,6 +61,13 @@ def dequantize_checkpoint(source: Path, output: Path, plain: Path) -> Stored:
     return Stored(taken, stored)
 
 
+def quantized_folder(output: Path) -> Path:
+    """The folder with the checkpoint; a package may put it into a folder below."""
+    if (output / "config.json").exists():
+        return output
+    return next(iter(sorted(output.glob("*/config.json")))).parent
+
+
 def write_plain(
     output: Path, plain: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> None:

@@ -120,5 +120,8 @@ def markdown(record: Mapping[str, Any]) -> str:
             f"| {row['grid']} | {label(row)} | {row['bits_per_weight']:.2f} | {row['perplexity']:.3f} | "
             f"{row['kl_nats']:.3g} ({low:.3g} to {high:.3g}) | {100 * row['top1_agreement']:.1f} % |"
         )
+    for row in record["rows"]:
+        if "error" in row:
+            lines += ["", f"Not run: {row['grid']} by {label(row)}: {row['error']}"]
     lines += ["", "Goals:", "", *(f"- {goal.line}" for goal in goals(record["rows"]))]
     return "\n".join(lines)

@@ -29,7 +29,7 @@ from llmopt.quant.calibration.calibration import Calibration, load_calibration
 
 from tools.continuous_model import make
 from tools.quality.cells import GROUP_SIZE, Cell, cells
-from tools.quality.dequantized import Stored, dequantize_checkpoint
+from tools.quality.dequantized import Stored, dequantize_checkpoint, quantized_folder
 from tools.quality.environments import install, interpreter, run
 from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float_gguf
 from tools.quality.goals import exit_code, goals, markdown
@@ -74,6 +74,7 @@ class Session:
             "bits": cell.bits,
             "group_size": GROUP_SIZE,
             "sequential": True,
+            "any_width": True,
             **cell.options,
         }
         if cell.package == "llamacpp":
@@ -136,13 +137,6 @@ def measure(cell: Cell, session: Session, python: Path) -> dict[str, Any]:
         "p99_kl_nats": scores.p99_kl_nats,
         "top1_agreement": scores.top1_agreement,
     }
-
-
-def quantized_folder(output: Path) -> Path:
-    """The folder with the checkpoint; a package may put it into a folder below."""
-    if (output / "config.json").exists():
-        return output
-    return next(iter(sorted(output.glob("*/config.json")))).parent
 
 
 def linear_weights(plain: Path) -> int:

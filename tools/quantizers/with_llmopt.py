@@ -21,7 +21,7 @@ def grid(task: dict[str, Any]) -> dict[str, Any]:
         return {"gguf_type": gguf_type, "format": "gguf"}
     grid = {key: task[key] for key in ("bits", "group_size", "symmetric")}
     # Only compressed-tensors holds every width.
-    return grid | ({"format": "compressed-tensors"} if "calibration" in task else {})
+    return grid | ({"format": "compressed-tensors"} if task.get("any_width") else {})
 
 
 def main() -> None:
@@ -29,6 +29,9 @@ def main() -> None:
     torch.set_num_threads(task["threads"])
     # What it imports on first use counts for none of the packages.
     assert transformers.AutoModelForCausalLM and transformers.AutoTokenizer
+    options = {"true_sequential": task["sequential"]}
+    if task["method"] == "autoround":
+        options["iters"] = task["iters"]
     request = QuantizeRequest(
         Path(task["model"]),
         Path(task["output"]),
@@ -38,7 +41,7 @@ def main() -> None:
         seq_len=len(task["tokens"][0]),
         held_out=0,
         seed=task.get("seed", 0),
-        options=MethodOptions(true_sequential=task["sequential"]),
+        options=MethodOptions(**options),
         **grid(task),
     )
     began = time.perf_counter()
