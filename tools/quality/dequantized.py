@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredSize:
     """Size of the quantized linears in their files."""
 
     weights: int
@@ -28,7 +28,7 @@ class Stored:
         return 8 * self.bytes / self.weights
 
 
-def dequantize_checkpoint(source: Path, output: Path, plain: Path) -> Stored:
+def dequantize_checkpoint(source: Path, output: Path, plain: Path) -> StoredSize:
     """A plain float32 checkpoint of a quantized one in safetensors, with the plain one's config.
 
     Tensors that are not quantized are the checkpoint's own: a method may have folded scales into them.
@@ -58,7 +58,7 @@ def dequantize_checkpoint(source: Path, output: Path, plain: Path) -> Stored:
         else:
             config["tie_word_embeddings"] = False
     write_plain(output, plain, tensors, config)
-    return Stored(taken, stored)
+    return StoredSize(taken, stored)
 
 
 def quantized_folder(output: Path) -> Path:

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from llmopt.quant.model.checkpoint import Checkpoint
 
 from tools.continuous_model import NAMES, unpermuted
-from tools.quality.dequantized import Stored, write_plain
+from tools.quality.dequantized import StoredSize, write_plain
 
 OTHERS = {
     "token_embd": "model.embed_tokens",
@@ -75,7 +75,7 @@ def write_float_gguf(plain: Path, original: Path, output: Path) -> None:
     writer.close()
 
 
-def dequantize_gguf(source: Path, output: Path, plain: Path) -> Stored:
+def dequantize_gguf(source: Path, output: Path, plain: Path) -> StoredSize:
     """A plain checkpoint of a GGUF file, by the `gguf` package; the embeddings are the plain model's.
 
     Only the linears are compared: a mix stores the embeddings in a type of its own.
@@ -98,7 +98,7 @@ def dequantize_gguf(source: Path, output: Path, plain: Path) -> Stored:
     for name in original.names:
         tensors.setdefault(name, original.tensor(name).float().contiguous())
     write_plain(output, plain, tensors, config)
-    return Stored(weights, stored)
+    return StoredSize(weights, stored)
 
 
 @torch.no_grad()

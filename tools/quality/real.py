@@ -29,7 +29,7 @@ from llmopt.quant.calibration.calibration import Calibration, load_calibration
 
 from tools.continuous_model import make
 from tools.quality.cells import GROUP_SIZE, Cell, cells
-from tools.quality.dequantized import Stored, dequantize_checkpoint, quantized_folder
+from tools.quality.dequantized import StoredSize, dequantize_checkpoint, quantized_folder
 from tools.quality.environments import install, interpreter, run
 from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float_gguf
 from tools.quality.goals import exit_code, goals, markdown
@@ -117,7 +117,7 @@ def measure(cell: Cell, session: Session, python: Path) -> dict[str, Any]:
             return row | answer
         try:
             if answer.get("wrote") == "plain":
-                folder, stored = output, Stored(linear_weights(plain), answer["stored_bytes"])
+                folder, stored = output, StoredSize(linear_weights(plain), answer["stored_bytes"])
             elif cell.is_gguf:
                 source = next(iter([*output.parent.glob("*.gguf"), *output.glob("*.gguf")]))
                 stored = dequantize_gguf(source, folder, plain)

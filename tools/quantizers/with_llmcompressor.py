@@ -11,7 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStrategy,
+    QuantizationType,
+)
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -25,8 +30,8 @@ def main() -> None:
     rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]
     weights = QuantizationArgs(
         num_bits=task["bits"],
-        type="int",
-        strategy="group",
+        type=QuantizationType.INT,
+        strategy=QuantizationStrategy.GROUP,
         group_size=task["group_size"],
         symmetric=task["symmetric"],
     )

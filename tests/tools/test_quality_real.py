@@ -1,0 +1,142 @@
+"""The parts of the real model's table on the bundled model: scoring, sizes, GGUF files, resuming."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from llmopt.bench.quality.protocols import ProtocolOptions, read_passage
+from llmopt.quant.base.errors import BadInput
+from llmopt.quant.calibration.calibration import load_calibration
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.models import resolve_model
+from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.request.request import QuantizeRequest
+
+from tools.quality import real
+from tools.quality.cells import Cell, cells
+from tools.quality.dequantized import dequantize_checkpoint
+from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float_gguf
+from tools.quality.scoring import Scorer
+
+PLAIN = resolve_model("stories3M")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(PLAIN)
+
+
+@pytest.fixture
+def session(tmp_path: Path, tokenizer: Any) -> real.Session:
+    passage = read_passage(
+        tokenizer, max_model_len=256, num_tokens=256, options=ProtocolOptions("gptq", 128)
+    )
+    calibration = load_calibration(None, tokenizer, num_samples=2, seq_len=16, seed=0)
+    given = argparse.Namespace(
+        models=tmp_path,
+        environments=None,
+        scratch=tmp_path,
+        output=tmp_path / "table.json",
+        only=None,
+        again=False,
+        text=Path("evaluation.txt"),
+    )
+    return real.Session(given, PLAIN, PLAIN, calibration, passage)
+
+
+def test_a_model_beside_itself_and_beside_a_worse_one(
+    tmp_path: Path, session: real.Session
+) -> None:
+    scorer = Scorer(PLAIN, session.passage, tmp_path / "references")
+    same = scorer.score(PLAIN)
+    assert same.kl_nats == pytest.approx(0, abs=1e-6)
+    assert same.perplexity == pytest.approx(same.reference_perplexity)
+    assert same.top1_agreement == 1
+    quantize(QuantizeRequest(PLAIN, tmp_path / "q", method="rtn", bits=3, errors=False))
+    stored = dequantize_checkpoint(tmp_path / "q", tmp_path / "plain", PLAIN)
+    # A second scorer reads the hidden states that the first one kept.
+    worse = Scorer(PLAIN, session.passage, tmp_path / "references").score(tmp_path / "plain")
+    assert worse.kl_nats is not None and worse.kl_nats > 0.01
+    assert worse.reference_perplexity == pytest.approx(same.perplexity)
+    files = sum(path.stat().st_size for path in (tmp_path / "q").glob("*.safetensors"))
+    assert 3 < stored.bits_per_weight < 3.5
+    assert stored.bytes < files
+
+
+def test_float_gguf_and_back(tmp_path: Path) -> None:
+    request = QuantizeRequest(
+        PLAIN, tmp_path / "q8", method="rtn", format="gguf", gguf_type="Q8_0", errors=False
+    )
+    quantize(request)
+    (original,) = (tmp_path / "q8").glob("*.gguf")
+    write_float_gguf(PLAIN, original, tmp_path / "f32.gguf")
+    stored = dequantize_gguf(tmp_path / "f32.gguf", tmp_path / "again", PLAIN)
+    assert stored.bits_per_weight == 32
+    plain, again = Checkpoint(PLAIN), Checkpoint(tmp_path / "again")
+    assert set(plain.names) == set(again.names)
+    for name in plain.names:
+        assert torch.equal(plain.tensor(name).float(), again.tensor(name)), name
+    assert dequantize_gguf(original, tmp_path / "eight", PLAIN).bits_per_weight == 8.5
+
+
+def test_second_moments_are_those_of_the_inputs() -> None:
+    tokens = torch.arange(32).view(2, 16) + 5
+    moments = second_moments(PLAIN, tokens)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(PLAIN, dtype=torch.float32)
+    with torch.no_grad():
+        inputs = model.model.layers[0].input_layernorm(model.model.embed_tokens(tokens))
+    wanted = inputs.double().square().mean((0, 1))
+    for kind in ("attn_q", "attn_k", "attn_v"):
+        found = torch.tensor(moments[f"blk.0.{kind}.weight"], dtype=torch.float64)
+        assert torch.allclose(found, wanted, rtol=1e-5)
+    layers = len(model.model.layers)
+    assert len(moments) == 7 * layers
+
+
+def test_names_are_unique() -> None:
+    names = [cell.name for cell in cells()]
+    assert len(set(names)) == len(names)
+
+
+def test_rows_are_kept_and_not_measured_again(
+    session: real.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def measure(cell: Cell, *_: Any) -> dict[str, Any]:
+        measured.append(cell.name)
+        if cell.bits == 3 and measured.count(cell.name) == 1:
+            return row_of(cell) | {"error": "killed"}
+        return row_of(cell) | {
+            "bits_per_weight": 4.3,
+            "perplexity": 3.0,
+            "reference_perplexity": 2.0,
+            "kl_nats": 0.1,
+            "kl_interval": (0.1, 0.2),
+            "top1_agreement": 0.5,
+            "seconds": 1.0,
+        }
+
+    def row_of(cell: Cell) -> dict[str, Any]:
+        fields = ("name", "package", "method", "grid", "bits", "options")
+        return {name: getattr(cell, name) for name in fields}
+
+    monkeypatch.setattr(real, "measure", measure)
+    session.given.only = "^llmopt rtn int[34] asym"
+    real.fill(session)
+    rows = real.fill(session)
+    # The one that failed is tried again; peers are not installed here.
+    assert measured == [f"llmopt rtn int{bits} asym" for bits in (4, 3, 3)]
+    assert [row["kl_nats"] for row in rows] == [0.1, 0.1]
+    record = json.loads(session.given.output.read_text())
+    assert record["original_perplexity"] == 2.0
+    record["token_sha256"] = "another"
+    session.given.output.write_text(json.dumps(record))
+    with pytest.raises(BadInput, match="other calibration or evaluation tokens"):
+        real.fill(session)
