@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tools.quality.goals import Goal, exit_code, goals, markdown
+from tools.quality.goals import DEFAULT_METHOD, Goal, exit_code, goals, markdown
 
 
 def row(package: str, method: str, kl: float, bits_per_weight: float = 4.3, **options: Any) -> dict:
@@ -24,11 +24,13 @@ def row(package: str, method: str, kl: float, bits_per_weight: float = 4.3, **op
         "kl_nats": kl,
         "kl_interval": [0.9 * kl, 1.1 * kl],
         "top1_agreement": 0.75,
+        "seconds": 10.0,
     }
 
 
 def verdicts(rows: list[dict]) -> dict[str, bool | None]:
-    return {goal.text.split(":")[0]: goal.met for goal in goals(rows) if "share" not in goal.text}
+    beside = (goal for goal in goals(rows) if "peer" in goal.text)
+    return {goal.text.split(":")[0]: goal.met for goal in beside}
 
 
 def test_ours_at_or_below_the_best_peer() -> None:
@@ -65,6 +67,14 @@ def test_share_of_rtn_is_of_the_same_symmetry(kl: float, met: bool) -> None:
     ]
     shares = [goal for goal in goals(rows) if goal.text.startswith("int4: share")]
     assert [goal.met for goal in shares] == [met]
+
+
+def test_the_default_is_what_wins_within_three_times_gptqs_time() -> None:
+    slow = {**row("llmopt", "autoround", 0.1), "seconds": 31.0}
+    rows = [row("llmopt", "gptq", 0.3), row("llmopt", DEFAULT_METHOD, 0.2), slow]
+    assert goals(rows)[-1].met is True
+    assert goals([*rows[:2], {**slow, "seconds": 29.0}])[-1].met is False
+    assert goals(rows[1:])[-1].met is None
 
 
 def test_exit_codes() -> None:

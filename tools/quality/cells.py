@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmopt.quant.methods.registry import METHODS
+
 WIDTHS = (8, 6, 5, 4, 3, 2)
 GROUP_SIZE = 64
 """The largest usual group that divides 576 channels."""
@@ -27,6 +29,8 @@ GGUF_TYPES = {
     "IQ2_XXS": 2,
 }
 """Mixes of llama.cpp with their nominal width; on the 768-wide twin, whose width 256 divides."""
+ITERS = 50
+"""Steps of sign gradient descent for each layer; the paper's 200 take hours on a CPU."""
 NEED_IMATRIX = ("IQ2_XXS", "IQ2_S", "IQ3_XXS")
 """Types that llama.cpp makes from an imatrix only; IQ3_XXS could do without, at a loss."""
 
@@ -55,6 +59,8 @@ class Cell:
                 words.append("sym" if value else "asym")
             elif value is True:
                 words.append(key)
+            elif key not in ("gguf_type", "iters") and value is not False:
+                words.append(f"{key}={value}")
         return " ".join(words)
 
     @property
@@ -72,10 +78,12 @@ def cells() -> Iterator[Cell]:
     yield from _integer("gptqmodel", "awq", (4,), symmetric=(False,))
     yield from _integer("llmcompressor", "awq", (4, 3), symmetric=(False,))
     yield from _gguf("llamacpp", "quantize", imatrix=(False, True))
-    yield from _integer("autoround", "autoround", (4, 3, 2, 8), iters=50)
+    yield from _integer("autoround", "autoround", (4, 3, 2, 8), iters=ITERS)
     for method in ("rtn", "gptq", "awq"):
         yield from _integer("llmopt", method, WIDTHS)
     yield from _integer("llmopt", "hqq", WIDTHS, symmetric=(False,))
+    if "autoround" in METHODS:
+        yield from _integer("llmopt", "autoround", (4, 3, 2, 8), iters=ITERS)
     yield from _gguf("llmopt", "rtn", imatrix=(True,))
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from llmopt.quant.request.request import QuantizeRequest
 
 OURS = "llmopt"
 RECOVERED = {4: 0.70, 3: 0.60}
 """Share of plain rounding's KL that the best method recovers, by width; same grid, same symmetry or not."""
 MORE_BITS = 0.1
 """Bits per weight that our row may store beyond the peer's that it is held against."""
+
+DEFAULT_METHOD = next(field.default for field in fields(QuantizeRequest) if field.name == "method")
+DEFAULT_TIME = 3.0
 
 Row = Mapping[str, Any]
 
@@ -33,7 +38,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     """Every goal that the rows concern; rows with an error have no scores and are left out."""
     scored = [row for row in rows if "kl_nats" in row]
     grids = list(dict.fromkeys(row["grid"] for row in sorted(scored, key=lambda r: -r["bits"])))
-    return [*(_beside_peers(scored, grid) for grid in grids), *_recovered(scored)]
+    return [*(_beside_peers(scored, grid) for grid in grids), *_recovered(scored), _default(scored)]
 
 
 def exit_code(found: Sequence[Goal]) -> int:
@@ -82,6 +87,17 @@ def _recovered(rows: Sequence[Row]) -> Iterator[Goal]:
             continue
         share = 1 - ours["kl_nats"] / rounded[0]["kl_nats"]
         yield Goal(f"{text}, {share:.1%} by {_words(ours)}", share >= least)
+
+
+def _default(rows: Sequence[Row]) -> Goal:
+    """The default method is the one that wins at 4 bits within three times gptq's time."""
+    mine = [row for row in rows if row["package"] == OURS and row["grid"] == "int4"]
+    times = [row["seconds"] for row in mine if row["method"] == "gptq"]
+    text = f"int4: the default, {DEFAULT_METHOD}, wins within {DEFAULT_TIME:g} times gptq's time"
+    best = _best([row for row in mine if times and row["seconds"] <= DEFAULT_TIME * min(times)])
+    if best is None:
+        return Goal(text, None)
+    return Goal(f"{text}; first is {_words(best)}", best["method"] == DEFAULT_METHOD)
 
 
 def _words(row: Row) -> str:
