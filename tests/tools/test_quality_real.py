@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import transformers
 from llmopt.bench.quality.protocols import ProtocolOptions, read_passage
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.calibration.calibration import load_calibration
+from llmopt.quant.calibration.calibration import BUNDLED, load_calibration
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
@@ -37,7 +38,7 @@ def session(tmp_path: Path, tokenizer: Any) -> real.Session:
     passage = read_passage(
         tokenizer, max_model_len=256, num_tokens=256, options=ProtocolOptions("gptq", 128)
     )
-    calibration = load_calibration(None, tokenizer, num_samples=2, seq_len=16, seed=0)
+    calibration = load_calibration(str(BUNDLED), tokenizer, num_samples=2, seq_len=32, seed=0)
     given = argparse.Namespace(
         models=tmp_path,
         environments=None,
@@ -45,6 +46,9 @@ def session(tmp_path: Path, tokenizer: Any) -> real.Session:
         output=tmp_path / "table.json",
         only=None,
         again=False,
+        calibration=BUNDLED,
+        seed=0,
+        threads=1,
         text=Path("evaluation.txt"),
     )
     return real.Session(given, PLAIN, PLAIN, calibration, passage)
@@ -140,3 +144,22 @@ def test_rows_are_kept_and_not_measured_again(
     session.given.output.write_text(json.dumps(record))
     with pytest.raises(BadInput, match="other calibration or evaluation tokens"):
         real.fill(session)
+
+
+def test_a_cell_from_worker_to_row(session: real.Session) -> None:
+    cell = Cell("llmopt", "gptq", "int4", 4, {"symmetric": False})
+    row = real.measure(cell, session, Path(sys.executable))
+    assert "error" not in row, row["error"]
+    assert 4.2 < row["bits_per_weight"] < 4.5
+    assert 0.001 < row["kl_nats"] < 1
+    low, high = row["kl_interval"]
+    assert low <= row["kl_nats"] <= high
+    # Other tokens than the packages were given are no row.
+    session.calibration = load_calibration(
+        str(BUNDLED),
+        transformers.AutoTokenizer.from_pretrained(PLAIN),
+        num_samples=2,
+        seq_len=32,
+        seed=1,
+    )
+    assert "other tokens" in real.measure(cell, session, Path(sys.executable))["error"]

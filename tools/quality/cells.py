@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmopt.quant.methods.registry import METHODS
+from llmopt.quant.request.request import QuantizeRequest
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 GROUP_SIZE = 64
@@ -59,8 +60,8 @@ class Cell:
                 words.append("sym" if value else "asym")
             elif value is True:
                 words.append(key)
-            elif key not in ("gguf_type", "iters") and value is not False:
-                words.append(f"{key}={value}")
+            elif key == "rotations":
+                words += value
         return " ".join(words)
 
     @property
@@ -82,9 +83,23 @@ def cells() -> Iterator[Cell]:
     for method in ("rtn", "gptq", "awq"):
         yield from _integer("llmopt", method, WIDTHS)
     yield from _integer("llmopt", "hqq", WIDTHS, symmetric=(False,))
+    yield from _four_bit_floats()
     if "autoround" in METHODS:
         yield from _integer("llmopt", "autoround", (4, 3, 2, 8), iters=ITERS)
+    if "rotations" in QuantizeRequest.__dataclass_fields__:
+        for method in ("gptq", "awq"):
+            yield from _integer("llmopt", method, (4, 3), (False,), rotations=("R1", "R2"))
     yield from _gguf("llmopt", "rtn", imatrix=(True,))
+
+
+def _four_bit_floats() -> Iterator[Cell]:
+    """Blocks of 16 with e4m3 scales, and of 32 with powers of two; weights only."""
+    for scheme in ("nvfp4", "mxfp4"):
+        options = {"scheme": f"{scheme.upper()}A16"}
+        for method in ("rtn", "gptq"):
+            yield Cell("llmcompressor", method, scheme, 4, options)
+        if scheme in METHODS:
+            yield Cell("llmopt", scheme, scheme, 4, options)
 
 
 def _integer(

@@ -112,6 +112,7 @@ def label(row: Row) -> str:
         words.append("sym" if options["symmetric"] else "asym")
     if options.get("imatrix"):
         words.append("imatrix")
+    words += options.get("rotations", ())
     return " ".join(words)
 
 

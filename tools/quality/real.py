@@ -115,6 +115,9 @@ def measure(cell: Cell, session: Session, python: Path) -> dict[str, Any]:
         answer = run(python, cell.package, session.task(cell, output))
         if "error" in answer:
             return row | answer
+        # Ours reads the text itself.
+        if answer.get("calibration_sha256", digest := session.calibration.sha256) != digest:
+            return row | {"error": "it calibrated on other tokens than the packages were given"}
         try:
             if answer.get("wrote") == "plain":
                 folder, stored = output, StoredSize(linear_weights(plain), answer["stored_bytes"])

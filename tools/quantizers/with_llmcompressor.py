@@ -9,6 +9,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import (
@@ -24,10 +25,10 @@ from llmcompressor.modifiers.transform.awq import AWQModifier
 from transformers import AutoModelForCausalLM
 
 
-def main() -> None:
-    task = json.loads(Path(sys.argv[1]).read_text())
-    torch.set_num_threads(task["threads"])
-    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]
+def grid_of(task: dict[str, Any]) -> dict[str, Any]:
+    """A preset scheme by name, or integer codes in groups."""
+    if "scheme" in task:
+        return {"targets": "Linear", "scheme": task["scheme"]}
     weights = QuantizationArgs(
         num_bits=task["bits"],
         type=QuantizationType.INT,
@@ -35,13 +36,21 @@ def main() -> None:
         group_size=task["group_size"],
         symmetric=task["symmetric"],
     )
-    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    return {"config_groups": {"group_0": scheme}}
+
+
+def main() -> None:
+    task = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(task["threads"])
+    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in task["tokens"]]
+    grid = grid_of(task)
     modifiers = {
-        "rtn": lambda: [QuantizationModifier(config_groups=groups, ignore=["lm_head"])],
-        "gptq": lambda: [GPTQModifier(config_groups=groups, ignore=["lm_head"])],
+        "rtn": lambda: [QuantizationModifier(**grid, ignore=["lm_head"])],
+        "gptq": lambda: [GPTQModifier(**grid, ignore=["lm_head"])],
         "awq": lambda: [
             AWQModifier(),
-            QuantizationModifier(config_groups=groups, ignore=["lm_head"]),
+            QuantizationModifier(**grid, ignore=["lm_head"]),
         ],
     }
     began = time.perf_counter()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from llmopt.quant.manifest.manifest import MANIFEST_NAME
 from llmopt.quant.methods.base import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
@@ -19,6 +20,8 @@ def grid(task: dict[str, Any]) -> dict[str, Any]:
     """The options of the request that say the grid."""
     if gguf_type := task.get("gguf_type"):
         return {"gguf_type": gguf_type, "format": "gguf"}
+    if "scheme" in task:
+        return {}  # the method is the grid
     grid = {key: task[key] for key in ("bits", "group_size", "symmetric")}
     # Only compressed-tensors holds every width.
     return grid | ({"format": "compressed-tensors"} if task.get("any_width") else {})
@@ -43,11 +46,14 @@ def main() -> None:
         seed=task.get("seed", 0),
         options=MethodOptions(**options),
         **grid(task),
+        **{key: tuple(task[key]) for key in ("rotations",) if key in task},
     )
     began = time.perf_counter()
     result = quantize(request)
     seconds = time.perf_counter() - began
     answer = {"seconds": seconds, "version": "llmopt", "notes": result.notes}
+    if manifest := next(Path(task["output"]).rglob(MANIFEST_NAME), None):
+        answer["calibration_sha256"] = json.loads(manifest.read_text())["calibration"]["sha256"]
     Path(sys.argv[2]).write_text(json.dumps(answer))
 
 
