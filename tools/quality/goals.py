@@ -14,7 +14,7 @@ RECOVERED = {4: 0.70, 3: 0.60}
 MORE_BITS = 0.1
 """Bits per weight that our row may store beyond the peer's that it is held against."""
 
-DEFAULT_METHOD = next(field.default for field in fields(QuantizeRequest) if field.name == "method")
+DEFAULT_METHOD = str(next(f.default for f in fields(QuantizeRequest) if f.name == "method"))
 DEFAULT_TIME = 3.0
 
 Row = Mapping[str, Any]

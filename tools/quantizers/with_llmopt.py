@@ -23,6 +23,8 @@ def grid(task: dict[str, Any]) -> dict[str, Any]:
     if "scheme" in task:
         return {}  # the method is the grid
     grid = {key: task[key] for key in ("bits", "group_size", "symmetric")}
+    if "rotations" in task:
+        grid["rotations"] = tuple(task["rotations"])
     # Only compressed-tensors holds every width.
     return grid | ({"format": "compressed-tensors"} if task.get("any_width") else {})
 
@@ -32,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(task["threads"])
     # What it imports on first use counts for none of the packages.
     assert transformers.AutoModelForCausalLM and transformers.AutoTokenizer
-    options = {"true_sequential": task["sequential"]}
+    options: dict[str, Any] = {"true_sequential": task["sequential"]}
     if task["method"] == "autoround":
         options["iters"] = task["iters"]
     request = QuantizeRequest(
@@ -46,7 +48,6 @@ def main() -> None:
         seed=task.get("seed", 0),
         options=MethodOptions(**options),
         **grid(task),
-        **{key: tuple(task[key]) for key in ("rotations",) if key in task},
     )
     began = time.perf_counter()
     result = quantize(request)
