@@ -18,7 +18,7 @@ class CheckpointOptions:
     method: Annotated[
         str,
         typer.Option(
-            help="Quantization method: awq, gptq, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
+            help="Quantization method: awq, gptq, autoround, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
             "nf4, fp4, nvfp4, mxfp4; or auto: gptq with mixed precision under a target."
         ),
     ] = "awq"
@@ -151,6 +151,14 @@ class SolverOptions:
         float,
         typer.Option(help="smoothquant: migration strength, from activations to weights."),
     ] = 0.5
+    iters: Annotated[
+        int, typer.Option(help="autoround: steps of sign gradient descent for each layer.")
+    ] = 200
+    lr: Annotated[
+        float | None,
+        typer.Option(help="autoround: first step, in steps of the grid. Default: 1/iters."),
+    ] = None
+    batch_size: Annotated[int, typer.Option(help="autoround: calibration samples in a step.")] = 8
 
 
 @dataclass(frozen=True, slots=True)

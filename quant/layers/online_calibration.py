@@ -6,8 +6,9 @@ that later layers are calibrated on their real inputs; the quantized layer's out
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors.torch import load_file
@@ -20,13 +21,19 @@ from ..request.selection import HEAD
 from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
 from ..stream.states import States
+from ..tuning.block import Block
 from .quantized_layer import LayerStatistics, QuantizedLayer
+from .streamed_block import StreamedBlock
 
-_CALIBRATION, _HELD_OUT, _FLOAT = (
-    "calibration",
-    "held_out",
-    "float",
-)  # names in the file of the states
+_CALIBRATION, _HELD_OUT, _FLOAT = "calibration", "held_out", "float"  # in the file of the states
+_LAYERS = 2**16  # more than any model has: seeds of layers do not meet
+
+
+class Tuning(NamedTuple):
+    """What a method that tunes layers needs besides: a seed, and where to say how far it is."""
+
+    seed: int
+    status: Callable[[str], None]
 
 
 class Source(Protocol):
@@ -65,6 +72,7 @@ class OnlineCalibration:
         sequential: bool,
         kv: bool,
         asymmetric: bool = False,
+        tuning: Tuning | None = None,
     ):
         """Start at the embedding, or after the layers finished when `saved` was written.
 
@@ -72,20 +80,24 @@ class OnlineCalibration:
             sequential: whether the method requests each linear's statistics itself (true-sequential).
             kv: whether to measure the ranges of keys and values.
             asymmetric: whether the states of the float model are carried along (GPTAQ).
+            tuning: for a method that is given each layer as a `Block`: the states of the float model are
+                carried along, as its targets.
         """
+        self._tuning = tuning
+        carries_floats = asymmetric or tuning is not None
         self._sequential, self._kv = sequential, kv
         self._stream = stream
         stream.prepare(calibration.token_ids)
         if saved is None:
             self._states = stream.embed(calibration.token_ids)
             self._held_out = stream.embed(calibration.held_out)
-            self._floats = stream.embed(calibration.token_ids) if asymmetric else None
+            self._floats = stream.embed(calibration.token_ids) if carries_floats else None
         else:
             stored = load_file(saved)
             self._states = States.restored(_CALIBRATION, calibration.token_ids, stored)
             self._held_out = States.restored(_HELD_OUT, calibration.held_out, stored)
             floats = States.restored(_FLOAT, calibration.token_ids, stored)
-            self._floats = floats if asymmetric else None
+            self._floats = floats if carries_floats else None
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
         stream, states, floats = self._stream, self._states, self._floats
@@ -96,13 +108,26 @@ class OnlineCalibration:
             remeasure=lambda replaced, only: stream.remeasure(
                 index, states, replaced, only, floats
             ),
+            block=self._block(index),
+        )
+
+    def _block(self, index: int) -> Block | None:
+        """The layer to be tuned, with the float model's states behind it as targets; None where the method
+        does not ask for it, or no text reaches the layer."""
+        if self._tuning is None or not self._stream.called(index):
+            return None
+        assert self._floats is not None
+        self._floats = self._stream.run(index, self._floats, in_place=True)
+        seed = self._tuning.seed * _LAYERS + index
+        return StreamedBlock(
+            self._stream, index, self._states, self._floats, seed, self._tuning.status
         )
 
     def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
         return self._stream.weights(index, linears)
 
     def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
-        if self._floats is not None:
+        if self._floats is not None and self._tuning is None:
             self._floats = self._stream.run(index, self._floats, in_place=True)
         for name, quantized in work.result.weights.items():
             self._stream.substitute(index, {name: quantized.dequantize()})

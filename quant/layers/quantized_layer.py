@@ -22,6 +22,7 @@ from ..stream.kv_scales import KvRanges
 from ..tensors.base import QuantizedTensor
 from ..tensors.fp8 import Fp8Tensor
 from ..tensors.integer import IntTensor
+from ..tuning.block import Block
 
 HEAD_FAMILY = Family(shared_inputs=((HEAD,),), folds=(), unclipped=frozenset({HEAD}))
 WORSE = "worse than plain rounding"
@@ -34,7 +35,7 @@ class LayerStatistics:
     Attributes:
         statistics: of calibration tokens, for each linear and router.
         held_out: of held-out tokens, for reports only; may be empty.
-        remeasure: see `LayerProblem`.
+        remeasure, block: see `LayerProblem`.
         kv_ranges: of keys and values, where they were measured.
     """
 
@@ -42,6 +43,7 @@ class LayerStatistics:
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
     remeasure: Remeasure | None = None
     kv_ranges: KvRanges | None = None
+    block: Block | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ def quantize_tensors(
         },
         held_out={name: one for name, one in measured.held_out.items() if name in schemes},
         remeasure=measured.remeasure,
+        block=measured.block,
         options=plan.options,
         importance={
             name: plan.importance[full_name(prefix, name)]

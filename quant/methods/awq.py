@@ -93,6 +93,7 @@ class Awq:
     needs_statistics = True
     grouped = True
     sequential = False
+    blockwise = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric")

@@ -13,6 +13,7 @@ from ..base.scheme import Scheme
 from ..grids.input_statistics import InputStatistics, relative
 from ..model.families import Family
 from ..tensors.base import QuantizedTensor
+from ..tuning.block import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,9 @@ class MethodOptions:
             (`weighted`), the plain minimum and maximum (`minmax`), or GPTQ: searched for the least
             `sum |w - w'|^2.4` (`mse`).
         alpha: SmoothQuant: migration strength, from activations into weights.
+        iters: AutoRound: steps of sign gradient descent for each layer.
+        lr: AutoRound: length of the first step, in steps of the grid; None is `1 / iters`.
+        batch_size: AutoRound: samples in a step.
     """
 
     solver: Literal["nearest", "gptq"] = "nearest"
@@ -40,6 +44,9 @@ class MethodOptions:
     true_sequential: bool = True
     ranges: Literal["weighted", "minmax", "mse"] = "weighted"
     alpha: float = 0.5
+    iters: int = 200
+    lr: float | None = None
+    batch_size: int = 8
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -48,6 +55,12 @@ class MethodOptions:
             )
         if not 0 <= self.damp <= 1:
             raise BadInput(f"--damp {self.damp:g}: give a share of the mean diagonal, 0 to 1")
+        if self.iters < 1:
+            raise BadInput(f"--iters {self.iters}: give at least 1; method rtn tunes nothing")
+        if self.lr is not None and not 0 < self.lr <= 1:
+            raise BadInput(f"--lr {self.lr:g}: give more than 0 and at most 1 step of the grid")
+        if self.batch_size < 1:
+            raise BadInput(f"--batch-size {self.batch_size}: give at least 1 sample")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +113,8 @@ class LayerProblem:
         held_out: statistics of held-out inputs, for the report only; may be empty.
         remeasure: runs the layer with some weights replaced and returns new statistics of the named
             linears; None with cached statistics.
+        block: the layer itself, to be run with gradients; only for blockwise methods, and None for the output
+            projection.
         importance: given mean squares of inputs `[in]`, in place of the statistics' for ggml's blocks.
     """
 
@@ -115,6 +130,7 @@ class LayerProblem:
     norm_biases: dict[str, torch.Tensor] = field(default_factory=dict)
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
     remeasure: Remeasure | None = None
+    block: Block | None = None
     options: MethodOptions = MethodOptions()
     importance: dict[str, torch.Tensor] = field(default_factory=dict)
     _energies: dict[str, float] = field(default_factory=dict, init=False, repr=False)
@@ -230,6 +246,7 @@ class Method(Protocol):
         grouped: whether its scheme has groups of input channels that must divide the width.
         sequential: whether it quantizes a layer's linears in execution order, each measured behind the
             quantized ones before it, unless `MethodOptions.true_sequential` is off.
+        blockwise: whether it runs the layer itself, as `LayerProblem.block`.
     """
 
     name: str
@@ -238,6 +255,7 @@ class Method(Protocol):
     needs_statistics: bool
     grouped: bool
     sequential: bool
+    blockwise: bool
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         """The scheme for the requested options.

@@ -24,6 +24,7 @@ class Codebook:
     needs_statistics = False
     grouped = False
     sequential = False
+    blockwise = False
 
     def __init__(self, kind: Literal["nf4", "fp4"]) -> None:
         self.name: str = kind

@@ -28,6 +28,7 @@ class Fp8:
     needs_statistics = False
     grouped = False
     sequential = False
+    blockwise = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "granularity", "activations")

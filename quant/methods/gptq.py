@@ -42,6 +42,7 @@ class Gptq:
     needs_statistics = True
     grouped = True
     sequential = True
+    blockwise = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric", "act_order")

@@ -41,6 +41,7 @@ class Hqq:
     needs_statistics = False
     grouped = True
     sequential = False
+    blockwise = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric")

@@ -23,6 +23,7 @@ class Int8:
     needs_statistics = False
     grouped = False
     sequential = False
+    blockwise = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "outlier_threshold")

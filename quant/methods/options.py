@@ -14,6 +14,9 @@ _KNOBS = {  # field of `MethodOptions`: the method that reads it, and its flag
     "asymmetric": ("gptq", "--asymmetric-calibration"),
     "true_sequential": ("gptq", "--no-true-sequential"),
     "alpha": ("smoothquant", "--alpha"),
+    "iters": ("autoround", "--iters"),
+    "lr": ("autoround", "--lr"),
+    "batch_size": ("autoround", "--batch-size"),
 }
 _COMMAND_LINE = {"sparse_fraction": "sparse"}  # where the flag's name differs from the field's
 

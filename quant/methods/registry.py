@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .autoround import AutoRound
 from .awq import Awq
 from .base import Method
 from .codebook_methods import BlockFloat, Codebook
@@ -20,6 +21,7 @@ METHODS: dict[str, Method] = {
         RoundToNearest(),
         SmoothQuant(),
         Gptq(),
+        AutoRound(),
         Int8(),
         Fp8(),
         Codebook("nf4"),

@@ -17,6 +17,7 @@ class RoundToNearest:
     needs_statistics = False
     grouped = True
     sequential = False
+    blockwise = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "symmetric")

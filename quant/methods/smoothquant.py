@@ -59,6 +59,7 @@ class SmoothQuant:
     needs_statistics = True
     grouped = False
     sequential = False
+    blockwise = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "group_size", "activations")

@@ -42,6 +42,7 @@ class SqueezeLlm:
     needs_statistics = True
     grouped = False
     sequential = False
+    blockwise = False
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         refuse_options(self.name, options, "bits", "sparse_fraction")

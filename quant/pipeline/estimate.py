@@ -31,6 +31,9 @@ _COPIES = {
 _CODES = {"awq": 2, "smoothquant": 2}
 _FEW_COPIES = 4.25
 _CROSS = 4  # cross terms of a layer's inputs and a shifted weight, in Gram matrices of the widest
+# Activations kept for the gradients of a layer, in hidden states and widest activations of a token; measured.
+_SAVED_HIDDEN, _SAVED_WIDEST = 24, 8
+_GRADIENT_LIBRARY_BYTES = 16 * 2**20  # code of torch's backward pass
 _HOLES = 1.5  # heap fragmentation factor of activations; measured
 _STAGES = 4  # of a decoder layer under true-sequential: attention in and out, MLP in and out
 
@@ -41,11 +44,11 @@ class MemoryEstimate:
 
     Attributes:
         libraries: code and buffers loaded by the first use of torch's operations.
-        hidden: hidden states of all calibration tokens, float32.
+        hidden: hidden states of all calibration tokens, float32; with AutoRound those of the float model too.
         layer: the layer as it is stored (mapped pages), and its float32 copy.
         grams: Gram matrices Gram matrices of held-out inputs, and of calibration inputs so far.
         codes: of the linears so far, one byte per weight.
-        work: the method's copies of weights and, with GPTQ, of Gram matrices.
+        work: the method's copies of weights and, with GPTQ, of Gram matrices; AutoRound's parameters.
         activations: of one batch inside the layer, while it runs; freed afterwards.
     """
 
@@ -73,8 +76,9 @@ def estimate_memory(
         held_out: whether there are held-out samples.
         sequential: whether statistics are measured stage by stage behind quantized linears (true-sequential).
     """
+    blockwise = plan.method.blockwise
     # The float model's states are carried too where they are compared.
-    hidden = (1 + plan.options.asymmetric) * tokens * hidden_size * _FLOAT
+    hidden = (1 + (plan.options.asymmetric or blockwise)) * tokens * hidden_size * _FLOAT
     batch = min(tokens, TOKENS_PER_BATCH)
     of_layers = _sequential_moments if sequential else _moments
     parts = [(_decoder_layer(plan, index), of_layers) for index in _distinct_layers(plan)]
@@ -97,7 +101,25 @@ def estimate_memory(
                     activations=activations if running else 0,
                 )
             )
+        if blockwise:
+            graph = batch * (_SAVED_HIDDEN * hidden_size + _SAVED_WIDEST * layer.widest) * _FLOAT
+            moments.append(
+                MemoryEstimate(
+                    libraries=_LIBRARY_BYTES + _GRADIENT_LIBRARY_BYTES,
+                    hidden=hidden,
+                    layer=layer.bytes,
+                    grams=layer.grams * (1 + held_out),
+                    codes=layer.weights(layer.chosen),
+                    work=layer.weights(layer.chosen) * _tuned_bytes(plan),
+                    activations=int(graph),
+                )
+            )
     return max(moments, key=lambda moment: moment.bytes)
+
+
+def _tuned_bytes(plan: Plan) -> int:
+    """Bytes a weight of a tuned layer: its offset and the best one, the rounded weight and its gradient."""
+    return 2 * _FLOAT + 2 * plan.compute.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +266,9 @@ def estimate_operations(plan: Plan, tokens: int) -> float:
         total += 4 * out_features * square  # the errors in the report
         if feeds_back:
             total += 2 * out_features * square + 2 * square * in_features
+        if plan.method.blockwise:
+            seen = min(plan.options.batch_size * plan.seq_len, tokens)
+            total += 3 * plan.options.iters * 2 * seen * out_features * in_features
         if plan.method.name == "awq":
             total += 30 * out_features * square
     return 2 * total  # everything else, and less efficient GEMM shapes

@@ -23,7 +23,7 @@ from ..base.progress import Progress, Silent
 from ..gguf.imatrix import write_imatrix
 from ..layers.cached_calibration import CachedCalibration
 from ..layers.no_calibration import NoCalibration
-from ..layers.online_calibration import OnlineCalibration, Source
+from ..layers.online_calibration import OnlineCalibration, Source, Tuning
 from ..layers.quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
 from ..manifest.journal import Journal, remove_work, work_folder
 from ..manifest.manifest import MANIFEST_NAME
@@ -216,6 +216,7 @@ def _source(session: Session, saved: Path | None, progress: Progress) -> Source:
             sequential=sequential,
             kv=kv,
             asymmetric=plan.options.asymmetric,
+            tuning=Tuning(session.request.seed, progress.status) if plan.method.blockwise else None,
         )
     if not folder.complete:
         folder.measure(session.stream, calibration, progress, head=plan.lm_head, kv=kv)

@@ -46,6 +46,10 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
             "--asymmetric-calibration compares the layers before with the float model's: leave out --stats "
             "and --no-true-sequential"
         )
+    if plan.method.blockwise and request.stats is not None:
+        raise BadInput(
+            f"--stats: {plan.method.name} runs the layers themselves: leave the option out"
+        )
     notes: list[str] = []
     if request.kv_cache == INT8_CACHE:
         notes.append(

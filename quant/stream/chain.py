@@ -15,6 +15,8 @@ from .outcome import Outcome
 from .states import States
 
 HIDDEN = "hidden"
+Rows = slice | torch.Tensor
+"""Samples of a batch: a range, or their numbers."""
 
 
 class Walk(Protocol):
@@ -34,16 +36,16 @@ class Walk(Protocol):
         """Whether a text reaches this layer."""
         ...
 
-    def call(self, index: int, states: States, rows: slice) -> Call:
+    def call(self, index: int, states: States, rows: Rows) -> Call:
         """A layer's arguments for some samples."""
         ...
 
     def following(self, index: int, states: States, *, in_place: bool) -> States:
-        """The states behind a layer, to be filled by `keep`."""
+        """The states behind a layer, to be filled with what is `read`."""
         ...
 
-    def keep(self, index: int, outcome: Outcome, states: States, rows: slice) -> None:
-        """Write what a layer returned for some samples into the states behind it."""
+    def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
+        """The part of what a layer returned that is carried on, by its name in the states; samples first."""
         ...
 
     def head_input(self, states: States, rows: slice) -> torch.Tensor:
@@ -78,7 +80,7 @@ class Chain:
     def called(self, index: int) -> bool:
         return True
 
-    def call(self, index: int, states: States, rows: slice) -> Call:
+    def call(self, index: int, states: States, rows: Rows) -> Call:
         hidden = states.tensors[HIDDEN][rows]
         arguments, named = _expanded(
             self._calls[index].told(), self._twice[index].told(), len(hidden)
@@ -89,9 +91,9 @@ class Chain:
         hidden = states.tensors[HIDDEN]
         return States(states.token_ids, {HIDDEN: hidden if in_place else torch.empty_like(hidden)})
 
-    def keep(self, index: int, outcome: Outcome, states: States, rows: slice) -> None:
+    def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
         result = outcome.result
-        states.tensors[HIDDEN][rows] = result[0] if isinstance(result, tuple) else result
+        return {HIDDEN: result[0] if isinstance(result, tuple) else result}
 
     def head_input(self, states: States, rows: slice) -> torch.Tensor:
         hidden = states.tensors[HIDDEN][rows]

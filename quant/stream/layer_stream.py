@@ -112,7 +112,7 @@ class LayerStream:
     def embed(self, token_ids: torch.Tensor) -> States:
         """The states of samples `[samples, length]` that enter the first layer."""
         with self._around(), torch.no_grad():
-            return self._walk.enter(token_ids, self._rows(token_ids))
+            return self._walk.enter(token_ids, self.rows(token_ids))
 
     def head_inputs(self, states: States) -> Iterator[torch.Tensor]:
         """Inputs `[samples, length, hidden]` of the output projection, batch by batch, from the states behind
@@ -125,12 +125,12 @@ class LayerStream:
         """Weight `[vocabulary, hidden]` and bias of the output projection, as stored."""
         return self._meta_model.output_projection()
 
-    def _rows(self, token_ids: torch.Tensor) -> int:
+    def rows(self, token_ids: torch.Tensor) -> int:
         """Batch size: samples `[samples, length]` per forward."""
         return self._walk.max_rows or max(1, TOKENS_PER_BATCH // max(1, token_ids.shape[1]))
 
     def _batches(self, states: States) -> Iterator[slice]:
-        batch = self._rows(states.token_ids)
+        batch = self.rows(states.token_ids)
         for start in range(0, len(states), batch):
             yield slice(start, start + batch)
 
@@ -176,8 +176,36 @@ class LayerStream:
                     outcome = outcome_of(
                         call, lambda call=call: layer(*call.arguments, **(call.named | overrides))
                     )
-                walk.keep(index, outcome, following, rows)
+                for name, tensor in walk.read(index, outcome, len(states.token_ids[rows])).items():
+                    following.tensors[name][rows] = tensor
         return following
+
+    def outputs(self, index: int, states: States, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a loaded layer returns for some samples, by its name in the states behind it; with gradients
+        where they are enabled."""
+        layer = self._layers[index]
+        with self._around(), torch.no_grad():
+            call = self._walk.call(index, states, samples)
+        with self._precision():
+            outcome = outcome_of(call, lambda: layer(*call.arguments, **call.named))
+        return self._walk.read(index, outcome, len(samples))
+
+    def called(self, index: int) -> bool:
+        """Whether a text reaches this layer."""
+        return self._walk.called(index)
+
+    @contextmanager
+    def replaced(self, index: int, weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """A context in which linears of a loaded layer have these parameters as their weights."""
+        modules = {name: self._module(index, name) for name in weights}
+        before = {name: module.weight for name, module in modules.items()}
+        for name, module in modules.items():
+            module.weight = weights[name]
+        try:
+            yield
+        finally:
+            for name, module in modules.items():
+                module.weight = before[name]
 
     def _calls(self, index: int, states: States) -> Iterator[tuple[slice, Call]]:
         """A layer's calls, batch by batch."""

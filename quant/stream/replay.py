@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..model.meta_model import MetaModel
+from .chain import Rows
 from .forward import Call, Reached, forward
 from .nested import tensors_of
 from .outcome import Outcome, outcome_of, template_of
@@ -80,7 +81,7 @@ class Replay:
         prints[len(self._model.layers)] = _digest([] if read is None else [read])
         return prints
 
-    def _play(self, index: int, call: Call, states: States, rows: slice) -> Any:
+    def _play(self, index: int, call: Call, states: States, rows: Rows) -> Any:
         """Return from a layer's call what was carried, and zeros elsewhere."""
         template = self._templates[index]
         tensors = []
@@ -99,7 +100,7 @@ class Replay:
     def called(self, index: int) -> bool:
         return index in self._templates
 
-    def call(self, index: int, states: States, rows: slice) -> Call:
+    def call(self, index: int, states: States, rows: Rows) -> Call:
         reached: list[Call] = []
 
         def stub(at: int, call: Call) -> Any:
@@ -134,13 +135,13 @@ class Replay:
                 )
         return States(states.token_ids, kept)
 
-    def keep(self, index: int, outcome: Outcome, states: States, rows: slice) -> None:
-        samples = len(states.token_ids[rows])
-        for number, tensor in enumerate(outcome.tensors()):
-            name = _name(index, number)
-            if name in states.tensors:
-                leaf = self._templates[index].leaves[number]
-                states.tensors[name][rows] = leaf.by_sample(tensor, samples)
+    def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
+        leaves = self._templates[index].leaves
+        return {
+            name: leaves[number].by_sample(tensor, samples)
+            for number, tensor in enumerate(outcome.tensors())
+            if (name := _name(index, number)) in self._read_by
+        }
 
     def head_input(self, states: States, rows: slice) -> torch.Tensor:
         read = forward(

@@ -1,0 +1,83 @@
+"""AutoRound: tune rounding and ranges of a whole layer by signed gradient descent on the layer's output.
+
+Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", Findings of
+EMNLP 2024 (arXiv:2309.05516). As in auto-round, a layer reads what the quantized layers before it give, and
+its target is the output of the float model.
+"""
+
+from __future__ import annotations
+
+from ..base.memory import temporaries_kept
+from ..base.scheme import IntScheme, Scheme
+from ..tensors.base import QuantizedTensor
+from ..tuning.block import Block
+from ..tuning.int_rounding import IntRounding
+from ..tuning.sign_descent import tune
+from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
+from .options import refuse_options
+from .rounding import round_weight
+
+_NO_BLOCK = "its layer is not run"
+
+
+class AutoRound:
+    """The method `autoround`."""
+
+    name = "autoround"
+    default_format = "compressed-tensors"
+    needs_statistics = True
+    grouped = True
+    sequential = False
+    blockwise = True
+
+    def scheme(self, options: SchemeOptions) -> Scheme:
+        refuse_options(self.name, options, "bits", "group_size", "symmetric")
+        symmetric = True if options.symmetric is None else options.symmetric
+        return IntScheme(options.bits or 4, options.group_size or 128, symmetric)
+
+    def quantize_layer(self, problem: LayerProblem) -> LayerResult:
+        """See `Method.quantize_layer`; what cannot be tuned is rounded to nearest, which its report says."""
+        plain = {
+            name: round_weight(problem, name, weight) for name, weight in problem.weights.items()
+        }
+        tuned, reason = _tuned(problem)
+        weights: dict[str, QuantizedTensor] = {}
+        reports: list[ModuleReport] = []
+        for name, rounded in plain.items():
+            weights[name] = tuned.get(name, rounded)
+            fallback = None if name in tuned else reason
+            reports.append(
+                problem.report(
+                    name, weights[name].dequantize(), rounded.dequantize(), fallback=fallback
+                )
+            )
+        return LayerResult(weights, {}, reports)
+
+
+def _tuned(problem: LayerProblem) -> tuple[dict[str, QuantizedTensor], str]:
+    """The tuned linears, and why the others are not."""
+    if problem.block is None:
+        return {}, _NO_BLOCK
+    roundings = {
+        name: IntRounding(problem.weights[name], scheme, problem.scale_dtypes[name])
+        for name, scheme in problem.schemes.items()
+        if isinstance(scheme, IntScheme)
+    }
+    try:
+        _descend(problem, problem.block, roundings)
+    except (RuntimeError, NotImplementedError) as error:
+        return {}, f"its layer gives no gradients: {str(error).splitlines()[0]}"
+    return {name: rounding.tensor() for name, rounding in roundings.items()}, _NO_BLOCK
+
+
+def _descend(problem: LayerProblem, block: Block, roundings: dict[str, IntRounding]) -> None:
+    options = problem.options
+    with temporaries_kept():
+        tune(
+            block,
+            roundings,
+            {name: problem.weights[name].shape for name in roundings},
+            iters=options.iters,
+            rate=options.lr or 1 / options.iters,
+            batch_size=options.batch_size,
+        )

@@ -1,0 +1,1 @@
+"""Tuning of rounding and ranges by gradients, block by block (AutoRound)."""

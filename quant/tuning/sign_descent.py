@@ -1,0 +1,153 @@
+"""Signed gradient descent on the rounding of a block's linears (AutoRound, SignSGD).
+
+Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", Findings of
+EMNLP 2024 (arXiv:2309.05516). Each iteration runs the block on a random batch of samples and moves every
+parameter by the sign of its gradient, at a rate that falls linearly to zero.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .block import Block
+
+_STATUS_SECONDS = 1.0
+
+
+class Rounding(Protocol):
+    """Tuned parameters of the rounding of one linear; see `IntRounding`."""
+
+    def keep(self) -> None: ...
+
+    def recall(self) -> None: ...
+
+    def write(self, into: torch.Tensor) -> None: ...
+
+    def descend(self, gradient: torch.Tensor, rate: float) -> None: ...
+
+
+def tune(
+    block: Block,
+    roundings: Mapping[str, Rounding],
+    shapes: Mapping[str, torch.Size],
+    *,
+    iters: int,
+    rate: float,
+    batch_size: int,
+) -> float:
+    """Tune the roundings, and leave them at the best parameters that were tried.
+
+    The loss of a batch is judged beside that of rounding to nearest on the same samples: batches differ more
+    than iterations do.
+
+    Args:
+        shapes: of the linears' weights.
+        rate: of the first iteration.
+
+    Returns:
+        The best loss, as a share of that of rounding to nearest.
+
+    Raises:
+        RuntimeError: the block cannot be run with gradients.
+    """
+    weights = {
+        name: nn.Parameter(torch.empty(shape, dtype=block.compute))
+        for name, shape in shapes.items()
+    }
+    _write(roundings, weights)
+    generator = torch.Generator().manual_seed(block.seed)
+    best, said, began = 1.0, time.monotonic(), time.monotonic()
+    with _deterministic(), block.tuned(weights):
+        plain = _plain_losses(block)
+        for iteration, samples in zip(
+            range(iters), _batches(block.num_samples, batch_size, generator), strict=False
+        ):
+            loss = _backward(block, samples, float(plain[samples].sum()))
+            if loss < best:
+                best = loss
+                for rounding in roundings.values():
+                    rounding.keep()
+            if iteration + 1 < iters:
+                _step(roundings, weights, rate * (1 - iteration / iters))
+            if time.monotonic() - said > _STATUS_SECONDS:
+                said = time.monotonic()
+                speed = (iteration + 1) / (said - began)
+                block.status(
+                    f"iteration {iteration + 1}/{iters}, {speed:.1f}/s, loss {loss:.3f} of rounding's"
+                )
+    for rounding in roundings.values():
+        rounding.recall()
+    return best
+
+
+def _batches(
+    num_samples: int, batch_size: int, generator: torch.Generator
+) -> Iterator[torch.Tensor]:
+    """Batches of sample numbers without end; each sample is drawn once before any is drawn again."""
+    size = min(batch_size, num_samples)
+    left = torch.empty(0, dtype=torch.int64)
+    while True:
+        if len(left) < size:
+            left = torch.randperm(num_samples, generator=generator)
+        batch, left = left[:size], left[size:]
+        yield batch.sort().values
+
+
+@torch.no_grad()
+def _plain_losses(block: Block) -> torch.Tensor:
+    """The loss of each sample under rounding to nearest `[samples]`."""
+    samples = torch.arange(block.num_samples)
+    return torch.cat([block.losses(part) for part in block.batches(samples)])
+
+
+def _backward(block: Block, samples: torch.Tensor, plain: float) -> float:
+    """Gradients of a batch's loss, over that of rounding to nearest, which is returned."""
+    total = 0.0
+    scale = 1 / plain if plain else 1.0
+    for part in block.batches(samples):
+        loss = block.losses(part).sum() * scale
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+@torch.no_grad()
+def _step(
+    roundings: Mapping[str, Rounding], weights: Mapping[str, nn.Parameter], rate: float
+) -> None:
+    """Descend where there is a gradient: an expert that no token of the batch reached stays as it is."""
+    for name, rounding in roundings.items():
+        weight = weights[name]
+        if weight.grad is not None:
+            rounding.descend(weight.grad, rate)
+            rounding.write(weight.data)
+            weight.grad = None
+
+
+@torch.no_grad()
+def _write(roundings: Mapping[str, Rounding], weights: Mapping[str, nn.Parameter]) -> None:
+    for name, rounding in roundings.items():
+        rounding.write(weights[name].data)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Sums in an order that does not depend on the threads' timing: a resumed run gives the same bytes."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+        settings.fill_uninitialized_memory = filled
