@@ -61,6 +61,7 @@ def quantize(
         target_bytes=None if size is None else parse_bytes(size),
         kv_cache=search.kv_cache,
         kv_cache_strategy=search.kv_cache_strategy,
+        rotations=tuple(name.strip() for name in (search.rotate or "").split(",") if name.strip()),
         revert_worse=search.revert_worse,
         tensor_parallel=run.tensor_parallel,
         restart=run.restart,

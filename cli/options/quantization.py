@@ -173,6 +173,13 @@ class SearchOptions:
     target_size: Annotated[
         str | None, typer.Option(help="auto: maximum size of all tensors: 3.5GiB.")
     ] = None
+    rotate: Annotated[
+        str | None,
+        typer.Option(
+            help="R1,R2: fold random Hadamard rotations of the residual stream (R1) and of the heads' "
+            "values (R2) into the weights first; the float model's logits stay."
+        ),
+    ] = None
     kv_cache: Annotated[
         str | None,
         typer.Option(

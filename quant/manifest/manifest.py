@@ -174,6 +174,7 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
         "target_bytes": request.target_bytes,
         "kv_cache": request.kv_cache,
         "kv_cache_strategy": request.kv_cache_strategy,
+        "rotations": list(request.rotations),
     }
     usual: dict[str, Any] = dict.fromkeys(asked) | asdict(MethodOptions())
     usual |= {
@@ -181,6 +182,7 @@ def _options(request: QuantizeRequest) -> dict[str, Any]:
         "revert_worse": False,
         "stored_statistics": False,
         "kv_cache_strategy": "tensor",
+        "rotations": [],
     }
     return {name: value for name, value in asked.items() if value != usual[name]}
 

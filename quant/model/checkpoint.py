@@ -38,6 +38,9 @@ class Checkpoint:
 
     Opening reads every shard's header, so that a missing or truncated file is reported by name at once.
 
+    Attributes:
+        notes: for the user, where its tensors are not read as they are on disk.
+
     Args:
         trust_remote_code: whether code that the checkpoint brings may be run, to build its model.
 
@@ -46,6 +49,7 @@ class Checkpoint:
     """
 
     trust_remote_code: bool = False
+    notes: tuple[str, ...] = ()
 
     def __init__(self, folder: Path | str, *, trust_remote_code: bool = False):
         self.folder = Path(folder)

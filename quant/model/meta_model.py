@@ -222,6 +222,8 @@ def _meta_model(checkpoint: Checkpoint) -> Any:
 
     trusted = checkpoint.trust_remote_code
     config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trusted)
+    if "tie_word_embeddings" in checkpoint.config:  # a rotated checkpoint's differs from the file's
+        config.tie_word_embeddings = checkpoint.config["tie_word_embeddings"]
     with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     with torch.device("meta"):

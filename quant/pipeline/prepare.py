@@ -67,6 +67,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "calibration": calibration.sha256,
         "compute": str(plan.compute),
         "device": plan.device.type,
+        "rotated": [*request.rotations, request.seed] if request.rotations else [],
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
     }
     statistics = None
@@ -87,6 +88,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "gguf_type": plan.gguf_type,
         "kv_cache": [plan.kv_cache, plan.kv_cache_strategy],
         "imatrix": _digest_of(request.imatrix),
+        "rotations": list(request.rotations),
         "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
         "ignored": plan.ignored,
     }

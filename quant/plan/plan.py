@@ -41,6 +41,7 @@ from ..request.selection import (
     options_by_module,
     split_fusions,
 )
+from ..rotation.rotate import rotated
 from ..smoothing.smoothing_map import with_smoothing
 from ..stream.kv_scales import INT8_CACHE, LARGEST, KvStrategy, kv_heads
 from ..stream.layer_stream import compute_dtype
@@ -284,6 +285,8 @@ def _selected(
     read_config(
         checkpoint.config, checkpoint.folder, trust_remote_code=checkpoint.trust_remote_code
     )
+    if request.rotations:
+        checkpoint = rotated(checkpoint, request.rotations, request.seed)
     architecture = _with_folds(request, checkpoint, architecture_of(checkpoint))
     linears = find_linears(checkpoint, architecture)
     if request.lm_head:
@@ -336,7 +339,7 @@ def check_plan(plan: Plan) -> None:
 
 def plan_notes(plan: Plan) -> list[str]:
     """Notes and warnings about a valid plan."""
-    notes = list(plan.architecture.notes)
+    notes = [*plan.checkpoint.notes, *plan.architecture.notes]
     asymmetric = any(isinstance(s, IntScheme) and not s.symmetric for s in plan.schemes.values())
     if asymmetric and any(f.name == "compressed-tensors" for f in plan.formats):
         notes.append(

@@ -63,20 +63,20 @@ def random_model(config: Any) -> RandomModel:
             )
             model.eval().requires_grad_(False)
             layers, names = _layers_and_names(model)
-            _randomize(model)
+            randomize(model)
     except BadInput:
         raise
     except Exception as error:  # a module may raise anything about its config
         raise BadInput(
             f"no random model of type {config.model_type!r} can be built: {first_line(error)}"
         ) from error
-    return RandomModel(model, layers, names, _token_ids(config))
+    return RandomModel(model, layers, names, sample_token_ids(config))
 
 
 def _layers_and_names(model: Any) -> tuple[list[nn.Module], list[dict[str, str]]]:
     """The decoder layers of a model and their names on disk, experts apart as `MetaModel` has them."""
     with tempfile.TemporaryDirectory() as folder:
-        with _no_progress_bar():
+        with no_progress_bar():
             model.save_pretrained(folder)
         meta_model = MetaModel(Checkpoint(Path(folder)))
         kinds = [type(layer) for layer in meta_model.layers]
@@ -117,7 +117,7 @@ def _take_experts(layer: nn.Module, split: nn.Module) -> None:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -130,7 +130,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _randomize(model: nn.Module) -> None:
+def randomize(model: nn.Module) -> None:
     """Random weights with unit gain; vectors are moved from where they are."""
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape)
@@ -140,7 +140,7 @@ def _randomize(model: nn.Module) -> None:
             parameter.copy_(noise * parameter.shape[-1] ** -0.5)
 
 
-def _token_ids(config: Any) -> torch.Tensor:
+def sample_token_ids(config: Any) -> torch.Tensor:
     """Distinct ordinary tokens: none that the config gives a meaning."""
     parts = [config, config.get_text_config(decoder=True)]
     special = {

@@ -60,6 +60,12 @@ def with_smoothing(checkpoint: Checkpoint, architecture: Architecture) -> Archit
     return replace(architecture, layers=layers, notes=notes)
 
 
+def attempts_for(checkpoint: Checkpoint, architecture: Architecture) -> list[dict[str, Any]]:
+    """Raw configs of small models that may have the structure of a checkpoint, the smallest first."""
+    shapes = [_shapes(checkpoint, architecture, index) for index in range(len(architecture.layers))]
+    return _attempts(checkpoint, [frozenset(map(starred, names)) for names in shapes])
+
+
 def _shapes(checkpoint: Checkpoint, architecture: Architecture, index: int) -> Shapes:
     start = architecture.layer_prefix(index) + "."
     return {

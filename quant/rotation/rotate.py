@@ -1,0 +1,131 @@
+"""Rotating a checkpoint where that leaves its logits as they are, which a small random model proves."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ..base.errors import BadInput, first_line
+from ..model.architecture import architecture_of
+from ..model.auto import auto_class, read_config
+from ..model.checkpoint import SINGLE_NAME, Checkpoint
+from ..smoothing.random_model import no_progress_bar, randomize, sample_token_ids
+from ..smoothing.smoothing_map import attempts_for, with_smoothing
+from .places import R1, R2, places_of, value_candidates
+from .rotated_checkpoint import RotatedCheckpoint
+
+ROTATIONS = (R1, R2)
+_SAME_LOGITS = 1e-5  # of float64 weights, relative; transformers' norms compute in float32
+_SEED = 11
+
+
+def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Checkpoint:
+    """The checkpoint seen through the rotations.
+
+    Raises:
+        BadInput: an unknown rotation, or a model whose logits would change.
+    """
+    unknown = [name for name in rotations if name not in ROTATIONS]
+    if unknown:
+        raise BadInput(f"--rotate {unknown[0]}: choose of {', '.join(ROTATIONS)}, with commas")
+    plain = architecture_of(checkpoint)
+    values = _proven(attempts_for(checkpoint, plain), rotations)
+    architecture = with_smoothing(checkpoint, plain)
+    places = places_of(checkpoint, architecture, residual=R1 in rotations, values=values)
+    return RotatedCheckpoint(checkpoint, places, seed)
+
+
+def _proven(raws: Sequence[Mapping[str, Any]], rotations: tuple[str, ...]) -> frozenset[str]:
+    """The value projections that R2 may turn.
+
+    Raises:
+        BadInput: a rotation that is asked for changes the logits of the small model.
+    """
+    for last, raw in zip([*[False] * (len(raws) - 1), True], raws, strict=True):
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                return _proven_on(Path(folder), raw, rotations)
+        except BadInput:
+            if last:
+                raise
+    raise AssertionError("there is always an attempt")
+
+
+def _proven_on(folder: Path, raw: Mapping[str, Any], rotations: tuple[str, ...]) -> frozenset[str]:
+    """See `_proven`, on the small model of one config."""
+    before, token_ids = _saved(folder / "plain", raw)
+    checkpoint = Checkpoint(folder / "plain")
+    architecture = with_smoothing(checkpoint, architecture_of(checkpoint))
+
+    def change(residual: bool, values: frozenset[str]) -> float:
+        places = places_of(checkpoint, architecture, residual=residual, values=values)
+        seen = RotatedCheckpoint(checkpoint, places, _SEED)
+        after = _logits(write_plain(seen, folder / "rotated"), token_ids)
+        return float((after - before).abs().max() / before.abs().max())
+
+    kind = raw.get("model_type")
+    if R1 in rotations and not (difference := change(True, frozenset())) <= _SAME_LOGITS:
+        raise BadInput(
+            f"--rotate R1: model type {kind!r} cannot be rotated, its logits would change by "
+            f"{difference:.1e} (norms that subtract the mean or follow a sublayer, or other readers of the "
+            "residual stream): leave it out"
+        )
+    if R2 not in rotations:
+        return frozenset()
+    exact = frozenset(
+        name
+        for name in value_candidates(architecture)
+        if change(False, frozenset({name})) <= _SAME_LOGITS
+    )
+    if not exact:
+        raise BadInput(
+            f"--rotate R2: model type {kind!r} has no values that only an output projection reads, head "
+            "by head: leave it out"
+        )
+    return exact
+
+
+def _saved(folder: Path, raw: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Save the random model of a config in float64; its logits, and the tokens."""
+    config: Any = read_config(raw)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            model: Any = auto_class(config).from_config(config, dtype=torch.float64)
+            randomize(model)
+        with no_progress_bar():
+            model.save_pretrained(folder)
+    except Exception as error:  # a module may raise anything about its config
+        raise BadInput(
+            f"--rotate: no random model of type {config.model_type!r} can be built: {first_line(error)}"
+        ) from error
+    token_ids = sample_token_ids(config)
+    return _logits(folder, token_ids), token_ids
+
+
+@torch.no_grad()
+def _logits(folder: Path, token_ids: torch.Tensor) -> torch.Tensor:
+    config: Any = read_config(json.loads((folder / "config.json").read_text()))
+    with no_progress_bar():
+        model: Any = auto_class(config).from_pretrained(folder, dtype=torch.float64)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped GEMMs take no float64
+    return model.eval()(input_ids=token_ids, use_cache=False).logits.to(torch.float64)
+
+
+def write_plain(checkpoint: Checkpoint, folder: Path) -> Path:
+    """Write a checkpoint that fits in memory as plain files."""
+    folder.mkdir(exist_ok=True)
+    save_file(
+        {name: tensor.clone() for name, tensor in checkpoint.tensors()},
+        folder / SINGLE_NAME,
+        metadata={"format": "pt"},
+    )
+    (folder / "config.json").write_text(json.dumps(checkpoint.config))
+    return folder

@@ -1,0 +1,120 @@
+"""A checkpoint seen through rotations: its tensors are turned as they are read, and its logits stay.
+
+R1 turns the residual stream: what writes into it is multiplied from the left by the transpose, what reads it
+from the right, after the weight of the norm between is folded into the readers; the output projection is no
+longer the embedding. R2 turns the values of each head, and what reads them (Ashkboos et al., "QuaRot",
+arXiv:2404.00456; Liu et al., "SpinQuant", arXiv:2405.16406). Outliers of single channels are spread over all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..model.checkpoint import Checkpoint
+from .places import Places
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RotatedCheckpoint(Checkpoint):
+    """The rotated tensors in the dtypes of the original.
+
+    Args:
+        seed: of the rotations.
+    """
+
+    def __init__(self, plain: Checkpoint, places: Places, seed: int):
+        super().__init__(plain.folder, trust_remote_code=plain.trust_remote_code)
+        self._places, self._seed = places, seed
+        self._embedding: torch.Tensor | None = None
+        self._turns: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._untied = bool(places.hidden) and places.tied
+        if self._untied:
+            self.shard_of = {**self.shard_of, places.head: self.shard_of[places.embedding]}
+            size = self.weight_bytes - super().weight_bytes
+            self.notes = (
+                f"note: R1 parts the output projection from the embedding: {size / 2**20:.0f} MiB more",
+            )
+        if places.hidden:
+            self.config = {**self.config, "tie_word_embeddings": False}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return super().shape(self._origin(name))
+
+    def dtype_name(self, name: str) -> str:
+        return super().dtype_name(self._origin(name))
+
+    def release(self) -> None:
+        super().release()
+        self._embedding = None
+
+    @property
+    def weight_bytes(self) -> int:
+        if not self._untied:
+            return super().weight_bytes
+        rows, width = self.shape(self._places.head)
+        return super().weight_bytes + rows * width * super().tensor(self._places.embedding).itemsize
+
+    def tensor(self, name: str) -> torch.Tensor:
+        places = self._places
+        if name == places.embedding and places.hidden:  # looked up in many times
+            if self._embedding is None:
+                self._embedding = self._turned(name)
+            return self._embedding
+        return self._turned(name)
+
+    def _origin(self, name: str) -> str:
+        return self._places.embedding if self._untied and name == self._places.head else name
+
+    def _turned(self, name: str) -> torch.Tensor:
+        import torch
+
+        places, stored = self._places, super().tensor(self._origin(name))
+        if name in places.norms:
+            return torch.full_like(stored, 1 - places.norms[name])
+        written = name in places.writers or _weight_of(name) in places.writers
+        heads = places.values.get(_weight_of(name)), places.outputs.get(name)
+        reads = name in places.readers or (name == places.embedding and places.hidden > 0)
+        if not (written or reads or any(heads)):
+            return stored
+        result = stored.to(torch.float64 if stored.dtype == torch.float64 else torch.float32)
+        if name in places.readers:
+            norm = places.readers[name]
+            result = result * (super().tensor(norm).to(result.dtype) + places.norms[norm])
+        if reads:
+            result = result @ self._turn("R1", 0, places.hidden).to(result.dtype)
+        if written:
+            turn = self._turn("R1", 0, places.hidden).to(result.dtype)
+            result = turn.T @ result
+        value, output = heads
+        if value is not None:
+            rows = result[value.start : value.stop].unflatten(0, (-1, value.width))
+            turn = self._turn("R2", value.layer, value.width).to(result.dtype)
+            turned = torch.einsum("hd...,de->he...", rows, turn).flatten(0, 1)
+            result = torch.cat([result[: value.start], turned, result[value.stop :]])
+        if output is not None:
+            turn = self._turn("R2", output.layer, output.width).to(result.dtype)
+            result = (result.unflatten(1, (-1, output.width)) @ turn).flatten(1)
+        return result.to(stored.dtype).contiguous()
+
+    def _turn(self, kind: str, layer: int, order: int) -> torch.Tensor:
+        """The rotation of the stream, or of the heads of a layer; of the latter the last one is kept."""
+        from .hadamard import random_rotation
+
+        key = kind, layer, order
+        if key not in self._turns:
+            for old in [old for old in self._turns if old[0] == kind]:
+                del self._turns[old]
+            self._turns[key] = random_rotation(
+                order, 2 * self._seed * _LAYERS + 2 * layer + (kind == "R2")
+            )
+        return self._turns[key]
+
+
+_LAYERS = 2**16  # more than any model has: seeds of layers do not meet
+
+
+def _weight_of(name: str) -> str:
+    """The weight that a bias belongs to; a weight's own name."""
+    return name.removesuffix("bias") + "weight" if name.endswith(".bias") else name
