@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from ..base.memory import temporaries_kept
 from ..base.scheme import IntScheme, Scheme
+from ..grids.grids import grid_of
 from ..tensors.base import QuantizedTensor
 from ..tuning.block import Block
+from ..tuning.grid_rounding import GridRounding
 from ..tuning.int_rounding import IntRounding
 from ..tuning.sign_descent import tune
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .options import refuse_options
-from .rounding import round_weight
+from .rounding import input_scale, round_weight
 
 _NO_BLOCK = "its layer is not run"
 
@@ -58,11 +60,7 @@ def _tuned(problem: LayerProblem) -> tuple[dict[str, QuantizedTensor], str]:
     """The tuned linears, and why the others are not."""
     if problem.block is None:
         return {}, _NO_BLOCK
-    roundings = {
-        name: IntRounding(problem.weights[name], scheme, problem.scale_dtypes[name])
-        for name, scheme in problem.schemes.items()
-        if isinstance(scheme, IntScheme)
-    }
+    roundings = {name: _rounding(problem, name) for name in problem.schemes}
     try:
         _descend(problem, problem.block, roundings)
     except (RuntimeError, NotImplementedError) as error:
@@ -70,7 +68,25 @@ def _tuned(problem: LayerProblem) -> tuple[dict[str, QuantizedTensor], str]:
     return {name: rounding.tensor() for name, rounding in roundings.items()}, _NO_BLOCK
 
 
-def _descend(problem: LayerProblem, block: Block, roundings: dict[str, IntRounding]) -> None:
+def _rounding(problem: LayerProblem, name: str) -> IntRounding | GridRounding:
+    """Integers have tuned ranges too; the ranges of other grids are fitted to the inputs' second moments."""
+    weight, scheme, dtype = (
+        problem.weights[name],
+        problem.schemes[name],
+        problem.scale_dtypes[name],
+    )
+    if isinstance(scheme, IntScheme):
+        return IntRounding(weight, scheme, dtype)
+    seen = problem.statistics.get(name)
+    importance = seen.gram.diagonal() if seen is not None and seen.num_tokens else None
+    scale = input_scale(problem, name)
+    grid = grid_of(scheme, (weight.shape[0], weight.shape[1]), dtype, input_scale=scale)
+    return GridRounding(weight, grid, importance)
+
+
+def _descend(
+    problem: LayerProblem, block: Block, roundings: dict[str, IntRounding | GridRounding]
+) -> None:
     options = problem.options
     with temporaries_kept():
         tune(

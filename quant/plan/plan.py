@@ -53,7 +53,7 @@ DEFAULT_SEQ_LEN = 2048
 # Methods that fold scales, for which the foldable pairs are discovered.
 _SMOOTHING = ("awq", "smoothquant")
 # Methods that go to any grid, ggml's blocks included.
-_BLOCK_METHODS = ("rtn", "awq", "gptq")
+_BLOCK_METHODS = ("rtn", "awq", "gptq", "autoround")
 _Entry = TypeVar("_Entry")
 
 

@@ -21,7 +21,7 @@ _STATUS_SECONDS = 1.0
 
 
 class Rounding(Protocol):
-    """Tuned parameters of the rounding of one linear; see `IntRounding`."""
+    """Tuned parameters of the rounding of one linear; see `IntRounding` and `GridRounding`."""
 
     def keep(self) -> None: ...
 

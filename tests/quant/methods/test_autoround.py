@@ -17,7 +17,7 @@ from llmopt.quant.tuning import sign_descent
 
 from tools.survey.case import Case, surveyed_types
 
-from ...support.quant_support import TINY
+from ...support.quant_support import STORIES, TINY
 
 OPTIONS = MethodOptions(iters=12, batch_size=4)
 
@@ -148,6 +148,18 @@ def test_a_layer_without_gradients_is_rounded_and_says_so(
         for name, data in contents(rounded.output).items()
         if name.startswith("model-layer")
     }
+
+
+def test_ggml_blocks_are_tuned(tmp_path: Path) -> None:
+    result = quantize(
+        request(
+            tmp_path / "out", STORIES, bits=None, group_size=None, format="gguf", gguf_type="Q4_K"
+        )
+    )
+    modules = result.manifest["modules"]
+    assert {module["fallback"] for module in modules} == {None}
+    assert {module["scheme"]["grid"] for module in modules} == {"gguf"}
+    assert verify(result.output).ok
 
 
 def test_stored_statistics_are_refused(tmp_path: Path) -> None:
