@@ -17,8 +17,8 @@ from ..model.auto import auto_class, read_config
 from ..model.checkpoint import SINGLE_NAME, Checkpoint
 from ..smoothing.random_model import no_progress_bar, randomize, sample_token_ids
 from ..smoothing.smoothing_map import attempts_for, with_smoothing
-from .places import R1, R2, places_of, value_candidates
 from .rotated_checkpoint import RotatedCheckpoint
+from .rotation_map import R1, R2, rotation_map_of, value_candidates
 
 ROTATIONS = (R1, R2)
 _SAME_LOGITS = 1e-5  # of float64 weights, relative; transformers' norms compute in float32
@@ -37,8 +37,8 @@ def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Ch
     plain = architecture_of(checkpoint)
     values = _proven(attempts_for(checkpoint, plain), rotations)
     architecture = with_smoothing(checkpoint, plain)
-    places = places_of(checkpoint, architecture, residual=R1 in rotations, values=values)
-    return RotatedCheckpoint(checkpoint, places, seed)
+    targets = rotation_map_of(checkpoint, architecture, residual=R1 in rotations, values=values)
+    return RotatedCheckpoint(checkpoint, targets, seed)
 
 
 def _proven(raws: Sequence[Mapping[str, Any]], rotations: tuple[str, ...]) -> frozenset[str]:
@@ -64,8 +64,8 @@ def _proven_on(folder: Path, raw: Mapping[str, Any], rotations: tuple[str, ...])
     architecture = with_smoothing(checkpoint, architecture_of(checkpoint))
 
     def change(residual: bool, values: frozenset[str]) -> float:
-        places = places_of(checkpoint, architecture, residual=residual, values=values)
-        seen = RotatedCheckpoint(checkpoint, places, _SEED)
+        targets = rotation_map_of(checkpoint, architecture, residual=residual, values=values)
+        seen = RotatedCheckpoint(checkpoint, targets, _SEED)
         after = _logits(write_plain(seen, folder / "rotated"), token_ids)
         return float((after - before).abs().max() / before.abs().max())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..model.checkpoint import Checkpoint
-from .places import Places
+from .rotation_map import RotationMap
 
 if TYPE_CHECKING:
     import torch
@@ -24,19 +24,19 @@ class RotatedCheckpoint(Checkpoint):
         seed: of the rotations.
     """
 
-    def __init__(self, plain: Checkpoint, places: Places, seed: int):
+    def __init__(self, plain: Checkpoint, targets: RotationMap, seed: int):
         super().__init__(plain.folder, trust_remote_code=plain.trust_remote_code)
-        self._places, self._seed = places, seed
+        self._targets, self._seed = targets, seed
         self._embedding: torch.Tensor | None = None
         self._turns: dict[tuple[str, int, int], torch.Tensor] = {}
-        self._untied = bool(places.hidden) and places.tied
+        self._untied = bool(targets.hidden) and targets.tied
         if self._untied:
-            self.shard_of = {**self.shard_of, places.head: self.shard_of[places.embedding]}
+            self.shard_of = {**self.shard_of, targets.head: self.shard_of[targets.embedding]}
             size = self.weight_bytes - super().weight_bytes
             self.notes = (
                 f"note: R1 parts the output projection from the embedding: {size / 2**20:.0f} MiB more",
             )
-        if places.hidden:
+        if targets.hidden:
             self.config = {**self.config, "tie_word_embeddings": False}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -53,39 +53,41 @@ class RotatedCheckpoint(Checkpoint):
     def weight_bytes(self) -> int:
         if not self._untied:
             return super().weight_bytes
-        rows, width = self.shape(self._places.head)
-        return super().weight_bytes + rows * width * super().tensor(self._places.embedding).itemsize
+        rows, width = self.shape(self._targets.head)
+        return (
+            super().weight_bytes + rows * width * super().tensor(self._targets.embedding).itemsize
+        )
 
     def tensor(self, name: str) -> torch.Tensor:
-        places = self._places
-        if name == places.embedding and places.hidden:  # looked up in many times
+        targets = self._targets
+        if name == targets.embedding and targets.hidden:  # looked up in many times
             if self._embedding is None:
                 self._embedding = self._turned(name)
             return self._embedding
         return self._turned(name)
 
     def _origin(self, name: str) -> str:
-        return self._places.embedding if self._untied and name == self._places.head else name
+        return self._targets.embedding if self._untied and name == self._targets.head else name
 
     def _turned(self, name: str) -> torch.Tensor:
         import torch
 
-        places, stored = self._places, super().tensor(self._origin(name))
-        if name in places.norms:
-            return torch.full_like(stored, 1 - places.norms[name])
-        written = name in places.writers or _weight_of(name) in places.writers
-        heads = places.values.get(_weight_of(name)), places.outputs.get(name)
-        reads = name in places.readers or (name == places.embedding and places.hidden > 0)
+        targets, stored = self._targets, super().tensor(self._origin(name))
+        if name in targets.norms:
+            return torch.full_like(stored, 1 - targets.norms[name])
+        written = name in targets.writers or _weight_of(name) in targets.writers
+        heads = targets.values.get(_weight_of(name)), targets.outputs.get(name)
+        reads = name in targets.readers or (name == targets.embedding and targets.hidden > 0)
         if not (written or reads or any(heads)):
             return stored
         result = stored.to(torch.float64 if stored.dtype == torch.float64 else torch.float32)
-        if name in places.readers:
-            norm = places.readers[name]
-            result = result * (super().tensor(norm).to(result.dtype) + places.norms[norm])
+        if name in targets.readers:
+            norm = targets.readers[name]
+            result = result * (super().tensor(norm).to(result.dtype) + targets.norms[norm])
         if reads:
-            result = result @ self._turn("R1", 0, places.hidden).to(result.dtype)
+            result = result @ self._turn("R1", 0, targets.hidden).to(result.dtype)
         if written:
-            turn = self._turn("R1", 0, places.hidden).to(result.dtype)
+            turn = self._turn("R1", 0, targets.hidden).to(result.dtype)
             result = turn.T @ result
         value, output = heads
         if value is not None:

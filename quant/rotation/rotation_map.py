@@ -29,7 +29,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class RotationMap:
     """Tensors by full name.
 
     Attributes:
@@ -53,10 +53,10 @@ class Places:
     outputs: dict[str, Head] = field(default_factory=dict)
 
 
-def places_of(
+def rotation_map_of(
     checkpoint: Checkpoint, architecture: Architecture, *, residual: bool, values: frozenset[str]
-) -> Places:
-    """The places of a checkpoint whose architecture has its foldable pairs.
+) -> RotationMap:
+    """The map of a checkpoint whose architecture has its foldable pairs.
 
     Args:
         residual: whether R1 is asked for.
@@ -73,8 +73,10 @@ def places_of(
     tied = bool(meta.config.tie_word_embeddings or checkpoint.config.get("tie_word_embeddings"))
     head = None if tied else _on_disk(architecture, head_module)
     hidden = checkpoint.shape(embedding)[-1]
-    places = Places(hidden if residual else 0, embedding, head or "lm_head.weight", head is None)
-    norms, readers, writers = places.norms, places.readers, set[str]()
+    targets = RotationMap(
+        hidden if residual else 0, embedding, head or "lm_head.weight", head is None
+    )
+    norms, readers, writers = targets.norms, targets.readers, set[str]()
     for index, family in enumerate(architecture.layers):
         start = f"{architecture.layer_prefix(index)}."
         if residual:
@@ -83,22 +85,22 @@ def places_of(
             norms[_final_norm(checkpoint, architecture, hidden)] = offset
         for fold in family.folds:
             if starred(fold.source) in values:
-                _heads(checkpoint, fold, start, index, places)
+                _heads(checkpoint, fold, start, index, targets)
     if residual:
-        readers[places.head] = _final_norm(checkpoint, architecture, hidden)
+        readers[targets.head] = _final_norm(checkpoint, architecture, hidden)
         for norm in norms:
             if norm.removesuffix("weight") + "bias" in checkpoint:
                 raise _refused(checkpoint, f"{norm.removesuffix('.weight')} has a bias")
-    return Places(
-        places.hidden,
+    return RotationMap(
+        targets.hidden,
         embedding,
-        places.head,
-        places.tied,
+        targets.head,
+        targets.tied,
         norms,
         readers,
         frozenset(writers),
-        places.values,
-        places.outputs,
+        targets.values,
+        targets.outputs,
     )
 
 
@@ -165,14 +167,16 @@ def _final_norm(checkpoint: Checkpoint, architecture: Architecture, hidden: int)
     return names[0]
 
 
-def _heads(checkpoint: Checkpoint, fold: Fold, start: str, index: int, places: Places) -> None:
+def _heads(
+    checkpoint: Checkpoint, fold: Fold, start: str, index: int, targets: RotationMap
+) -> None:
     source, target = f"{start}{fold.source}.weight", f"{start}{fold.targets[0]}.weight"
     first, last = fold.rows or (0, checkpoint.shape(source)[0])
     width = (last - first) // fold.groups if fold.groups > 1 else _head_width(checkpoint)
     columns = checkpoint.shape(target)[1]
     if width and (last - first) % width == 0 and columns % width == 0:
-        places.values[source] = Head(index, first, last, width)
-        places.outputs[target] = Head(index, 0, columns, width)
+        targets.values[source] = Head(index, first, last, width)
+        targets.outputs[target] = Head(index, 0, columns, width)
 
 
 def _head_width(checkpoint: Checkpoint) -> int:
