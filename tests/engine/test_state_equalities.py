@@ -12,6 +12,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.beam_search import BeamSearchParams, beam_search
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.model.decoder.decoder import Decoder
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS as BUNDLED
 from transformers import AutoTokenizer
@@ -65,6 +66,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, "n_group": 1, "topk_group": 1, "index_topk": 8, "index_n_heads": 32, "index_head_dim": 16},
     ),
 }  # fmt: skip
+# Those of the engine's own decoder, and the tensors of their states.
+OWN = {"short convolutions and attention": 2}
 # Of the survey's tiny configs.
 SURVEYED = {
     "latents in transformers' modules": "glm4_moe_lite",
@@ -108,6 +111,15 @@ def served(request, tmp_path_factory) -> tuple[Path, list[list[int]], list[list[
         )
         expected.append(whole[0, len(prompt) :].tolist())
     return folder, prompts, expected
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_decoder_runs_what_it_covers(name, tmp_path):
+    save_model(tmp_path, *MODELS[name])
+    built = engine(tmp_path)
+    assert isinstance(built.runner.decoder, Decoder)
+    assert len(built.runner.decoder.state_layouts) == OWN[name]
+    built.close()
 
 
 def engine(folder: Path, **options: Any) -> Engine:

@@ -234,6 +234,15 @@ COMPLETED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}
+# Beside the config: bytes of a sequence's constant state in float32.
+STATEFUL: dict[str, tuple[str, dict[str, Any], int]] = {
+    "lfm-2": ("Lfm2Config", {**LFM2, "conv_L_cache": 4, "block_multiple_of": 8}, 2 * 64 * 4 * 4),
+    "lfm-2-moe": (
+        "Lfm2MoeConfig", {**LFM2, **MOE, "num_experts": 8, "num_dense_layers": 1}, 2 * 64 * 3 * 4,
+    ),
+}  # fmt: skip
+COMPLETED |= {name: family[:2] for name, family in STATEFUL.items()}
 FAMILIES |= COMPLETED
 
 # Beside the config: how transformers' modules are run, and what a token takes in the cache.

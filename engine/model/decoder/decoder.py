@@ -9,94 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ...kernels.activations.quantized_activations import Rows
 from ...kernels.attention.dispatch import attention_kernels, reads_in_place
 from ...kernels.attention.paged_attention import AttentionKernel
 from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RopeAndCacheKernel, RowKernelQuery
 from ...scheduling.window import Window
-from ..layers.attention import HeadAttention, LatentAttention, LayerCache, Step, StepInputs
-from ..layers.mlp import Block
+from ..layers.attention import NO_CACHE, LayerCache, Step, StepInputs
 from ..layers.norm import Norm
-from ..layers.per_layer_input import PerLayerEmbedding, PerLayerInput
+from ..layers.per_layer_input import PerLayerEmbedding
 from ..layers.projection import LinearSite, Projection
 from ..layers.rotary_embedding import RotaryEmbedding
-from ..layers.shared_attention import SharedAttention
-from ..layers.state import StateLayout
+from ..layers.state import NO_STEP_STATES, StateLayout, StepStates
 from ..lora.bank import AdapterBank
 from ..spec.rope import RopeSpec
 from ..spec.spec import KvLayout, ModelSpec
-
-Attention = HeadAttention | LatentAttention | SharedAttention
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """A decoder layer: attention and MLP (or experts), each added to the residual.
-
-    Attributes:
-        input_norm: None in a post-norm layer (OLMo 2).
-        mlp_norm: None in a post-norm layer, and where attention and MLP share the input norm.
-        post_attention_norm, post_mlp_norm: norms of the outputs, before the residual add (Gemma).
-        parallel: parallel residual: attention and MLP read the same residual (Falcon).
-        residual_scale: factor on both outputs (Granite).
-        per_layer_input: adds the layer's own input of the token (Gemma 3n and 4).
-        output_scale: [1], factor on the layer's output (Gemma 4).
-    """
-
-    input_norm: Norm | None
-    attention: Attention
-    post_attention_norm: Norm | None
-    mlp_norm: Norm | None
-    mlp: Block
-    post_mlp_norm: Norm | None
-    parallel: bool
-    residual_scale: float = 1.0
-    per_layer_input: PerLayerInput | None = None
-    output_scale: torch.Tensor | None = None
-
-    @property
-    def weight_bytes(self) -> int:
-        norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
-        total = self.attention.weight_bytes + self.mlp.weight_bytes
-        total += 0 if self.per_layer_input is None else self.per_layer_input.weight_bytes
-        total += 0 if self.output_scale is None else self.output_scale.nbytes
-        return total + sum(norm.weight_bytes for norm in norms if norm is not None)
-
-    def __call__(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Takes the residual as `hidden + added` and returns it so: the next norm fuses the add."""
-        x: Rows
-        if self.input_norm is None:
-            x = hidden = hidden if added is None else hidden + added
-        else:
-            # With a parallel residual MLP and attention share the norm, so it stays unquantized.
-            activation_quant = None if self.parallel else self.attention.activation_quant
-            hidden, x = self.input_norm.of_sum(hidden, added, activation_quant)
-        adapters = step.inputs.adapters
-        mixed = self.attention(x, step, cache)
-        if self.parallel:
-            if self.mlp_norm is not None:
-                x = self.mlp_norm(hidden)
-            return hidden + mixed, self.mlp(x, adapters)
-        if self.post_attention_norm is not None:
-            mixed = self.post_attention_norm(mixed)
-        mixed = self._scaled(mixed)
-        if self.mlp_norm is None:
-            x = hidden = hidden + mixed
-        else:
-            hidden, x = self.mlp_norm.of_sum(hidden, mixed, self.mlp.activation_quant)
-        out = self.mlp(x, adapters)
-        out = out if self.post_mlp_norm is None else self.post_mlp_norm(out)
-        if self.per_layer_input is None and self.output_scale is None:
-            return hidden, self._scaled(out)
-        hidden = hidden + self._scaled(out)
-        if self.per_layer_input is not None and step.per_layer_inputs is not None:
-            hidden = hidden + self.per_layer_input(hidden, step.per_layer_inputs, adapters)
-        return hidden if self.output_scale is None else hidden * self.output_scale, None
-
-    def _scaled(self, out: torch.Tensor) -> torch.Tensor:
-        return out if self.residual_scale == 1.0 else out * self.residual_scale
+from .layer import Layer
 
 
 class LayerKernels(NamedTuple):
@@ -116,7 +42,7 @@ class DecoderWeights:
 
     embedding: torch.Tensor
     positions: torch.Tensor | None
-    layers: Sequence[DecoderLayer]
+    layers: Sequence[Layer]
     final_norm: Norm
     head: Projection
     is_tied: bool
@@ -177,9 +103,12 @@ class Decoder:
         self._cache_indices = spec.cache_indices
         layouts = spec.kv_layouts
         self._kernels = {
-            layout: self._layer_kernels(layout, device, dtype) for layout in dict.fromkeys(layouts)
+            layout: self._layer_kernels(layout, device, dtype)
+            for layout in dict.fromkeys(layouts or [spec.usual_layout])
         }
-        self._layouts = [layouts[index] for index in self._cache_indices]
+        # A layer without a cache runs with the kernels of any other.
+        usual = layouts[0] if layouts else spec.usual_layout
+        self._layouts = [usual if i is None else layouts[i] for i in self._cache_indices]
 
     def _layer_kernels(
         self, layout: KvLayout, device: torch.device, dtype: torch.dtype
@@ -197,8 +126,8 @@ class Decoder:
 
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
-        """None of its layers keeps a constant state."""
-        return ()
+        """The tensors of a sequence's constant state, over all layers; () without."""
+        return tuple(layout for layer in self.weights.layers for layout in layer.state_layouts)
 
     @property
     def vocab_size(self) -> int:
@@ -227,12 +156,12 @@ class Decoder:
     def is_capturable(self) -> bool:
         """Whether steps can be captured into a graph: static shapes, no data-dependent control flow.
 
-        Requires no tensor-parallel workers, no MoE kernel that counts tokens per expert on the host, and
-        paged attention that reads the blocks in place.
+        Requires no tensor-parallel workers, no MoE kernel that counts tokens per expert on the host, paged
+        attention that reads the blocks in place, and no constant state.
         """
-        same = all(layer.mlp.is_capturable for layer in self.weights.layers)
+        same = all(layer.is_capturable for layer in self.weights.layers)
         in_place = all(reads_in_place(kernels.attend[False]) for kernels in self._kernels.values())
-        return same and self.broadcast is None and in_place
+        return same and self.broadcast is None and in_place and not self.state_layouts
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
@@ -251,6 +180,9 @@ class Decoder:
             hidden = hidden * self._scale
         per_layer = self.weights.per_layer
         per_layer_inputs = None if per_layer is None else per_layer(inputs.token_ids, hidden)
+        states = NO_STEP_STATES
+        if inputs.states.tensors:
+            states = StepStates.of(inputs.states, inputs.batch)
         steps = {
             layout: Step(
                 inputs,
@@ -260,6 +192,7 @@ class Decoder:
                 sink_cos_sin,
                 kernels.rope_and_cache,
                 per_layer_inputs,
+                states,
             )
             for layout, kernels in self._kernels.items()
         }
@@ -270,7 +203,8 @@ class Decoder:
         for index, layer in enumerate(self.weights.layers):
             if index in inputs.aux_hidden_state_layers:
                 aux_hidden[index] = hidden if added is None else hidden + added
-            cache = caches[self._cache_indices[index]]
+            place = self._cache_indices[index]
+            cache = NO_CACHE if place is None else caches[place]
             hidden, added = layer(hidden, added, steps[self._layouts[index]], cache)
         normed = self.weights.final_norm(hidden if added is None else hidden + added)
         if not inputs.aux_hidden_state_layers:

@@ -67,7 +67,7 @@ def load_mixture(
     prefix = f"{layer}{names.experts}."
     local_ids = range(experts.count) if shard is None else shard.experts(experts.count)
     routed: list[GatedMlp]
-    if names.fused_experts is not None:
+    if names.fused_experts is not None and not _has_modules(reader, spec, prefix):
         routed = _fused(reader, spec, prefix, experts, local_ids)
     else:
         gate, up, down = names.expert
@@ -80,7 +80,7 @@ def load_mixture(
         if names.shared_gate:
             shared_gate = read(f"{layer}{names.shared_gate}.weight", 1, hidden)
         shared_prefix = f"{layer}{names.shared_expert}."
-        shared = gated(shared_prefix, ("gate_proj", "up_proj"), "down_proj", experts.shared_width)
+        shared = gated(shared_prefix, *names.shared, experts.shared_width)
     whole = len(local_ids) == experts.count
     run = EXPERTS.select(reader.experts_kernel_query(whole)).run
     kernel = run(routed, local_ids, experts.count, kind.on_inputs)
@@ -89,6 +89,12 @@ def load_mixture(
     return MixtureOfExperts(
         router, kernel, shared, shared_gate, None if shard is None else shard.group.all_reduce
     )
+
+
+def _has_modules(reader: CheckpointReader, spec: ModelSpec, prefix: str) -> bool:
+    """Whether the experts of this file are modules, where those of other files of the family are fused."""
+    first = f"{prefix}0.{spec.names.expert[-1]}"
+    return f"{first}.weight" in reader or reader.is_quantized(first)
 
 
 def _fused(

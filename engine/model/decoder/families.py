@@ -22,6 +22,7 @@ from .dense_families import DENSE_FAMILIES, GEMMA_NORMS
 from .family import Choices, Config, DecoderFamily
 from .gemma4_family import GEMMA4
 from .sparse_families import SPARSE_FAMILIES
+from .state_families import STATE_FAMILIES
 
 # Default epsilons that differ from 1e-6.
 _NORM_EPS = {"mixtral": 1e-5, "phi3": 1e-5, "gpt_oss": 1e-5, "llama4_text": 1e-5}
@@ -49,7 +50,7 @@ def model_spec(raw: Config) -> ModelSpec:
             _, tensors, config = complete(config)
         else:
             tensors, config = family.tensors, config if multimodal else text_config(config)
-        shape = ModelShape.from_completed(model_type, tensors, config)
+        shape = family.shape(model_type, tensors, config)
         dtype = config.get("dtype") or config.get("torch_dtype")
         defaults: dict[str, Any] = {
             "shape": shape,
@@ -312,6 +313,7 @@ FAMILIES: Mapping[str, DecoderFamily] = {
     **{name: DecoderFamily(choices) for name, choices in _PLANNED.items()},
     **DENSE_FAMILIES,
     **SPARSE_FAMILIES,
+    **STATE_FAMILIES,
     "gemma4_text": GEMMA4,
 }
 SUPPORTED_MODEL_TYPES = tuple(FAMILIES)

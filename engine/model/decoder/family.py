@@ -26,10 +26,20 @@ class DecoderFamily:
         choices: fields of `ModelSpec` that its shape does not tell, from shape and config.
         tensors: rules of its shape; None: the planner's table has them. With rules of its own the config is
             completed by transformers' config class, so that no default is listed here.
+        with_states: layers may mix tokens with a constant state. Its shape is that of a model with attention
+            in their place.
     """
 
     choices: Callable[[ModelShape, Config], Choices]
     tensors: Family | None = None
+    with_states: bool = False
+
+    def shape(self, model_type: str, tensors: Family, config: Config) -> ModelShape:
+        """The shape of a completed config by these rules."""
+        if self.with_states:
+            kinds = ["full_attention"] * len(config["layer_types"])
+            config = {**config, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+        return ModelShape.from_completed(model_type, tensors, config)
 
 
 def ropes(config: Config, has_rope: Sequence[bool] | None = None) -> Choices:

@@ -20,10 +20,12 @@ from ..parallel.shard import Shard
 from ..parallel.weight_slice import WeightSlice
 from ..spec.rope import RopeSpec
 from ..spec.spec import ModelSpec, NotCovered
-from .decoder import Attention, DecoderLayer, DecoderWeights
+from .decoder import DecoderWeights
 from .expert_loader import load_mixture
+from .layer import Attention, DecoderLayer, FeedForwardLayer, Layer, MixerLayer, StateMixer
 from .per_layer_loader import load_per_layer_embedding, load_per_layer_input
 from .reader import CheckpointReader
+from .state_loader import load_state_mixer
 
 
 def load_weights(
@@ -69,8 +71,11 @@ def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
 
 def _check_names(checkpoint: Checkpoint, spec: ModelSpec, base: str) -> None:
     """Raise `NotCovered` where the modules of the first layer do not have the family's names."""
-    latent = ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj")
-    modules = latent if spec.shape.latent is not None else (*spec.names.qkv, spec.names.output)
+    modules = (*spec.names.qkv, spec.names.output)
+    if spec.shape.latent is not None:
+        modules = ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj")
+    elif spec.parts_of(0).state is not None:
+        modules = (f"{spec.names.state_mixer}.out_proj",)
     for module in modules:
         name = f"{base}{spec.names.layer.format(0)}{module}"
         if not _holds(checkpoint, f"{name}."):
@@ -174,7 +179,7 @@ class LayerLoader:
             return True
         beyond = names.layer.format(self.spec.shape.num_layers)
         mtp = (*names.mtp, beyond) if self.spec.mtp_layers else names.mtp
-        if name.startswith(tuple(self.base + prefix for prefix in mtp)):
+        if name.startswith((*names.mtp, *(self.base + prefix for prefix in mtp))):
             return True
         # Other parts may lie below the decoder's prefix: Qwen2.5-VL's files say `model.visual`.
         parts = (names.layer.split("{")[0], names.embedding, names.final_norm)
@@ -204,23 +209,25 @@ class LayerLoader:
     def _norm_if(self, layer: str, name: str) -> Norm | None:
         return self.norm(layer + name, self.spec.shape.hidden_size) if name else None
 
-    def _layer(self, index: int, ropes: list[RopeSpec]) -> DecoderLayer:
-        names = self.spec.names
+    def _layer(self, index: int, ropes: list[RopeSpec]) -> Layer:
+        names, parts = self.spec.names, self.spec.parts_of(index)
         layer = self.base + names.layer.format(index)
-        rope, latent = self.spec.ropes[index], self.spec.shape.latent
-        rotation = None
-        if rope is not None:
-            rotation = Rotation(ropes.index(rope), self.spec.rotary_interleaved)
-        attention: Attention
-        if latent is not None and rotation is not None:
-            attention = self._latent_attention(layer, latent, rotation)
-        elif rotation is not None and self._shares(index):
-            attention = self._shared_attention(layer, index, rotation)
+        if not parts.has_mixer:
+            norm = self.norm(layer + names.input_norm, self.spec.shape.hidden_size)
+            return FeedForwardLayer(norm, self.block(layer, index))
+        mixer: Attention | StateMixer
+        if parts.state is not None:
+            first = self.spec.first_state(index)
+            mixer = load_state_mixer(self.reader, self.spec, parts.state, layer, first)
         else:
-            attention = self.head_attention(layer, index, rotation)
+            mixer = self._attention(layer, index, ropes)
+        if not parts.has_mlp:
+            return MixerLayer(
+                self.norm(layer + names.input_norm, self.spec.shape.hidden_size), mixer
+            )
         return DecoderLayer(
             input_norm=self._norm_if(layer, names.input_norm),
-            attention=attention,
+            attention=mixer,
             post_attention_norm=self._norm_if(layer, names.post_attention_norm),
             mlp_norm=self._norm_if(layer, names.mlp_norm),
             mlp=self.block(layer, index),
@@ -234,6 +241,17 @@ class LayerLoader:
             if names.layer_scale
             else None,
         )
+
+    def _attention(self, layer: str, index: int, ropes: list[RopeSpec]) -> Attention:
+        rope, latent = self.spec.ropes[index], self.spec.shape.latent
+        rotation = None
+        if rope is not None:
+            rotation = Rotation(ropes.index(rope), self.spec.rotary_interleaved)
+        if latent is not None and rotation is not None:
+            return self._latent_attention(layer, latent, rotation)
+        if rotation is not None and self._shares(index):
+            return self._shared_attention(layer, index, rotation)
+        return self.head_attention(layer, index, rotation)
 
     def _shares(self, index: int) -> bool:
         return bool(self.spec.layers) and self.spec.layers[index].kv_source is not None
@@ -273,8 +291,8 @@ class LayerLoader:
         spec, names, shape, shard = self.spec, self.spec.names, self.spec.shape, self.shard
         local = shape if shard is None else shard.spec(spec).shape
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        modules = names.qkv
-        outs = [queries, keys, keys] if len(modules) > 1 else [queries + 2 * keys]
+        modules, into_queries = names.qkv, queries * (2 if spec.attention_gate else 1)
+        outs = [into_queries, keys, keys] if len(modules) > 1 else [queries + 2 * keys]
         keys_as_values = bool(spec.layers) and spec.layers[index].keys_as_values
         if keys_as_values:
             modules, outs = modules[:2], outs[:2]
@@ -313,6 +331,7 @@ class LayerLoader:
             value_norm=Norm(shape.head_dim, spec.norm_eps) if spec.value_norm else None,
             keys_as_values=keys_as_values,
             kv_scales=self._kv_scales(layer, shape.num_kv_heads),
+            gated=spec.attention_gate,
         )
 
     def _kv_scales(self, layer: str, num_heads: int) -> KvScales | None:

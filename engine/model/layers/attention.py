@@ -16,7 +16,7 @@ from ...kernels.elementwise.rotary import apply_rotary_emb, interleaved_to_halve
 from ..spec.spec import KvLayout, Temperature
 from .norm import Norm, ShardedNorm
 from .projection import AdapterRows, Projection
-from .state import NO_STATES, StateBatch
+from .state import NO_STATES, NO_STEP_STATES, StateBatch, StepStates
 
 KvScales = tuple[torch.Tensor, torch.Tensor]
 """Static scales of a layer's keys and values, float32 [kv_heads] or [1]."""
@@ -55,6 +55,10 @@ class LayerCache:
         return self.keys.parts if self.values_in_keys else (*self.keys.parts, *self.values.parts)
 
 
+NO_CACHE = LayerCache.zeros(KvLayout(1, 0, 0), 1, 1, torch.device("cpu"), torch.float32)
+"""Of a layer without keys and values."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """Input tensors of a step.
@@ -83,6 +87,7 @@ class Step:
 
     `cache_positions` differ from `inputs.positions` with StreamingLLM only; `sink_cos_sin` rotates the
     sink queries, and is empty without sink tokens. `per_layer_inputs` are [tokens, layers, width] or None.
+    `states` are those of layers with a recurrence.
     """
 
     inputs: StepInputs
@@ -92,6 +97,7 @@ class Step:
     sink_cos_sin: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     rope_and_cache: RopeAndCacheKernel = field(default_factory=TorchRopeAndCache)
     per_layer_inputs: torch.Tensor | None = None
+    states: StepStates = NO_STEP_STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,7 @@ class HeadAttention:
         value_norm: norm of each head of the values.
         keys_as_values: `qkv` projects no values: they are the keys, before norm and RoPE.
         kv_scales: calibrated scales of an fp8 KV cache, of keys and of values.
+        gated: `qkv` projects a gate beside each query head, whose sigmoid weighs what leaves the head.
     """
 
     num_heads: int
@@ -147,6 +154,7 @@ class HeadAttention:
     value_norm: Norm | None = None
     keys_as_values: bool = False
     kv_scales: KvScales | None = None
+    gated: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -161,7 +169,13 @@ class HeadAttention:
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         adapters = step.inputs.adapters
-        qkv = self.qkv(x, adapters)
+        if not self.gated:
+            return self.output(self._heads(self.qkv(x, adapters), step, cache), adapters)
+        qkv, gate = self._split_gate(self.qkv(x, adapters))
+        return self.output(self._heads(qkv, step, cache) * gate.sigmoid(), adapters)
+
+    def _heads(self, qkv: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+        """What attention makes of the projections, [tokens, heads * head_dim]; fills the cache."""
         if self.norm_whole:
             qkv = self._with_whole_norms(qkv)
         if self.value_norm is not None or self.keys_as_values:
@@ -184,7 +198,7 @@ class HeadAttention:
                 norms,
             )
             mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
-            return self.output(mixed.flatten(1), adapters)
+            return mixed.flatten(1)
         queries, keys, values = self._split(qkv)
         by_head = not self.norm_whole
         if by_head and not self.norm_after_rotation:
@@ -204,7 +218,14 @@ class HeadAttention:
         mixed = step.attend(
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, sink_queries
         )
-        return self.output(mixed.flatten(1), adapters)
+        return mixed.flatten(1)
+
+    def _split_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """QKV without its gate, and the gate [tokens, heads * head_dim]."""
+        width = self.num_heads * self.head_dim
+        pairs = qkv[:, : 2 * width].unflatten(-1, (self.num_heads, 2, self.head_dim))
+        queries, gate = pairs.unbind(2)
+        return torch.cat([queries.flatten(1), qkv[:, 2 * width :]], dim=-1), gate.flatten(1)
 
     def _with_whole_norms(self, qkv: torch.Tensor) -> torch.Tensor:
         """QKV with queries and keys normed, each over all of its heads."""

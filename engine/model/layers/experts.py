@@ -49,7 +49,7 @@ class Router:
         experts = selection_scores.topk(self.per_token, dim=-1).indices
         weights = scores.gather(1, experts)
         if self.spec.normalize:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + self.spec.least_sum)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[experts]
         return weights * self.spec.scale, experts

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
+
+from ...kernels.attention.paged_attention import AttentionBatch
+
+Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""From inputs and a state (the last argument) to outputs and the state after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +46,98 @@ class StateBatch:
 
 
 NO_STATES = StateBatch()
+"""Of a model without constant state."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOfTokens:
+    """Rows `begin` to `end` of a step: several tokens of one sequence.
+
+    `slot` is its state slot, int64 [1]; `has_state`: tokens of the sequence came before these.
+    """
+
+    begin: int
+    end: int
+    slot: torch.Tensor
+    has_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """The states of a step's sequences, and which rows are of which sequence.
+
+    Attributes:
+        runs: sequences with several tokens.
+        rows: int64 [decodes], the rows of the sequences with one token; None: there are none.
+        slots: int64 [decodes], their state slots.
+        has_state: bool [decodes]: tokens of the sequence came before this one.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    runs: tuple[RunOfTokens, ...]
+    rows: torch.Tensor | None
+    slots: torch.Tensor
+    has_state: torch.Tensor
+
+    @classmethod
+    def of(cls, states: StateBatch, batch: AttentionBatch) -> StepStates:
+        """From the slots in the order of the sequences' rows, without waiting for the device."""
+        assert states.slots is not None
+        slots, decode = states.slots, batch.decode
+        runs: list[RunOfTokens] = []
+        single, row = [], 0  # index among the sequences, and row, of those with one token
+        for span in sorted(batch.spans, key=lambda span: span.begin):
+            single += range(len(runs) + len(single), len(runs) + len(single) + span.begin - row)
+            index, row = len(runs) + len(single), span.end
+            has_state = span.num_cached > span.end - span.begin
+            runs.append(RunOfTokens(span.begin, span.end, slots[index : index + 1], has_state))
+        if decode is None:
+            return cls(states.tensors, tuple(runs), None, slots[:0], slots[:0] > 0)
+        if runs:
+            single += range(len(runs) + len(single), len(slots))
+            slots = slots[torch.tensor(single, device=slots.device)]
+        return cls(states.tensors, tuple(runs), decode.rows, slots, decode.lengths > 1)
+
+    def advance(
+        self, index: int, inputs: Sequence[torch.Tensor], run: Recurrence, step: Recurrence
+    ) -> torch.Tensor:
+        """Outputs of a recurrence over every sequence's tokens; overwrites its states.
+
+        Args:
+            index: of its tensor among the states.
+            inputs: [tokens, ...] each, over the rows of the step.
+            run: takes consecutive tokens of one sequence, and its state.
+            step: takes a token of each of several sequences, and their states.
+        """
+        states = self.tensors[index]
+        if self.rows is not None and not self.runs:
+            return self._decoded(states, inputs, step)
+        outputs: torch.Tensor | None = None
+        for part in self.runs:
+            rows = slice(part.begin, part.end)
+            state = states.index_select(0, part.slot)[0]
+            state = state if part.has_state else torch.zeros_like(state)
+            out, after = run(*(x[rows] for x in inputs), state)
+            states.index_copy_(0, part.slot, after[None].to(states.dtype))
+            if outputs is None:
+                outputs = out.new_empty(len(inputs[0]), *out.shape[1:])
+            outputs[rows] = out
+        assert outputs is not None, "a step without tokens"
+        if self.rows is not None:
+            chosen = [x.index_select(0, self.rows) for x in inputs]
+            outputs.index_copy_(0, self.rows, self._decoded(states, chosen, step))
+        return outputs
+
+    def _decoded(
+        self, states: torch.Tensor, inputs: Sequence[torch.Tensor], step: Recurrence
+    ) -> torch.Tensor:
+        """One step of each sequence with one token; writes their states."""
+        before = states.index_select(0, self.slots)
+        fresh = ~self.has_state.view(-1, *[1] * (before.dim() - 1))
+        out, after = step(*inputs, before.masked_fill(fresh, 0))
+        states.index_copy_(0, self.slots, after.to(states.dtype))
+        return out
+
+
+NO_STEP_STATES = StepStates((), (), None, torch.empty(0, dtype=torch.int64), torch.empty(0) > 0)
 """Of a model without constant state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ....quant.base.errors import BadInput
+from ...config.compatibility import refuse
 from ...planner.model.shapes import Latent, ModelShape
 from ..spec.spec import ModelSpec
 from .group import Group
@@ -30,6 +31,8 @@ class Shard:
     def check(self, spec: ModelSpec) -> None:
         """Raise `BadInput` where the model cannot be split into `size` shards."""
         shape, what = spec.shape, f"tensor_parallel_size = {self.size}"
+        if spec.num_states:
+            refuse({"tensor-parallel", "states"}, what)
         one_for_several = self.size % shape.num_kv_heads == 0 or shape.latent is not None
         if shape.num_kv_heads % self.size and not one_for_several:
             raise BadInput(f"{what}: {shape.num_kv_heads} KV heads do not divide into that many")

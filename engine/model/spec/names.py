@@ -14,7 +14,9 @@ class Names:
         layer: prefix of a layer, by index; all names below are relative to it.
         qkv, gate_up: the linears to stack, or the single one that the checkpoint already stacks.
         expert: gate, up and down of one expert, below `experts` and the expert id.
+        state_mixer: what mixes tokens in place of attention, in layers with a constant state.
         router_scale, expert_scale: factors on the router's normed input, on each expert's weight (Gemma 4).
+        shared: gate and up (or the linear that stacks them) and down, below `shared_expert`.
         shared_gate: linear to one value, whose sigmoid weighs the shared expert's output (Qwen2-MoE).
         fused_experts: the experts are two 3-D tensors [experts, in, out] below `experts`, of gate with up and
             of down; None: each expert has modules.
@@ -23,7 +25,7 @@ class Names:
         transposed: every linear's weight is stored as [in, out] (Conv1D).
         layer_scale: a scalar that multiplies the layer's output (Gemma 4).
         buffers: suffixes of saved buffers, which are ignored.
-        mtp: prefixes of modules for multi-token prediction, below the base, which are ignored.
+        mtp: prefixes of modules for multi-token prediction, below the base or beside it, which are ignored.
     """
 
     bases: tuple[str, ...] = ("model.", "language_model.model.", "model.language_model.")
@@ -41,6 +43,7 @@ class Names:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
+    state_mixer: str = ""
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
@@ -50,6 +53,7 @@ class Names:
     experts: str = "mlp.experts"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_expert: str = "mlp.shared_experts"
+    shared: tuple[tuple[str, ...], str] = (("gate_proj", "up_proj"), "down_proj")
     shared_gate: str = ""
     fused_experts: tuple[str, str] | None = None
     fused_transposed: bool = False

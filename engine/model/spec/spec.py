@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from ....quant.base.errors import BadInput
 from ...planner.model.shapes import ModelShape
 from ...scheduling.window import Window
+from .mixers import LayerParts
 from .names import Names
 from .rope import RopeSpec
 
@@ -58,6 +59,7 @@ class RouterSpec:
         correction: a learned bias is added to the scores for selection, not for the weights (DeepSeek-V3).
         on_inputs: the weight multiplies the expert's input, not its output (Llama 4).
         bias: the router's linear has a bias.
+        least_sum: added to the sum of the top-k weights before the division.
     """
 
     scoring: str = "softmax"
@@ -69,6 +71,7 @@ class RouterSpec:
     correction: bool = False
     on_inputs: bool = False
     bias: bool = False
+    least_sum: float = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,9 @@ class ModelSpec:
         logit_scale: factor on the logits (Granite, Cohere).
         residual_scale: factor on what attention and MLP add to the residual (Granite).
         grouped_qkv: the stacked QKV projection is grouped by KV head: its queries, its key, its value.
+        attention_gate: the query projection has a gate for each head (Qwen3-Next).
         layers: sizes of each layer; (): all are as in `shape`.
+        parts: what each layer is made of; (): attention and a feed-forward block.
         value_norm: values get a norm without weights (Gemma 4).
         per_layer_width, per_layer_vocab: per-layer embeddings: elements of a layer's input, and rows of their
             table; 0: none (Gemma 3n and 4).
@@ -154,7 +159,9 @@ class ModelSpec:
     residual_scale: float = 1.0
     temperature: Temperature | None = None
     grouped_qkv: bool = False
+    attention_gate: bool = False
     layers: tuple[LayerSizes, ...] = ()
+    parts: tuple[LayerParts, ...] = ()
     value_norm: bool = False
     mlp_beside_experts: bool = False
     per_layer_width: int = 0
@@ -187,23 +194,42 @@ class ModelSpec:
                 for layer in self.layers
                 if layer.kv_source is None
             )
-        if (latent := self.shape.latent) is not None:
-            layout = KvLayout(1, latent.cached_elements, latent.kv_rank, values_in_keys=True)
-        else:
-            head_dim = self.shape.head_dim
-            layout = KvLayout(self.shape.num_kv_heads, head_dim, head_dim)
-        return (layout,) * self.shape.num_layers
+        return (self.usual_layout,) * sum(
+            self.parts_of(i).has_cache for i in range(self.shape.num_layers)
+        )
 
     @property
-    def cache_indices(self) -> tuple[int, ...]:
-        """Index into `kv_layouts` of each layer's cache; layers that share one have the same."""
+    def usual_layout(self) -> KvLayout:
+        """The KV-cache layout of a layer whose sizes are those of `shape`."""
+        if (latent := self.shape.latent) is not None:
+            return KvLayout(1, latent.cached_elements, latent.kv_rank, values_in_keys=True)
+        return KvLayout(self.shape.num_kv_heads, self.shape.head_dim, self.shape.head_dim)
+
+    @property
+    def cache_indices(self) -> tuple[int | None, ...]:
+        """Index into `kv_layouts` of each layer's cache; layers that share one have the same, and those
+        without attention None."""
         if not self.layers:
-            return tuple(range(self.shape.num_layers))
+            has_cache = [self.parts_of(i).has_cache for i in range(self.shape.num_layers)]
+            return tuple(sum(has_cache[:i]) if has else None for i, has in enumerate(has_cache))
         with_cache = [i for i, layer in enumerate(self.layers) if layer.kv_source is None]
         return tuple(
             with_cache.index(i if layer.kv_source is None else layer.kv_source)
             for i, layer in enumerate(self.layers)
         )
+
+    def parts_of(self, index: int) -> LayerParts:
+        """What a layer is made of."""
+        return self.parts[index] if self.parts else LayerParts()
+
+    def first_state(self, index: int) -> int:
+        """Index of a layer's first state among those of all layers."""
+        return sum(part.state.num_states for part in self.parts[:index] if part.state is not None)
+
+    @property
+    def num_states(self) -> int:
+        """Tensors of a sequence's constant state, over all layers."""
+        return self.first_state(len(self.parts))
 
     def of_layer(self, index: int) -> ModelSpec:
         """The spec whose shape has the sizes of one layer."""

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.cache.state_cache import state_bytes_per_sequence
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.decoder.families import model_spec
@@ -76,7 +77,10 @@ def test_the_cache_has_the_planned_size(checkpoint, monkeypatch, tmp_path):
         token_bytes = ADAPTED[folder.name][3] * 4
     else:
         config = Checkpoint(folder).config
-        token_bytes = shape_of(config, folder).kv_bytes_per_token(4)
+        planned = shape_of(config, folder)
+        token_bytes = planned.kv_bytes_per_token(4)
+        states = state_bytes_per_sequence(built.runner.decoder.state_layouts)
+        assert states == planned.state_bytes
         layouts = model_spec(config).kv_layouts  # it is a family of the decoder
         assert sum(layout.num_elements for layout in layouts) * 4 == token_bytes
     assert built.memory.kv_cache_bytes == 6 * 4 * token_bytes

@@ -1,0 +1,160 @@
+"""Decoder layers: what mixes tokens (attention, or a recurrence with a state) and a feed-forward block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ...kernels.activations.quantized_activations import Rows
+from ..layers.attention import HeadAttention, LatentAttention, LayerCache, Step
+from ..layers.delta_net import GatedDeltaNet
+from ..layers.mamba2 import Mamba2
+from ..layers.mlp import Block
+from ..layers.norm import Norm
+from ..layers.per_layer_input import PerLayerInput
+from ..layers.shared_attention import SharedAttention
+from ..layers.short_convolution import ShortConvolution
+from ..layers.state import StateLayout
+
+Attention = HeadAttention | LatentAttention | SharedAttention
+StateMixer = ShortConvolution | GatedDeltaNet | Mamba2
+"""They take no keys and values, and overwrite a constant state."""
+
+
+def state_layouts(mixer: Attention | StateMixer) -> tuple[StateLayout, ...]:
+    """The tensors of a sequence's constant state; () of attention."""
+    return mixer.state_layouts if isinstance(mixer, StateMixer) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """A decoder layer: attention (or a recurrence) and MLP (or experts), each added to the residual.
+
+    Attributes:
+        input_norm: None in a post-norm layer (OLMo 2).
+        mlp_norm: None in a post-norm layer, and where attention and MLP share the input norm.
+        post_attention_norm, post_mlp_norm: norms of the outputs, before the residual add (Gemma).
+        parallel: parallel residual: attention and MLP read the same residual (Falcon).
+        residual_scale: factor on both outputs (Granite).
+        per_layer_input: adds the layer's own input of the token (Gemma 3n and 4).
+        output_scale: [1], factor on the layer's output (Gemma 4).
+    """
+
+    input_norm: Norm | None
+    attention: Attention | StateMixer
+    post_attention_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Block
+    post_mlp_norm: Norm | None
+    parallel: bool
+    residual_scale: float = 1.0
+    per_layer_input: PerLayerInput | None = None
+    output_scale: torch.Tensor | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
+        total = self.attention.weight_bytes + self.mlp.weight_bytes
+        total += 0 if self.per_layer_input is None else self.per_layer_input.weight_bytes
+        total += 0 if self.output_scale is None else self.output_scale.nbytes
+        return total + sum(norm.weight_bytes for norm in norms if norm is not None)
+
+    @property
+    def state_layouts(self) -> tuple[StateLayout, ...]:
+        return state_layouts(self.attention)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether it can be captured into a graph: no data-dependent control flow."""
+        return self.mlp.is_capturable
+
+    def __call__(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Takes the residual as `hidden + added` and returns it so: the next norm fuses the add."""
+        x: Rows
+        if self.input_norm is None:
+            x = hidden = hidden if added is None else hidden + added
+        else:
+            # With a parallel residual MLP and attention share the norm, so it stays unquantized.
+            activation_quant = None if self.parallel else self.attention.activation_quant
+            hidden, x = self.input_norm.of_sum(hidden, added, activation_quant)
+        adapters = step.inputs.adapters
+        mixed = self.attention(x, step, cache)
+        if self.parallel:
+            if self.mlp_norm is not None:
+                x = self.mlp_norm(hidden)
+            return hidden + mixed, self.mlp(x, adapters)
+        if self.post_attention_norm is not None:
+            mixed = self.post_attention_norm(mixed)
+        mixed = self._scaled(mixed)
+        if self.mlp_norm is None:
+            x = hidden = hidden + mixed
+        else:
+            hidden, x = self.mlp_norm.of_sum(hidden, mixed, self.mlp.activation_quant)
+        out = self.mlp(x, adapters)
+        out = out if self.post_mlp_norm is None else self.post_mlp_norm(out)
+        if self.per_layer_input is None and self.output_scale is None:
+            return hidden, self._scaled(out)
+        hidden = hidden + self._scaled(out)
+        if self.per_layer_input is not None and step.per_layer_inputs is not None:
+            hidden = hidden + self.per_layer_input(hidden, step.per_layer_inputs, adapters)
+        return hidden if self.output_scale is None else hidden * self.output_scale, None
+
+    def _scaled(self, out: torch.Tensor) -> torch.Tensor:
+        return out if self.residual_scale == 1.0 else out * self.residual_scale
+
+
+@dataclass(frozen=True, slots=True)
+class MixerLayer:
+    """A layer without a feed-forward block: `x + mixer(norm(x))` (Nemotron-H)."""
+
+    norm: Norm
+    mixer: Attention | StateMixer
+
+    is_capturable: ClassVar[bool] = True
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.norm.weight_bytes + self.mixer.weight_bytes
+
+    @property
+    def state_layouts(self) -> tuple[StateLayout, ...]:
+        return state_layouts(self.mixer)
+
+    def __call__(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `DecoderLayer`."""
+        hidden, x = self.norm.of_sum(hidden, added, self.mixer.activation_quant)
+        return hidden, self.mixer(x, step, cache)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardLayer:
+    """A layer that mixes no tokens: `x + mlp(norm(x))` (Nemotron-H)."""
+
+    norm: Norm
+    mlp: Block
+
+    state_layouts: ClassVar[tuple[StateLayout, ...]] = ()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.norm.weight_bytes + self.mlp.weight_bytes
+
+    @property
+    def is_capturable(self) -> bool:
+        return self.mlp.is_capturable
+
+    def __call__(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `DecoderLayer`."""
+        hidden, x = self.norm.of_sum(hidden, added, self.mlp.activation_quant)
+        return hidden, self.mlp(x, step.inputs.adapters)
+
+
+Layer = DecoderLayer | MixerLayer | FeedForwardLayer
