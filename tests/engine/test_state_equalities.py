@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from tools.survey.case import Case, surveyed_types
 from tools.survey.engine_column import spread_weights
 
-from ..support.model_families import LATENT, SHAPE, save_model
+from ..support.model_families import FAMILIES, LATENT, SHAPE, save_model
 
 MAX_TOKENS = 10
 LINEAR = {
@@ -40,6 +40,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Config",
         {"layer_types": ["conv", "full_attention", "conv"]},
     ),
+    "Mamba 2 and attention": FAMILIES["granite-4"],
+    "Mamba 2, attention, MLP or experts in a layer": FAMILIES["nemotron-h-moe"],
     "windows beside convolutions": (
         "Lfm3Config",
         {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 5},
@@ -67,7 +69,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 # Those of the engine's own decoder, and the tensors of their states.
-OWN = {"short convolutions and attention": 2}
+OWN = {
+    "gated delta net and attention": 4, "short convolutions and attention": 2, "Mamba 2 and attention": 4,
+    "Mamba 2, attention, MLP or experts in a layer": 2,
+}  # fmt: skip
 # Of the survey's tiny configs.
 SURVEYED = {
     "latents in transformers' modules": "glm4_moe_lite",

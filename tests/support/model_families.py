@@ -219,6 +219,15 @@ COMPLETED: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
         },
     ),
+    "gemma-3n": (
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "head_dim": 16,
+            "sliding_window": 6, "intermediate_size": [96, 96, 64, 64, 96, 96], "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB - 100, "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.8, 0.6, 0.0, 0.0, 0.0, 0.0], "final_logit_softcapping": 3.0,
+        },
+    ),
     "gemma-4-moe": (
         "Gemma4TextConfig",
         {
@@ -235,12 +244,64 @@ COMPLETED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "head_dim": 16, "initializer_range": 0.1,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+DELTA_STATE = 2 * 4 * ((2 * 2 * 16 + 4 * 32) * 4 + 4 * 16 * 32)
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_d_conv": 4,
+}  # fmt: skip
+NEMOTRON = {
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4,
+    "head_dim": 16,
+}  # fmt: skip
+MAMBA_STATE = 4 * ((128 + 2 * 2 * 8) * 4 + 8 * 16 * 8)
+QWEN_MOE = {**MOE, "num_experts": 8, "shared_expert_intermediate_size": 48}
 # Beside the config: bytes of a sequence's constant state in float32.
 STATEFUL: dict[str, tuple[str, dict[str, Any], int]] = {
     "lfm-2": ("Lfm2Config", {**LFM2, "conv_L_cache": 4, "block_multiple_of": 8}, 2 * 64 * 4 * 4),
     "lfm-2-moe": (
         "Lfm2MoeConfig", {**LFM2, **MOE, "num_experts": 8, "num_dense_layers": 1}, 2 * 64 * 3 * 4,
     ),
+    "granite-4": (
+        "GraniteMoeHybridConfig",
+        {
+            **GRANITE, **MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
+            "position_embedding_type": "rope", "mamba_proj_bias": True,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        2 * MAMBA_STATE,
+    ),
+    "granite-4-dense": (
+        "GraniteMoeHybridConfig",
+        {
+            **GRANITE, **MAMBA, "num_local_experts": 0, "shared_intermediate_size": 48, "mamba_conv_bias": False,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
+        2 * MAMBA_STATE,
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {
+            **NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "mlp_bias": True, "use_bias": True,
+        },
+        2 * MAMBA_STATE,
+    ),
+    "nemotron-h-moe": (
+        "NemotronHConfig",
+        {
+            **NEMOTRON, **MOE, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+            "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_shared_expert_intermediate_size": 48,
+            "moe_latent_size": 24, "routed_scaling_factor": 1.5,
+        },
+        MAMBA_STATE,
+    ),
+    "qwen3-next": ("Qwen3NextConfig", {**DELTA, **QWEN_MOE, "mlp_only_layers": [1]}, DELTA_STATE),
+    "qwen3.5": ("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}, DELTA_STATE),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**DELTA, **QWEN_MOE}, DELTA_STATE),
 }  # fmt: skip
 COMPLETED |= {name: family[:2] for name, family in STATEFUL.items()}
 FAMILIES |= COMPLETED
@@ -270,9 +331,15 @@ def save_model(folder: Path, config_class: str, overrides: dict[str, Any]) -> An
     )
     model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
+        saved = model.state_dict().keys()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name not in saved:
+                continue
             # They start as ones and zeros, which hide mistakes.
-            if any(part in name for part in ("norm", "ln_", "bias", "sinks", "layer_scalar")):
+            if any(
+                part in name
+                for part in ("norm", "ln_", "bias", "sinks", "layer_scalar", "output_scale")
+            ):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
             elif "experts." in name or "router" in name or "mlp.gate.weight" in name:
                 tensor.normal_(std=0.2)

@@ -27,7 +27,16 @@ class ExpertLinear(Protocol):
     def weight_bytes(self) -> int: ...
 
 
-class Expert(Protocol):
+class RoutedExpert(Protocol):
+    """An MLP, gated or not."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Expert(RoutedExpert, Protocol):
     """A gated MLP: `down(combine(gate, up))`, gate and up in one stacked linear."""
 
     @property
@@ -38,11 +47,6 @@ class Expert(Protocol):
 
     @property
     def combine(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]: ...
-
-    @property
-    def weight_bytes(self) -> int: ...
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class ExpertsKernel(Protocol):
@@ -76,7 +80,7 @@ class LoopedExperts:
     is_capturable = False
 
     def __init__(
-        self, experts: Sequence[Expert], numbers: range, count: int, on_inputs: bool
+        self, experts: Sequence[RoutedExpert], numbers: range, count: int, on_inputs: bool
     ) -> None:
         self._experts, self._numbers, self._count = experts, numbers, count
         self._on_inputs = on_inputs

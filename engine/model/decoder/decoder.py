@@ -13,6 +13,7 @@ from ...kernels.attention.dispatch import attention_kernels, reads_in_place
 from ...kernels.attention.paged_attention import AttentionKernel
 from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RopeAndCacheKernel, RowKernelQuery
 from ...scheduling.window import Window
+from ..layers.altup import AltUpStreams
 from ..layers.attention import NO_CACHE, LayerCache, Step, StepInputs
 from ..layers.norm import Norm
 from ..layers.per_layer_input import PerLayerEmbedding
@@ -50,6 +51,7 @@ class DecoderWeights:
     linears: Mapping[str, LinearSite]
     base: str
     per_layer: PerLayerEmbedding | None = None
+    streams: AltUpStreams | None = None
 
     @property
     def bytes_held(self) -> int:
@@ -66,6 +68,7 @@ class DecoderWeights:
         """Bytes of weights that a step reads: all but the embedding tables, of which it reads rows."""
         layers = sum(layer.weight_bytes for layer in self.layers)
         layers += 0 if self.per_layer is None else self.per_layer.weight_bytes
+        layers += 0 if self.streams is None else self.streams.weight_bytes
         return self.head.weight_bytes + self.final_norm.weight_bytes + layers
 
 
@@ -198,6 +201,9 @@ class Decoder:
         }
         if self.weights.positions is not None:
             hidden = hidden + functional.embedding(inputs.positions, self.weights.positions)
+        streams = self.weights.streams
+        if streams is not None:
+            hidden = streams.split(hidden)
         added: torch.Tensor | None = None
         aux_hidden: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
@@ -206,7 +212,8 @@ class Decoder:
             place = self._cache_indices[index]
             cache = NO_CACHE if place is None else caches[place]
             hidden, added = layer(hidden, added, steps[self._layouts[index]], cache)
-        normed = self.weights.final_norm(hidden if added is None else hidden + added)
+        hidden = hidden if added is None else hidden + added
+        normed = self.weights.final_norm(hidden if streams is None else streams.merge(hidden))
         if not inputs.aux_hidden_state_layers:
             return normed
         return torch.cat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from ....quant.tensors.fp4 import Fp4Tensor
 from ...kernels.moe.dispatch import EXPERTS
 from ...planner.model.shapes import Experts
 from ..layers.experts import MixtureOfExperts, Router
-from ..layers.mlp import GatedMlp, gating
+from ..layers.mlp import GatedMlp, PlainMlp, gating
 from ..layers.norm import Norm
 from ..layers.projection import Projection
 from ..parallel.shard import Shard
@@ -20,8 +21,8 @@ from ..spec.spec import ModelSpec
 from .reader import CheckpointReader
 
 
-class LoadsGated(Protocol):
-    """Loads a gated MLP of width `inner` below `prefix`; `whole`: unsharded."""
+class LoadsMlp(Protocol):
+    """Loads an MLP of width `inner` below `prefix`; `whole`: unsharded; `hidden` defaults to the model's."""
 
     def __call__(
         self,
@@ -31,14 +32,15 @@ class LoadsGated(Protocol):
         inner: int,
         *,
         whole: bool = False,
-    ) -> GatedMlp: ...
+        hidden: int | None = None,
+    ) -> GatedMlp | PlainMlp: ...
 
 
 def load_mixture(
     reader: CheckpointReader,
     spec: ModelSpec,
     layer: str,
-    gated: LoadsGated,
+    load: LoadsMlp,
     shard: Shard | None = None,
 ) -> MixtureOfExperts:
     """Load the mixture of experts of the layer with prefix `layer`.
@@ -66,13 +68,20 @@ def load_mixture(
     )
     prefix = f"{layer}{names.experts}."
     local_ids = range(experts.count) if shard is None else shard.experts(experts.count)
-    routed: list[GatedMlp]
+    routed: Sequence[GatedMlp | PlainMlp]
     if names.fused_experts is not None and not _has_modules(reader, spec, prefix):
         routed = _fused(reader, spec, prefix, experts, local_ids)
     else:
-        gate, up, down = names.expert
+        *into, down = names.expert
         routed = [
-            gated(f"{prefix}{expert}.", (gate, up), down, experts.width, whole=True)
+            load(
+                f"{prefix}{expert}.",
+                tuple(into if spec.shape.gated_mlp else into[-1:]),
+                down,
+                experts.width,
+                whole=True,
+                hidden=spec.expert_latent or None,
+            )
             for expert in local_ids
         ]
     shared, shared_gate = None, None
@@ -80,14 +89,30 @@ def load_mixture(
         if names.shared_gate:
             shared_gate = read(f"{layer}{names.shared_gate}.weight", 1, hidden)
         shared_prefix = f"{layer}{names.shared_expert}."
-        shared = gated(shared_prefix, *names.shared, experts.shared_width)
+        shared = load(shared_prefix, *names.shared, experts.shared_width)
     whole = len(local_ids) == experts.count
-    run = EXPERTS.select(reader.experts_kernel_query(whole)).run
+    query = reader.experts_kernel_query(is_whole=whole, is_gated=spec.shape.gated_mlp)
+    run = EXPERTS.select(query).run
     kernel = run(routed, local_ids, experts.count, kind.on_inputs)
     # So a kernel that repacks the weights holds the only copy.
     reader.drop_linears(prefix)
     return MixtureOfExperts(
-        router, kernel, shared, shared_gate, None if shard is None else shard.group.all_reduce
+        router,
+        kernel,
+        shared,
+        shared_gate,
+        None if shard is None else shard.group.all_reduce,
+        _latent(reader, spec, layer) if spec.expert_latent else None,
+    )
+
+
+def _latent(reader: CheckpointReader, spec: ModelSpec, layer: str) -> tuple[Projection, Projection]:
+    """The projections into and out of the width that routed experts work in (Nemotron-H)."""
+    hidden, width, bias = spec.shape.hidden_size, spec.expert_latent, spec.shape.mlp_bias
+    into, out_of = (layer + name for name in spec.names.expert_latent)
+    return (
+        reader.projection([into], hidden, [width], bias=bias),
+        reader.projection([out_of], width, [hidden], bias=bias),
     )
 
 

@@ -20,6 +20,7 @@ from ..spec.spec import ModelSpec, NotCovered, RouterSpec, Temperature
 from ..spec.text_config import text_config
 from .dense_families import DENSE_FAMILIES, GEMMA_NORMS
 from .family import Choices, Config, DecoderFamily
+from .gemma3n_family import GEMMA3N
 from .gemma4_family import GEMMA4
 from .sparse_families import SPARSE_FAMILIES
 from .state_families import STATE_FAMILIES
@@ -50,6 +51,7 @@ def model_spec(raw: Config) -> ModelSpec:
             _, tensors, config = complete(config)
         else:
             tensors, config = family.tensors, config if multimodal else text_config(config)
+        config = family.prepare(config)
         shape = family.shape(model_type, tensors, config)
         dtype = config.get("dtype") or config.get("torch_dtype")
         defaults: dict[str, Any] = {
@@ -314,6 +316,7 @@ FAMILIES: Mapping[str, DecoderFamily] = {
     **DENSE_FAMILIES,
     **SPARSE_FAMILIES,
     **STATE_FAMILIES,
+    "gemma3n_text": GEMMA3N,
     "gemma4_text": GEMMA4,
 }
 SUPPORTED_MODEL_TYPES = tuple(FAMILIES)

@@ -28,11 +28,13 @@ class DecoderFamily:
             completed by transformers' config class, so that no default is listed here.
         with_states: layers may mix tokens with a constant state. Its shape is that of a model with attention
             in their place.
+        prepare: of a completed config, what `choices` and the shape read.
     """
 
     choices: Callable[[ModelShape, Config], Choices]
     tensors: Family | None = None
     with_states: bool = False
+    prepare: Callable[[Config], Config] = dict
 
     def shape(self, model_type: str, tensors: Family, config: Config) -> ModelShape:
         """The shape of a completed config by these rules."""
@@ -64,9 +66,25 @@ def ropes(config: Config, has_rope: Sequence[bool] | None = None) -> Choices:
     return {"ropes": tuple(specs), "rotary_width": int(head_dim * factor)}
 
 
+def dense_between(config: Config) -> list[int]:
+    """Layers with an MLP, by the step between layers with experts and the list of exceptions (Qwen)."""
+    step, only = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return [i for i in range(config["num_hidden_layers"]) if i in only or (i + 1) % step]
+
+
 def is_sliding(config: Config) -> list[bool]:
     """Which layers have sliding-window attention."""
     return [kind == "sliding_attention" for kind in config["layer_types"]]
+
+
+def kv_source(config: Config, index: int) -> int | None:
+    """The layer whose keys and values a layer attends to: the last of its kind before those that share; None:
+    its own (Gemma 3n and 4)."""
+    kinds = config["layer_types"]
+    first_shared = len(kinds) - (config["num_kv_shared_layers"] or 0)
+    if index < first_shared:
+        return None
+    return first_shared - 1 - kinds[:first_shared][::-1].index(kinds[index])
 
 
 def experts(

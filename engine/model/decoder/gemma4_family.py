@@ -10,7 +10,7 @@ from ...planner.model.shapes import ModelShape
 from ..spec.rope import RopeSpec
 from ..spec.spec import LayerSizes
 from .dense_families import GEMMA_NORMS
-from .family import QK_NORM, Choices, Config, DecoderFamily, experts
+from .family import QK_NORM, Choices, Config, DecoderFamily, experts, kv_source
 
 _MIXTURE: dict[str, Any] = {
     "router": "router.proj",
@@ -55,18 +55,17 @@ def _gemma4_layers(shape: ModelShape, config: Config) -> tuple[LayerSizes, ...]:
     """Sizes by layer: full-attention layers have other heads; the last ones share the keys and values of the
     last layer of their kind before them."""
     kinds, changes = config["layer_types"], config.get("per_layer_config") or {}
-    first_shared = shape.num_layers - (config["num_kv_shared_layers"] or 0)
     layers = []
     for index, kind in enumerate(kinds):
         own = changes.get(str(index), changes.get(index, {}))
-        shares = index >= first_shared
-        wide = shares and config["use_double_wide_mlp"]
+        source = kv_source(config, index)
+        wide = source is not None and config["use_double_wide_mlp"]
         layers.append(
             LayerSizes(
                 own.get("num_key_value_heads", shape.num_kv_heads),
                 own.get("head_dim", shape.head_dim),
                 shape.intermediate_size * (2 if wide else 1),
-                first_shared - 1 - kinds[:first_shared][::-1].index(kind) if shares else None,
+                source,
                 bool(config["attention_k_eq_v"]) and kind == "full_attention",
             )
         )

@@ -17,6 +17,7 @@ from ..layers.per_layer_input import PerLayerInput
 from ..layers.shared_attention import SharedAttention
 from ..layers.short_convolution import ShortConvolution
 from ..layers.state import StateLayout
+from .altup_layer import AltUpLayer
 
 Attention = HeadAttention | LatentAttention | SharedAttention
 StateMixer = ShortConvolution | GatedDeltaNet | Mamba2
@@ -157,4 +158,4 @@ class FeedForwardLayer:
         return hidden, self.mlp(x, step.inputs.adapters)
 
 
-Layer = DecoderLayer | MixerLayer | FeedForwardLayer
+Layer = DecoderLayer | MixerLayer | FeedForwardLayer | AltUpLayer

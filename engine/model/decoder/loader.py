@@ -9,19 +9,21 @@ import torch
 from ....quant.base.errors import BadInput
 from ....quant.model.checkpoint import Checkpoint
 from ...kernels.attention.paged_attention import AttentionRule
-from ...planner.model.shapes import Latent
-from ..layers.attention import HeadAttention, KvScales, LatentAttention, Rotation
+from ..layers.attention import HeadAttention, KvScales, Rotation
 from ..layers.experts import MixtureOfExperts, MlpBesideExperts
-from ..layers.mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating
+from ..layers.mlp import ACTIVATIONS, Block, GatedMlp, PlainMlp, gating, sparse_gating
 from ..layers.norm import Norm, ShardedNorm
 from ..layers.projection import LinearSite, Projection
 from ..layers.shared_attention import SharedAttention
 from ..parallel.shard import Shard
 from ..parallel.weight_slice import WeightSlice
 from ..spec.rope import RopeSpec
-from ..spec.spec import ModelSpec, NotCovered
+from ..spec.spec import AltUpSpec, ModelSpec, NotCovered
+from .altup_layer import AltUpLayer
+from .altup_loader import load_altup, load_streams
 from .decoder import DecoderWeights
 from .expert_loader import load_mixture
+from .latent_loader import load_latent_attention
 from .layer import Attention, DecoderLayer, FeedForwardLayer, Layer, MixerLayer, StateMixer
 from .per_layer_loader import load_per_layer_embedding, load_per_layer_input
 from .reader import CheckpointReader
@@ -116,6 +118,9 @@ class LayerLoader:
         per_layer = None
         if spec.per_layer_width:
             per_layer = load_per_layer_embedding(reader, spec, self.base, self.dtype)
+        streams = None
+        if spec.altup is not None:
+            streams = load_streams(reader, spec, spec.altup, self.base)
         final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
         # Outside the decoder's prefix: `lm_head`, or `language_model.lm_head` in a multimodal checkpoint.
         head_name = f"{self.base.removesuffix('model.')}{names.head}"
@@ -144,6 +149,7 @@ class LayerLoader:
             self._linears(),
             self.base,
             per_layer,
+            streams,
         )
 
     def _has_other_head(self, name: str) -> bool:
@@ -221,6 +227,8 @@ class LayerLoader:
             mixer = load_state_mixer(self.reader, self.spec, parts.state, layer, first)
         else:
             mixer = self._attention(layer, index, ropes)
+        if self.spec.altup is not None:
+            return self._altup_layer(layer, index, mixer, self.spec.altup)
         if not parts.has_mlp:
             return MixerLayer(
                 self.norm(layer + names.input_norm, self.spec.shape.hidden_size), mixer
@@ -242,13 +250,31 @@ class LayerLoader:
             else None,
         )
 
+    def _altup_layer(
+        self, layer: str, index: int, attention: Attention | StateMixer, altup: AltUpSpec
+    ) -> AltUpLayer:
+        names, hidden = self.spec.names, self.spec.shape.hidden_size
+        assert isinstance(attention, HeadAttention | SharedAttention)
+        return AltUpLayer(
+            *load_altup(self.reader, self.spec, altup, layer),
+            self.norm(layer + names.input_norm, hidden),
+            attention,
+            self.norm(layer + names.post_attention_norm, hidden),
+            self.norm(layer + names.mlp_norm, hidden),
+            self.block(layer, index),
+            self.norm(layer + names.post_mlp_norm, hidden),
+            load_per_layer_input(self.reader, self.spec, layer, index),
+        )
+
     def _attention(self, layer: str, index: int, ropes: list[RopeSpec]) -> Attention:
         rope, latent = self.spec.ropes[index], self.spec.shape.latent
         rotation = None
         if rope is not None:
             rotation = Rotation(ropes.index(rope), self.spec.rotary_interleaved)
         if latent is not None and rotation is not None:
-            return self._latent_attention(layer, latent, rotation)
+            return load_latent_attention(
+                self.reader, self.spec, layer, latent, rotation, self.shard
+            )
         if rotation is not None and self._shares(index):
             return self._shared_attention(layer, index, rotation)
         return self.head_attention(layer, index, rotation)
@@ -361,67 +387,20 @@ class LayerLoader:
             return Norm(head_dim, spec.norm_eps)
         return None
 
-    def _latent_attention(self, layer: str, latent: Latent, rotation: Rotation) -> LatentAttention:
-        shape, prefix, shard = self.spec.shape, f"{layer}self_attn.", self.shard
-        hidden, heads = shape.hidden_size, shape.num_heads
-        wide, rank = heads * latent.query_dim, latent.kv_rank
-        local_heads = slice(0, heads) if shard is None else shard.heads(shape)
-        into, out_of = (None, None) if shard is None else shard.latent(shape, latent)
-        query_norm = query_up = None
-        if latent.query_rank is None:
-            query = self._linear(prefix, ("q_proj",), hidden, [wide], weight_slice=into)
-        else:
-            query = self._linear(prefix, ("q_a_proj",), hidden, [latent.query_rank])
-            query_norm = self._latent_norm(f"{prefix}q_a_layernorm", latent.query_rank)
-            query_up = self._linear(
-                prefix, ("q_b_proj",), latent.query_rank, [wide], weight_slice=into
-            )
-        both = heads * (latent.nope_dim + latent.value_dim)
-        expand = self.reader.dense(f"{prefix}kv_b_proj", both, rank).view(heads, -1, rank)[
-            local_heads
-        ]
-        return LatentAttention(
-            num_heads=local_heads.stop - local_heads.start,
-            nope_dim=latent.nope_dim,
-            query=query,
-            query_norm=query_norm,
-            query_up=query_up,
-            latent=self._linear(prefix, ("kv_a_proj_with_mqa",), hidden, [latent.cached_elements]),
-            latent_norm=self._latent_norm(f"{prefix}kv_a_layernorm", rank),
-            key_up=expand[:, : latent.nope_dim].clone(),
-            value_up=expand[:, latent.nope_dim :].clone(),
-            output=self._linear(
-                prefix, ("o_proj",), heads * latent.value_dim, [hidden], weight_slice=out_of
-            ),
-            rule=AttentionRule(
-                self.spec.attention_scale,
-                window=shape.windows[0],
-                num_sink_tokens=self.spec.num_sink_tokens,
-            ),
-            rotation=rotation,
-            kv_scales=self.reader.kv_scales(layer, 1),
-        )
-
-    def _latent_norm(self, module: str, size: int) -> Norm:
-        # DeepSeek's `rms_norm_eps` does not apply to these: they use their class's default epsilon.
-        return Norm(size, 1e-6, self.reader.tensor(f"{module}.weight", size))
-
     def block(self, layer: str, index: int) -> Block:
         """Load a layer's feed-forward block: MLP or mixture of experts."""
         shape, names = self.spec.shape, self.spec.names
         experts = shape.experts
         if experts is not None and index not in experts.dense_layers:
-            mixture = load_mixture(self.reader, self.spec, layer, self._gated, self.shard)
+            mixture = load_mixture(self.reader, self.spec, layer, self._mlp, self.shard)
             return self._beside(layer, mixture) if self.spec.mlp_beside_experts else mixture
-        hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
-        if shape.gated_mlp:
-            return self._gated(layer, names.gate_up, names.down, inner, bias=bias)
-        into, out_of = self._mlp_slices(inner, 1, 1)
-        return PlainMlp(
-            self._linear(layer, names.gate_up, hidden, [inner], bias=bias, weight_slice=into),
-            self._linear(layer, (names.down,), inner, [hidden], bias=bias, weight_slice=out_of),
-            ACTIVATIONS[self.spec.activation],
-        )
+        inner, sparsity = shape.intermediate_size, 0.0
+        if self.spec.layers:
+            sparsity = self.spec.layers[index].sparsity
+        mlp = self._mlp(layer, names.gate_up, names.down, inner, bias=shape.mlp_bias)
+        if sparsity and isinstance(mlp, GatedMlp):
+            return replace(mlp, combine=sparse_gating(self.spec.activation, sparsity))
+        return mlp
 
     def _beside(self, layer: str, mixture: MixtureOfExperts) -> MlpBesideExperts:
         """Load the MLP beside a mixture of experts."""
@@ -430,14 +409,14 @@ class LayerLoader:
         inputs = f"{layer}pre_feedforward_layernorm"
         return MlpBesideExperts(
             self.norm(inputs, shape.hidden_size),
-            self._gated(layer, names.gate_up, names.down, shape.intermediate_size),
+            self._mlp(layer, names.gate_up, names.down, shape.intermediate_size),
             self.norm(f"{outputs}_1", shape.hidden_size),
             self.norm(f"{inputs}_2", shape.hidden_size),
             mixture,
             self.norm(f"{outputs}_2", shape.hidden_size),
         )
 
-    def _gated(
+    def _mlp(
         self,
         prefix: str,
         gate_up: tuple[str, ...],
@@ -446,16 +425,18 @@ class LayerLoader:
         *,
         bias: bool = False,
         whole: bool = False,
-    ) -> GatedMlp:
-        """Load the gated MLP below `prefix`: this rank's shard, or unsharded if `whole`."""
-        hidden = self.spec.shape.hidden_size
-        outs = [inner, inner] if len(gate_up) > 1 else [2 * inner]
-        into, out_of = (None, None) if whole else self._mlp_slices(inner, len(gate_up), 2)
-        return GatedMlp(
-            self._linear(prefix, gate_up, hidden, outs, bias=bias, weight_slice=into),
-            self._linear(prefix, (down,), inner, [hidden], bias=bias, weight_slice=out_of),
-            gating(self.spec.activation, self.reader.rows(inner)),
-        )
+        hidden: int | None = None,
+    ) -> GatedMlp | PlainMlp:
+        """Load the MLP below `prefix`: this rank's shard, or unsharded if `whole`."""
+        shape, activation = self.spec.shape, self.spec.activation
+        hidden, stacked = hidden or shape.hidden_size, 2 if shape.gated_mlp else 1
+        outs = [inner] * stacked if len(gate_up) == stacked else [stacked * inner]
+        slices = (None, None) if whole else self._mlp_slices(inner, len(gate_up), stacked)
+        into = self._linear(prefix, gate_up, hidden, outs, bias=bias, weight_slice=slices[0])
+        out_of = self._linear(prefix, (down,), inner, [hidden], bias=bias, weight_slice=slices[1])
+        if not shape.gated_mlp:
+            return PlainMlp(into, out_of, ACTIVATIONS[activation])
+        return GatedMlp(into, out_of, gating(activation, self.reader.rows(inner)))
 
     def _mlp_slices(
         self, inner: int, num_modules: int, num_stacked: int

@@ -29,6 +29,7 @@ def load_per_layer_embedding(
         ),
         shape.hidden_size**-0.5,
         Norm(width, spec.norm_eps, reader.tensor(f"{base}per_layer_projection_norm.weight", width)),
+        is_short=spec.per_layer_vocab < shape.vocab_size,
     )
 
 

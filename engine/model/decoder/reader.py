@@ -96,9 +96,9 @@ class CheckpointReader:
         """Kernel query for elementwise operations on rows of `size`."""
         return RowKernelQuery(self._device.type, self._dtype, size)
 
-    def experts_kernel_query(self, is_whole: bool) -> ExpertsKernelQuery:
+    def experts_kernel_query(self, *, is_whole: bool, is_gated: bool) -> ExpertsKernelQuery:
         """Kernel query for mixtures of experts; `is_whole`: this rank has all experts."""
-        return ExpertsKernelQuery(self._device.type, self._dtype, is_whole)
+        return ExpertsKernelQuery(self._device.type, self._dtype, is_whole, is_gated)
 
     def drop_linears(self, prefix: str) -> None:
         """Drop the linears below `prefix`, which then support no LoRA."""

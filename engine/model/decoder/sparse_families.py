@@ -17,20 +17,22 @@ from .family import (
     Config,
     DecoderFamily,
     deepseek_router,
+    dense_between,
     experts,
     ropes,
 )
 
 _MIXTRAL_BLOCK = "block_sparse_moe"
+GRANITE_MOE = Names(
+    router=f"{_MIXTRAL_BLOCK}.router.layer",
+    experts=_MIXTRAL_BLOCK,
+    fused_experts=("input_linear.weight", "output_linear.weight"),
+    fused_transposed=True,
+)
 
 
 def _first_dense(config: Config) -> range:
     return range(min(config["first_k_dense_replace"], config["num_hidden_layers"]))
-
-
-def _dense_between(config: Config) -> list[int]:
-    step, only = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-    return [i for i in range(config["num_hidden_layers"]) if i in only or (i + 1) % step]
 
 
 def _qwen2_moe(shape: ModelShape, config: Config) -> Choices:
@@ -38,7 +40,7 @@ def _qwen2_moe(shape: ModelShape, config: Config) -> Choices:
         config,
         config["moe_intermediate_size"],
         config["shared_expert_intermediate_size"],
-        _dense_between(config),
+        dense_between(config),
     )
     return {
         **ropes(config),
@@ -49,7 +51,7 @@ def _qwen2_moe(shape: ModelShape, config: Config) -> Choices:
 
 
 def _qwen3_vl_moe(shape: ModelShape, config: Config) -> Choices:
-    mixture = experts(config, config["moe_intermediate_size"], dense_layers=_dense_between(config))
+    mixture = experts(config, config["moe_intermediate_size"], dense_layers=dense_between(config))
     return {
         **ropes(config),
         "shape": replace(shape, experts=mixture),
@@ -62,12 +64,7 @@ def _granitemoe(shape: ModelShape, config: Config) -> Choices:
         **ropes(config),
         **granite_scales(config),
         "shape": replace(shape, experts=experts(config, shape.intermediate_size)),
-        "names": Names(
-            router=f"{_MIXTRAL_BLOCK}.router.layer",
-            experts=_MIXTRAL_BLOCK,
-            fused_experts=("input_linear.weight", "output_linear.weight"),
-            fused_transposed=True,
-        ),
+        "names": GRANITE_MOE,
     }
 
 

@@ -13,7 +13,7 @@ from ...kernels.moe.experts import ExpertsKernel
 from ..spec.spec import RouterSpec
 from .mlp import Block
 from .norm import Norm
-from .projection import NO_ADAPTERS, AdapterRows
+from .projection import NO_ADAPTERS, AdapterRows, Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class MixtureOfExperts:
         experts: kernel of this rank's experts.
         shared_gate: [1, hidden]; the sigmoid of its product with the input weighs the shared expert's output.
         total: all-reduce over the tensor-parallel ranks; None without.
+        latent: projections into and out of the width that the routed experts work in; None: the model's.
     """
 
     router: Router
@@ -77,10 +78,12 @@ class MixtureOfExperts:
     shared: Block | None
     shared_gate: torch.Tensor | None = None
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
+    latent: tuple[Projection, Projection] | None = None
 
     @property
     def weight_bytes(self) -> int:
         shared = 0 if self.shared is None else self.shared.weight_bytes
+        shared += sum(projection.weight_bytes for projection in self.latent or ())
         shared += 0 if self.shared_gate is None else self.shared_gate.nbytes
         return self.router.weight_bytes + self.experts.weight_bytes + shared
 
@@ -96,7 +99,11 @@ class MixtureOfExperts:
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        out = self.experts(x, *self.router(x))
+        if self.latent is None:
+            out = self.experts(x, *self.router(x))
+        else:
+            into, out_of = self.latent
+            out = out_of(self.experts(into(x, adapters), *self.router(x)), adapters)
         if self.total is not None:
             out = self.total(out)
         if self.shared is None:

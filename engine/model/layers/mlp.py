@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Protocol
 
 import torch
@@ -39,6 +40,10 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x).square()
+
+
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
 
@@ -56,6 +61,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": functional.relu,
+    "relu2": _squared_relu,
 }
 CLAMPED_SWIGLU = "clamped_swiglu"
 
@@ -72,6 +78,23 @@ def gating(
         return GELU_GATE.select(kernel_query).run(activation != "gelu")
     function = ACTIVATIONS[activation]
     return lambda gate, up: function(gate) * up
+
+
+def sparse_gating(
+    activation: str, sparsity: float
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """As `gating`, of a gate of which about a share of `sparsity` is cut to 0 (Gemma 3n).
+
+    What is at most the mean and so many deviations of a token's gate is cut, and that taken from the rest.
+    """
+    function, deviations = ACTIVATIONS[activation], NormalDist().inv_cdf(sparsity)
+
+    def combine(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        deviation = gate.std(dim=-1, keepdim=True, correction=0)
+        cut = gate.mean(dim=-1, keepdim=True) + deviation * deviations
+        return function(functional.relu(gate - cut)) * up
+
+    return combine
 
 
 @dataclass(frozen=True, slots=True)

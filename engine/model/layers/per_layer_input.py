@@ -19,6 +19,7 @@ class PerLayerEmbedding:
     Attributes:
         table: [vocabulary, layers * width], scaled by `table_scale`.
         projection: hidden → layers * width, scaled by `projection_scale` and normed for each layer.
+        is_short: the last tokens of the vocabulary have no row: theirs is the first (Gemma 3n).
     """
 
     table: torch.Tensor
@@ -26,6 +27,7 @@ class PerLayerEmbedding:
     projection: Projection
     projection_scale: float
     norm: Norm
+    is_short: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -35,6 +37,8 @@ class PerLayerEmbedding:
     def __call__(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Inputs [tokens, layers, width] of int64 [tokens] ids and their embeddings [tokens, hidden]."""
         width = self.norm.size
+        if self.is_short:
+            token_ids = token_ids.where(token_ids < len(self.table), 0)
         rows = functional.embedding(token_ids, self.table) * self.table_scale
         projected = self.projection(hidden) * self.projection_scale
         normed = self.norm(projected.view(len(hidden), -1, width))

@@ -13,7 +13,9 @@ class Names:
         bases: usual prefixes of the decoder's modules; a checkpoint may have another.
         layer: prefix of a layer, by index; all names below are relative to it.
         qkv, gate_up: the linears to stack, or the single one that the checkpoint already stacks.
-        expert: gate, up and down of one expert, below `experts` and the expert id.
+        expert: gate, up and down of one expert, below `experts` and the expert id; experts that are not gated
+            have up and down alone.
+        expert_latent: linears into and out of the width that routed experts work in (Nemotron-H).
         state_mixer: what mixes tokens in place of attention, in layers with a constant state.
         router_scale, expert_scale: factors on the router's normed input, on each expert's weight (Gemma 4).
         shared: gate and up (or the linear that stacks them) and down, below `shared_expert`.
@@ -52,6 +54,7 @@ class Names:
     expert_scale: str = ""
     experts: str = "mlp.experts"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    expert_latent: tuple[str, str] = ("", "")
     shared_expert: str = "mlp.shared_experts"
     shared: tuple[tuple[str, ...], str] = (("gate_proj", "up_proj"), "down_proj")
     shared_gate: str = ""

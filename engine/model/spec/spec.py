@@ -96,6 +96,7 @@ class LayerSizes:
     Attributes:
         kv_source: the layer whose keys and values it attends to (KV sharing); None: its own.
         keys_as_values: the values are the projected keys, before their norm and RoPE.
+        sparsity: share of the gate's elements that are cut to 0, by their mean and deviation (Gemma 3n).
     """
 
     num_kv_heads: int
@@ -103,6 +104,23 @@ class LayerSizes:
     intermediate_size: int
     kv_source: int | None = None
     keys_as_values: bool = False
+    sparsity: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpSpec:
+    """Alternating updates and learned augmented residuals (Gemma 3n).
+
+    Attributes:
+        num_streams: residual streams, of which a layer computes the `active` one.
+        scales_output: the corrected stream is scaled before the per-layer input reads it.
+        laurel_rank: rank of the augmented residual.
+    """
+
+    num_streams: int
+    active: int
+    scales_output: bool
+    laurel_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +149,10 @@ class ModelSpec:
         value_norm: values get a norm without weights (Gemma 4).
         per_layer_width, per_layer_vocab: per-layer embeddings: elements of a layer's input, and rows of their
             table; 0: none (Gemma 3n and 4).
+        altup: alternating updates of several residual streams; None: there is one.
         mlp_beside_experts: layers have an MLP and experts that read the same residual, each between norms of
             its own (Gemma 4).
+        expert_latent: the width that routed experts work in, if not the model's (Nemotron-H); 0: the model's.
         parallel: attention and MLP read the same residual and are added together (Falcon, Cohere).
         mtp_layers: checkpoints may hold layers for multi-token prediction after the decoder's (DeepSeek-V3).
         multimodal: this is the text model of a multimodal checkpoint, whose other tensors are not read.
@@ -166,6 +186,8 @@ class ModelSpec:
     mlp_beside_experts: bool = False
     per_layer_width: int = 0
     per_layer_vocab: int = 0
+    altup: AltUpSpec | None = None
+    expert_latent: int = 0
     parallel: bool = False
     mtp_layers: bool = False
     multimodal: bool = False

@@ -107,15 +107,11 @@ def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
     quantize(("transformers",), add(("transformers",), "ArceeConfig", {"intermediate_size": 128}))
     states: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"]}
     states |= {"intermediate_size": 128, "block_auto_adjust_ff_dim": False}
-    quantize(("transformers", "states"), add(("transformers", "states"), "Lfm2Config", states))
+    quantize(("states",), add(("states",), "Lfm2Config", states))
+    add(("transformers", "states"), "Lfm3Config", {"layer_types": states["layer_types"]})
     mixed = {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 5}
     add(("states", "windows"), "Lfm3Config", mixed)
     add(("transformers", "windows"), "Starcoder2Config", window)
-    # Models with constant state run through transformers.
-    found[frozenset({"states"})] = found[frozenset({"transformers", "states"})]
-    found[frozenset({"states", "quantized"})] = found[
-        frozenset({"transformers", "states", "quantized"})
-    ]
     return found
 
 
@@ -173,8 +169,7 @@ def test_a_pair_runs_or_is_refused_with_its_line(engines, pair):
     names = frozenset(pair)
     if names in ALTERNATIVES or ("tensor-parallel" in names and names not in REFUSALS):
         return  # the next test has the shards of a model
-    enabled = names | {"transformers"} if "states" in names else names
-    if refusals := [two for two in REFUSALS if two <= enabled]:
+    if refusals := [two for two in REFUSALS if two <= names]:
         with pytest.raises(BadInput) as refused:
             engines(names)
         lines = tuple(f"{refusal_line(two)}: {REFUSALS[two]}" for two in refusals)

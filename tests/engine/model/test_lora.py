@@ -172,6 +172,11 @@ FUSED = {
     "olmo-2": LINEARS,
     "gemma-4-shared-kv": (*LINEARS, "per_layer_input_gate", "per_layer_projection"),
     "cohere-2": LINEARS,
+    "lfm-2": ("in_proj", "out_proj", "q_proj", "w1", "w2"),
+    "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION),
+    "qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "q_proj"),
+    "granite-4-dense": ("in_proj", "out_proj", "input_linear", "output_linear"),
+    "nemotron-h": ("in_proj", "out_proj", "q_proj", "o_proj", "up_proj", "down_proj"),
 }
 
 

@@ -40,7 +40,7 @@ def saved(built: Case) -> Checkpoint:
     [
         ("qwen3_vl", "decoder"),  # M-RoPE: three rows of positions
         ("ernie4_5_vl_moe", "packed"),
-        ("gemma3n_text", "packed"),  # layers that share keys and values
+        ("gemma3n_text", "decoder"),  # layers that share keys and values
         ("gemma4_unified", "sequential"),
         ("step3p7", "sequential"),
     ],

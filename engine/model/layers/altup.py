@@ -1,0 +1,115 @@
+"""Alternating updates (AltUp) and learned augmented residuals (LAuReL) of Gemma 3n."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .norm import Norm
+from .projection import AdapterRows, Projection
+
+_LEAST_SQUARE = 1e-5  # mean square of a projected stream at least
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpStreams:
+    """Residual streams [streams, tokens, hidden]: the embedding and projections of it, of one magnitude.
+
+    Attributes:
+        into, out_of: projections of all streams but the first: from the embedding, and to the output.
+
+    Source: Baykal et al., "Alternating Updates for Efficient Transformers" (arXiv:2301.13310).
+    """
+
+    into: Sequence[Projection]
+    out_of: Sequence[Projection]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(projection.weight_bytes for projection in (*self.into, *self.out_of))
+
+    def split(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The streams of an embedding [tokens, hidden]."""
+        streams = (_like(projection(hidden), hidden) for projection in self.into)
+        return torch.stack([hidden, *streams])
+
+    def merge(self, streams: torch.Tensor) -> torch.Tensor:
+        """The mean of the streams, [tokens, hidden]."""
+        first, *others = streams
+        pairs = zip(self.out_of, others, strict=True)
+        return torch.stack([first, *(_like(out(x), first) for out, x in pairs)]).mean(dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class AltUp:
+    """What a layer does to the streams: predict all of them, compute one, and correct all by its error.
+
+    Attributes:
+        active: index of the stream that the layer computes.
+        router: hidden → streams, of the stream's norm times `router_scale`.
+        prediction: streams → streams * streams; correction: streams → streams.
+        output_scale: [hidden], on the corrected stream that the per-layer input reads; None: 1.
+    """
+
+    active: int
+    router: Projection
+    router_norm: Norm
+    router_scale: float
+    prediction: Projection
+    correction: Projection
+    output_scale: torch.Tensor | None
+
+    @property
+    def weight_bytes(self) -> int:
+        parts = (self.router, self.router_norm, self.prediction, self.correction)
+        scale = 0 if self.output_scale is None else self.output_scale.nbytes
+        return scale + sum(part.weight_bytes for part in parts)
+
+    def predict(self, streams: torch.Tensor, adapters: AdapterRows) -> torch.Tensor:
+        """The streams as they would be without the layer, [streams, tokens, hidden]."""
+        weights = self.prediction(self._route(streams[self.active], adapters), adapters)
+        weights = weights.unflatten(-1, (len(streams), len(streams)))
+        return torch.einsum("jth,tij->ith", streams, weights) + streams
+
+    def correct(
+        self, predicted: torch.Tensor, computed: torch.Tensor, adapters: AdapterRows
+    ) -> torch.Tensor:
+        """The predicted streams moved by what the computed one [tokens, hidden] differs from its own."""
+        weights = self.correction(self._route(computed, adapters), adapters) + 1.0
+        error = computed - predicted[self.active]
+        return predicted + error * weights.T[:, :, None]
+
+    def scaled(self, computed: torch.Tensor) -> torch.Tensor:
+        """The corrected active stream, as the per-layer input reads it."""
+        return computed if self.output_scale is None else computed * self.output_scale
+
+    def _route(self, x: torch.Tensor, adapters: AdapterRows) -> torch.Tensor:
+        routed = self.router(self.router_norm(x) * self.router_scale, adapters)
+        return routed.float().tanh().to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Laurel:
+    """Learned augmented residual: `x + norm(right(left(x)))`, of low rank.
+
+    Source: Menghani et al., "LAuReL: Learned Augmented Residual Layer" (arXiv:2411.07501).
+    """
+
+    left: Projection
+    right: Projection
+    norm: Norm
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.left.weight_bytes + self.right.weight_bytes + self.norm.weight_bytes
+
+    def __call__(self, x: torch.Tensor, adapters: AdapterRows) -> torch.Tensor:
+        return x + self.norm(self.right(self.left(x, adapters), adapters))
+
+
+def _like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`x` with the root mean square of `other`, row by row."""
+    target = other.square().mean(dim=-1, keepdim=True).sqrt()
+    return x * target / x.square().mean(dim=-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()
