@@ -21,7 +21,8 @@ ENGINE_TYPES = frozenset(
         "glm4_moe", "glm4v_text", "glm4v_moe_text", "granite",
         "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2", "ministral", "ministral3", "olmo2",
         "olmo3", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
-        "seed_oss", "smollm3",
+        "seed_oss", "smollm3", "gemma3n_text", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
     }
 )  # fmt: skip
 

@@ -145,12 +145,18 @@ def _qwen3_5(_: ModelShape, config: Config) -> Choices:
     return _qwen_next(config, by_head=False)
 
 
+def _without_mlp(config: Config) -> Config:
+    """The config with an intermediate size: that of Qwen3.5-MoE has none, for every layer has experts."""
+    return {"intermediate_size": config["moe_intermediate_size"], **config}
+
+
 def _qwen3_5_moe(shape: ModelShape, config: Config) -> Choices:
     return {**_qwen_next(config, by_head=False), "shape": _qwen_mixture(shape, config)}
 
 
 def _granite_hybrid(shape: ModelShape, config: Config) -> Choices:
     _check_silu(config, "hidden_act")
+    least, most = config["time_step_limit"] or (0.0, math.inf)
     mamba = Mamba2Spec(
         num_heads=config["mamba_n_heads"],
         head_dim=config["mamba_d_head"],
@@ -159,7 +165,7 @@ def _granite_hybrid(shape: ModelShape, config: Config) -> Choices:
         kernel=config["mamba_d_conv"],
         conv_bias=bool(config["mamba_conv_bias"]),
         bias=bool(config["mamba_proj_bias"]),
-        step_limit=tuple(config["time_step_limit"] or (0.0, math.inf)),
+        step_limit=(float(least), float(most)),
     )
     inner, names = config["shared_intermediate_size"], GRANITE_MOE
     if config["num_local_experts"]:
@@ -247,7 +253,9 @@ STATE_FAMILIES: Mapping[str, DecoderFamily] = {
     "nemotron_h": DecoderFamily(
         _nemotron_h, Family(gated_mlp=False, mlp_bias="mlp_bias"), with_states=True
     ),
-    "qwen3_5_moe_text": DecoderFamily(_qwen3_5_moe, QK_NORM, with_states=True),
+    "qwen3_5_moe_text": DecoderFamily(
+        _qwen3_5_moe, QK_NORM, with_states=True, prepare=_without_mlp
+    ),
     "qwen3_5_text": DecoderFamily(_qwen3_5, QK_NORM, with_states=True),
     "qwen3_next": DecoderFamily(_qwen3_next, QK_NORM, with_states=True),
 }

@@ -182,6 +182,7 @@ def test_one_layer_attends_to_visible_tokens_alone(family, changes, tmp_path):
         ("gpt-2", {}, "a learned vector for each of its 256 positions"),
         ("gemma-2", {}, "layers of this model have windows of their own"),
         ("llama-2", {"window": 254}, "together they exceed the model's context of 256 tokens"),
+        ("lfm-2", {}, "a state has no window and no sinks"),
         ("bloom-alibi", {}, "window and attention_sinks are for the decoder's own model types"),
     ],
 )

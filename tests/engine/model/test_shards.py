@@ -220,6 +220,11 @@ def test_codes_that_cannot_be_divided_there_are_refused(scheme, rows, columns):
         ("llama-3.1", 16, "num_heads = 8 does not divide"),
         ("gemma-4-shared-kv", 2, "layers of different sizes (gemma4_text) are not split"),
         (
+            "lfm-2",
+            2,
+            "tensor parallelism and a model with constant state do not go together",
+        ),
+        (
             "arcee",
             2,
             "tensor parallelism and a model that runs through transformers do not go together",

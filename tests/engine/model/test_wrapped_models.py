@@ -39,6 +39,7 @@ def saved(built: Case) -> Checkpoint:
     ("model_type", "way"),
     [
         ("qwen3_vl", "decoder"),  # M-RoPE: three rows of positions
+        ("qwen3_5_moe", "decoder"),  # a text model whose first layer has no attention
         ("ernie4_5_vl_moe", "packed"),
         ("gemma3n_text", "decoder"),  # layers that share keys and values
         ("gemma4_unified", "sequential"),
