@@ -118,8 +118,7 @@ def _latent(reader: CheckpointReader, spec: ModelSpec, layer: str) -> tuple[Proj
 
 def _has_modules(reader: CheckpointReader, spec: ModelSpec, prefix: str) -> bool:
     """Whether the experts of this file are modules, where those of other files of the family are fused."""
-    first = f"{prefix}0.{spec.names.expert[-1]}"
-    return f"{first}.weight" in reader or reader.is_quantized(first)
+    return reader.has_weight(f"{prefix}0.{spec.names.expert[-1]}")
 
 
 def _fused(

@@ -122,10 +122,7 @@ class LayerLoader:
         if spec.altup is not None:
             streams = load_streams(reader, spec, spec.altup, self.base)
         final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
-        # Outside the decoder's prefix: `lm_head`, or `language_model.lm_head` in a multimodal checkpoint.
-        head_name = f"{self.base.removesuffix('model.')}{names.head}"
-        if f"{head_name}.weight" not in reader and not reader.is_quantized(head_name):
-            head_name = names.head
+        head_name = self._head_name()
         tied = shape.tied and not self._has_other_head(head_name)
         part = slice(0, vocab) if self.shard is None else self.shard.vocabulary(vocab)
         if tied:
@@ -151,6 +148,13 @@ class LayerLoader:
             per_layer,
             streams,
         )
+
+    def _head_name(self) -> str:
+        """The head, outside the decoder's prefix: `lm_head`, or `language_model.lm_head` in a multimodal
+        checkpoint."""
+        head, parent = self.spec.names.head, self.base[:-1].rpartition(".")[0]
+        places = (f"{self.base.removesuffix('model.')}{head}", f"{parent}.{head}")
+        return next((name for name in places if self.reader.has_weight(name)), head)
 
     def _has_other_head(self, name: str) -> bool:
         """Whether the file's head is not the embedding, even if the config ties them: a quantized one, or one

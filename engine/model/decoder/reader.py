@@ -117,6 +117,10 @@ class CheckpointReader:
         self._unread.discard(name)
         return tensor.to(self._device, torch.int64)
 
+    def has_weight(self, module: str) -> bool:
+        """Whether the checkpoint has a weight of that module, plain or quantized."""
+        return f"{module}.weight" in self or self.is_quantized(module)
+
     def is_quantized(self, module: str) -> bool:
         """Whether the weight of a module is quantized in the checkpoint."""
         return module in self._quantized

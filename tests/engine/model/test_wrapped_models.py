@@ -40,6 +40,7 @@ def saved(built: Case) -> Checkpoint:
     [
         ("qwen3_vl", "decoder"),  # M-RoPE: three rows of positions
         ("qwen3_5_moe", "decoder"),  # a text model whose first layer has no attention
+        ("nemotron_h_omni", "decoder"),  # a head beside a decoder of another name
         ("ernie4_5_vl_moe", "packed"),
         ("gemma3n_text", "decoder"),  # layers that share keys and values
         ("gemma4_unified", "sequential"),
