@@ -81,7 +81,6 @@ REFUSALS: Mapping[frozenset[str], str] = {
         ): "heads read the hidden states of the decoder's own layers"
         for heads in ("medusa", "eagle")
     },
-    frozenset({"tensor-parallel", "transformers"}): "only the decoder's own layers are divided",
     **{
         frozenset(
             {method, "states"}

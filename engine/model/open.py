@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -28,7 +28,13 @@ _log = logging.getLogger(__name__)
 
 
 class CausalModel(Protocol):
-    """Interface of causal language models: the native decoder and the transformers backend."""
+    """Interface of causal language models: the native decoder and the transformers backend.
+
+    `broadcast`, if set, is called with each call's name and argument first, so that the tensor-parallel
+    workers make the same calls.
+    """
+
+    broadcast: Callable[[str, Any], None] | None
 
     @property
     def vocab_size(self) -> int: ...
@@ -72,6 +78,15 @@ class CausalModel(Protocol):
         ...
 
 
+@runtime_checkable
+class CheckedShard(Protocol):
+    """A model whose shard is compared with the whole once all ranks have joined their group."""
+
+    def check_shards(self) -> None:
+        """Raises BadInput where the results differ; every rank calls it."""
+        ...
+
+
 def open_model(
     checkpoint: Checkpoint,
     max_model_len: int | None,
@@ -98,10 +113,10 @@ def open_model(
     except NotCovered as reason:
         from .adapter.adapter import TransformersModel
 
-        options = {"tensor-parallel": shard, "streams": stream}
-        refuse({"transformers", *(name for name in options if options[name])}, str(reason))
+        if stream is not None:
+            refuse({"transformers", "streams"}, str(reason))
         _log.info("%s: transformers' modules are used: %s", checkpoint.folder, reason)
-        model = TransformersModel(checkpoint, device, dtype, input_bits, loras)
+        model = TransformersModel(checkpoint, device, dtype, input_bits, loras, shard)
         return model, _longest(max_model_len, model.max_context)
     if stream is None:
         longest = _longest(max_model_len, spec.max_model_len)

@@ -19,8 +19,7 @@ import torch
 from ...quant.base.errors import BadInput
 from ...quant.open import open_checkpoint
 from ..cache.kv_cache import KvCache
-from ..model.decoder.decoder import Decoder
-from ..model.open import open_model
+from ..model.open import CheckedShard, open_model
 from ..model.parallel.group import Group, PeerLost
 from ..model.parallel.shard import Shard
 from ..scheduling.window import Window
@@ -71,12 +70,16 @@ def work(channel: Channel) -> None:
     except BadInput as error:
         channel.send(Loaded(refusal=str(error)))
         return
-    assert isinstance(model, Decoder)
     channel.send(Loaded(model.bytes_held, model.bytes_per_step))
     rendezvous: Path = channel.receive()
     # The engine process that made the folder may be killed before it removes it.
     atexit.register(shutil.rmtree, rendezvous.parent, ignore_errors=True)
     group.connect(rendezvous)
+    if isinstance(model, CheckedShard):
+        try:
+            model.check_shards()
+        except BadInput:  # which rank 0 finds too, and reports
+            return
     cache = KvCache(model.kv_layouts, 0, 1, setup.device, setup.dtype)
     while True:
         call, argument = channel.receive()

@@ -20,8 +20,7 @@ from ...quant.model.checkpoint import Checkpoint
 from ..base.host import usable_cores
 from ..cache.kv_cache import KvCache
 from ..config.config import EngineConfig
-from ..model.decoder.decoder import Decoder
-from ..model.open import CausalModel, open_model
+from ..model.open import CausalModel, CheckedShard, open_model
 from ..model.parallel.group import Group, PeerLost
 from ..model.parallel.shard import Shard
 from .channel import Channel, pack
@@ -85,7 +84,6 @@ class Workers:
 
     def attach(self, model: CausalModel, cache: KvCache, num_blocks: int) -> None:
         """From now on, broadcast every call of `model` and every copy in `cache` to the workers."""
-        assert isinstance(model, Decoder)
         self.broadcast("cache", (num_blocks, cache.block_size, cache.dtype, cache.num_host_blocks))
         model.broadcast = cache.broadcast = self.broadcast
 
@@ -163,6 +161,8 @@ def open_shards(
     try:
         model, longest = load(Shard(0, size, workers.group))
         workers.wait_until_loaded()
+        if isinstance(model, CheckedShard):
+            model.check_shards()
     except BaseException:
         for process in workers.processes:  # still busy with loading
             process.kill()

@@ -8,7 +8,7 @@ the model's own forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,19 @@ import torch
 
 from ....quant.base.errors import BadInput, first_line
 from ....quant.model.checkpoint import Checkpoint
+from ...config.compatibility import refuse
 from ...kernels.attention.paged_attention import AttentionBatch, SequenceSpan
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.state import StateBatch, StateLayout
 from ..lora.bank import AdapterBank
+from ..parallel.shard import Shard
 from ..spec.spec import KvLayout
 from .latent_forward import LatentForward, latent_layers
 from .linears import CurrentAdapters, adapter_sites, projections
 from .load import checked_config, described, load_model
 from .packed import PackedForward, has_attention_alone
 from .sequential import SequentialForward, TokenByTokenForward
+from .sharded import ModelShard
 from .text_model import own_pass, plain_tokens, run_and_drop_uncalled, text_decoder
 
 _CHECKED_TOKENS = 7
@@ -51,16 +54,24 @@ class TransformersModel:
         dtype: torch.dtype,
         input_bits: int = 16,
         loras: Mapping[str, Path] | None = None,
+        shard: Shard | None = None,
     ) -> None:
         self._name = described(checkpoint)
+        self.broadcast: Callable[[str, Any], None] | None = None
         config = checked_config(checkpoint)
         self.max_context = _longest(config.get_text_config(decoder=True)) or _longest(config)
         self._adapters = CurrentAdapters()
-        self._model = load_model(checkpoint, config, device, dtype, input_bits, self._adapters)
+        self._device = device if shard is None else torch.device("cpu")
+        self._model = load_model(
+            checkpoint, config, self._device, dtype, input_bits, self._adapters
+        )
         self._decoder = text_decoder(self._model)
-        self._device, self._dtype = device, dtype
+        self._dtype = dtype
         self._forward: PackedForward | SequentialForward
         self._forward, self.kv_layouts, self.state_layouts = self._choose()
+        self._shard: ModelShard | None = None
+        if shard is not None:
+            self._shard = self._divide(shard, device, input_bits)
         self.bytes_held = sum(weight.nbytes for weight in self._model.parameters())
         self.bytes_held += sum(projection.weight_bytes for projection in projections(self._model))
         table, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
@@ -75,12 +86,56 @@ class TransformersModel:
 
         Models differ in what follows the last norm, so logits are computed for every token.
         """
+        if self.broadcast is not None:
+            self.broadcast("forward", inputs)
         self._adapters.rows = inputs.adapters
         return self._forward(inputs, caches)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of some rows, as `forward` returned them, in float32."""
         return hidden.float()
+
+    @torch.inference_mode()
+    def check_shards(self) -> None:
+        """Compute over all ranks from now on, which have joined their group; compare with the whole model.
+
+        Raises:
+            BadInput: the logits differ.
+        """
+        assert self._shard is not None
+        self._shard.connect()
+        tokens, expected = self._checked
+        if not self._agrees(self._forward, self.kv_layouts, (), tokens, expected):
+            raise BadInput(f"{self._name}: divided by transformers' plan, its results differ")
+
+    @torch.inference_mode()
+    def _divide(self, shard: Shard, device: torch.device, input_bits: int) -> ModelShard:
+        """Exchange the model for this rank's shard, on its device, and measure what that caches.
+
+        Raises:
+            BadInput: it cannot be divided.
+        """
+        if self.state_layouts:
+            refuse({"tensor-parallel", "states"}, self._name)
+        if type(self._forward) is not PackedForward:
+            raise BadInput(
+                f"{self._name}: tensor_parallel_size = {shard.size}: of the models that run through "
+                "transformers, those with plain attention alone are divided"
+            )
+        try:
+            part = ModelShard(
+                self._model, self._decoder, shard, device, self._dtype, input_bits, self._adapters
+            )
+        except BadInput as error:
+            raise BadInput(f"{self._name}: {error}") from error
+        self._model.to(device)
+        self._device = device
+        self._checked = tuple(held.to(device) for held in self._checked)
+        try:
+            self.kv_layouts, self.state_layouts = self._forward.layouts(self._checked[0])
+        except Exception as error:  # modules may fail in any way here
+            raise BadInput(f"{self._name} does not run divided: {first_line(error)}") from error
+        return part
 
     def _add_loras(self, loras: Mapping[str, Path]) -> None:
         """Raises BadInput where an adapter does not fit."""
@@ -104,6 +159,7 @@ class TransformersModel:
         except Exception as error:  # modules may fail in any way here
             raise BadInput(f"{self._name} does not run on text: {first_line(error)}") from error
         self.vocab_size = expected.shape[-1]
+        self._checked = (tokens, expected)
         own_attention = self._decoder.config._attn_implementation
         packed = (LatentForward, PackedForward) if latent_layers(self._model) else (PackedForward,)
         sequential = (SequentialForward, TokenByTokenForward)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from ....quant.convert.read import quantized_modules, read_quantized, tensor_names
 from ....quant.model.checkpoint import Checkpoint
+from ....quant.tensors.base import QuantizedTensor
 from ..layers.projection import NO_ADAPTERS, AdapterRows, LinearSite, Projection
 from .latent_forward import latent_projections
 
@@ -28,20 +30,49 @@ class CurrentAdapters:
 
 
 class ProjectedLinear(nn.Module):
-    """A projection in the place of an `nn.Linear`."""
+    """A projection in the place of an `nn.Linear`.
+
+    Args:
+        site: the projection, and which part of the linear it is.
+        inputs: of its input, the channels that the projection takes; None: all.
+        read, bias: the whole weight as the checkpoint has it, and the bias.
+    """
 
     def __init__(
-        self, linear: nn.Linear, projection: Projection, adapters: CurrentAdapters
+        self,
+        site: LinearSite,
+        adapters: CurrentAdapters,
+        inputs: slice | None = None,
+        read: Callable[[], QuantizedTensor] | None = None,
+        bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.projection = projection
-        self._adapters = adapters
+        self.site, self.bias = site, bias
+        self.in_features, self.out_features = site.in_features, site.out_features
+        self._adapters, self._inputs, self._read = adapters, inputs, read
+
+    @property
+    def projection(self) -> Projection:
+        """Its kernels."""
+        return self.site.projection
+
+    def read(self) -> QuantizedTensor:
+        """Its quantized weight, from the checkpoint."""
+        assert self._read is not None
+        return self._read()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out]."""
-        y = self.projection(x.reshape(-1, self.in_features), self._adapters.rows)
-        return y.view(*x.shape[:-1], self.out_features)
+        if self._inputs is not None:
+            x = x[..., self._inputs]
+        y = self.projection(x.reshape(-1, x.shape[-1]), self._adapters.rows)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _whole(linear: nn.Linear, projection: Projection) -> LinearSite:
+    """The site of a projection that is all of a linear."""
+    width = linear.out_features
+    return LinearSite(projection, slice(0, width), width, linear.in_features)
 
 
 class QuantizedWeights:
@@ -106,10 +137,11 @@ class QuantizedWeights:
         for module, name in self.sites(model).items():
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
-            weight = read_quantized(self._checkpoint, module).to(device)
+            read = partial(read_quantized, self._checkpoint, module)
             bias = None if linear.bias is None else linear.bias.detach().to(device, self._dtype)
-            projection = Projection([weight], bias, self._dtype, input_bits)
-            model.set_submodule(name, ProjectedLinear(linear, projection, adapters))
+            projection = Projection([read().to(device)], bias, self._dtype, input_bits)
+            site = _whole(linear, projection)
+            model.set_submodule(name, ProjectedLinear(site, adapters, read=read, bias=bias))
             self._checkpoint.release()
 
 
@@ -132,15 +164,10 @@ def adapter_sites(
         if linear in within:
             bias = None if linear.bias is None else linear.bias.detach()
             projection = Projection([linear.weight.detach()], bias, dtype)
-            model.set_submodule(name, ProjectedLinear(linear, projection, adapters))
+            model.set_submodule(name, ProjectedLinear(_whole(linear, projection), adapters))
     head = model.get_output_embeddings()
     return {
-        name: LinearSite(
-            module.projection,
-            slice(0, module.out_features),
-            module.out_features,
-            module.in_features,
-        )
+        name: module.site
         for name, module in model.named_modules()
         if isinstance(module, ProjectedLinear) and module is not head
     }

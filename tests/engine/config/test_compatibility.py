@@ -201,6 +201,7 @@ def test_a_divided_model_goes_with_everything(engines, others):
 
 def test_every_feature_meets_a_divided_model():
     met = {"tensor-parallel", *set().union(*DIVIDED), *REQUEST}
+    # Models of transformers' modules: tests/engine/tensor_parallel/test_divided_modules.py.
     assert met == set(FEATURES) - {"transformers", "states"}
 
 
@@ -214,9 +215,9 @@ def test_what_a_config_asks_for_is_what_turns_a_feature_on():
 
 def test_more_than_two_are_refused_for_the_pair_that_does_not_go():
     with pytest.raises(
-        BadInput, match=r"transformers do not go together: only the.*\(model_type x\)"
+        BadInput, match=r"transformers do not go together: window and.*\(model_type x\)"
     ):
-        refuse(["tensor-parallel", "chunks", "transformers"], "model_type x")
+        refuse(["streams", "chunks", "transformers"], "model_type x")
     refuse(["tensor-parallel", "chunks", "windows"])
 
 

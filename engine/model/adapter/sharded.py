@@ -1,0 +1,189 @@
+"""Tensor-parallel shards of transformers' modules, by transformers' own plan (`base_model_tp_plan`).
+
+The plan names the linears that are split by outputs (column-parallel) or by inputs (row-parallel, with an
+all-reduce), and the experts that are split inside. Embeddings, norms and whatever the plan leaves out are
+whole on every rank. Attention needs no change: modules infer their heads from the width of a projection.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ....quant.base.errors import BadInput
+from ..layers.projection import LinearSite, Projection
+from ..parallel.group import Group
+from ..parallel.shard import Shard
+from ..parallel.weight_slice import take, take_rows
+from .linears import CurrentAdapters, ProjectedLinear
+
+_BY_OUTPUTS = ("colwise", "colwise_gather_output", "packed_colwise")
+_BY_INPUTS = ("rowwise", "rowwise_split_input")
+_WHOLE = (
+    "replicated_with_grad_allreduce",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "local_params",
+)
+_EXPERTS = "moe_tp_experts"
+
+
+class ModelShard:
+    """Exchanges the modules of a whole model for this rank's.
+
+    Until `connect`, a rank computes alone: its sums are partial, and what it would gather is padded.
+
+    Args:
+        whole: on the CPU; its exchanged weights go to `device`.
+
+    Raises:
+        BadInput: there is no plan, one of another kind than tensors split in columns and rows, or a width or
+            number of heads that the ranks do not divide.
+    """
+
+    def __init__(
+        self,
+        whole: Any,
+        decoder: Any,
+        shard: Shard,
+        device: torch.device,
+        dtype: torch.dtype,
+        input_bits: int,
+        adapters: CurrentAdapters,
+    ) -> None:
+        self._shard, self._device, self._dtype = shard, device, dtype
+        self._input_bits, self._adapters = input_bits, adapters
+        self._ranks = _Ranks(shard.group)
+        self._what = f"tensor_parallel_size = {shard.size}"
+        self._check_heads(decoder.config)
+        plan = getattr(whole, "_tp_plan", None) or {}
+        if not any(style in (*_BY_OUTPUTS, *_BY_INPUTS) for style in plan.values()):
+            kind = type(whole).__name__
+            raise BadInput(f"{self._what}: transformers has no plan to divide a {kind}")
+        styles = {re.compile(re.escape(n).replace(r"\*", "[^.]+")): s for n, s in plan.items()}
+        table = whole.get_input_embeddings().weight
+        reached = {*decoder.modules(), whole.get_output_embeddings()}  # no vision tower
+        for name, module in list(whole.named_modules()):
+            style = next((s for pattern, s in styles.items() if pattern.fullmatch(name)), None)
+            if module not in reached or style is None or style in _WHOLE:
+                continue
+            if getattr(module, "weight", None) is table:
+                continue  # tied
+            if style == _EXPERTS:
+                self._split_experts(name, module)
+            elif isinstance(module, nn.Linear | ProjectedLinear):
+                whole.set_submodule(name, self._split_linear(name, module, style))
+            else:
+                raise self._refusal(name, f"the plan {style!r} for it is not built here")
+        self._split_parameters(decoder, whole, styles)
+
+    def connect(self) -> None:
+        """Sum and gather over the ranks, which have joined their group, from now on."""
+        self._ranks.are_connected = True
+
+    def _check_heads(self, config: Any) -> None:
+        for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
+            count = getattr(config, name, None)
+            if isinstance(count, int) and count % self._shard.size:
+                raise BadInput(f"{self._what}: {count} {what} do not divide into that many")
+
+    def _split_parameters(
+        self, decoder: Any, whole: Any, styles: dict[re.Pattern[str], str]
+    ) -> None:
+        """Slice what the plan names and no linear or experts hold: vectors by head (attention sinks)."""
+        reached = {id(parameter) for parameter in decoder.parameters()}
+        for name, parameter in whole.named_parameters():
+            style = next((s for pattern, s in styles.items() if pattern.fullmatch(name)), None)
+            held = whole.get_submodule(name.rpartition(".")[0])
+            if id(parameter) not in reached or style is None or hasattr(held, _SPLIT):
+                continue
+            if style != "colwise" or parameter.dim() != 1:
+                raise self._refusal(name, f"the plan {style!r} for it is not built here")
+            part = self._part(name, len(parameter), "elements")
+            parameter.data = parameter.detach()[part].clone()
+
+    def _split_linear(
+        self, name: str, linear: nn.Linear | ProjectedLinear, style: str
+    ) -> ProjectedLinear:
+        out_features, in_features = linear.out_features, linear.in_features
+        rows: tuple[slice, ...] = ()
+        columns: slice | None = None
+        if style in _BY_INPUTS:
+            columns = self._part(name, in_features, "inputs")
+        elif style == "packed_colwise":
+            half = self._part(name, out_features // 2, "outputs in each half")
+            second = slice(half.start + out_features // 2, half.stop + out_features // 2)
+            rows = (half, second)
+        elif style == "colwise":
+            rows = (self._part(name, out_features, "outputs"),)
+        elif style == "colwise_gather_output":
+            rows = (self._shard.vocabulary(out_features),)
+        else:
+            raise self._refusal(name, f"the plan {style!r} for it is not built here")
+        weight = linear.read() if isinstance(linear, ProjectedLinear) else linear.weight.detach()
+        part = take(name, weight, rows, columns).to(self._device)
+        bias = None if linear.bias is None else linear.bias.detach()
+        if bias is not None and rows:
+            bias = take_rows(bias, rows)
+        if bias is not None and columns is not None and self._shard.rank:
+            bias = None  # once in the sum
+        if bias is not None:
+            bias = bias.to(self._device, self._dtype)
+        projection = Projection([part], bias, self._dtype, self._input_bits)
+        if columns is not None:
+            projection.then(self._ranks.sum)
+        elif style == "colwise_gather_output":
+            projection.then(partial(self._ranks.gather, out_features))
+        outputs = slice(0, sum(run.stop - run.start for run in rows) or out_features)
+        site = LinearSite(projection, outputs, out_features, in_features, rows, columns)
+        read = columns if style == "rowwise_split_input" else None
+        return ProjectedLinear(site, self._adapters, inputs=read)
+
+    def _split_experts(self, name: str, experts: Any) -> None:
+        """Slice gated experts, [experts, 2 × width, hidden] and [experts, hidden, width], inside."""
+        held = dict(experts.named_parameters(recurse=False))
+        plain = not getattr(experts, "is_transposed", False)
+        if set(held) != {"gate_up_proj", "down_proj"} or not plain:
+            raise self._refusal(name, "such experts are not divided here")
+        gate_up, down = held["gate_up_proj"], held["down_proj"]
+        run = self._part(name, down.shape[2], "inner channels")
+        halves = gate_up.detach().unflatten(1, (2, -1))[:, :, run]
+        gate_up.data = halves.flatten(1, 2).contiguous()
+        down.data = down.detach()[:, :, run].contiguous()
+        experts.register_forward_hook(lambda _, __, output: self._ranks.sum(output))
+        setattr(experts, _SPLIT, True)
+
+    def _part(self, name: str, width: int, what: str) -> slice:
+        size = self._shard.size
+        if width % size:
+            raise self._refusal(name, f"{width} {what} do not divide into that many")
+        return slice(width // size * self._shard.rank, width // size * (self._shard.rank + 1))
+
+    def _refusal(self, name: str, reason: str) -> BadInput:
+        return BadInput(f"{self._what}: {name}: {reason}")
+
+
+_SPLIT = "llmopt_is_split"
+
+
+class _Ranks:
+    """Collectives over the ranks; alone before they are connected."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.are_connected = False
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `part`."""
+        return self._group.all_reduce(part) if self.are_connected else part
+
+    def gather(self, width: int, part: torch.Tensor) -> torch.Tensor:
+        """[rows, width] from all ranks' columns."""
+        if self.are_connected:
+            return self._group.all_gather_columns(part, width)
+        return functional.pad(part, (0, width - part.shape[1]))
