@@ -71,10 +71,26 @@ class SplitExperts(nn.ModuleList):
         return outputs
 
 
+def split_experts(fused: Any, leaves: tuple[str, str, str], config: Any) -> nn.Module:
+    """The experts of a fused module apart: transformers' own such module where it has one (Llama 4)."""
+    if (kind := sequential_experts(fused)) is not None:
+        return kind(config)
+    return SplitExperts(fused, leaves)
+
+
+def sequential_experts(module: nn.Module) -> Any:
+    """The class that transformers puts in the place of fused experts for quantized checkpoints; or None."""
+    from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as PATCHED
+
+    patch: Any = PATCHED.get(type(module).__name__)
+    return None if patch is None else patch["module_name"]
+
+
 def fused_experts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of every fused, gated experts module without biases in a layer."""
     for path, module in layer.named_modules():
         shapes = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         fused = all(isinstance(shape, nn.Parameter) and shape.dim() == 3 for shape in shapes)
-        if fused and hasattr(module, "_apply_gate") and not getattr(module, "has_bias", False):
+        gated = hasattr(module, "_apply_gate") or sequential_experts(module) is not None
+        if fused and gated and not getattr(module, "has_bias", False):
             yield path, module

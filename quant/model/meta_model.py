@@ -14,7 +14,7 @@ from torch import nn
 from ..base.errors import BadInput
 from .checkpoint import Checkpoint
 from .decoder_layers import decoder_layers
-from .experts import LEAVES, SplitExperts, fused_experts
+from .experts import LEAVES, fused_experts, split_experts
 from .lazy_weights import LazyWeights
 from .weight_map import WeightMap
 
@@ -69,7 +69,7 @@ class MetaModel:
             for leaves in LEAVES:
                 if f"{path}.{inner}.0.{leaves[0]}.weight" in names:
                     with torch.device("meta"):
-                        split = SplitExperts(fused, leaves).requires_grad_(False)
+                        split = split_experts(fused, leaves, self.config).requires_grad_(False)
                     layer.set_submodule(inner, split)
                     self.weight_map.take_apart(f"{path}.{inner}")
                     break

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..base.errors import BadInput, first_line
 from .auto import auto_class, read_config
+from .experts_apart import GATE, experts_of
 
 
 class Loaded(NamedTuple):
@@ -43,13 +44,19 @@ class ModelParameters:
     Args:
         raw: the raw `config.json`; its `quantization_config` is not read.
         folder: of the checkpoint, for one that brings its own code.
+        apart: whether its files hold each expert by itself, for which transformers exchanges some modules.
 
     Raises:
         BadInput: transformers does not know the model type, or does not build it.
     """
 
     def __init__(
-        self, raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
+        self,
+        raw: Mapping[str, Any],
+        folder: Path | None = None,
+        *,
+        trust_remote_code: bool = False,
+        apart: bool = False,
     ):
         plain = {key: value for key, value in raw.items() if key != "quantization_config"}
         config = read_config(plain, folder, trust_remote_code=trust_remote_code)
@@ -67,10 +74,50 @@ class ModelParameters:
             raise BadInput(
                 f"transformers does not build a {config.model_type}: {first_line(error)}"
             ) from error
+        self._apart: tuple[str, Collection[str]] | None = None
+        if apart:
+            self._take_experts_apart(config.get_text_config(decoder=True))
         self._state = self._model.state_dict()
         self.linears = tuple(
             path for path, module in self._model.named_modules() if isinstance(module, nn.Linear)
         )
+
+    def _take_experts_apart(self, config: Any) -> None:
+        """Exchange the fused experts that transformers exchanges while it loads codes."""
+        from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as PATCHED
+
+        for path, module in list(self._model.named_modules()):
+            patch: Any = PATCHED.get(type(module).__name__)
+            if patch is not None:
+                with torch.device("meta"):
+                    self._model.set_submodule(path, patch["module_name"](config))
+                self._apart = self._apart or (path, tuple(patch["quantization_methods"]))
+
+    def experts_apart(self, names: Iterable[str]) -> dict[str, str]:
+        """Fused experts of the model whose weights are on disk by expert, though transformers does not merge
+        them: the path of each module, and the module on disk."""
+        found = {}
+        for disk, count in experts_of(names).items():
+            weight = f"{disk}.0.{GATE}.weight"
+            target = self._target(weight).removesuffix(f".0.{GATE}.weight")
+            whole = self._state.get(f"{target}.gate_up_proj")
+            merged = self.loaded_from([weight])[weight].parameters
+            if not merged and whole is not None and len(whole) == count:
+                found[target] = disk
+        return found
+
+    def module(self, path: str) -> Any:
+        """A module of the model, on the meta device."""
+        return self._model.get_submodule(path)
+
+    def _target(self, name: str) -> str:
+        """A name on disk as transformers renames it."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        return rename_source_key(name, renamings, [], self._model.base_model_prefix, self._state)[0]
 
     def loaded_from(self, names: Iterable[str]) -> dict[str, Loaded]:
         """The parameters that each tensor on disk becomes, or becomes a part of."""
@@ -120,7 +167,9 @@ class ModelParameters:
 
     def replaced(self, quant_method: str) -> str | None:
         """The first module in whose place transformers puts another, with other names, for a quantized
-        checkpoint of this method; None: there is none."""
+        checkpoint of this method, or leaves one though the files hold that other; None: there is none."""
+        if self._apart is not None and quant_method not in self._apart[1]:
+            return self._apart[0]
         from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as PATCHED
 
         for path, module in self._model.named_modules():

@@ -27,6 +27,7 @@ from ..methods.solvers import with_solver
 from ..model.architecture import Architecture, architecture_of
 from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
+from ..model.experts_apart import APART_FORMATS, with_experts_apart
 from ..model.parameters import ModelParameters
 from ..request.request import QuantizeRequest, parse_override
 from ..request.selection import (
@@ -177,7 +178,7 @@ def make_plan(request: QuantizeRequest) -> Plan:
     for weight_format in formats:
         weight_format.check_scheme(probe)
 
-    checkpoint, architecture, modules, ignored = _selected(request)
+    checkpoint, architecture, modules, ignored = _selected(request, formats)
     parameters = model_parameters(checkpoint)
     if not request.overrides:
         _check_widths(formats, modules, dict.fromkeys(modules, probe))
@@ -233,7 +234,7 @@ def _blocks_plan(
     if request.options.act_order == "dynamic":
         raise BadInput("--act-order dynamic: ggml's blocks hold channels in their order")
     type_name = mix_name(request.gguf_type or DEFAULT_GGUF_TYPE)
-    checkpoint, architecture, modules, ignored = _selected(request)
+    checkpoint, architecture, modules, ignored = _selected(request, formats)
     parameters = model_parameters(checkpoint)
     shape = shape_of(
         checkpoint.config,
@@ -276,7 +277,7 @@ def _blocks_plan(
 
 
 def _selected(
-    request: QuantizeRequest,
+    request: QuantizeRequest, formats: Sequence[WeightFormat]
 ) -> tuple[Checkpoint, Architecture, Shapes, tuple[str, ...]]:
     """The source, its layers, the linears to quantize, and the ignored ones."""
     checkpoint = Checkpoint(request.model, trust_remote_code=request.trust_remote_code)
@@ -287,6 +288,8 @@ def _selected(
     )
     if request.rotations:
         checkpoint = rotated(checkpoint, request.rotations, request.seed)
+    elif all(weight_format.name in APART_FORMATS for weight_format in formats):
+        checkpoint = with_experts_apart(checkpoint)
     architecture = _with_folds(request, checkpoint, architecture_of(checkpoint))
     linears = find_linears(checkpoint, architecture)
     if request.lm_head:

@@ -38,10 +38,12 @@ def transformers_loads(stored: CheckpointContents, name: str) -> tuple[bool, str
         return False, parameters
     if name == "gguf":
         return True, _NEEDS[name]
+    if apart := parameters.experts_apart(stored.names):
+        return False, f"it does not merge the experts of {by_kind(apart)[0]}, which are apart"
+    if replaced := parameters.replaced(name):
+        return False, f"for {name} it has other names in {replaced}"
     if missing := parameters.missing(stored.names):
         return False, f"{by_kind(missing)[0]} of its model is in no file"
-    if replaced := parameters.replaced(name):
-        return False, f"it puts a module with other names in the place of {replaced}"
     loaded = parameters.loaded_from(stored.names)
     if reason := _merged(stored, name, loaded):
         return False, reason

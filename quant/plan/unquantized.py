@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ..base.errors import BadInput
 from ..model.checkpoint import Checkpoint
+from ..model.experts_apart import experts_of
 from ..model.parameters import ModelParameters
 from ..request.selection import HEAD
 
@@ -26,9 +27,16 @@ def model_parameters(checkpoint: Checkpoint) -> ModelParameters | str:
             checkpoint.config,
             checkpoint.folder,
             trust_remote_code=checkpoint.trust_remote_code,
+            apart=bool(experts_of(_weights(checkpoint))),
         )
     except BadInput as error:
         return str(error)
+
+
+def _weights(checkpoint: Checkpoint) -> Iterator[str]:
+    """A plain weight's name for each module with a weight or codes."""
+    for module in {name.rpartition(".")[0] for name in checkpoint.names}:
+        yield f"{module}.weight"
 
 
 def unquantized_modules(

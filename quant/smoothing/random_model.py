@@ -15,6 +15,7 @@ from torch import nn
 from ..base.errors import BadInput, first_line
 from ..model.auto import auto_class
 from ..model.checkpoint import Checkpoint
+from ..model.experts_apart import with_experts_apart
 from ..model.meta_model import MetaModel
 
 NUM_TOKENS = 24
@@ -78,7 +79,7 @@ def _layers_and_names(model: Any) -> tuple[list[nn.Module], list[dict[str, str]]
     with tempfile.TemporaryDirectory() as folder:
         with no_progress_bar():
             model.save_pretrained(folder)
-        meta_model = MetaModel(Checkpoint(Path(folder)))
+        meta_model = MetaModel(with_experts_apart(Checkpoint(Path(folder))))
         kinds = [type(layer) for layer in meta_model.layers]
         layers = next(
             (

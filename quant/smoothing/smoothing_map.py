@@ -19,7 +19,7 @@ from ..model.checkpoint import Checkpoint
 from .patterns import LayerPattern, Shapes, family_of_pattern, starred
 from .small_config import small_config, text_layers
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever discovery says something else: kept answers of another format are not read."""
 _SMALL_ENOUGH = 5_000_000  # parameters of a model that can be taken as it is
 _FEWEST_LAYERS = 4

@@ -12,12 +12,13 @@ from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.model.architecture import Architecture, architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.experts_apart import with_experts_apart
 from llmopt.quant.smoothing.proof import fold_layer
 from llmopt.quant.smoothing.smoothing_map import with_smoothing
 from safetensors.torch import save_file
 
 from .case import Case, Verdict
-from .quantized import LENGTH, WORDS, loaded, quantized, source
+from .quantized import LENGTH, WORDS, fused_again, loaded, quantized, source
 
 SAME = 1e-5  # of logits, relative to the largest
 
@@ -32,7 +33,7 @@ class AwqColumn:
 
     def verdict(self, case: Case) -> Verdict:
         """Discover, fold, quantize, and load with transformers."""
-        checkpoint = Checkpoint(source(case))
+        checkpoint = with_experts_apart(Checkpoint(source(case)))
         try:
             architecture = with_smoothing(checkpoint, architecture_of(checkpoint))
             folds, folded = _folded(checkpoint, architecture, case.folder / "awq-folded")
@@ -80,7 +81,7 @@ def _folded(checkpoint: Checkpoint, architecture: Architecture, folder: Path) ->
         tensors = {n.removeprefix(start): t for n, t in state.items() if n.startswith(start)}
         folds += fold_layer(family, tensors, index)
         state |= {start + name: tensor for name, tensor in tensors.items()}
-    return folds, _write(folder, state, checkpoint.config)
+    return folds, _write(folder, fused_again(checkpoint, state), checkpoint.config)
 
 
 def _dequantized(written: Path, folder: Path) -> Path:
@@ -90,6 +91,7 @@ def _dequantized(written: Path, folder: Path) -> Path:
     packed = set().union(*(tensor_names(checkpoint, module) for module in modules))
     state = {name: checkpoint.tensor(name) for name in checkpoint.names if name not in packed}
     state |= {f"{name}.weight": read_quantized(checkpoint, name).dequantize() for name in modules}
+    state = fused_again(checkpoint, state)
     config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
     return _write(folder, state, config)
 

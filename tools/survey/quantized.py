@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,14 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.read import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.model.auto import auto_class
 from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.experts_apart import (
+    LEAVES,
+    experts_of,
+    fused,
+    parts_of,
+    with_experts_apart,
+)
+from llmopt.quant.model.parameters import ModelParameters
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.request.request import QuantizeRequest
 from safetensors.torch import save_file
@@ -112,10 +120,13 @@ def dequantized(case: Case, folder: Path) -> Path:
     output = folder.with_name(folder.name + "-plain")
     if not output.exists():
         plain, checkpoint = Checkpoint(source(case)), Checkpoint(folder)
+        if experts_of(f"{module}.weight" for module in quantized_modules(checkpoint)):
+            plain = with_experts_apart(plain)
         state = dict(plain.tensors())
         for module in quantized_modules(checkpoint):
             dtype = state[f"{module}.weight"].dtype
             state[f"{module}.weight"] = read_quantized(checkpoint, module).dequantize().to(dtype)
+        state = fused_again(checkpoint, state)
         output.mkdir()
         save_file(
             {name: tensor.contiguous() for name, tensor in state.items()},
@@ -124,6 +135,22 @@ def dequantized(case: Case, folder: Path) -> Path:
         )
         (output / "config.json").write_text(json.dumps(plain.config))
     return output
+
+
+def fused_again(
+    checkpoint: Checkpoint, state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors as in the plain model: experts that transformers does not merge in one tensor again."""
+    parameters = ModelParameters(checkpoint.config)
+    whole = dict(state)
+    for path, disk in parameters.experts_apart(state).items():
+        module = parameters.module(path)
+        experts = [
+            {leaf: whole.pop(f"{disk}.{number}.{leaf}.weight") for leaf in LEAVES}
+            for number in range(len(module.down_proj))
+        ]
+        whole |= {f"{disk}.{name}": tensor for name, tensor in fused(module, experts).items()}
+    return whole
 
 
 def loaded(case: Case, folder: Path, needs: str = "") -> Any:
@@ -156,6 +183,11 @@ def decompress(model: Any) -> Any:
 def differing(one: Any, other: Any) -> Iterator[str]:
     """Names of the parameters and buffers in which two models differ."""
     left, right = one.state_dict(), other.state_dict()
+    parts = parts_of({name: tuple(tensor.shape) for name, tensor in right.items()})
+    if parts.keys() <= left.keys():  # it has linears in the place of fused experts
+        fused_names = {part.tensor for part in parts.values()}
+        apart = {name: part.of(right[part.tensor]) for name, part in parts.items()}
+        right = {n: t for n, t in right.items() if n not in fused_names} | apart
     for name, tensor in right.items():
         if name not in left or not torch.equal(left[name].float(), tensor.float()):
             yield name
@@ -168,6 +200,8 @@ def written_and_loaded(case: Case, method: str) -> Verdict:
         return Verdict("refused", made.refused)
     plain, checkpoint = Checkpoint(source(case)), Checkpoint(made.folder)
     modules = quantized_modules(checkpoint)
+    if experts_of(f"{module}.weight" for module in modules):
+        plain = with_experts_apart(plain)
     stored = {name for module in modules for name in tensor_names(checkpoint, module)}
     for name in plain.names:
         if name.removesuffix(".weight") in modules or name in stored:

@@ -11,6 +11,8 @@ from torch import nn
 
 from ....quant.convert.read import quantized_modules, read_quantized, tensor_names
 from ....quant.model.checkpoint import Checkpoint
+from ....quant.model.experts_apart import LEAVES, experts_of, fused
+from ....quant.model.parameters import ModelParameters
 from ....quant.tensors.base import QuantizedTensor
 from ..layers.projection import NO_ADAPTERS, AdapterRows, LinearSite, Projection
 from .latent_forward import latent_projections
@@ -96,16 +98,45 @@ class QuantizedWeights:
             name for module in self._placeholders for name in tensor_names(checkpoint, module)
         }
         self._plain = [name for name in checkpoint.names if name not in packed]
+        self._apart = self._experts_apart()
 
     def state_dict(self, dense: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors with placeholders for the quantized ones; `dense` are dequantized."""
         tensors = {name: self._checkpoint.tensor(name) for name in self._plain}
         for module, placeholder in self._placeholders.items():
-            weight = placeholder
-            if module in dense:
-                weight = read_quantized(self._checkpoint, module).dequantize(self._dtype)
-            tensors[f"{module}.weight"] = weight
+            tensors[f"{module}.weight"] = self._dense(module) if module in dense else placeholder
+        for path, (fused_module, disk) in self._apart.items():
+            below = f"{disk}."
+            of_experts = [name for name in tensors if name.startswith(below)]
+            experts = [
+                {leaf: self._dense(f"{below}{number}.{leaf}") for leaf in LEAVES}
+                for number in range(len(fused_module.down_proj))
+            ]
+            for name in of_experts:
+                del tensors[name]
+            tensors |= {f"{path}.{n}": t for n, t in fused(fused_module, experts).items()}
         return tensors
+
+    def _dense(self, module: str) -> torch.Tensor:
+        """A weight in the model's dtype, dequantized if it is quantized."""
+        if module in self._placeholders:
+            return read_quantized(self._checkpoint, module).dequantize(self._dtype)
+        return self._checkpoint.tensor(f"{module}.weight").to(self._dtype)
+
+    def _experts_apart(self) -> dict[str, tuple[Any, str]]:
+        """Fused modules of transformers whose experts the checkpoint has by themselves, though transformers
+        does not merge them: module and the experts' name on disk, by path."""
+        names = [*self._plain, *(f"{module}.weight" for module in self._placeholders)]
+        if not experts_of(names):
+            return {}
+        checkpoint = self._checkpoint
+        parameters = ModelParameters(
+            checkpoint.config, checkpoint.folder, trust_remote_code=checkpoint.trust_remote_code
+        )
+        return {
+            path: (parameters.module(path), disk)
+            for path, disk in parameters.experts_apart(names).items()
+        }
 
     def sites(self, model: nn.Module) -> dict[str, str]:
         """Name in the model by name in the checkpoint, of the linears that hold a placeholder."""
@@ -124,7 +155,9 @@ class QuantizedWeights:
             for module, name in self.sites(model).items()
             if model.get_submodule(name) not in absorbed
         }
-        return frozenset(self._placeholders.keys() - placed)
+        apart = tuple(f"{disk}." for _, disk in self._apart.values())
+        left = self._placeholders.keys() - placed
+        return frozenset(module for module in left if not module.startswith(apart))
 
     def place(
         self,

@@ -66,13 +66,15 @@ def load_mixture(
         input_norm,
         expert_scale,
     )
-    prefix = f"{layer}{names.experts}."
+    *into, down = names.expert
+    prefix, fused = f"{layer}{names.experts}.", names.fused_experts is not None
+    if fused and reader.has_linear(f"{layer}{names.experts_apart}.0.{into[-1]}"):
+        prefix, fused = f"{layer}{names.experts_apart}.", False
     local_ids = range(experts.count) if shard is None else shard.experts(experts.count)
     routed: Sequence[GatedMlp | PlainMlp]
-    if names.fused_experts is not None and not _has_modules(reader, spec, prefix):
+    if fused:
         routed = _fused(reader, spec, prefix, experts, local_ids)
     else:
-        *into, down = names.expert
         routed = [
             load(
                 f"{prefix}{expert}.",
@@ -114,11 +116,6 @@ def _latent(reader: CheckpointReader, spec: ModelSpec, layer: str) -> tuple[Proj
         reader.projection([into], hidden, [width], bias=bias),
         reader.projection([out_of], width, [hidden], bias=bias),
     )
-
-
-def _has_modules(reader: CheckpointReader, spec: ModelSpec, prefix: str) -> bool:
-    """Whether the experts of this file are modules, where those of other files of the family are fused."""
-    return reader.has_weight(f"{prefix}0.{spec.names.expert[-1]}")
 
 
 def _fused(

@@ -181,7 +181,7 @@ class LayerLoader:
         if name == second_head or name.endswith(self.spec.names.buffers):
             return True
         if self.shard is not None and (experts := self.spec.shape.experts) is not None:
-            expert = name.partition(f".{self.spec.names.experts}.")[2].partition(".")[0]
+            expert = name.partition(f".{self.spec.names.experts_apart}.")[2].partition(".")[0]
             if expert.isdecimal() and int(expert) not in self.shard.experts(experts.count):
                 return True
         names = self.spec.names

@@ -125,6 +125,10 @@ class CheckpointReader:
         """Whether the weight of a module is quantized in the checkpoint."""
         return module in self._quantized
 
+    def has_linear(self, module: str) -> bool:
+        """Whether the checkpoint has the weight of a module, plain or quantized."""
+        return module in self._quantized or f"{module}.weight" in self._checkpoint
+
     def projection(
         self,
         modules: Sequence[str],

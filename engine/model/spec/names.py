@@ -65,3 +65,9 @@ class Names:
     layer_scale: str = ""
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     mtp: tuple[str, ...] = ()
+
+    @property
+    def experts_apart(self) -> str:
+        """The module below which each expert has modules, also where a family has them fused."""
+        is_named = self.experts.endswith("experts") or self.fused_experts is None
+        return self.experts if is_named else f"{self.experts}.experts"

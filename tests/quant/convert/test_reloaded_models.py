@@ -30,6 +30,7 @@ TYPES = (
     "phimoe",
     "afmoe",
     "mamba2",
+    "llama4_text",
 )
 
 
@@ -83,12 +84,20 @@ def test_experts_without_codes_are_said_to_be_lost(tmp_path: Path) -> None:
     assert "transformers" not in result.loads_in
 
 
-def test_experts_that_a_quantizer_replaces_are_said_not_to_load(tmp_path: Path) -> None:
-    """For quantized checkpoints transformers unfuses Llama 4's experts, whose names are in no file then."""
+@pytest.mark.parametrize(("name", "loads"), [("compressed-tensors", True), ("gptq", False)])
+def test_experts_that_a_quantizer_replaces_load_in_its_formats(
+    tmp_path: Path, name: str, loads: bool
+) -> None:
+    """For some formats transformers unfuses Llama 4's experts, which are written apart; not for others."""
     case = case_of("llama4_text", tmp_path)
-    result = quantize(QuantizeRequest(source(case), tmp_path / "out", method="rtn", errors=False))
-    row = next(row for row in result.preflight.loaders if row.name == "transformers")
-    assert not row.loads and "in the place of model.layers.0.feed_forward.experts" in row.reason
+    request = QuantizeRequest(
+        source(case), tmp_path / "out", method="rtn", format=name, errors=False
+    )
+    row = next(row for row in quantize(request).preflight.loaders if row.name == "transformers")
+    assert row.loads == loads
+    assert loads or row.reason == (
+        "for gptq it has other names in model.layers.0.feed_forward.experts"
+    )
 
 
 def test_no_errors_runs_no_layer_and_reads_no_text(
