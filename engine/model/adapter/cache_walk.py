@@ -57,7 +57,10 @@ def get(value: Any, place: Place) -> Any:
 def put(value: Any, place: Place, part: Any) -> None:
     """Put something at a place."""
     holder, last = get(value, place[:-1]), place[-1]
-    if last.is_attribute:
+    if isinstance(holder, tuple):
+        changed = (*holder[: last.name], part, *holder[last.name + 1 :])
+        put(value, place[:-1], changed)
+    elif last.is_attribute:
         setattr(holder, last.name, part)
     else:
         holder[last.name] = part

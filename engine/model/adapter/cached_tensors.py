@@ -108,11 +108,33 @@ class StateTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionTensor:
+    """A tensor along `axis` that holds each token's position, or nothing: made anew, and not kept.
+
+    Attributes:
+        shape: of one sequence, without the axis of tokens.
+    """
+
+    places: tuple[Place, ...]
+    axis: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, length: int, device: torch.device) -> torch.Tensor:
+        """What it is after `length` tokens."""
+        shape = (*self.shape[: self.axis], length, *self.shape[self.axis :])
+        along = [1] * len(shape)
+        along[self.axis] = length
+        positions = torch.arange(length, device=device).to(self.dtype).view(along)
+        return positions.expand(shape).clone()
+
+
+@dataclass(frozen=True, slots=True)
 class CachedTensors:
     """What a model's cache holds, and an object of it to fill for a sequence.
 
     Attributes:
-        paged, states: its tensors.
+        paged, states, positions: its tensors.
         counters: integers that count strides of so many tokens.
         template: the cache without tensors.
         fresh: an empty cache for a new sequence; None: the model makes its own.
@@ -120,6 +142,7 @@ class CachedTensors:
 
     paged: tuple[TokenTensor, ...]
     states: tuple[StateTensor, ...]
+    positions: tuple[PositionTensor, ...]
     counters: tuple[tuple[Place, int], ...]
     template: Any
     fresh: Any
@@ -160,6 +183,9 @@ class CachedTensors:
             held = tensor.held(state, length).clone()
             for place in tensor.places:
                 put(cache, place, held)
+        for tensor in self.positions:
+            for place in tensor.places:
+                put(cache, place, tensor.of(length, table.device))
         for place, stride in self.counters:
             put(cache, place, length // stride)
         return cache

@@ -17,7 +17,7 @@ from ....quant.model.auto import read_config
 from ...planner.probe.build import build_on_meta
 from ...planner.probe.cache_growth import measure_cache
 from .cache_walk import Place, copy_leaf, copy_structure, get, path, put, walk
-from .cached_tensors import CachedTensors, StateTensor, TokenTensor
+from .cached_tensors import CachedTensors, PositionTensor, StateTensor, TokenTensor
 
 CacheOf = Callable[[int, Any], Any]
 """The cache of a sequence of that many tokens, computed from an empty one, or None: the model makes it."""
@@ -38,7 +38,8 @@ def measured_cache(cache_of: CacheOf, config: Any) -> CachedTensors:
     lengths = _LENGTHS
     if any(_is_empty(value) for _, value in walk(longer)):
         strides = _strides(config.to_json_string(use_diff=False))
-        widest = max(strides.values(), default=1)
+    if strides:  # else what is empty stays so
+        widest = max(strides.values())
         lengths = (2 * widest - 1, 4 * widest - 1)
     if empty is not None or strides:
         longer = cache_of(lengths[1], _recording(longer))
@@ -66,16 +67,21 @@ def _measure(
             counters.append((place, _counted(place, int(before[place]), value, lengths, strides)))
     paged: list[TokenTensor] = []
     states: list[StateTensor] = []
+    positions: list[PositionTensor] = []
     template = copy_structure(longer)
     for places in aliases.values():
         tensor = _tensor(tuple(places), (before, after), lengths, strides, longer)
         if isinstance(tensor, TokenTensor):
             paged.append(tensor)
-        else:
+        elif isinstance(tensor, StateTensor):
             states.append(tensor)
+        else:
+            positions.append(tensor)
         for place in places:
             put(template, place, None)
-    return CachedTensors(tuple(paged), tuple(states), tuple(counters), template, fresh)
+    return CachedTensors(
+        tuple(paged), tuple(states), tuple(positions), tuple(counters), template, fresh
+    )
 
 
 def _counted(
@@ -99,7 +105,7 @@ def _tensor(
     lengths: tuple[int, int],
     strides: Mapping[tuple[Any, ...], int],
     held_by: Any,
-) -> TokenTensor | StateTensor:
+) -> TokenTensor | StateTensor | PositionTensor:
     small, large = (at[places[0]] for at in held)
     shape, dtype = tuple(large.shape), large.dtype
     layer, name = get(held_by, places[0][:-1]), places[0][-1].name
@@ -121,6 +127,14 @@ def _tensor(
     if not axes:
         return StateTensor(places, shape, dtype, since=_first_length(places[0], strides))
     entries = tuple(length // (stride or 1) for length in lengths)
+    if len(axes) == 1 and not stride and sizes[axes[0]] == lengths:
+        axis = axes[0]
+        told = PositionTensor(places, axis, (*shape[:axis], *shape[axis + 1 :]), dtype)
+        if all(
+            torch.equal(told.of(length, at.device), at)
+            for length, at in zip(lengths, (small, large), strict=True)
+        ):
+            return told
     if len(axes) != 1 or sizes[axes[0]] != entries or not dtype.is_floating_point:
         raise ValueError(
             f"its cache's {path(places[0])} grows from {tuple(small.shape)} to {shape}"

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from ...kernels.attention.paged_attention import AttentionBatch
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.state import StateLayout
 from ..spec.spec import KvLayout
+from .cache_walk import walk
 from .cached_tensors import CachedTensors
 from .linears import CurrentAdapters
 from .measured_cache import measured_cache
@@ -39,6 +41,7 @@ class SequentialForward:
         self._model = model
         self._takes = set(inspect.signature(model.forward).parameters)
         self._tensors: CachedTensors | None = None
+        self._is_given_a_cache = False
         self.adapters = CurrentAdapters()
         model.set_attn_implementation(own_attention)
 
@@ -75,6 +78,8 @@ class SequentialForward:
         self, token_ids: torch.Tensor, positions: torch.Tensor, length: int, cache: Any
     ) -> tuple[torch.Tensor, Any]:
         """Logits [tokens, vocab] of the last tokens of a sequence of `length`, and its cache after them."""
+        if cache is None and self._is_given_a_cache:
+            cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         arguments = {
             "input_ids": token_ids,
             "position_ids": positions,
@@ -93,7 +98,10 @@ class SequentialForward:
         positions = torch.arange(length, device=device)[None]
         tokens = plain_tokens(self._model, length).to(device)[None]
         _, cache = self._pass(tokens, positions, length, empty)
-        if cache is None:
+        if cache is None and _CACHES[0] in self._takes:  # it may fill one that it does not return
+            self._is_given_a_cache = True
+            _, cache = self._pass(tokens, positions, length, empty)
+        if cache is None or not any(isinstance(x, torch.Tensor) for _, x in walk(cache)):
             raise ValueError("it returns no cache: its state is in its modules")
         return cache
 

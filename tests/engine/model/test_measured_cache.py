@@ -10,6 +10,7 @@ import torch
 from llmopt.engine.model.adapter.cached_tensors import StateTensor, TokenTensor
 from llmopt.engine.model.adapter.measured_cache import measured_cache
 from llmopt.engine.model.layers.attention import LayerCache
+from transformers import MambaConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 CPU = torch.device("cpu")
@@ -50,6 +51,26 @@ def test_any_object_is_measured_filled_and_written_back():
     assert tensors.load(pages, table, slot, 4, 0) is None, (
         "the model begins with a cache of its own"
     )
+
+
+def test_what_positions_tell_is_made_anew_and_tuples_are_filled():
+    """Positions of an indexer, values of no width, and a state in a tuple."""
+
+    def cache_of(length: int, _: Any) -> Cache:
+        positions = torch.arange(length).expand(3, 1, length)
+        empty, pair = torch.zeros(1, 1, length, 0), (torch.full((1, 4), float(length)), "other")
+        return Cache(length, positions=positions, empty=empty, pair=pair)
+
+    tensors = measured_cache(cache_of, MambaConfig(num_hidden_layers=1))
+    assert len(tensors.paged) == 1 and len(tensors.positions) == 2
+    pages = [LayerCache.zeros(tensors.paged[0].layout, 4, 4, CPU, torch.float32)]
+    slot = [layout.zeros(1, CPU)[0] for layout in tensors.state_layouts]
+    table, of_tokens = torch.tensor([2, 1]), torch.tensor([8, 9, 10, 11, 4])
+    tensors.store(cache_of(5, None), pages, of_tokens, slot, 4, 5)
+    filled = tensors.load(pages, table, slot, 4, 5)
+    assert filled.positions.tolist() == [[[0, 1, 2, 3, 4]]] * 3
+    assert filled.positions.dtype == torch.int64 and filled.empty.shape == (1, 1, 5, 0)
+    assert filled.pair[0].tolist() == [[5.0] * 4] and filled.pair[1] == "other"
 
 
 @pytest.mark.parametrize("length", [3, 9, 20])
