@@ -97,7 +97,9 @@ class _Job:
         config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
         if self._target.name == "gguf":
             self._assemble(config, output.name)
-        quantization = config_of(self._target, self._schemes, ignore, *(kv_cache or (None,)))
+        quantization = config_of(
+            self._target, self._schemes, ignore, *(kv_cache or (None, "tensor"))
+        )
         config["quantization_config"] = quantization
         for path in companions(self._source.folder):
             write_atomically(self._work / path.name, path.read_bytes())

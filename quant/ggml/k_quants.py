@@ -10,9 +10,9 @@ from .k_search import search_affine, search_signed
 from .k_small_blocks import pack_q2, pack_q3
 
 # Runs of a block, the largest code, and the largest code of a scale.
-_AFFINE = {"Q2_K": (16, 3, 15), "Q4_K": (8, 15, 63), "Q5_K": (8, 31, 63)}
+AFFINE = {"Q2_K": (16, 3, 15), "Q4_K": (8, 15, 63), "Q5_K": (8, 31, 63)}
 # Half the codes, and half the codes of a scale.
-_SIGNED = {"Q3_K": (4, 32), "Q6_K": (32, 128)}
+SIGNED = {"Q3_K": (4, 32), "Q6_K": (32, 128)}
 
 
 def quantize_k(
@@ -28,8 +28,8 @@ def quantize_k(
     Returns:
         uint8 `[n, block bytes]`.
     """
-    if type_name in _SIGNED:
-        middle, scale_middle = _SIGNED[type_name]
+    if type_name in SIGNED:
+        middle, scale_middle = SIGNED[type_name]
         x = blocks.view(-1, 16, 16)
         weights = error_weights(x, importance)
         if type_name == "Q6_K":
@@ -38,7 +38,7 @@ def quantize_k(
         codes = (fitted.values + middle).to(torch.uint8).flatten(1)
         pack = pack_q3 if type_name == "Q3_K" else pack_signed
         return pack(fitted.scales.to(torch.int8), codes, fitted.head)
-    runs, levels, scale_levels = _AFFINE[type_name]
+    runs, levels, scale_levels = AFFINE[type_name]
     x = blocks.view(-1, runs, 256 // runs)
     weights = error_weights(x, importance)
     rounds = 2 if type_name == "Q2_K" else 1

@@ -176,6 +176,7 @@ def _fit_head(
     largest, most = steps.amax(dim=-1, keepdim=True), 2**lattice.scale_bits - 1
     best_head, best_codes = torch.zeros_like(largest), torch.zeros_like(steps)
     best_error = torch.full_like(largest, torch.inf)
+    codes, odd = best_codes, best_codes
     for shift in _TOPS:
         head = largest / (2 * most + 1 + shift)
         for _ in range(2):

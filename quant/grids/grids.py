@@ -13,15 +13,14 @@ from ..base.scheme import (
     LookupScheme,
     Scheme,
 )
-from ..ggml.simple_blocks import WIDTH
 from .base import Grid
 from .codebook_grid import CodebookGrid
 from .float_grid import FloatGrid
 from .fp4_grid import Fp4Grid
 from .int_grid import IntGrid, group_ranges, search_ranges
-from .k_grid import KAffineGrid, KSignedGrid
+from .k_grid import K_AFFINE, K_SIGNED, KAffineGrid, KSignedGrid
 from .lookup_grid import LookupGrid
-from .simple_block_grid import SimpleBlockGrid
+from .simple_block_grid import SIMPLE, SimpleBlockGrid
 from .vectorwise_grid import VectorwiseGrid
 
 
@@ -60,10 +59,15 @@ def grid_of(
     return VectorwiseGrid(scheme, in_features)
 
 
+def refuses_solver(scheme: Scheme) -> str | None:
+    """Why no solver but nearest goes to a scheme; None: it has a `Grid`."""
+    if isinstance(scheme, GgufScheme) and scheme.type not in (*SIMPLE, *K_AFFINE, *K_SIGNED):
+        return f"blocks of {scheme.type} are rounded whole"
+    return None
+
+
 def _block_grid(scheme: GgufScheme) -> Grid:
     """The grid of one of ggml's block types."""
-    if scheme.block[0] == WIDTH:
+    if scheme.type in SIMPLE:
         return SimpleBlockGrid(scheme)
-    if scheme.type in ("Q4_K", "Q5_K"):
-        return KAffineGrid(scheme)
-    return KSignedGrid(scheme)
+    return KAffineGrid(scheme) if scheme.type in K_AFFINE else KSignedGrid(scheme)

@@ -11,6 +11,8 @@ from .base import Parameters
 from .range_search import RangedGrid, fitted_line, fitted_steps
 from .scalar_grid import Affine, snap_to_integers
 
+SIMPLE = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1")
+
 
 class SimpleBlockGrid(RangedGrid):
     """Q8_0, Q4_0, Q5_0, Q4_1, Q5_1.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..base.memory import temporaries_kept
 from ..base.scheme import IntScheme, Scheme
-from ..grids.grids import grid_of
+from ..grids.grids import refuses_solver
 from ..tensors.base import QuantizedTensor
 from ..tuning.block import Block
 from ..tuning.grid_rounding import GridRounding
@@ -17,7 +17,7 @@ from ..tuning.int_rounding import IntRounding
 from ..tuning.sign_descent import tune
 from .base import LayerProblem, LayerResult, ModuleReport, SchemeOptions
 from .options import refuse_options
-from .rounding import input_scale, round_weight
+from .rounding import linear_grid, round_weight
 
 _NO_BLOCK = "its layer is not run"
 
@@ -27,6 +27,7 @@ class AutoRound:
 
     name = "autoround"
     default_format = "compressed-tensors"
+    num_samples = 128
     needs_statistics = True
     grouped = True
     sequential = False
@@ -60,12 +61,17 @@ def _tuned(problem: LayerProblem) -> tuple[dict[str, QuantizedTensor], str]:
     """The tuned linears, and why the others are not."""
     if problem.block is None:
         return {}, _NO_BLOCK
-    roundings = {name: _rounding(problem, name) for name in problem.schemes}
+    refusals = {refuses_solver(scheme) for scheme in problem.schemes.values()} - {None}
+    names = [name for name, scheme in problem.schemes.items() if refuses_solver(scheme) is None]
+    roundings = {name: _rounding(problem, name) for name in names}
+    if not roundings:
+        return {}, str(refusals.pop())
     try:
         _descend(problem, problem.block, roundings)
     except (RuntimeError, NotImplementedError) as error:
         return {}, f"its layer gives no gradients: {str(error).splitlines()[0]}"
-    return {name: rounding.tensor() for name, rounding in roundings.items()}, _NO_BLOCK
+    tuned = {name: rounding.tensor() for name, rounding in roundings.items()}
+    return tuned, str(refusals.pop()) if refusals else _NO_BLOCK
 
 
 def _rounding(problem: LayerProblem, name: str) -> IntRounding | GridRounding:
@@ -79,9 +85,7 @@ def _rounding(problem: LayerProblem, name: str) -> IntRounding | GridRounding:
         return IntRounding(weight, scheme, dtype)
     seen = problem.statistics.get(name)
     importance = seen.gram.diagonal() if seen is not None and seen.num_tokens else None
-    scale = input_scale(problem, name)
-    grid = grid_of(scheme, (weight.shape[0], weight.shape[1]), dtype, input_scale=scale)
-    return GridRounding(weight, grid, importance)
+    return GridRounding(weight, linear_grid(problem, name, weight), importance)
 
 
 def _descend(

@@ -54,9 +54,11 @@ class BlockFloat:
     """e2m1 weights in blocks of 16 (`nvfp4`) or 32 (`mxfp4`); W4A16, or W4A4 with `--activations`."""
 
     default_format = "compressed-tensors"
+    num_samples = 128
     needs_statistics = False
     grouped = False
     sequential = False
+    blockwise = False
 
     def __init__(self, kind: Literal["nvfp4", "mxfp4"]) -> None:
         self.name: str = kind

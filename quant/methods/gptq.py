@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..base.scheme import PER_CHANNEL, IntScheme, Scheme
+from ..grids.grids import refuses_solver
 from ..model.families import Family
 from ..tensors.base import QuantizedTensor
 from ..tensors.integer import IntTensor
@@ -115,6 +116,9 @@ class _Work:
         gram = gram_of(problem, linears[0])
         factors: dict[tuple[str, int, int], Feedback | None] = {}
         for names in self._alike(linears):
+            if refusal := refuses_solver(problem.schemes[names[0]]):
+                self._round(names, refusal)
+                continue
             grid = linear_grid(problem, names[0], problem.weights[names[0]])
             aware = problem.options.act_order == "group-aware"
             kind = problem.options.act_order, grid.group if aware else grid.vector, grid.vector

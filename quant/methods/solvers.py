@@ -9,7 +9,7 @@ from ..base.scheme import Scheme
 from .base import LayerProblem, LayerResult, Method, SchemeOptions
 from .gptq import Gptq
 
-_ROUNDING = ("rtn", "int8", "fp8", "nf4", "fp4", "squeezellm")
+_ROUNDING = ("rtn", "int8", "fp8", "nf4", "fp4", "nvfp4", "mxfp4", "squeezellm")
 _SMOOTHING = ("smoothquant",)  # round what they smoothed by the solver themselves
 
 
@@ -47,6 +47,8 @@ class SolvedGrid:
         self.default_format: str = grid.default_format
         self.grouped: bool = grid.grouped
         self.sequential: bool = solver.sequential
+        self.num_samples: int = max(grid.num_samples, solver.num_samples)
+        self.blockwise: bool = solver.blockwise
 
     def scheme(self, options: SchemeOptions) -> Scheme:
         if options.act_order == "dynamic":

@@ -70,7 +70,7 @@ def test_statistics_of_few_tokens_are_nearer_to_the_routers() -> None:
     problem = moe_layer()
     router = problem.statistics["mlp.gate"]
     prior = router.gram / router.num_tokens
-    distances = []
+    distances, up = [], "mlp.experts.0.up_proj"
     for number, tokens in enumerate(TOKENS):
         up, down = (f"mlp.experts.{number}.{leaf}" for leaf in ("up_proj", "down_proj"))
         alone = problem.statistics[up].gram / tokens

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.base.scheme import CodebookScheme, FloatScheme, GgufScheme, Scheme
+from llmopt.quant.base.scheme import CodebookScheme, FloatScheme, Fp4Scheme, GgufScheme, Scheme
 from llmopt.quant.grids.grids import grid_of
 from llmopt.quant.tuning.grid_rounding import GridRounding
 
@@ -10,7 +10,7 @@ from ...support.layer_problems import correlated_inputs, heavy_weight, statistic
 
 SCHEMES: list[Scheme] = [
     CodebookScheme("nf4"),
-    CodebookScheme("mxfp4", 32),
+    Fp4Scheme("mxfp4"),
     FloatScheme("channel"),
     GgufScheme("Q4_0"),
     GgufScheme("Q4_K"),
